@@ -1,0 +1,300 @@
+"""The vocabulary that all rooms share: values, and the protocols that rooms need of each other.
+
+Pure: the standard library only. All values are frozen and valid from birth.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NewType, Protocol, runtime_checkable
+
+Key = NewType("Key", bytes)
+"""The id of a real ObjectRef: 24 bytes of its task, then the index of the return (little endian, 4 bytes)."""
+
+KEY_NBYTES = 28
+TASK_NBYTES = 24
+
+
+def task_key(task: bytes, index: int) -> Key:
+    """Makes the key of the `index`-th return (counted from 1) of a task."""
+    if len(task) != TASK_NBYTES or index < 1:
+        raise ValueError(f"no such return: task of {len(task)} bytes, index {index}")
+    return Key(task + index.to_bytes(4, "little"))
+
+
+class OpKind(enum.Enum):
+    """What a collective does, by its name in the field."""
+
+    ALLREDUCE = "allreduce"
+    BROADCAST = "broadcast"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+
+class ReduceOp(enum.Enum):
+    """How elements of several ranks become one. The first four have the values of `ray.util.collective`."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    AVG = 4
+
+    @classmethod
+    def coerce(cls, op: Any) -> ReduceOp:
+        """Accepts a `ReduceOp`, a name such as ``"sum"``, or another library's enum member of the same name.
+
+        Raises:
+            ValueError: It names no reduce op; the message lists those that exist.
+        """
+        name = op if isinstance(op, str) else getattr(op, "name", None)
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        raise ValueError(f"no reduce op {op!r}; there are {', '.join(cls.__members__)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What ranks must agree on about a tensor.
+
+    Attributes:
+        shape: The extent of each dimension, in elements.
+        dtype: numpy's name of the element type, native byte order: ``"float32"``.
+        itemsize: Bytes per element.
+        device: ``"cpu"``, or ``"cuda:0"``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: str = "cpu"
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.size * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a participant's control endpoint listens, and the secret that opens it.
+
+    Attributes:
+        host: The Ray node's IP address.
+        port: The TCP port.
+        secret: The 32 bytes that both ends must know; it travels inside Ray only and never over the socket.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Address({self.host}:{self.port})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank of a group, as all processes know it.
+
+    Attributes:
+        rank: Its rank in the group.
+        actor_id: The Ray actor id, in hexadecimal.
+        actor: What a person calls it: ``Worker(3f2a91)``.
+        address: Its control endpoint.
+        machine: Equal for processes that can share memory (boot id and namespaces).
+        node_id: The Ray node id.
+        pid: Its process id.
+        incarnation: Which start of the actor this is; it changes when Ray restarts the actor.
+        ordered: True where methods run one by one in submission order (P2).
+    """
+
+    rank: int
+    actor_id: str
+    actor: str
+    address: Address
+    machine: str
+    node_id: str
+    pid: int
+    incarnation: str
+    ordered: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """A group as the planner sees it.
+
+    Attributes:
+        name: What the user calls it.
+        group_id: A nonce, so that two groups of one name never meet.
+        backend: The name of the backend, never ``"auto"``.
+        world_size: The number of ranks.
+        ordering: ``"program"``: collectives run in the order of the actor's queue (P2).
+    """
+
+    name: str
+    group_id: str
+    backend: str
+    world_size: int
+    ordering: str = "program"
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ValueError(f"a group has at least one rank, not {self.world_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One plan's use of a communicator.
+
+    Attributes:
+        seq: The plan's place in its controller's one order. Every rank launches in increasing `seq`.
+        ranks: The ranks that take part, ascending.
+        timeout_s: How long a rank waits for the others: at the door, and again from the launch on.
+    """
+
+    seq: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One step with its arrays filled in: what a communicator runs.
+
+    Attributes:
+        kind: What to do.
+        src: The array read, or None.
+        dst: The array written, or None; it may be `src` itself.
+        op: For reductions.
+        peer: The root of a broadcast, the other rank of a send or receive; -1 where it has no meaning.
+    """
+
+    kind: OpKind
+    src: Any = None
+    dst: Any = None
+    op: ReduceOp | None = None
+    peer: int = -1
+
+
+class Clock(Protocol):
+    """Time as the executor sees it; tests inject their own."""
+
+    def __call__(self) -> float:
+        """Seconds of a clock that never goes back."""
+        ...
+
+
+class Rendezvous(Protocol):
+    """A small store of bytes over which the members of a group find each other, once."""
+
+    def put(self, name: str, value: bytes) -> None:
+        """Publishes a value to all members; called once per name."""
+        ...
+
+    def get(self, name: str, timeout_s: float) -> bytes:
+        """Waits for a value.
+
+        Raises:
+            CollectiveTimeoutError: Nobody published it in time.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """Carries arrivals between ranks for backends that have no faster way: the star over the channel."""
+
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Gives one's arrival, and waits for those of `launch.ranks`, in their order.
+
+        Raises:
+            CollectiveTimeoutError: Not all came within `launch.timeout_s`.
+            PlanAbortedError: The launch was aborted meanwhile.
+        """
+        ...
+
+    def abort(self, seq: int) -> None:
+        """Wakes whoever waits in this launch, or will; any thread may call it."""
+        ...
+
+
+@runtime_checkable
+class Completion(Protocol):
+    """A kernel under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when the kernel has ended.
+
+        Raises:
+            CollectiveTimeoutError: It had not ended in time.
+            PlanAbortedError: It was aborted.
+            KernelError: The library failed.
+        """
+        ...
+
+
+class Communicator(Protocol):
+    """One rank's membership in a group, on one backend.
+
+    `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort` and `close`
+    by any thread. For each launch: `agree` once or more, `launch` per kernel, then always `end`.
+    """
+
+    rank: int
+    world_size: int
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Brings all of `launch.ranks` together and gives each everybody's `arrival`, in rank order.
+
+        Raises:
+            CollectiveTimeoutError: Naming the ranks that did not come within `launch.timeout_s`.
+            PlanAbortedError: The launch was aborted meanwhile.
+        """
+        ...
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Starts a kernel; all of `launch.ranks` do, in the same order."""
+        ...
+
+    def end(self, launch: Launch, ok: bool) -> None:
+        """Closes the launch; `ok` tells whether this rank ran all of it."""
+        ...
+
+    def abort(self, seq: int) -> None:
+        """Makes every wait of that launch, now or later, raise PlanAbortedError."""
+        ...
+
+    def close(self) -> None:
+        """Gives back all that the communicator holds. May be called twice."""
+        ...
+
+
+class Faults(Protocol):
+    """Where tests make things go wrong; the default does nothing."""
+
+    def at(self, point: str, seq: int, rank: int) -> None:
+        """Called by the executor at each named point of a plan; may raise, block or end the process."""
+        ...
+
+
+class NoFaults:
+    """The `Faults` of production."""
+
+    def at(self, point: str, seq: int, rank: int) -> None:
+        """Does nothing."""
+
+
+CommunicatorFactory = Callable[[GroupSpec, int, Rendezvous, Exchange], Communicator]
+"""Builds the communicator of one rank: (group, rank, rendezvous, exchange)."""
