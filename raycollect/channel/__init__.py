@@ -1,1 +1,19 @@
+"""The control plane: small authenticated messages, and bulk data, between the processes of a plan.
 
+========================  ====================================================================
+`packing`, `messages`     msgpack with limits; the table of what can be said
+`protocol`                handshake, frames and their tags: no I/O, no clock, no threads
+`sockets`                 how sockets are opened and tuned
+`loop`, `endpoint`        one thread that watches sockets; a control connection on it
+`stream`                  a connection in blocking mode
+`server`, `client`        the end that listens, the ends that connect
+========================  ====================================================================
+"""
+
+from __future__ import annotations
+
+from raycollect.channel.client import DataClient, Hub
+from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.server import DataLink, Server, ServerHandler
+
+__all__ = ["DataClient", "DataLink", "Hub", "Link", "LinkHandler", "Server", "ServerHandler"]

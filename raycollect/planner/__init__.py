@@ -1,1 +1,23 @@
+"""The planner: a request becomes a verified `Plan`. Pure: no ray, numpy, clock or environment.
 
+`plan(request)` runs the passes in order: validate -> lower -> verify.
+"""
+
+from __future__ import annotations
+
+from raycollect.planner.ir import Buffer, Plan, Program, Request, Role, Step, Template
+from raycollect.planner.passes import plan
+from raycollect.planner.wire import decode_program, encode_program
+
+__all__ = [
+    "Buffer",
+    "Plan",
+    "Program",
+    "Request",
+    "Role",
+    "Step",
+    "Template",
+    "decode_program",
+    "encode_program",
+    "plan",
+]

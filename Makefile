@@ -1,0 +1,54 @@
+# Everything runs in .venv, which is made and filled on first use, and again when pyproject.toml changes.
+#
+#   make demo    the main job on real input, under a minute once installed
+#   make test    the tests
+#   make lint    ruff, mypy, import-linter
+#   make bench   raycollect beside ray.util.collective
+#   make clean   removes the environments and caches
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.SECONDARY:
+.PHONY: help demo test lint bench clean install-%
+
+help:
+	@sed -n '3,7s/^# *//p' Makefile
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-bench
+	$(BIN)/python -m benchmarks.allreduce $(ARGS)
+
+install-%: $(VENV)/.installed-% ;
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "raycollect needs Python 3.10 or newer, and $(PYTHON) is not: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@touch $@
+
+clean:
+	rm -rf .venv .venv310 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -1,0 +1,292 @@
+"""Data-parallel training on handwritten digits: four actors, gradients summed by one driver call per step.
+
+    python examples/digits.py [--steps 200] [--actors 4]
+
+A softmax classifier learns the 1,797 images that scikit-learn ships (UCI, 8 x 8 pixels) by gradient descent with
+momentum. Each actor holds a shard of the images and its own copy of the weights. A step is: every actor writes its
+shard's part of the gradient into its buffer, `allreduce_refs` sums the buffers in place, every actor applies the sum.
+
+The program checks that the classifier is good, that the actors agree to the last bit, and that one process which sees
+all images reaches the same weights; then it times the reduction beside the way through Ray's object store.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+import raycollect as col
+
+Array = NDArray[np.float64]
+
+CLASSES = 10
+MOMENTUM = 0.9
+LEARNING_RATE = 1.0
+TEST_SHARE = 0.2
+SEED = 0
+
+MIN_ACCURACY = 0.95
+MAX_DIFFERENCE = 1e-6
+GROUP = "digits"
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Images:
+    """Images and what they show.
+
+    Attributes:
+        pixels: [n, 65] float64: 64 pixels from 0 to 1, then a one that carries the bias.
+        labels: [n] int64, the digits.
+    """
+
+    pixels: Array
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def select(self, index: NDArray[np.int64]) -> Images:
+        """The images at these places."""
+        return Images(pixels=self.pixels[index], labels=self.labels[index])
+
+    def shards(self, count: int) -> list[Images]:
+        """Splits the images into shards of (nearly) one size."""
+        return [self.select(index) for index in np.array_split(np.arange(len(self)), count)]
+
+
+def load() -> tuple[Images, Images]:
+    """Loads the digits and splits them, always in the same way, into images to train on and images to test with."""
+    digits = load_digits()
+    pixels = np.hstack([digits.data / 16.0, np.ones((len(digits.data), 1))])
+    images = Images(pixels=pixels, labels=digits.target)
+    order = np.random.default_rng(SEED).permutation(len(images))
+    tests = int(TEST_SHARE * len(images))
+    return images.select(order[tests:]), images.select(order[:tests])
+
+
+# ---------------------------------------------------------------------------------------------- learning
+
+
+class Learner:
+    """A softmax classifier and the images it learns from. Knows nothing of Ray.
+
+    Args:
+        images: The images of this learner.
+        total: How many images all learners have together, so that the sum of their gradients is the mean over all.
+    """
+
+    def __init__(self, images: Images, total: int) -> None:
+        self.pixels = images.pixels
+        self.targets = np.eye(CLASSES)[images.labels]
+        self.total = total
+        self.parameters = np.zeros((images.pixels.shape[1], CLASSES))  # weights, and the bias as the last row
+        self.velocity = np.zeros_like(self.parameters)
+        self.buffer = np.zeros_like(self.parameters)
+
+    def gradient(self) -> Array:
+        """Writes these images' part of the gradient into the one buffer there is, and returns it."""
+        scores = self.pixels @ self.parameters
+        scores = np.exp(scores - scores.max(axis=1, keepdims=True))
+        scores /= scores.sum(axis=1, keepdims=True)
+        np.matmul(self.pixels.T, scores - self.targets, out=self.buffer)
+        self.buffer /= self.total
+        return self.buffer
+
+    def apply(self, gradient: Array) -> None:
+        """Takes one step down the gradient over all images."""
+        self.velocity *= MOMENTUM
+        self.velocity -= LEARNING_RATE * gradient
+        self.parameters += self.velocity
+
+    def weights(self) -> Array:
+        """The parameters, [65, 10] float64."""
+        return self.parameters
+
+
+@ray.remote(num_cpus=0)  # so that four of them run on a laptop with two cores
+class Trainer(col.CollectiveParticipant, Learner):
+    """A learner in an actor: the mixin is the only addition. The rest is the object store's way, for comparison."""
+
+    @col.by_value
+    def gradient_by_value(self) -> Array:
+        return self.gradient()
+
+    def set_gradient(self, gradient: Array) -> None:
+        np.copyto(self.buffer, gradient)
+
+
+def accuracy(parameters: Array, images: Images) -> float:
+    """The share of images that are recognised."""
+    return float(np.mean((images.pixels @ parameters).argmax(axis=1) == images.labels))
+
+
+def train_in_one_process(images: Images, steps: int) -> Array:
+    """What the actors must reach: the same training, all images in one place."""
+    learner = Learner(images, total=len(images))
+    for _ in range(steps):
+        learner.apply(learner.gradient())
+    return learner.weights()
+
+
+def train_in_actors(trainers: list[Any], test: Images, steps: int) -> list[Array]:
+    """Trains; returns each actor's weights."""
+    bar = tqdm(range(steps), desc="training", unit="step")
+    for step in bar:
+        gradients = [trainer.gradient.remote() for trainer in trainers]
+        col.allreduce_refs(gradients, group_name=GROUP)
+        for trainer, gradient in zip(trainers, gradients, strict=True):
+            trainer.apply.remote(gradient)  # gets the very array, in place; Ray's queue keeps the order
+        if step % 25 == 24:
+            bar.set_postfix(accuracy=f"{accuracy(col.get(trainers[0].weights.remote()), test):.3f}")
+    weights: list[Array] = col.get([trainer.weights.remote() for trainer in trainers])
+    return weights
+
+
+# ---------------------------------------------------------------------------------------------- timing
+
+
+def reduce_in_place(trainers: list[Any]) -> None:
+    """Computes the gradients and leaves their sum in every actor."""
+    col.allreduce_refs([trainer.gradient.remote() for trainer in trainers], group_name=GROUP)
+
+
+def reduce_by_object_store(trainers: list[Any]) -> None:
+    """The same without raycollect: fetch the gradients, add them here, put the sum, hand it back."""
+    gradients = ray.get([trainer.gradient_by_value.remote() for trainer in trainers])
+    total = ray.put(sum(gradients[1:], gradients[0]))
+    ray.get([trainer.set_gradient.remote(total) for trainer in trainers])
+
+
+def compare(ways: list[Callable[[], None]], runs: int) -> list[float]:
+    """Times several ways in turn, so that whatever else the machine does hits all of them; returns medians in ms."""
+    times: list[list[float]] = [[] for _ in ways]
+    for run in range(-3, runs):  # the first three warm up
+        for way, spent in zip(ways, times, strict=True):
+            start = time.perf_counter()
+            way()
+            if run >= 0:
+                spent.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(spent) for spent in times]
+
+
+# ---------------------------------------------------------------------------------------------- the whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What the demo found.
+
+    Attributes:
+        actors: How many actors trained.
+        accuracy: The share of test images recognised.
+        difference: The largest absolute difference between a weight of an actor and of the one process.
+        same_bits: True where all actors hold the same bits.
+        allreduce_ms: The median time to compute and sum the gradients by `allreduce_refs`.
+        object_store_ms: The same through the object store.
+    """
+
+    actors: int
+    accuracy: float
+    difference: float
+    same_bits: bool
+    allreduce_ms: float
+    object_store_ms: float
+
+    @property
+    def checks(self) -> list[tuple[str, str, bool]]:
+        """What must hold: its name, what was found, and whether it is good."""
+        return [
+            (
+                "test accuracy",
+                f"{self.accuracy:.3f}  (at least {MIN_ACCURACY})",
+                self.accuracy >= MIN_ACCURACY,
+            ),
+            (
+                f"{self.actors} actors beside 1 process",
+                f"largest difference of a weight {self.difference:.1e}  (at most {MAX_DIFFERENCE:.0e})",
+                self.difference <= MAX_DIFFERENCE,
+            ),
+            (
+                "all actors hold",
+                "the same bits" if self.same_bits else "different weights",
+                self.same_bits,
+            ),
+        ]
+
+    @property
+    def ok(self) -> bool:
+        """True where every check holds."""
+        return all(good for _, _, good in self.checks)
+
+
+def main(steps: int = 200, actors: int = 4, runs: int = 60) -> Result:
+    """Trains in actors and in one process, then times the reduction.
+
+    Args:
+        steps: Steps of gradient descent.
+        actors: How many actors share the images.
+        runs: How often each way to reduce is timed.
+
+    Returns:
+        What was found; `Result.ok` tells whether it is good.
+    """
+    train, test = load()
+    if not ray.is_initialized():
+        ray.init(include_dashboard=False)  # joins the cluster that RAY_ADDRESS names, else starts Ray here
+    trainers = [Trainer.remote(shard, total=len(train)) for shard in train.shards(actors)]
+    col.declare_collective_group(trainers, group_name=GROUP)
+    try:
+        weights = train_in_actors(trainers, test, steps)
+        allreduce_ms, object_store_ms = compare(
+            [lambda: reduce_in_place(trainers), lambda: reduce_by_object_store(trainers)], runs
+        )
+    finally:
+        col.destroy_collective_group(GROUP)
+    expected = train_in_one_process(train, steps)
+    return Result(
+        actors=actors,
+        accuracy=accuracy(weights[0], test),
+        difference=max(float(np.abs(found - expected).max()) for found in weights),
+        same_bits=all(found.tobytes() == weights[0].tobytes() for found in weights),
+        allreduce_ms=allreduce_ms,
+        object_store_ms=object_store_ms,
+    )
+
+
+def show(result: Result) -> None:
+    """Prints what was found."""
+    print()
+    for name, found, good in result.checks:
+        print(f"{'ok' if good else 'NOT OK':>6}  {name:<24} {found}")
+    gain = result.object_store_ms / result.allreduce_ms
+    print(f"{'':>6}  {'time per reduction':<24} allreduce_refs {result.allreduce_ms:.1f} ms", end=", ")
+    print(f"object store {result.object_store_ms:.1f} ms: {gain:.1f} times as long")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Data-parallel training on handwritten digits.")
+    parser.add_argument("--steps", type=int, default=200, help="steps of gradient descent (default 200)")
+    parser.add_argument("--actors", type=int, default=4, help="actors that share the images (default 4)")
+    parser.add_argument("--runs", type=int, default=60, help="how often each way to reduce is timed (default 60)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    found = main(**vars(parse()))
+    show(found)
+    sys.exit(0 if found.ok else 1)

@@ -1,0 +1,217 @@
+"""How ranks that share memory wait for each other: words that only grow, and bells.
+
+Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is the launch it is in, `phase` counts
+its barriers inside that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its
+word and ringing the others' bells; it waits until every word is at least the same. So nothing is ever reset, an
+abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look.
+
+A rank that leaves a launch first records how far it came: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
+`passed` is the last barrier that it got through (`CLOSED` if it ran everything). Whoever waits for it at a later
+barrier learns that it will not come; whoever is late at a barrier that it got through goes on.
+
+Areas of shared memory (arrivals, slots) are written by one rank and read by others. A rank starts to write its areas
+in a launch only after those who could read them in its earlier launches have closed these ("debts"), which by then is
+nearly always so.
+
+Memory order. Words are 8 bytes, aligned, and stored by one instruction. Data is written before the word, and
+`sem_post` and `sem_wait` are full barriers in glibc, so whoever woke by a bell sees the data. Who finds the word
+without waiting: on x86-64 loads are in order; elsewhere the release and re-taking of the GIL, or of a lock, in the
+ctypes call that each arrival makes before it looks, and `Bells.drain` where an outcome seems to be missing, order it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Sequence
+
+from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
+from raycollect.model import Launch
+
+from ._bell import SEM_NBYTES, Bells
+
+ARRIVAL_NBYTES = 64 * 1024
+"""The longest arrival."""
+
+_PHASE_BITS = 24
+CLOSED = (1 << _PHASE_BITS) - 1
+_SEQ_LIMIT = 1 << (63 - _PHASE_BITS)
+OUTCOMES = 64
+_WORD_STRIDE = 8  # in words: a cache line each
+_SLICE_S = 0.5
+"""The longest sleep before the words are looked at again, should a ring ever be lost."""
+_RINGS_KEPT = 64
+_PARITIES = 2
+
+
+def control_nbytes(world_size: int) -> int:
+    """The bytes of shared memory that a meeting of that many ranks takes; a multiple of the page size."""
+    per_rank = SEM_NBYTES + 8 * (_WORD_STRIDE + OUTCOMES + _PARITIES) + _PARITIES * ARRIVAL_NBYTES
+    return -(-world_size * per_rank // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def prepare(segment: mmap.mmap, world_size: int) -> None:
+    """Sets up the bells in fresh zeroed memory; the one process that made it calls this, before any other maps it."""
+    Bells(memoryview(segment)[: world_size * SEM_NBYTES], world_size, init=True)
+
+
+class Meeting:
+    """One rank's end of the meeting.
+
+    One thread at a time calls `agree`, `barrier` and `end`; any thread calls `abort` and `close`.
+    """
+
+    def __init__(self, segment: mmap.mmap, rank: int, world_size: int, group_name: str) -> None:
+        self.rank = rank
+        self._group_name = group_name
+        whole = memoryview(segment)
+        cells_at = world_size * SEM_NBYTES
+        self._bells = Bells(whole[:cells_at], world_size, init=False)
+        areas_at = cells_at + world_size * 8 * (_WORD_STRIDE + OUTCOMES + _PARITIES)
+        cells = whole[cells_at:areas_at].cast("Q")
+        self._words = cells[: world_size * _WORD_STRIDE]
+        self._outcomes = cells[world_size * _WORD_STRIDE : world_size * (_WORD_STRIDE + OUTCOMES)]
+        self._lengths = cells[world_size * (_WORD_STRIDE + OUTCOMES) :]
+        self._arrivals = whole[areas_at : areas_at + world_size * _PARITIES * ARRIVAL_NBYTES]
+        self._seq = 0
+        self._phase = 0
+        self._passed = 0
+        self._agreed = 0
+        self._spare_rings = 0
+        self._debts: dict[int, int] = {}
+        self._aborted: set[int] = set()
+        self._closed = False
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Exchanges arrivals between `launch.ranks`; see `Communicator.agree`."""
+        if len(arrival) > ARRIVAL_NBYTES:
+            raise InternalError(detail=f"an arrival of {len(arrival)} bytes; at most {ARRIVAL_NBYTES} fit")
+        until_s = time.monotonic() + launch.timeout_s
+        if launch.seq != self._seq:
+            self._enter(launch, until_s)
+        # Two areas in turn: nobody comes to agreement k+1 of a launch before having read agreement k.
+        parity = self._agreed % _PARITIES
+        self._agreed += 1
+        mine = self._area(self.rank, parity)
+        self._arrivals[mine : mine + len(arrival)] = arrival
+        self._lengths[self.rank * _PARITIES + parity] = len(arrival)
+        self.barrier(launch, until_s)
+        return [self._read(rank, parity) for rank in launch.ranks]
+
+    def barrier(self, launch: Launch, until_s: float) -> None:
+        """Waits for all of `launch.ranks`.
+
+        Raises:
+            CollectiveTimeoutError: Naming who did not come until `until_s` of the monotonic clock.
+            PlanAbortedError: The launch was aborted here, or a rank has left it.
+        """
+        self._phase += 1
+        if self._phase >= CLOSED:
+            raise InternalError(detail=f"more than {CLOSED} barriers in one launch")
+        target = self._seq << _PHASE_BITS | self._phase
+        self._words[self.rank * _WORD_STRIDE] = target
+        self._ring(launch.ranks)
+        self._wait(launch, dict.fromkeys(launch.ranks, target), until_s)
+        self._passed = self._phase
+
+    def end(self, launch: Launch, ok: bool) -> None:
+        """Leaves the launch; never waits, never raises."""
+        if launch.seq < self._seq:
+            return
+        if launch.seq > self._seq:  # it never came to the door
+            self._seq, self._phase, self._passed = launch.seq, 0, 0
+        closed = self._seq << _PHASE_BITS | CLOSED
+        passed = CLOSED if ok else self._passed
+        self._outcomes[self.rank * OUTCOMES + self._seq % OUTCOMES] = self._seq << _PHASE_BITS | passed
+        self._words[self.rank * _WORD_STRIDE] = closed
+        self._ring(launch.ranks)
+        # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
+        arrived = self._seq << _PHASE_BITS | 1
+        others = (rank for rank in launch.ranks if rank != self.rank) if self._phase else ()
+        self._debts.update((rank, closed) for rank in others if self._words[rank * _WORD_STRIDE] >= arrived)
+        for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
+            if seq <= self._seq:
+                self._aborted.discard(seq)
+
+    def abort(self, seq: int) -> None:
+        """Makes this rank's waits in that launch raise."""
+        self._aborted.add(seq)
+        self._bells.ring(self.rank)
+
+    def close(self) -> None:
+        """Makes all waits of this rank raise, now and later."""
+        self._closed = True
+        self._bells.ring(self.rank)
+
+    def _enter(self, launch: Launch, until_s: float) -> None:
+        """Begins a launch: nobody may still read what this rank wrote in earlier ones."""
+        if not self._seq < launch.seq < _SEQ_LIMIT:
+            raise InternalError(detail=f"launch {launch.seq} after {self._seq}")
+        self._seq, self._phase, self._passed, self._agreed = launch.seq, 0, 0, 0
+        # The word says "all earlier launches closed" before this rank waits for others to say so: no cycle of debts.
+        self._words[self.rank * _WORD_STRIDE] = self._seq << _PHASE_BITS
+        self._debts = {rank: owed for rank, owed in self._debts.items() if self._words[rank * _WORD_STRIDE] < owed}
+        if self._debts:
+            self._ring(self._debts)
+            self._wait(launch, self._debts, until_s)
+            self._debts = {}
+
+    def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
+        """Waits until each rank's word is at least its target."""
+        self._spare_rings += len(targets) - 1
+        if self._spare_rings > _RINGS_KEPT:  # drained before the words are looked at, so that no news is lost
+            self._bells.drain(self.rank)
+            self._spare_rings = 0
+        while True:
+            if self._closed or launch.seq in self._aborted:
+                detail = f"launch {launch.seq} was aborted" if not self._closed else "the communicator was closed"
+                raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+            absent = [rank for rank, target in targets.items() if not self._has_come(rank, target)]
+            if not absent:
+                return
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                raise CollectiveTimeoutError(
+                    group_name=self._group_name,
+                    missing=tuple(absent),
+                    timeout_s=launch.timeout_s,
+                    detail=f"launch {launch.seq}: ranks {absent} did not come within {launch.timeout_s:g} s",
+                )
+            if self._bells.wait(self.rank, min(left_s, _SLICE_S)):
+                self._spare_rings -= 1
+
+    def _has_come(self, rank: int, target: int) -> bool:
+        """Tells whether a rank's word has reached `target`.
+
+        Raises:
+            PlanAbortedError: It left that launch before.
+        """
+        word = self._words[rank * _WORD_STRIDE]
+        if word < target or rank == self.rank:
+            return word >= target
+        seq, phase = target >> _PHASE_BITS, target & CLOSED
+        if phase == CLOSED or word < (seq << _PHASE_BITS | CLOSED):
+            return True
+        if self._passed_by(rank, seq) < phase:
+            self._bells.drain(self.rank)  # a barrier: its outcome was stored before its word
+            if self._passed_by(rank, seq) < phase:
+                detail = f"rank {rank} has left launch {seq}"
+                raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=detail)
+        return True
+
+    def _passed_by(self, rank: int, seq: int) -> int:
+        """The last barrier of a launch that a rank got through, now that it has left it; -1 if it is forgotten."""
+        outcome = self._outcomes[rank * OUTCOMES + seq % OUTCOMES]
+        return outcome & CLOSED if outcome >> _PHASE_BITS == seq else -1
+
+    def _ring(self, ranks: Sequence[int] | dict[int, int]) -> None:
+        for rank in ranks:
+            if rank != self.rank:
+                self._bells.ring(rank)
+
+    def _area(self, rank: int, parity: int) -> int:
+        return (rank * _PARITIES + parity) * ARRIVAL_NBYTES
+
+    def _read(self, rank: int, parity: int) -> bytes:
+        start = self._area(rank, parity)
+        return bytes(self._arrivals[start : start + self._lengths[rank * _PARITIES + parity]])

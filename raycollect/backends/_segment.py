@@ -1,0 +1,199 @@
+"""One stretch of memory that the co-located members of a group share, and how they get it.
+
+Rank 0 makes a memfd (it has no name, /dev/shm does not limit it, and the kernel frees it with the last process),
+seals it against resizing (a shrinking file kills its readers by SIGBUS), reserves its pages (a lack of memory shows
+here, not as SIGBUS later) and hands the descriptor over a Unix socket. The socket lies in a fresh directory of mode
+0700, the peer must be of the same user and know a random token; both vanish once all members have it.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hmac
+import json
+import mmap
+import os
+import secrets
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from raycollect.errors import BackendUnavailableError
+from raycollect.model import GroupSpec, Rendezvous
+
+JOIN_TIMEOUT_S = 60.0
+"""How long the members of a group may take to come together."""
+HELLO_TIMEOUT_S = 2.0
+"""How long one client may be silent while others queue; only processes of this user can connect at all."""
+
+_NAME = "shm.segment"
+_TOKEN_NBYTES = 32
+_HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
+_PATH_LIMIT = 100
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+
+
+def unavailable(spec: GroupSpec, detail: str) -> BackendUnavailableError:
+    """Makes the error for members that can't use shared memory."""
+    return BackendUnavailableError(group_name=spec.name, detail=f"backend 'shm': {detail}")
+
+
+def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: int) -> mmap.mmap:
+    """Maps the segment of rank 0; called by every other rank.
+
+    Raises:
+        BackendUnavailableError: Rank 0 has none to give, or this process can't reach it.
+    """
+    offer = json.loads(rendezvous.get(_NAME, JOIN_TIMEOUT_S))
+    if "error" in offer:
+        raise unavailable(spec, offer["error"])
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.settimeout(JOIN_TIMEOUT_S)
+            link.connect(offer["path"])
+            link.sendall(_HELLO.pack(bytes.fromhex(offer["token"]), rank))
+            fd = _receive_fd(link)
+        try:
+            return _map(fd, nbytes)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise unavailable(spec, f"rank {rank} can't map the segment of rank 0: {exc}") from exc
+
+
+def server_segment(
+    spec: GroupSpec, rendezvous: Rendezvous, nbytes: int, prepare: Callable[[mmap.mmap], None]
+) -> mmap.mmap:
+    """Makes the segment and gives it to all other ranks; called by rank 0.
+
+    Args:
+        spec: The group.
+        rendezvous: Where the others learn the socket's path and the token.
+        nbytes: The size.
+        prepare: Sets up the memory, which is zero, before anyone else can map it.
+
+    Raises:
+        BackendUnavailableError: This system has no memfd, or no memory.
+    """
+    try:
+        fd = _make(nbytes)
+    except (OSError, AttributeError) as exc:
+        text = f"rank 0 can't make {nbytes} bytes of shared memory: {exc}"
+        if spec.world_size > 1:
+            rendezvous.put(_NAME, json.dumps({"error": text}).encode())
+        raise unavailable(spec, text) from exc
+    try:
+        segment = _map(fd, nbytes)
+        prepare(segment)
+        if spec.world_size > 1:
+            _serve(spec, rendezvous, fd)
+        return segment
+    finally:
+        os.close(fd)
+
+
+def _make(nbytes: int) -> int:
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create (Linux has)")
+    fd = os.memfd_create("raycollect", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _seals() -> int:
+    bits = 0
+    for name in _SEALS:
+        bits |= int(getattr(fcntl, name))
+    return bits
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    # Before Python 3.13 an mmap keeps a descriptor of its own; the seals make that harmless.
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() != _seals() or os.fstat(fd).st_size != nbytes:
+        raise OSError("the segment is not sealed, or has another size: are the versions of raycollect equal?")
+    return mmap.mmap(fd, nbytes)
+
+
+def _serve(spec: GroupSpec, rendezvous: Rendezvous, fd: int) -> None:
+    """Publishes where the segment is to be had, and hands it to every other rank."""
+    token = secrets.token_bytes(_TOKEN_NBYTES)
+    folder = _folder()
+    try:
+        path = str(folder / "s")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(path)
+            listener.listen(spec.world_size)
+            rendezvous.put(_NAME, json.dumps({"path": path, "token": token.hex()}).encode())
+            _hand_out(spec, listener, token, fd)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder() -> Path:
+    """Makes a directory of mode 0700 whose path leaves room for a socket's name."""
+    folder = Path(tempfile.mkdtemp(prefix="raycollect-"))
+    if len(os.fsencode(folder)) < _PATH_LIMIT:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="raycollect-", dir="/tmp"))
+
+
+def _hand_out(spec: GroupSpec, listener: socket.socket, token: bytes, fd: int) -> None:
+    waiting = set(range(1, spec.world_size))
+    until_s = time.monotonic() + JOIN_TIMEOUT_S
+    while waiting:
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            raise unavailable(spec, f"ranks {sorted(waiting)} did not come for the segment in {JOIN_TIMEOUT_S:g} s")
+        listener.settimeout(left_s)
+        try:
+            link, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with link:
+            link.settimeout(HELLO_TIMEOUT_S)
+            try:
+                waiting.discard(_hand_to(link, token, fd))
+            except OSError:
+                continue  # a stranger, or one who went away; whoever is still missing is named at the deadline
+
+
+def _hand_to(link: socket.socket, token: bytes, fd: int) -> int:
+    """Checks one client and gives it the descriptor; returns its rank, or -1."""
+    _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if uid != os.geteuid():
+        return -1
+    hello = b""
+    until_s = time.monotonic() + HELLO_TIMEOUT_S
+    while len(hello) < _HELLO.size:
+        more = link.recv(_HELLO.size - len(hello))
+        if not more or time.monotonic() > until_s:
+            return -1
+        hello += more
+    given, rank = _HELLO.unpack(hello)
+    if not hmac.compare_digest(given, token):
+        return -1
+    link.sendmsg([b"s"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+    return int(rank)
+
+
+def _receive_fd(link: socket.socket) -> int:
+    fds = array.array("i")
+    _, ancillary, _, _ = link.recvmsg(1, socket.CMSG_SPACE(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if len(fds) != 1:
+        raise OSError("rank 0 gave no descriptor")
+    return fds[0]

@@ -1,0 +1,217 @@
+"""Backend `local`: ranks are threads of one process. It defines what every verb means; the others must agree with it.
+
+Each verb is one meeting, where every rank gives a value and gets everybody's in rank order, then plain numpy on the
+result. Nothing is chunked or overlapped. Memory: one copy of each operand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from raycollect.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    InternalError,
+    PlanAbortedError,
+)
+from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
+
+from .arrays import Array, fold
+from .completion import DONE, movement, reduce_op, reduction, translated
+
+__all__ = ["LocalCommunicator", "LocalWorld", "create"]
+
+OUTCOMES = 64
+"""How many ended launches a rank's slower peers can still ask about."""
+
+
+def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange) -> Communicator:
+    """Makes the communicator of a group of one; larger ones share a `LocalWorld` inside one process.
+
+    Raises:
+        BackendUnavailableError: The group has more ranks.
+    """
+    if spec.world_size != 1:
+        detail = f"backend 'local' lives inside one process, and the group has {spec.world_size} members"
+        raise BackendUnavailableError(group_name=spec.name, detail=detail)
+    return LocalCommunicator(LocalWorld(1, spec.name), rank)
+
+
+class LocalWorld:
+    """What the ranks of one process share: who is where, and what they gave.
+
+    Args:
+        world_size: The number of ranks.
+        group_name: For errors.
+    """
+
+    def __init__(self, world_size: int, group_name: str = "local") -> None:
+        self.world_size = world_size
+        self.group_name = group_name
+        self.changed = threading.Condition()
+        self._given: dict[tuple[int, int], dict[int, Any]] = {}  # (seq, phase) -> rank -> value
+        self._taken: dict[tuple[int, int], set[int]] = {}
+        self._left: list[dict[int, int]] = [{} for _ in range(world_size)]  # rank -> seq -> phases got through
+
+    def meet(self, launch: Launch, rank: int, phase: int, value: Any, stopped: Callable[[], str]) -> list[Any]:
+        """Gives a value and waits for those of `launch.ranks`, in their order.
+
+        Args:
+            launch: The launch.
+            rank: Who gives.
+            phase: The count of this meeting in the launch, from 1.
+            value: What it gives.
+            stopped: Says why the wait must end, or "".
+
+        Raises:
+            CollectiveTimeoutError: Not all came within `launch.timeout_s`.
+            PlanAbortedError: It was stopped, or a rank has left the launch.
+        """
+        key = (launch.seq, phase)
+        with self.changed:
+            given = self._given.setdefault(key, {})
+            given[rank] = value
+            self.changed.notify_all()
+            came = self.changed.wait_for(lambda: self._may_go(launch, phase, stopped), launch.timeout_s)
+            if why := stopped():
+                raise PlanAbortedError(group_name=self.group_name, rank=rank, detail=why)
+            gone = self._gone(launch, phase)
+            if gone:
+                detail = f"rank {gone[0]} has left launch {launch.seq}"
+                raise PlanAbortedError(group_name=self.group_name, rank=gone[0], detail=detail)
+            if not came:
+                missing = tuple(r for r in launch.ranks if r not in given)
+                detail = f"launch {launch.seq}: ranks {list(missing)} did not come within {launch.timeout_s:g} s"
+                raise CollectiveTimeoutError(
+                    group_name=self.group_name, missing=missing, timeout_s=launch.timeout_s, detail=detail
+                )
+            values = [given[r] for r in launch.ranks]
+            self._take(key, rank, launch.ranks)
+            return values
+
+    def leave(self, launch: Launch, rank: int, passed: int) -> None:
+        """Notes that a rank has left a launch after `passed` meetings, and forgets what only it still held."""
+        with self.changed:
+            left = self._left[rank]
+            left[launch.seq] = passed
+            for seq in [seq for seq in left if len(left) > OUTCOMES and seq < launch.seq][: len(left) - OUTCOMES]:
+                del left[seq]
+            if all(launch.seq in self._left[r] for r in launch.ranks):
+                for key in [key for key in self._given if key[0] == launch.seq]:
+                    self._given.pop(key)
+                    self._taken.pop(key, None)
+            self.changed.notify_all()
+
+    def _may_go(self, launch: Launch, phase: int, stopped: Callable[[], str]) -> bool:
+        given = self._given.get((launch.seq, phase), {})
+        return bool(stopped()) or all(r in given for r in launch.ranks) or bool(self._gone(launch, phase))
+
+    def _gone(self, launch: Launch, phase: int) -> list[int]:
+        """Who has left without getting through this meeting."""
+        return [r for r in launch.ranks if self._left[r].get(launch.seq, phase) < phase]
+
+    def _take(self, key: tuple[int, int], rank: int, ranks: Sequence[int]) -> None:
+        """Forgets the values once all have them."""
+        taken = self._taken.setdefault(key, set())
+        taken.add(rank)
+        if taken.issuperset(ranks):
+            self._given.pop(key, None)
+            self._taken.pop(key, None)
+
+
+class LocalCommunicator:
+    """One rank's membership; see `raycollect.model.Communicator`."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.rank = rank
+        self.world_size = world.world_size
+        self._world = world
+        self._seq = 0
+        self._phase = 0
+        self._passed = 0
+        self._aborted: set[int] = set()
+        self._closed = False
+        self._kernels: dict[OpKind, Callable[[Launch, Kernel], None]] = {
+            OpKind.ALLREDUCE: self._allreduce,
+            OpKind.BROADCAST: self._copy,
+            OpKind.SEND: self._copy,
+            OpKind.RECV: self._copy,
+            OpKind.BARRIER: self._barrier,
+        }
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Brings `launch.ranks` together."""
+        self._check_open()
+        if launch.seq < self._seq:
+            raise InternalError(detail=f"launch {launch.seq} after {self._seq}")
+        if launch.seq > self._seq:
+            self._seq, self._phase, self._passed = launch.seq, 0, 0
+        return self._meet(launch, arrival)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel in the caller's thread."""
+        self._check_open()
+        with translated(kernel.kind, self._world.group_name, self.rank):
+            self._kernels[kernel.kind](launch, kernel)
+        return DONE
+
+    def end(self, launch: Launch, ok: bool) -> None:
+        """Leaves the launch."""
+        if launch.seq > self._seq:
+            self._seq, self._passed = launch.seq, 0
+        for seq in tuple(self._aborted):
+            if seq <= self._seq:
+                self._aborted.discard(seq)
+        self._world.leave(launch, self.rank, 1 << 62 if ok else self._passed)
+
+    def abort(self, seq: int) -> None:
+        """Makes this rank's waits in that launch raise."""
+        with self._world.changed:
+            self._aborted.add(seq)
+            self._world.changed.notify_all()
+
+    def close(self) -> None:
+        """Makes all waits of this rank raise."""
+        with self._world.changed:
+            self._closed = True
+            self._world.changed.notify_all()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GroupBrokenError(group_name=self._world.group_name, detail="the communicator was closed")
+
+    def _meet(self, launch: Launch, value: Any) -> list[Any]:
+        self._phase += 1
+        values = self._world.meet(launch, self.rank, self._phase, value, self._stopped)
+        self._passed = self._phase
+        return values
+
+    def _stopped(self) -> str:
+        if self._closed:
+            return "the communicator was closed"
+        return f"launch {self._seq} was aborted" if self._seq in self._aborted else ""
+
+    def _barrier(self, launch: Launch, kernel: Kernel) -> None:
+        """A barrier: nobody goes on before all have come."""
+        self._meet(launch, None)
+
+    def _allreduce(self, launch: Launch, kernel: Kernel) -> None:
+        """An allreduce: every rank's `dst` becomes the left fold, in rank order, of all ranks' `src`."""
+        (src, dst), op = reduction(kernel), reduce_op(kernel)
+        parts: list[Array] = self._meet(launch, np.array(src.read(0, src.size)))
+        out = np.empty(dst.size, dst.dtype)
+        fold(op, parts, out)
+        dst.write(0, dst.size, out)
+
+    def _copy(self, launch: Launch, kernel: Kernel) -> None:
+        """A broadcast (or send and receive): every `dst` becomes the root's `src`."""
+        root = self.rank if kernel.kind is OpKind.SEND else kernel.peer
+        src, dst, _ = movement(kernel, is_root=self.rank == root)
+        values = self._meet(launch, None if src is None else np.array(src.read(0, src.size)))
+        if dst is not None:
+            dst.write(0, dst.size, values[launch.ranks.index(root)])

@@ -1,0 +1,99 @@
+"""The ends that connect: the controller's hub of control connections, and the client of a data connection."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.loop import Loop
+from raycollect.channel.messages import Message
+from raycollect.channel.stream import open_stream
+from raycollect.errors import ConnectionLostError
+from raycollect.model import Address
+
+__all__ = ["DataClient", "Hub"]
+
+
+class Hub:
+    """One thread that reads all control connections of a controller. Any thread may call it."""
+
+    def __init__(self) -> None:
+        """Starts the thread."""
+        self._loop = Loop("raycollect-hub")
+
+    def connect(self, address: Address, hello: dict[str, Any], handler: LinkHandler, timeout_s: float) -> Link:
+        """Connects to a participant; blocks the caller until both ends trust each other.
+
+        `handler` may be called, on the hub's thread, before this returns.
+
+        Raises:
+            ConnectionLostError: Nobody answers there, or not in time, or the hub is closed.
+            AuthenticationError: One end doesn't hold the key.
+            ProtocolError: It is no raycollect endpoint, or of another version; or `hello` is too big.
+        """
+        stream = open_stream(address, "control", hello, timeout_s)
+        stream.sock.setblocking(False)
+        link = Link(self._loop, stream.sock, stream.connection, handler, hello=hello)
+        if not self._loop.call_soon(partial(link.attach, stream.take_events())):
+            stream.close()
+            raise ConnectionLostError(detail="the hub is closed", peer=stream.peer)
+        return link
+
+    def close(self) -> None:
+        """Ends all links, and the thread. May be called twice."""
+        self._loop.close()
+
+
+class DataClient:
+    """Fetches from one participant, blocking; for one thread at a time (the caller locks)."""
+
+    def __init__(self, address: Address, timeout_s: float, hello: dict[str, Any] | None = None) -> None:
+        """Connects.
+
+        Args:
+            address: Whom to ask.
+            timeout_s: For connecting, and the default for each answer.
+            hello: What to say of oneself.
+
+        Raises:
+            ConnectionLostError: Nobody answers there, or not in time.
+            AuthenticationError: One end doesn't hold the key.
+            ProtocolError: It is no raycollect endpoint, or of another version.
+        """
+        self._timeout_s = timeout_s
+        self._stream = open_stream(address, "data", hello or {}, timeout_s)
+
+    @property
+    def blob_left(self) -> int:
+        """How many bytes of the last answer's blob have not been read."""
+        return self._stream.blob_left
+
+    def request(self, message: Message, timeout_s: float | None = None) -> Message:
+        """Sends a request and waits for its answer; an answer's blob must be read before the next request.
+
+        Args:
+            message: The request.
+            timeout_s: How long the answer may take; left out, the client's own limit.
+
+        Raises:
+            ConnectionLostError: The connection ended, or the time was up; the client is closed.
+            ProtocolError: The request can't be sent or the answer breaks a rule.
+            AuthenticationError: The answer was forged.
+        """
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        self._stream.send(message, timeout_s=limit_s)
+        return self._stream.receive(limit_s)
+
+    def receive_blob(self, into: memoryview) -> None:
+        """Fills `into` with the next bytes of the last answer's blob: all at once, or piece by piece.
+
+        Raises:
+            ConnectionLostError: The connection ended, or paused for longer than the client's limit.
+            ProtocolError: `into` is longer than what is left of the blob.
+        """
+        self._stream.receive_blob(into, self._timeout_s)
+
+    def close(self) -> None:
+        """Closes the connection. May be called twice."""
+        self._stream.close()

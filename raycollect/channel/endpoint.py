@@ -1,0 +1,249 @@
+"""A control connection on a `Loop`: what the server and the controller's hub have in common."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from raycollect.channel import sockets
+from raycollect.channel.loop import Loop, Timer
+from raycollect.channel.messages import Message
+from raycollect.channel.protocol import Connection, Event
+from raycollect.errors import ChannelError, ConnectionLostError
+
+__all__ = ["MAX_QUEUED_NBYTES", "Link", "LinkHandler"]
+
+_log = logging.getLogger("raycollect")
+
+MAX_QUEUED_NBYTES = 64 << 20
+"""What may wait for a peer that doesn't read; then the link is given up."""
+
+_LINGER_S = 1.0
+_LAST_READS = 64
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class LinkHandler(Protocol):
+    """What becomes of a link's messages. Called on the loop's thread: be quick, never block."""
+
+    def received(self, link: Link, message: Message) -> None:
+        """A message came; on one link in the order in which they were sent."""
+        ...
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """The link has ended, by whichever end; called exactly once, and last."""
+        ...
+
+
+class _Phase(enum.Enum):
+    OPEN = enum.auto()
+    CLOSING = enum.auto()  # this end closed: what is queued goes out, what comes in is dropped
+    CLOSED = enum.auto()
+
+
+class Link:
+    """An open control connection. `send` and `close` may be called by any thread."""
+
+    def __init__(
+        self, loop: Loop, sock: socket.socket, connection: Connection, handler: LinkHandler, *, hello: dict[str, Any]
+    ) -> None:
+        """Takes over a socket whose handshake is done; `attach` comes next, on the loop's thread.
+
+        Args:
+            loop: Whose thread reads it.
+            sock: In non-blocking mode.
+            connection: The protocol's state.
+            handler: Who is told.
+            hello: What the client said of itself.
+        """
+        self.hello = hello
+        self.peer = sockets.peer_of(sock)
+        self._loop = loop
+        self._sock = sock
+        self._connection = connection
+        self._handler = handler
+        self._lock = threading.Lock()
+        self._phase = _Phase.OPEN
+        self._queue: deque[memoryview] = deque()
+        self._queued_nbytes = 0
+        self._announced = False
+        self._linger: Timer | None = None
+
+    def __repr__(self) -> str:
+        """Names the peer."""
+        return f"Link({self.peer}, {self._phase.name.lower()})"
+
+    # ------------------------------------------------------------------------------------------ any thread
+
+    def send(self, message: Message) -> None:
+        """Sends a message, or queues what the socket doesn't take at once; never blocks.
+
+        Raises:
+            ConnectionLostError: The link has ended, or its peer doesn't read.
+            ProtocolError: The message can't be sent (too big, not plain values); the link goes on.
+        """
+        with self._lock:
+            if self._phase is not _Phase.OPEN:
+                raise ConnectionLostError(detail="the link is closed", peer=self.peer)
+            lost = self._write(self._connection.send(message))
+            if lost is not None:
+                self._phase = _Phase.CLOSING
+        if lost is not None:
+            self._loop.call_soon(partial(self._give_up, lost))
+            raise lost
+
+    def close(self) -> None:
+        """Ends the link, after what was sent has gone out, or a second. May be called twice."""
+        with self._lock:
+            if self._phase is not _Phase.OPEN:
+                return
+            self._phase = _Phase.CLOSING
+        self._loop.call_soon(self._drain)
+
+    def _write(self, frame: bytes) -> ConnectionLostError | None:
+        """Writes or queues a frame, under the lock, so that frames go out in the order of their numbers."""
+        rest = memoryview(frame)
+        if not self._queue:
+            try:
+                sent = self._sock.send(frame)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as exc:
+                return ConnectionLostError(detail=f"can't send: {exc}", peer=self.peer)
+            if sent == len(frame):
+                return None
+            rest = rest[sent:]
+            self._loop.call_soon(self._watch_writes)
+        self._queue.append(rest)
+        self._queued_nbytes += len(rest)
+        if self._queued_nbytes > MAX_QUEUED_NBYTES:
+            return ConnectionLostError(
+                detail=f"the peer does not read: {self._queued_nbytes} bytes wait", peer=self.peer
+            )
+        return None
+
+    # ------------------------------------------------------------------------------------------ loop's thread
+
+    def attach(self, events: Iterable[Event]) -> None:
+        """Starts reading, after `events` that came in with the handshake's last bytes."""
+        self._loop.owned.add(self)
+        self._loop.watch(self._sock, _READ, self._on_ready)
+        self.deliver(events)
+
+    def end(self, reason: ChannelError) -> None:
+        """Closes the socket at once, and tells the handler if nobody did."""
+        with self._lock:
+            self._phase = _Phase.CLOSED
+            self._queue.clear()
+        if self._linger is not None:
+            self._linger.cancel()
+        self._loop.owned.discard(self)
+        self._loop.unwatch(self._sock)
+        sockets.close((self._sock,))
+        self._announce(reason)
+
+    def _announce(self, reason: ChannelError) -> None:
+        if self._announced:
+            return
+        self._announced = True
+        try:
+            self._handler.closed(self, reason)
+        except Exception:
+            _log.exception("%r: the handler failed in closed()", self)
+
+    def _on_ready(self, ready: int) -> None:
+        if ready & _WRITE:
+            self._flush()
+        if ready & _READ:
+            self._read()
+
+    def _read(self) -> bool:
+        """Reads once; False when there was nothing to read."""
+        if self._phase is _Phase.CLOSED:
+            return False
+        try:
+            nbytes = self._sock.recv_into(self._loop.buffer)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as exc:
+            self.end(ConnectionLostError(detail=f"the connection broke: {exc}", peer=self.peer))
+            return False
+        if nbytes and self._announced:
+            return True
+        try:
+            if not nbytes:
+                raise self._connection.receive_eof()
+            events = self._connection.receive(self._loop.buffer[:nbytes])
+        except ChannelError as exc:
+            exc.peer = self.peer
+            self.end(exc)
+            return False
+        self.deliver(events)
+        return True
+
+    def deliver(self, events: Iterable[Event]) -> None:
+        """Hands messages to the handler, in order."""
+        for event in events:
+            if self._announced or self._phase is _Phase.CLOSED:
+                return
+            if isinstance(event, Message):
+                try:
+                    self._handler.received(self, event)
+                except Exception as exc:
+                    _log.exception("%r: the handler failed at %s", self, type(event).__name__)
+                    self.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=self.peer))
+
+    def _watch_writes(self) -> None:
+        if self._phase is not _Phase.CLOSED:
+            self._loop.rewatch(self._sock, _READ | _WRITE, self._on_ready)
+
+    def _flush(self) -> None:
+        with self._lock:
+            try:
+                while self._queue:
+                    sent = self._sock.send(self._queue[0])
+                    self._queued_nbytes -= sent
+                    if sent < len(self._queue[0]):
+                        self._queue[0] = self._queue[0][sent:]
+                        return
+                    self._queue.popleft()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._queue.clear()  # reading tells what happened, after what the peer said last
+        if self._phase is not _Phase.CLOSED:
+            self._loop.rewatch(self._sock, _READ, self._on_ready)
+        if self._linger is not None:
+            self._shut()
+
+    def _give_up(self, reason: ConnectionLostError) -> None:
+        """Ends a link that can't be written, after what the peer said last: it may be why."""
+        for _ in range(_LAST_READS):
+            if not self._read():
+                break
+        self.end(reason)
+
+    def _drain(self) -> None:
+        """Closes in good order: a socket closed over unread input would reset, and the peer lose our last words."""
+        if self._phase is _Phase.CLOSED:
+            return
+        reason = ConnectionLostError(detail="closed by this end", peer=self.peer)
+        self._announce(reason)
+        self._linger = self._loop.call_later(_LINGER_S, partial(self.end, reason))
+        with self._lock:
+            idle = not self._queue
+        if idle:
+            self._shut()
+
+    def _shut(self) -> None:
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as exc:
+            self.end(ConnectionLostError(detail=f"the connection broke: {exc}", peer=self.peer))

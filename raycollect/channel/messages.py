@@ -1,0 +1,348 @@
+"""What the two ends of a channel can say: one frozen class per message, and the table of them.
+
+A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To add one, declare a dataclass with
+`@_message`; its field annotations are its schema, and the tests pick it up from `MESSAGES`.
+
+==========  ===============================================================
+control     controller -> participant: Join Leave Abort Arrivals Stored Bye
+control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done
+data        client -> server: Fetch Free; server -> client: Fetched Freed Failed
+==========  ===============================================================
+
+`seq` is always a plan's number in its controller's one order; `error` what `raycollect.errors.to_wire` made.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from raycollect.channel.packing import pack, unpack
+from raycollect.errors import ProtocolError
+
+__all__ = [
+    "MESSAGES",
+    "Abort",
+    "Arrivals",
+    "Arrive",
+    "Bye",
+    "Done",
+    "Failed",
+    "Fetch",
+    "Fetched",
+    "Free",
+    "Freed",
+    "Join",
+    "Joined",
+    "Leave",
+    "Message",
+    "Refused",
+    "Store",
+    "Stored",
+    "Waiting",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+
+class Message:
+    """Base of all messages."""
+
+    __slots__ = ()
+
+
+_Reader = Callable[[Any], Any]
+"""Turns a value off the wire into a field's value; raises TypeError where it can't."""
+
+_M = TypeVar("_M", bound=type[Message])
+
+MESSAGES: dict[str, type[Message]] = {}
+"""Name on the wire -> class."""
+
+_FIELDS: dict[type[Message], tuple[str, ...]] = {}
+_READERS: dict[str, tuple[tuple[str, _Reader], ...]] = {}
+
+
+def _message(cls: _M) -> _M:
+    """Registers a message under its class name."""
+    hints = typing.get_type_hints(cls)
+    names = tuple(f.name for f in fields(typing.cast(Any, cls)))
+    MESSAGES[cls.__name__] = cls
+    _FIELDS[cls] = names
+    _READERS[cls.__name__] = tuple((name, _reader(hints[name])) for name in names)
+    return cls
+
+
+# ---------------------------------------------------------------------------------------------- schema
+
+
+def _reader(hint: Any) -> _Reader:
+    """Derives from an annotation how its values are read: once per field, when the module is imported."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return lambda value: value
+    if hint is float:
+        return _read_float
+    if hint in (int, str, bytes, bool, types.NoneType):
+        return _exactly(hint)
+    if origin is list:
+        return _list_of(_reader(args[0]))
+    if origin is tuple and args[1:] == (Ellipsis,):
+        read = _list_of(_reader(args[0]))
+        return lambda value: tuple(read(value))
+    if origin is dict and args == (str, Any):
+        return _read_dict
+    if origin in (typing.Union, types.UnionType) and len(args) == 2 and args[1] is types.NoneType:
+        some = _reader(args[0])
+        return lambda value: None if value is None else some(value)
+    raise TypeError(f"no wire form for a field of type {hint}")
+
+
+def _exactly(expected: type) -> _Reader:
+    def read(value: Any) -> Any:
+        if type(value) is not expected:  # not isinstance: True is no int here
+            raise TypeError(f"{type(value).__name__}, expected {expected.__name__}")
+        return value
+
+    return read
+
+
+def _read_float(value: Any) -> float:
+    if type(value) not in (float, int):
+        raise TypeError(f"{type(value).__name__}, expected float")
+    return float(value)
+
+
+def _read_dict(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or not all(type(key) is str for key in value):
+        raise TypeError(f"{type(value).__name__}, expected a dict with str keys")
+    return value
+
+
+def _list_of(read: _Reader) -> _Reader:
+    def read_list(value: Any) -> list[Any]:
+        if type(value) is not list:
+            raise TypeError(f"{type(value).__name__}, expected list")
+        return [read(item) for item in value]
+
+    return read_list
+
+
+# ---------------------------------------------------------------------------------------------- codec
+
+
+def encode(message: Message) -> bytes:
+    """Packs a message.
+
+    Raises:
+        ProtocolError: A field holds what msgpack can't carry.
+    """
+    cls = type(message)
+    return pack({"t": cls.__name__, **{name: getattr(message, name) for name in _FIELDS[cls]}})
+
+
+def decode(data: bytes | bytearray) -> Message:
+    """Unpacks a message; the inverse of `encode`.
+
+    Raises:
+        ProtocolError: It is no message of the table, or has other fields or other types than the table says.
+    """
+    values = unpack(data)
+    name: Any = values.pop("t", None) if type(values) is dict else None
+    readers = _READERS.get(name) if type(name) is str else None
+    if readers is None:
+        raise ProtocolError(detail=f"unknown message type {str(name)[:80]!r}")
+    if len(values) != len(readers):
+        raise ProtocolError(detail=f"{name} has {len(values)} fields, expected {len(readers)}")
+    field = ""
+    try:
+        for field, read in readers:
+            values[field] = read(values[field])
+        return MESSAGES[name](**values)
+    except KeyError:
+        raise ProtocolError(detail=f"{name} lacks the field {field!r}") from None
+    except (TypeError, ValueError, OverflowError) as exc:
+        raise ProtocolError(detail=f"{name}.{field}: {exc}") from exc
+
+
+# ---------------------------------------------------------------------------------------------- to participants
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join(Message):
+    """Become `rank` of a group; answered by `Joined` with the same `request`."""
+
+    request: int
+    group: dict[str, Any]
+    rank: int
+    members: list[dict[str, Any]]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave(Message):
+    """Give up a group and all that it holds."""
+
+    group_id: str
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Abort(Message):
+    """Plan `seq` will not happen: wake whoever waits in it, and refuse it when it comes."""
+
+    seq: int
+    reason: str
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrivals(Message):
+    """What every rank gave to one round of the door, in rank order; answers `Arrive`."""
+
+    group_id: str
+    seq: int
+    round: int
+    blobs: list[bytes]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored(Message):
+    """A value of the rendezvous store, as some member published it by `Store`."""
+
+    group_id: str
+    name: str
+    value: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bye(Message):
+    """The controller ends the lease."""
+
+
+# ---------------------------------------------------------------------------------------------- to the controller
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome(Message):
+    """The lease is granted; `participant` says who answers."""
+
+    participant: dict[str, Any]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Message):
+    """The lease is not granted."""
+
+    error: dict[str, Any]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined(Message):
+    """Answers `Join`."""
+
+    request: int
+    error: dict[str, Any] | None = None
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrive(Message):
+    """A rank is at the door, with what it brings to this round."""
+
+    group_id: str
+    seq: int
+    round: int
+    rank: int
+    blob: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting(Message):
+    """A rank has reached plan `seq`, and waits for the tensor under `key`."""
+
+    seq: int
+    rank: int
+    key: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Store(Message):
+    """Publishes a value to all members of a group."""
+
+    group_id: str
+    name: str
+    value: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done(Message):
+    """A rank has ended plan `seq`; `story` is the tail of its recorder where `error` is set."""
+
+    seq: int
+    rank: int
+    error: dict[str, Any] | None = None
+    story: list[str]
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch(Message):
+    """Asks for the value under `key`, waiting up to `timeout_s` for it; answered by `Fetched` or `Failed`."""
+
+    key: bytes
+    timeout_s: float
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetched(Message):
+    """Describes the value in `found`; its bytes, `blob_nbytes` of them, follow the frame."""
+
+    found: dict[str, Any]
+    blob_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses a negative size."""
+        if self.blob_nbytes < 0:
+            raise ValueError(f"a blob of {self.blob_nbytes} bytes")
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Free(Message):
+    """Asks to drop values; answered by `Freed`."""
+
+    keys: list[bytes]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Freed(Message):
+    """How many of the keys were held."""
+
+    count: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed(Message):
+    """The request could not be served."""
+
+    error: dict[str, Any]

@@ -1,0 +1,399 @@
+"""The channel's protocol, without I/O, clock or threads: bytes in, events out.
+
+The rules:
+
+1. The server speaks first. All handshake frames are ``length:4 | payload``, at most 4 KiB::
+
+       server -> client   challenge      MAGIC:4 | version:2 | server nonce:16
+       client -> server   proof          client nonce:16 | HMAC:32 | len(purpose):1 | purpose | msgpack(hello)
+       server -> client   confirmation   HMAC:32          (or REFUSAL, and the end)
+
+   Each HMAC-SHA256 is keyed with the secret and covers its sender's role, both nonces, purpose and hello. Both nonces
+   are fresh, so that nothing said in one connection opens another. The hello is parsed after its HMAC was checked.
+2. Then both ends send frames, ``length:4 | tag:16 | payload``, at most 1 MiB of payload. The tag is a keyed BLAKE2b of
+   (number of the frame, length, payload) with a key of this connection and this direction: a frame that was forged,
+   cut, repeated, swapped or sent back to its sender has a wrong tag.
+3. On a "data" connection, a frame whose message says ``blob_nbytes > 0`` is followed by that many raw bytes. They
+   carry no tag: they are as trustworthy as the network. The next frame's tag still has to be right.
+4. Whatever breaks a rule closes the connection for ever.
+
+Integers are big endian. How a connection moves is the table `MOVES`; a move that is not there breaks a rule.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from raycollect.channel.messages import Message, decode, encode
+from raycollect.channel.packing import pack, unpack
+from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
+
+__all__ = [
+    "MAX_FRAME_NBYTES",
+    "MAX_HANDSHAKE_NBYTES",
+    "MOVES",
+    "NONCE_NBYTES",
+    "PURPOSES",
+    "Connection",
+    "Event",
+    "Move",
+    "Opened",
+    "Reply",
+    "State",
+]
+
+MAGIC = b"RCOL"
+VERSION = 1
+NONCE_NBYTES = 16
+PROOF_NBYTES = 32
+TAG_NBYTES = 16
+MIN_SECRET_NBYTES = 16
+MAX_FRAME_NBYTES = 1 << 20
+MAX_HANDSHAKE_NBYTES = 4096
+PURPOSES = ("control", "data")
+REFUSAL = b"refused"
+
+_LENGTH = struct.Struct(">I")
+_NUMBERED = struct.Struct(">QI")
+_CHALLENGE = struct.Struct(f">4sH{NONCE_NBYTES}s")
+_HEADER_NBYTES = _LENGTH.size + TAG_NBYTES
+
+Buffer = bytes | bytearray | memoryview
+
+
+class State(enum.Enum):
+    """Where a connection stands, seen from one end."""
+
+    NEW = enum.auto()
+    CHALLENGING = enum.auto()  # server: sent its challenge, expects the proof
+    CALLING = enum.auto()  # client: expects the challenge
+    PROVING = enum.auto()  # client: sent its proof, expects the confirmation
+    OPEN = enum.auto()
+    BLOB = enum.auto()  # the next bytes are raw
+    CLOSED = enum.auto()
+
+
+class Move(enum.Enum):
+    """What can happen to a connection."""
+
+    SEND_CHALLENGE = enum.auto()
+    AWAIT_CHALLENGE = enum.auto()
+    RECEIVE_CHALLENGE = enum.auto()
+    RECEIVE_PROOF = enum.auto()
+    RECEIVE_CONFIRMATION = enum.auto()
+    BEGIN_BLOB = enum.auto()
+    END_BLOB = enum.auto()
+    CLOSE = enum.auto()
+
+
+MOVES: dict[tuple[State, Move], State] = {
+    (State.NEW, Move.SEND_CHALLENGE): State.CHALLENGING,
+    (State.NEW, Move.AWAIT_CHALLENGE): State.CALLING,
+    (State.CALLING, Move.RECEIVE_CHALLENGE): State.PROVING,
+    (State.PROVING, Move.RECEIVE_CONFIRMATION): State.OPEN,
+    (State.CHALLENGING, Move.RECEIVE_PROOF): State.OPEN,
+    (State.OPEN, Move.BEGIN_BLOB): State.BLOB,
+    (State.BLOB, Move.END_BLOB): State.OPEN,
+    **{(state, Move.CLOSE): State.CLOSED for state in State},
+}
+
+ROLES = {"server": Move.SEND_CHALLENGE, "client": Move.AWAIT_CHALLENGE}
+"""Role -> its first move."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """These bytes must be sent now."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The handshake is done: the peer holds the secret. `hello` is what the client said of itself."""
+
+    purpose: str
+    hello: dict[str, Any]
+
+
+Event = Reply | Opened | Message
+
+
+class _Seal:
+    """Makes the tags of one direction; each call is for the next frame."""
+
+    __slots__ = ("_keyed", "_number")
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = hashlib.blake2b(key=key, digest_size=TAG_NBYTES)
+        self._number = 0
+
+    def tag(self, payload: bytes | bytearray) -> bytes:
+        digest = self._keyed.copy()  # cheaper than hashing the key again
+        digest.update(_NUMBERED.pack(self._number, len(payload)))
+        digest.update(payload)
+        self._number += 1
+        return digest.digest()
+
+
+class Connection:
+    """One end of a channel.
+
+    `send` and `receive` share no state while the connection is open, so one thread may send (under the endpoint's
+    lock) while another receives.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        secret: bytes,
+        *,
+        nonce: bytes,
+        purpose: str = "control",
+        hello: dict[str, Any] | None = None,
+    ) -> None:
+        """Makes an end that has said nothing yet; see `start`.
+
+        Args:
+            role: ``"server"`` or ``"client"``.
+            secret: What both ends know.
+            nonce: 16 random bytes, never used before.
+            purpose: One of `PURPOSES`; the client's choice.
+            hello: What the client says of itself, plain values.
+
+        Raises:
+            ValueError: An argument makes no sense.
+            ProtocolError: `hello` is too big, or can't be packed.
+        """
+        if role not in ROLES or purpose not in PURPOSES:
+            raise ValueError(f"no such connection: {role} {purpose}")
+        if len(secret) < MIN_SECRET_NBYTES or len(nonce) != NONCE_NBYTES:
+            raise ValueError(f"secret of {len(secret)} bytes, nonce of {len(nonce)} bytes")
+        self.state = State.NEW
+        self.purpose = purpose
+        self.farewell = b""
+        self._role = role
+        self._secret = secret
+        self._nonce = nonce
+        self._hello = {} if hello is None else hello
+        self._claim = _claim(purpose, self._hello)
+        self._nonces = b""
+        self._buffer = bytearray()
+        self._offset = 0
+        self._blob_left = 0
+        self._outward = self._inward = _Seal(b"")
+        self._handshake: dict[State, Callable[[bytes], list[Event]]] = {
+            State.CALLING: self._receive_challenge,
+            State.CHALLENGING: self._receive_proof,
+            State.PROVING: self._receive_confirmation,
+        }
+        if NONCE_NBYTES + PROOF_NBYTES + len(self._claim) > MAX_HANDSHAKE_NBYTES:
+            raise ProtocolError(detail=f"the hello has {len(self._claim)} bytes, the limit is {MAX_HANDSHAKE_NBYTES}")
+
+    def start(self) -> bytes:
+        """Begins the handshake; returns what to send first, which is nothing for a client."""
+        self._move(ROLES[self._role])
+        if self._role == "client":
+            return b""
+        return _framed(_CHALLENGE.pack(MAGIC, VERSION, self._nonce))
+
+    def send(self, message: Message, blob_nbytes: int = 0) -> bytes:
+        """Makes the frame of a message; `blob_nbytes` raw bytes must follow it, and are written into the message.
+
+        Raises:
+            ConnectionLostError: The connection is closed.
+            ProtocolError: The handshake is not done, the message is too big or can't be packed, or it may not have
+                a blob here. Nothing was sent and the connection goes on.
+        """
+        if self.state is State.CLOSED:
+            raise ConnectionLostError(detail="the connection is closed")
+        if self.state is not State.OPEN and self.state is not State.BLOB:
+            raise ProtocolError(detail=f"can't send {type(message).__name__}: the connection is {self.state.name}")
+        if blob_nbytes:
+            message = self._with_blob(message, blob_nbytes)
+        elif getattr(message, "blob_nbytes", 0):
+            raise ProtocolError(detail=f"{type(message).__name__} announces a blob that does not follow")
+        payload = encode(message)
+        if len(payload) > MAX_FRAME_NBYTES:
+            name = type(message).__name__
+            raise ProtocolError(detail=f"{name} has {len(payload)} bytes, the limit is {MAX_FRAME_NBYTES}")
+        return _LENGTH.pack(len(payload)) + self._outward.tag(payload) + payload
+
+    def _with_blob(self, message: Message, blob_nbytes: int) -> Message:
+        declared = getattr(message, "blob_nbytes", None)
+        if declared not in (0, blob_nbytes) or self.purpose != "data":
+            raise ProtocolError(detail=f"{type(message).__name__} can't have a blob of {blob_nbytes} bytes here")
+        with_blob: Message = replace(cast(Any, message), blob_nbytes=blob_nbytes)
+        return with_blob
+
+    def receive(self, data: Buffer) -> list[Event]:
+        """Takes bytes from the peer; returns what they mean, in order. Pass ``b""`` to go on after a blob.
+
+        Once it has raised, the connection is closed and raises for ever; events of the same call are lost with it.
+
+        Raises:
+            ProtocolError: A rule was broken; the connection is closed.
+            AuthenticationError: The peer doesn't hold the secret; the connection is closed.
+        """
+        if self.state is State.CLOSED or self.state is State.NEW:
+            raise ProtocolError(detail=f"received on a connection that is {self.state.name}")
+        events: list[Event] = []
+        try:
+            if data:
+                if self.state is State.BLOB:
+                    raise ProtocolError(detail="received frames while a blob is due")
+                self._buffer += data
+            while (event := self._next_event()) is not None:
+                events += event
+        except ChannelError:
+            self.close()
+            raise
+        if self._offset:
+            del self._buffer[: self._offset]
+            self._offset = 0
+        return events
+
+    def receive_eof(self) -> ConnectionLostError:
+        """Tells that the peer will send no more; returns the reason to give."""
+        whole = self.state is State.OPEN and not self._buffer
+        cut = f"the connection ended in the middle of something ({self.state.name})"
+        self.close()
+        return ConnectionLostError(detail="the peer closed the connection" if whole else cut)
+
+    def take_buffered(self, nbytes: int) -> bytes:
+        """Gives bytes of the current blob that came in with its frame: at most `nbytes`, and empty when used up."""
+        if self.state is not State.BLOB:
+            raise ProtocolError(detail=f"no blob is due: the connection is {self.state.name}")
+        taken = bytes(self._buffer[: min(nbytes, self._blob_left)])
+        del self._buffer[: len(taken)]
+        self._blob_left -= len(taken)
+        return taken
+
+    def blob_received(self) -> None:
+        """Tells that the blob was read to its end; frames follow again."""
+        self._move(Move.END_BLOB)
+        self._blob_left = 0
+
+    def close(self) -> None:
+        """Ends the connection and forgets what was buffered."""
+        self._move(Move.CLOSE)
+        self._handshake = {}
+        self._buffer = bytearray()
+        self._offset = 0
+
+    # ------------------------------------------------------------------------------------------ rules
+
+    def _move(self, move: Move) -> None:
+        try:
+            self.state = MOVES[self.state, move]
+        except KeyError:
+            raise ProtocolError(detail=f"{move.name} is not possible while {self.state.name}") from None
+
+    def _next_event(self) -> list[Event] | None:
+        """Parses one frame; None when more bytes are needed first."""
+        if self.state is State.OPEN:
+            return self._next_message()
+        read = self._handshake.get(self.state)
+        if read is None:
+            return None
+        payload = self._next_payload(0, MAX_HANDSHAKE_NBYTES)
+        return None if payload is None else read(bytes(payload))
+
+    def _next_payload(self, tag_nbytes: int, limit: int) -> bytearray | None:
+        """Takes a frame's payload, after its tag, off the buffer. The length is judged before the rest is awaited."""
+        start = self._offset + _LENGTH.size
+        if len(self._buffer) < start:
+            return None
+        (nbytes,) = _LENGTH.unpack_from(self._buffer, self._offset)
+        if nbytes > limit:
+            raise ProtocolError(detail=f"a frame of {nbytes} bytes; the limit is {limit}")
+        start += tag_nbytes
+        if len(self._buffer) < start + nbytes:
+            return None
+        self._offset = start + nbytes
+        return self._buffer[start : self._offset]
+
+    def _next_message(self) -> list[Event] | None:
+        payload = self._next_payload(TAG_NBYTES, MAX_FRAME_NBYTES)
+        if payload is None:
+            return None
+        start = self._offset - len(payload) - TAG_NBYTES
+        if not hmac.compare_digest(self._inward.tag(payload), self._buffer[start : start + TAG_NBYTES]):
+            raise AuthenticationError(detail="a frame was forged, damaged, repeated or out of order")
+        message = decode(payload)
+        self._blob_left = getattr(message, "blob_nbytes", 0)
+        if self._blob_left:
+            if self.purpose != "data":
+                raise ProtocolError(detail="a blob on a control connection")
+            self._move(Move.BEGIN_BLOB)
+        return [message]
+
+    # ------------------------------------------------------------------------------------------ handshake
+
+    def _receive_challenge(self, payload: bytes) -> list[Event]:
+        if len(payload) != _CHALLENGE.size or not payload.startswith(MAGIC):
+            raise ProtocolError(detail="the peer is no raycollect endpoint")
+        _, version, nonce = _CHALLENGE.unpack(payload)
+        if version != VERSION:
+            raise ProtocolError(detail=f"the peer speaks version {version} of the protocol, this end {VERSION}")
+        self._nonces = nonce + self._nonce
+        self._move(Move.RECEIVE_CHALLENGE)
+        return [Reply(_framed(self._nonce + self._proof("client") + self._claim))]
+
+    def _receive_proof(self, payload: bytes) -> list[Event]:
+        split = NONCE_NBYTES + PROOF_NBYTES
+        self._nonces = self._nonce + payload[:NONCE_NBYTES]
+        self._claim = payload[split:]
+        if len(payload) <= split or not hmac.compare_digest(self._proof("client"), payload[NONCE_NBYTES:split]):
+            self.farewell = _framed(REFUSAL)
+            raise AuthenticationError(detail="the client does not hold the key")
+        self.purpose, self._hello = _read_claim(self._claim)
+        return self._open(Move.RECEIVE_PROOF, Reply(_framed(self._proof("server"))))
+
+    def _receive_confirmation(self, payload: bytes) -> list[Event]:
+        if payload == REFUSAL:
+            raise AuthenticationError(detail="the server refused the key")
+        if not hmac.compare_digest(self._proof("server"), payload):
+            raise AuthenticationError(detail="the server does not hold the key")
+        return self._open(Move.RECEIVE_CONFIRMATION)
+
+    def _open(self, move: Move, *replies: Reply) -> list[Event]:
+        self._move(move)
+        keys = {role: self._hmac(f"session key of the {role}") for role in ROLES}
+        self._outward = _Seal(keys.pop(self._role))
+        self._inward = _Seal(keys.popitem()[1])
+        self._handshake = {}  # it refers to this object: a cycle that would outlive the connection
+        return [*replies, Opened(self.purpose, self._hello)]
+
+    def _proof(self, role: str) -> bytes:
+        return self._hmac(f"proof of the {role}")
+
+    def _hmac(self, label: str) -> bytes:
+        # The label ends with a zero byte and the nonces have a fixed size, so no two inputs read the same.
+        return hmac.digest(self._secret, f"raycollect {label}\0".encode() + self._nonces + self._claim, "sha256")
+
+
+def _framed(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def _claim(purpose: str, hello: dict[str, Any]) -> bytes:
+    name = purpose.encode()
+    return bytes([len(name)]) + name + pack(hello)
+
+
+def _read_claim(claim: bytes) -> tuple[str, dict[str, Any]]:
+    name, hello = claim[1 : 1 + claim[0]], claim[1 + claim[0] :]
+    purpose = {known.encode(): known for known in PURPOSES}.get(name)
+    if purpose is None:
+        raise ProtocolError(detail=f"unknown purpose {name[:20]!r}")
+    value = unpack(hello)
+    if not isinstance(value, dict):
+        raise ProtocolError(detail="the hello is no dict")
+    return purpose, value

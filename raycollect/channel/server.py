@@ -1,0 +1,290 @@
+"""The end that listens: every participant has one, on a thread of its own, so that it answers while methods run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from raycollect.channel import sockets
+from raycollect.channel.endpoint import Link, LinkHandler
+from raycollect.channel.loop import Loop, Timer
+from raycollect.channel.messages import Message
+from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
+from raycollect.channel.stream import Stream
+from raycollect.errors import ChannelError, ConnectionLostError
+from raycollect.model import Address
+
+__all__ = ["HANDSHAKE_TIMEOUT_S", "MAX_HALF_OPEN", "DataLink", "Server", "ServerHandler"]
+
+_log = logging.getLogger("raycollect")
+
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_HALF_OPEN = 64
+"""How many clients may be shaking hands; more wait in the kernel's backlog."""
+
+_GRACE_S = 0.25
+_READ = selectors.EVENT_READ
+_DATA_JOIN_S = 2.0
+
+
+class DataLink:
+    """A data connection seen from its server; used by its own thread."""
+
+    def __init__(self, stream: Stream, hello: dict[str, Any]) -> None:
+        """Serves a connection whose handshake is done; `hello` is what the client said of itself."""
+        self.hello = hello
+        self.peer = stream.peer
+        self._stream = stream
+
+    def receive(self) -> Message | None:
+        """Waits for the next request; None when the client, or the server, has ended the connection.
+
+        Raises:
+            ProtocolError: The client broke a rule.
+            AuthenticationError: The request was forged.
+        """
+        try:
+            return self._stream.receive()
+        except ConnectionLostError:
+            return None
+
+    def send(self, message: Message, blobs: Sequence[memoryview] = ()) -> None:
+        """Answers, with `blobs` one after the other as the blob; they are not copied, so they must not change.
+
+        Raises:
+            ConnectionLostError: The client ended the connection.
+            ProtocolError: The message can't be sent; the connection goes on.
+        """
+        self._stream.send(message, blobs)
+
+
+class ServerHandler(LinkHandler, Protocol):
+    """What a participant does with its connections. All but `serve_data` run on the server's thread: be quick."""
+
+    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+        """A controller has connected. The first call for a link; `closed` is the last."""
+        ...
+
+    def serve_data(self, link: DataLink) -> None:
+        """Serves one data connection on a thread of its own: receives and answers until `receive` gives None."""
+        ...
+
+
+class Server:
+    """Listens on one address for those who hold the secret."""
+
+    def __init__(self, host: str, secret: bytes, handler: ServerHandler) -> None:
+        """Binds a free port and starts the thread.
+
+        Args:
+            host: The Ray node's address; never one that means all interfaces.
+            secret: What clients must hold.
+            handler: Who is told.
+
+        Raises:
+            ValueError: The host means all interfaces, or the secret is too short.
+            OSError: The host is no address of this machine.
+        """
+        Connection("server", secret, nonce=bytes(NONCE_NBYTES))  # judges the secret now rather than at the first client
+        self._secret = secret
+        self._handler = handler
+        self._listener = sockets.listen(host)
+        self._paused = False
+        self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
+        self._data: dict[Stream, threading.Thread] = {}
+        self._data_lock = threading.Lock()
+        self.address = Address(host=host, port=self._listener.getsockname()[1], secret=secret)
+        self._loop = Loop("raycollect-server")
+        self._loop.call_soon(self._begin)
+
+    def close(self) -> None:
+        """Ends the listener, all connections and their threads. May be called twice."""
+        self._loop.close()
+        with self._data_lock:
+            serving = dict(self._data)
+        for stream in serving:
+            stream.shutdown()
+        for thread in serving.values():
+            if thread is not threading.current_thread():
+                thread.join(_DATA_JOIN_S)
+
+    # ------------------------------------------------------------------------------------------ server's thread
+
+    def end(self, reason: ChannelError) -> None:
+        """Stops listening: called by the loop when it stops."""
+        self._loop.unwatch(self._listener)
+        sockets.close((self._listener,))
+
+    def _begin(self) -> None:
+        self._loop.owned.add(self)
+        self._loop.watch(self._listener, _READ, self._accept)
+
+    def _accept(self, ready: int) -> None:
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            self._pause()
+            return
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as exc:
+            _log.warning("can't accept connections for now: %s", exc)
+            self._pause()  # out of descriptors, most likely: trying at once would only spin
+            return
+        connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
+        client = _HalfOpen(self._loop, sock, connection, on_open=self._promote, on_leave=self._leave)
+        self._half_open[client] = None
+        client.begin()
+
+    def _leave(self, client: _HalfOpen) -> None:
+        self._half_open.pop(client, None)
+
+    def _pause(self) -> None:
+        """Leaves newcomers in the backlog for a moment; then whoever came first and is not done makes room."""
+        if not self._paused:
+            self._paused = True
+            self._loop.unwatch(self._listener)
+            self._loop.call_later(_GRACE_S, self._resume)
+
+    def _resume(self) -> None:
+        if len(self._half_open) >= MAX_HALF_OPEN:
+            for client in list(self._half_open)[: MAX_HALF_OPEN // 2]:
+                client.refuse("it made no progress while others waited")
+        self._paused = False
+        self._loop.watch(self._listener, _READ, self._accept)
+
+    def _promote(self, client: _HalfOpen, opened: Opened, rest: list[Event]) -> None:
+        if opened.purpose == "data":
+            self._serve(Stream(client.sock, client.connection, rest), opened.hello)
+            return
+        link = Link(self._loop, client.sock, client.connection, self._handler, hello=opened.hello)
+        link.attach(())
+        try:
+            self._handler.opened(link, opened.hello)
+        except Exception as exc:
+            _log.exception("%r: the handler failed in opened()", link)
+            link.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=link.peer))
+        link.deliver(rest)
+
+    def _serve(self, stream: Stream, hello: dict[str, Any]) -> None:
+        stream.sock.setblocking(True)
+        name = f"raycollect-data-{stream.peer}"
+        thread = threading.Thread(target=self._serve_data, args=(stream, hello), name=name, daemon=True)
+        with self._data_lock:
+            self._data[stream] = thread
+        try:
+            thread.start()
+        except RuntimeError as exc:  # the process has no more threads to give
+            _log.warning("can't serve %s: %s", stream.peer, exc)
+            self._forget(stream)
+
+    # ------------------------------------------------------------------------------------------ data threads
+
+    def _serve_data(self, stream: Stream, hello: dict[str, Any]) -> None:
+        try:
+            self._handler.serve_data(DataLink(stream, hello))
+        except ConnectionLostError as exc:
+            _log.debug("data connection: %s", exc)
+        except ChannelError as exc:
+            _log.warning("data connection: %s", exc)
+        except Exception:
+            _log.exception("data connection of %s: the handler failed", stream.peer)
+        finally:
+            self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        stream.close()
+        with self._data_lock:
+            self._data.pop(stream, None)
+
+
+class _HalfOpen:
+    """A client that has not yet shown that it holds the secret. All of it runs on the server's thread."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        sock: socket.socket,
+        connection: Connection,
+        *,
+        on_open: Callable[[_HalfOpen, Opened, list[Event]], None],
+        on_leave: Callable[[_HalfOpen], None],
+    ) -> None:
+        self.sock = sock
+        self.connection = connection
+        self.peer = sockets.peer_of(sock)
+        self._loop = loop
+        self._on_open = on_open
+        self._on_leave = on_leave
+        self._deadline: Timer | None = None
+
+    def begin(self) -> None:
+        """Sends the challenge and waits for the proof."""
+        self._loop.owned.add(self)
+        try:
+            self.sock.setblocking(False)
+            sockets.tune(self.sock)
+            self._send(self.connection.start())
+        except OSError as exc:
+            self.refuse(f"it ended at once: {exc}")
+            return
+        late = partial(self.refuse, f"it did not finish its handshake in {HANDSHAKE_TIMEOUT_S:g} s")
+        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, late)
+        self._loop.watch(self.sock, _READ, self._on_ready)
+
+    def refuse(self, why: str) -> None:
+        """Logs why, once, and closes."""
+        _log.warning("refused a connection from %s: %s", self.peer, why)
+        self.end(ConnectionLostError(detail=why, peer=self.peer))
+
+    def end(self, reason: ChannelError) -> None:
+        """Closes the socket."""
+        self._leave()
+        sockets.close((self.sock,))
+
+    def _on_ready(self, ready: int) -> None:
+        try:
+            nbytes = self.sock.recv_into(self._loop.buffer)
+            if not nbytes:
+                raise self.connection.receive_eof()
+            events = self.connection.receive(self._loop.buffer[:nbytes])
+            self._take(events)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except ChannelError as exc:
+            self._say_farewell()
+            self.refuse(exc.detail)
+        except OSError as exc:
+            self.refuse(f"the connection broke: {exc}")
+
+    def _take(self, events: list[Event]) -> None:
+        for place, event in enumerate(events):
+            if isinstance(event, Reply):
+                self._send(event.data)
+            elif isinstance(event, Opened):
+                self._leave()
+                self._on_open(self, event, events[place + 1 :])
+                return
+
+    def _send(self, data: bytes) -> None:
+        # A fresh socket's buffer is empty: if a few bytes don't fit, the peer plays games.
+        if self.sock.send(data) != len(data):
+            raise ConnectionLostError(detail="it does not read", peer=self.peer)
+
+    def _say_farewell(self) -> None:
+        with contextlib.suppress(OSError):  # only a courtesy: an honest client can say "wrong key" instead of "lost"
+            self.sock.send(self.connection.farewell)
+
+    def _leave(self) -> None:
+        self._on_leave(self)
+        self._loop.owned.discard(self)
+        self._loop.unwatch(self.sock)
+        if self._deadline is not None:
+            self._deadline.cancel()

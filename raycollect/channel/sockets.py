@@ -1,0 +1,126 @@
+"""The sockets under the channel: how they are opened, tuned and described."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import weakref
+from collections.abc import Iterable
+
+from raycollect.errors import ConnectionLostError
+
+__all__ = ["close", "connect", "flat", "listen", "peer_of", "tune", "wake_pair"]
+
+# A dead host is noticed after 5 + 3 * 2 s of silence, or 10 s after something sent was not acknowledged. What the
+# platform lacks is left out; a dead process is noticed by the end of its connection in any case.
+_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
+
+_BACKLOG = 1024
+
+# A forked child (a data loader's worker) would keep connections of its dead parent alive, and hide its death from the
+# peers. Nothing but the process itself can know of a fork, hence a table of the process.
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for sock in list(_open_sockets):
+        with contextlib.suppress(OSError):
+            sock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def tune(sock: socket.socket) -> None:
+    """Sets the options that every connection of the channel has.
+
+    Raises:
+        OSError: The connection ended meanwhile.
+    """
+    _open_sockets.add(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _TCP_OPTIONS:
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listen(host: str) -> socket.socket:
+    """Listens on a free port of one address.
+
+    Raises:
+        ValueError: The host means all interfaces.
+        OSError: The host is no address of this machine.
+    """
+    family, kind, number, _, address = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(str(address[0]).split("%")[0]).is_unspecified:
+        raise ValueError(f"the channel never listens on all interfaces, as {host!r} asks")
+    sock = socket.socket(family, kind, number)
+    try:
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    _open_sockets.add(sock)
+    return sock
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Opens a tuned connection, in blocking mode.
+
+    Raises:
+        ConnectionLostError: Nobody answered there in time.
+    """
+    peer = f"{host}:{port}"
+    if timeout_s <= 0:
+        raise ConnectionLostError(detail="no time was left to connect", peer=peer)
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+    except OSError as exc:
+        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
+    try:
+        tune(sock)
+    except OSError as exc:
+        sock.close()
+        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
+    return sock
+
+
+def wake_pair() -> tuple[socket.socket, socket.socket]:
+    """Makes the pipe by which other threads wake a selector: (end that is watched, end that is written)."""
+    pair = socket.socketpair()
+    for sock in pair:
+        sock.setblocking(False)
+        _open_sockets.add(sock)
+    return pair
+
+
+def peer_of(sock: socket.socket) -> str:
+    """Describes the other end, as ``host:port``."""
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return "unknown peer"
+    return f"{host}:{port}"
+
+
+def close(socks: Iterable[socket.socket]) -> None:
+    """Closes sockets, whatever state they are in."""
+    for sock in socks:
+        with contextlib.suppress(OSError):
+            sock.close()
+
+
+def flat(view: memoryview) -> memoryview:
+    """Views contiguous memory as bytes, without a copy.
+
+    Raises:
+        TypeError: The memory is not C-contiguous.
+    """
+    return view.cast("B") if view.nbytes else memoryview(bytearray())

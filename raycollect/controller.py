@@ -1,0 +1,502 @@
+"""The controlling process: its participants, groups and flights. One per process and Ray session.
+
+A participant is leased with its control connection and given back when its last group here is destroyed (P10).
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from raycollect import backends, ray_internals
+from raycollect.channel import Hub, Link
+from raycollect.channel.messages import (
+    Arrive,
+    Bye,
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Refused,
+    Store,
+    Stored,
+    Waiting,
+    Welcome,
+)
+from raycollect.errors import (
+    ActorGoneError,
+    ChannelError,
+    CollectiveTimeoutError,
+    ControllerConflictError,
+    GroupBrokenError,
+    GroupExistsError,
+    PlanAbortedError,
+    ProtocolError,
+    RaycollectError,
+    RefusedError,
+    SelfDrivenError,
+    UnknownGroupError,
+    Violation,
+    from_wire,
+    refusal,
+)
+from raycollect.flight import Flight, Orders
+from raycollect.group import Declaration, Membership
+from raycollect.handle import Handle
+from raycollect.model import GroupSpec, Member
+
+DERIVED_LIMIT = 16
+"""How many derived groups are kept; the one unused for longest is given back first."""
+
+
+class Peer:
+    """One leased participant.
+
+    Args:
+        controller: Who leased it.
+        info: What it said of itself (`Runtime.describe`).
+        actor: Its actor handle; does not keep the actor alive where the group was derived.
+    """
+
+    def __init__(self, controller: Controller, info: dict[str, Any], actor: Any) -> None:
+        self.info = info
+        self.actor = actor
+        self.last_seq = 0
+        self.group_ids: set[str] = set()
+        self.link: Link | None = None
+        self._controller = controller
+        self._answer: RaycollectError | None = None
+        self._answered = threading.Event()
+        self._submits: dict[int, Any] = {}
+
+    def submit(self, payload: bytes, outputs: int) -> list[Any]:
+        """Submits a program as one actor task; returns the refs of its outputs."""
+        method = self._submits.get(outputs)
+        if method is None:
+            # Not retried: a second run would work on data that the first has changed.
+            method = self.actor._raycollect_run.options(num_returns=outputs, max_task_retries=0)
+            self._submits[outputs] = method
+        refs = method.remote(payload)
+        return [] if refs is None else refs if isinstance(refs, list) else [refs]
+
+    def welcome(self, timeout_s: float) -> None:
+        """Waits for the participant's answer to the lease.
+
+        Raises:
+            ControllerConflictError: Another process drives it.
+        """
+        if not self._answered.wait(timeout_s):
+            raise CollectiveTimeoutError(op="lease", actor=self.info["actor"], detail="it gave no answer to the lease")
+        if self._answer is not None:
+            raise self._answer
+
+    def received(self, link: Link, message: Any) -> None:
+        """A message of the participant; on the hub's thread."""
+        if isinstance(message, (Welcome, Refused)):
+            self._answer = from_wire(message.error) if isinstance(message, Refused) else None
+            self._answered.set()
+        else:
+            self._controller.received(self, message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """The connection has ended; on the hub's thread."""
+        if not self._answered.is_set():
+            self._answer = reason
+            self._answered.set()
+        self._controller.lost(self, reason.detail)
+
+    def send(self, message: Any) -> None:
+        """Sends a message; a link that has ended is dealt with by `closed`."""
+        try:
+            if self.link is not None:
+                self.link.send(message)
+        except ChannelError:
+            pass
+
+
+class Controller:
+    """What a controlling process holds. `Controller.current()` makes it on first use."""
+
+    _current: Controller | None = None
+    _making = threading.Lock()
+
+    @classmethod
+    def current(cls) -> Controller:
+        """The controller of this process and Ray session; starts Ray if need be."""
+        ray_internals.ensure_ray()
+        session = ray_internals.session()
+        with cls._making:
+            if cls._current is None or cls._current.session != session:
+                if cls._current is not None:
+                    cls._current.close()
+                cls._current = cls(session)
+            return cls._current
+
+    def __init__(self, session: str) -> None:
+        self.session = session
+        self.controller_id = secrets.token_hex(8)
+        self.dispatching = threading.Lock()  # spans all submits of a plan (P2)
+        self._changing = threading.RLock()  # groups and leases
+        self._seq = itertools.count(1)
+        self._requests = itertools.count(1)
+        self._hub = Hub()
+        self._peers: dict[str, Peer] = {}
+        self._named: dict[str, Membership] = {}
+        self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
+        self._broken: dict[str, str] = {}  # group id -> why
+        self._joining: dict[int, tuple[threading.Event, list[RaycollectError]]] = {}
+        self._flights: dict[int, Flight] = {}
+
+    def close(self) -> None:
+        """Gives back all leases."""
+        for flight in list(self._flights.values()):
+            flight.fail(PlanAbortedError(detail="the controller was closed"))
+        self._flights.clear()
+        self._hub.close()
+
+    # ------------------------------------------------------------------------------------------ groups
+
+    def declare(self, declaration: Declaration) -> Membership:
+        """Forms a named group; returns when every member has joined."""
+        with self._changing:
+            if declaration.name in self._named:
+                raise GroupExistsError(group_name=declaration.name)
+            membership = self._form(declaration, derived=False)
+            self._named[declaration.name] = membership
+            return membership
+
+    def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
+        """The group of these actors in this order, formed now or before."""
+        with self._changing:
+            known = self._derived.get(actor_ids)
+            if known is not None and known.spec.group_id not in self._broken:
+                self._derived.move_to_end(actor_ids)
+                return known
+            if known is not None:
+                self._dissolve(self._derived.pop(actor_ids))
+            name = f"derived-{secrets.token_hex(3)}"
+            actors = tuple(_weak_handle(actor_id) for actor_id in actor_ids)
+            declaration = Declaration(
+                name=name, backend="auto", actors=actors, ordering="program", timeout_s=timeout_s
+            )
+            membership = self._form(declaration, derived=True)
+            self._derived[actor_ids] = membership
+            if len(self._derived) > DERIVED_LIMIT:
+                self._dissolve(self._derived.popitem(last=False)[1])
+            return membership
+
+    def named(self, name: str) -> Membership:
+        """A declared group.
+
+        Raises:
+            UnknownGroupError: There is none of that name.
+        """
+        try:
+            return self._named[name]
+        except KeyError:
+            raise UnknownGroupError(group_name=name, detail=f"not declared; there are {sorted(self._named)}") from None
+
+    def is_declared(self, name: str) -> bool:
+        """True where a group of that name is declared."""
+        return name in self._named
+
+    def destroy(self, name: str) -> None:
+        """Ends a declared group; plans of it under way are aborted."""
+        with self._changing:
+            membership = self.named(name)
+            del self._named[name]
+            self._dissolve(membership)
+
+    def why_broken(self, membership: Membership) -> str:
+        """Why a group can't communicate; empty where it can."""
+        return self._broken.get(membership.spec.group_id, "")
+
+    def exists(self, membership: Membership) -> bool:
+        """False once the group was destroyed."""
+        return any(m is membership for m in (*self._named.values(), *self._derived.values()))
+
+    def peer(self, member: Member) -> Peer:
+        """The leased participant behind a member.
+
+        Raises:
+            GroupBrokenError: Its process is gone.
+        """
+        peer = self._peers.get(member.actor_id)
+        if peer is None or peer.link is None:
+            raise GroupBrokenError(group_name="", detail=f"{member.actor} is gone")
+        return peer
+
+    # ------------------------------------------------------------------------------------------ forming
+
+    def _form(self, declaration: Declaration, *, derived: bool) -> Membership:
+        deadline = monotonic() + declaration.timeout_s
+        me = ray_internals.current_actor_id()
+        for actor in declaration.actors:
+            if me and actor._actor_id.hex() == me:
+                raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
+        backends.get(declaration.backend, declaration.name) if declaration.backend != "auto" else None
+        infos = _describe(declaration, deadline)
+        members = tuple(Member(rank=rank, **info) for rank, info in enumerate(infos))
+        backend = _choose_backend(declaration, members)
+        spec = GroupSpec(
+            name=declaration.name,
+            group_id=secrets.token_hex(8),
+            backend=backend,
+            world_size=len(members),
+            ordering=declaration.ordering,
+        )
+        membership = Membership(spec=spec, members=members, derived=derived)
+        try:
+            for member, actor, info in zip(members, declaration.actors, infos, strict=True):
+                self._lease(member, actor, info, deadline).group_ids.add(spec.group_id)
+            self._join(membership, deadline)
+        except BaseException:
+            self._dissolve(membership)
+            raise
+        return membership
+
+    def _lease(self, member: Member, actor: Any, info: dict[str, Any], deadline: float) -> Peer:
+        peer = self._peers.get(member.actor_id)
+        if peer is not None and peer.info["incarnation"] == member.incarnation:
+            peer.actor = actor
+            return peer
+        peer = Peer(self, info, actor)
+        hello = {"controller": self.controller_id, "description": ray_internals.describe_process()}
+        peer.link = self._hub.connect(member.address, hello, peer, max(deadline - monotonic(), 0.1))
+        try:
+            peer.welcome(max(deadline - monotonic(), 0.1))
+        except ControllerConflictError:
+            peer.link.close()
+            raise
+        self._peers[member.actor_id] = peer
+        return peer
+
+    def _join(self, membership: Membership, deadline: float) -> None:
+        waiting = []
+        members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+        for member in membership.members:
+            request = next(self._requests)
+            self._joining[request] = (threading.Event(), [])
+            waiting.append((member, request))
+            self.peer(member).send(
+                Join(request=request, group=asdict(membership.spec), rank=member.rank, members=members)
+            )
+        try:
+            late = [m for m, request in waiting if not self._joining[request][0].wait(max(deadline - monotonic(), 0))]
+            errors = [error for _, request in waiting for error in self._joining[request][1]]
+        finally:
+            for _, request in waiting:
+                del self._joining[request]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0])
+        if late:
+            names = ", ".join(f"rank {m.rank} ({m.actor})" for m in late)
+            raise CollectiveTimeoutError(
+                op="declare", group_name=membership.spec.name, detail=f"not joined in time: {names}"
+            )
+
+    def _dissolve(self, membership: Membership) -> None:
+        """Ends a group everywhere, and the leases that no other group needs."""
+        group_id = membership.spec.group_id
+        reason = PlanAbortedError(detail="its group was destroyed")
+        for flight in [f for f in self._flights.values() if f.membership is membership]:
+            self.send(flight, flight.fail(reason))
+        for member in membership.members:
+            peer = self._peers.get(member.actor_id)
+            if peer is None or group_id not in peer.group_ids:
+                continue
+            peer.group_ids.discard(group_id)
+            peer.send(Leave(group_id=group_id))
+            if not peer.group_ids:
+                peer.send(Bye())
+                del self._peers[member.actor_id]
+                if peer.link is not None:
+                    peer.link.close()
+        self._broken.pop(group_id, None)
+
+    # ------------------------------------------------------------------------------------------ flights
+
+    def take_off(self, make: Callable[[int], Flight]) -> Flight:
+        """Registers a new flight under the next number; called under `dispatching`."""
+        flight = make(next(self._seq))
+        self._flights[flight.seq] = flight
+        return flight
+
+    def flights(self) -> Iterable[Flight]:
+        """The flights that have not landed everywhere."""
+        return list(self._flights.values())
+
+    def send(self, flight: Flight, orders: Orders) -> None:
+        """Carries out what a flight wants said, and forgets it once it has landed."""
+        for rank, message in orders:
+            peer = self._peers.get(flight.membership.members[rank].actor_id)
+            if peer is not None:
+                peer.send(message)
+        if flight.landed:
+            self._flights.pop(flight.seq, None)
+
+    # ------------------------------------------------------------------------------------------ channel
+
+    def received(self, peer: Peer, message: Any) -> None:
+        """A message of a participant; on the hub's thread, so nothing here may wait."""
+        handle = _HANDLERS.get(type(message))
+        if handle is None:
+            raise ProtocolError(detail=f"{type(message).__name__} has no place here")
+        handle(self, peer, message)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A participant's connection has ended; on the hub's thread."""
+        actor_id = peer.info["actor_id"]
+        if self._peers.get(actor_id) is not peer:
+            return
+        del self._peers[actor_id]
+        peer.link = None
+        for group_id in peer.group_ids:
+            self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
+        for event, errors in list(self._joining.values()):
+            errors.append(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
+            event.set()
+        for flight in self.flights():
+            rank = flight.membership.rank_of(actor_id)
+            if rank >= 0:
+                self.send(flight, flight.lost(rank, reason))
+
+    def _joined(self, peer: Peer, message: Joined) -> None:
+        waiting = self._joining.get(message.request)
+        if waiting is None:
+            return
+        if message.error is not None:
+            waiting[1].append(from_wire(message.error))
+            for other in self._joining.values():
+                other[0].set()
+        waiting[0].set()
+
+    def _store(self, peer: Peer, message: Store) -> None:
+        stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
+        for other in list(self._peers.values()):
+            if message.group_id in other.group_ids and other is not peer:
+                other.send(stored)
+
+    def _arrive(self, peer: Peer, message: Arrive) -> None:
+        flight = self._flights.get(message.seq)
+        if flight is not None:
+            self.send(flight, flight.arrive(message.rank, message.round, message.blob))
+
+    def _done(self, peer: Peer, message: Done) -> None:
+        flight = self._flights.get(message.seq)
+        if flight is None:
+            return
+        error = None if message.error is None else from_wire(message.error)
+        if isinstance(error, GroupBrokenError):
+            self._broken.setdefault(flight.membership.spec.group_id, error.detail)
+        self.send(flight, flight.done(message.rank, error, message.story))
+
+    def _waiting(self, peer: Peer, message: Waiting) -> None:
+        """A rank waits for a method that has not ended: watch its ref, which may hold an error instead."""
+        flight = self._flights.get(message.seq)
+        ref = flight.refs.get(message.rank) if flight is not None else None
+        if flight is None or ref is None:
+            return
+
+        def settled(value: Any) -> None:
+            secret = peer.info["address"].secret
+            if isinstance(value, Handle) and value.address.secret == secret:
+                return  # the participant has it, or freed it, and knows
+            violation = Violation(kind="lost", rank=message.rank, field="operand", found="not there", ref=ref.hex())
+            error = refusal(flight.plan.request.kind.value, flight.membership.spec.name, (violation,))
+            self.send(flight, flight.fail(error))
+
+        ref._on_completed(settled)
+
+
+_HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {
+    Joined: Controller._joined,
+    Store: Controller._store,
+    Arrive: Controller._arrive,
+    Done: Controller._done,
+    Waiting: Controller._waiting,
+}
+
+
+def explain(flight: Flight) -> RaycollectError | None:
+    """A flight's error with its cause: for operands that are not there, Ray knows what became of their method.
+
+    Called in the thread that waits for the flight, never in the channel's: it asks Ray.
+    """
+    error = flight.error
+    if not isinstance(error, RefusedError) or error.__cause__ is not None:
+        return error
+    violations, cause = [], None
+    for violation in error.violations:
+        ref = flight.refs.get(violation.rank)
+        if violation.kind in ("lost", "producer_failed", "not_tensor") and ref is not None:
+            violation, why = _look_into(violation, ref)
+            cause = cause or why
+        violations.append(violation)
+    explained = refusal(error.op, error.group_name, tuple(violations))
+    explained.__cause__ = cause
+    flight.error = explained
+    return explained
+
+
+def _look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
+    try:
+        value = ray.get(ref, timeout=5)
+    except RayTaskError as exc:
+        found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
+        return replace(violation, kind="producer_failed", found=found, expected="a value"), exc
+    except (RayError, GetTimeoutError) as exc:
+        return replace(violation, found=f"lost ({type(exc).__name__})"), exc
+    if isinstance(value, Handle):
+        return violation, None
+    found = f"a {type(value).__name__}"
+    expected = "a tensor, or a list, tuple or dict of tensors"
+    return replace(violation, kind="not_tensor", found=found, expected=expected), None
+
+
+def _weak_handle(actor_id: str) -> Any:
+    return ray_internals.actor_handle(actor_id)
+
+
+def _describe(declaration: Declaration, deadline: float) -> list[dict[str, Any]]:
+    """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for."""
+    refs = [actor._raycollect_describe.remote() for actor in declaration.actors]
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=max(deadline - monotonic(), 0))
+    names = [ray_internals.describe_actor(actor) for actor in declaration.actors]
+    if late:
+        missing = tuple(rank for rank, ref in enumerate(refs) if ref in late)
+        raise CollectiveTimeoutError(
+            op="declare",
+            group_name=declaration.name,
+            detail=f"after {declaration.timeout_s:g} s still pending or busy: "
+            + ", ".join(f"rank {rank} ({names[rank]})" for rank in missing),
+            missing=missing,
+            timeout_s=declaration.timeout_s,
+        )
+    infos = []
+    for rank, ref in enumerate(refs):
+        try:
+            infos.append(ray.get(ref))
+        except RayActorError as exc:
+            raise ActorGoneError(
+                op="declare", group_name=declaration.name, rank=rank, actor=names[rank], detail="the actor is dead"
+            ) from exc
+    return infos
+
+
+def _choose_backend(declaration: Declaration, members: tuple[Member, ...]) -> str:
+    machines = [member.machine for member in members]
+    chosen = backends.choose(machines) if declaration.backend == "auto" else declaration.backend
+    backends.check_placement(chosen, machines, declaration.name)
+    return chosen
+
+

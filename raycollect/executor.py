@@ -1,0 +1,304 @@
+"""Runs one program with what it is given: a store, a communicator, a recorder, a clock, faults. It decides nothing.
+
+The order is what P3 and P4 promise: everything that can fail locally happens before the door and is brought there as a
+violation; after the door kernels run; a failure among them leaves exactly the tensors being written dirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.door import Arrival, Spec, decide, decode_arrival, encode_arrival
+from raycollect.errors import (
+    FaultError,
+    InternalError,
+    KernelError,
+    PlanAbortedError,
+    RaycollectError,
+    Violation,
+    refusal,
+)
+from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults, TensorInfo
+from raycollect.observe import Recorder
+from raycollect.planner import Program, Role
+from raycollect.pos import Absence, Container, State, Store, Structure
+
+POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
+"""Where faults can be injected."""
+
+_ABSENCES: dict[State, tuple[str, str, str]] = {
+    State.ABSENT: ("lost", "not there: its method never ran here", "a value that its method returned"),
+    State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
+    State.BY_VALUE: ("not_tensor", "{}", "a tensor, or a list, tuple or dict of tensors"),
+    State.FREED: ("freed", "freed", "a tensor that is still held"),
+}
+"""State of the store -> (kind of violation, what was found, what was expected)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """What a program runs with.
+
+    Attributes:
+        store: The process's tensors.
+        recorder: The story.
+        clock: Time.
+        faults: Where tests make things go wrong.
+    """
+
+    store: Store
+    recorder: Recorder
+    clock: Clock
+    faults: Faults = field(default_factory=NoFaults)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a program ended on this rank.
+
+    Attributes:
+        error: None when it ran to its end.
+        outputs: The containers that it made, in the order of its output buffers.
+    """
+
+    error: RaycollectError | None = None
+    outputs: tuple[Container, ...] = ()
+
+
+class Execution:
+    """One run of one program.
+
+    Args:
+        program: What to do.
+        communicator: This rank's end of the program's group.
+        instruments: See `Instruments`.
+        aborted: Why the plan was aborted, or None; asked while waiting for a producer.
+        waiting: Called when an operand's method has not ended yet; None: a method that has not ended never will
+            (ordered actors run methods in order, so it never ran).
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        communicator: Communicator,
+        instruments: Instruments,
+        *,
+        aborted: Callable[[], str | None],
+        waiting: Callable[[Key], None] | None = None,
+    ) -> None:
+        self._program = program
+        self._communicator = communicator
+        self._instruments = instruments
+        self._aborted = aborted
+        self._waiting = waiting
+        self._launch = Launch(seq=program.seq, ranks=program.ranks, timeout_s=program.timeout_s)
+        self._buffers: list[Container | None] = []
+        self._violations: list[Violation] = []
+
+    def run(self) -> Outcome:
+        """Runs it; a failure is an outcome, never an exception."""
+        ok = False
+        self._at("start")
+        try:
+            self._prepare()
+            self._at("before_door")
+            self._agree()
+            self._at("after_door")
+            self._run_kernels()
+            self._at("end")
+            ok = True
+        except RaycollectError as exc:
+            return Outcome(error=self._located(exc))
+        except MemoryError as exc:
+            return Outcome(error=self._located(KernelError(detail=f"out of memory: {exc}")))
+        finally:
+            self._communicator.end(self._launch, ok)
+        template = self._program.template
+        made = [c for c, b in zip(self._buffers, template.buffers, strict=True) if b.is_output and c is not None]
+        return Outcome(outputs=tuple(made))
+
+    # ------------------------------------------------------------------------------------------ before the door
+
+    def _prepare(self) -> None:
+        """Finds operands, checks them and makes outputs; what is wrong is noted, not raised."""
+        keys = iter(self._program.keys)
+        for buffer in self._program.template.buffers:
+            if buffer.role is Role.OPERAND:
+                self._buffers.append(self._operand(next(keys)))
+            elif buffer.role is Role.OUTPUT_LIKE:
+                like = self._buffers[buffer.source]
+                infos = [arrays.info(tensor) for tensor in like.tensors] if like else []
+                self._buffers.append(self._allocate(like.structure, infos) if like else None)
+            else:
+                self._buffers.append(None)
+        self._check_dirt()
+        self._check_written()
+        self._check_aliases()
+        self._check_ops()
+
+    def _operand(self, key: Key) -> Container | None:
+        store = self._instruments.store
+        found = store.look(key)
+        if isinstance(found, Absence) and found.state is State.ABSENT and self._waiting:
+            self._waiting(key)
+            self._record("waiting", key.hex())
+            found = store.wait(key, lambda: self._aborted() is not None)
+            if isinstance(found, Absence) and found.state is State.ABSENT:
+                raise PlanAbortedError(detail=self._aborted() or "aborted while waiting for an operand")
+        if isinstance(found, Container):
+            return found
+        kind, text, expected = _ABSENCES[found.state]
+        self._violate(kind, "operand", text.format(found.detail or "a value that is not kept"), expected, key)
+        return None
+
+    def _allocate(self, structure: Structure, infos: Sequence[TensorInfo]) -> Container | None:
+        try:
+            return Container.build(structure, [arrays.empty_like(info) for info in infos])
+        except MemoryError as exc:
+            wanted = sum(info.nbytes for info in infos)
+            self._violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes")
+            return None
+
+    def _check_dirt(self) -> None:
+        for index in {step.src for step in self._program.template.steps if step.src >= 0}:
+            container = self._buffers[index]
+            if container and self._instruments.store.is_dirty(_ranges(container.tensors)):
+                self._violate("dirty", "operand", "half-written by a failed collective", "an intact tensor")
+
+    def _check_written(self) -> None:
+        for tensor in self._written():
+            if not tensor.flags.writeable:
+                self._violate("read_only", "operand", "read-only", "a writable array")
+
+    def _check_aliases(self) -> None:
+        """Written memory must not overlap anything else of this plan (P6)."""
+        named = [(index, tensor) for index, c in enumerate(self._buffers) if c for tensor in c.tensors]
+        written = {step.dst for step in self._program.template.steps}
+        for i, (index, tensor) in enumerate(named):
+            for other_index, other in named[i + 1 :]:
+                if (index in written or other_index in written) and arrays.overlap(tensor, other):
+                    self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory")
+                    return
+        if any(arrays.overlaps_itself(tensor) for tensor in self._written()):
+            self._violate("alias", "operand", "overlapping itself (broadcast strides)", "one element per address")
+
+    def _check_ops(self) -> None:
+        for step in self._program.template.steps:
+            container = self._buffers[step.src] if step.src >= 0 else None
+            if step.op is None or container is None:
+                continue
+            for dtype in dict.fromkeys(arrays.info(tensor).dtype for tensor in container.tensors):
+                reason = arrays.refusal_reason(step.op, dtype)
+                if reason:
+                    self._violate("unsupported", "reduce op", reason, "")
+
+    def _written(self) -> list[Any]:
+        written = {step.dst for step in self._program.template.steps if step.dst >= 0}
+        containers = [self._buffers[index] for index in written]
+        return [tensor for container in containers if container for tensor in container.tensors]
+
+    # ------------------------------------------------------------------------------------------ the door
+
+    def _agree(self) -> None:
+        """Meets the others, once or twice; raises what all of them raise."""
+        arrivals = self._meet()
+        if self._program.rounds > 1:
+            self._learn(arrivals)
+            self._meet()
+        self._record("agreed")
+
+    def _meet(self) -> list[Arrival]:
+        program = self._program
+        arrival = Arrival(spec=self._spec(), violations=tuple(self._violations))
+        self._record("door")
+        blobs = self._communicator.agree(self._launch, encode_arrival(arrival))
+        arrivals = [decode_arrival(bytes(blob)) for blob in blobs]
+        violations = decide(program.ranks, arrivals)
+        if violations:
+            raise refusal(program.op, "", violations)
+        return arrivals
+
+    def _spec(self) -> Spec:
+        program = self._program
+        container = self._buffers[0] if self._buffers else None
+        structure = container.structure if container else Structure("")
+        return Spec(
+            op=program.op,
+            reduce_op=program.reduce_op.name if program.reduce_op else "",
+            root=program.root,
+            structure=structure.kind,
+            names=structure.names,
+            tensors=tuple(arrays.info(tensor) for tensor in container.tensors) if container else None,
+        )
+
+    def _learn(self, arrivals: Sequence[Arrival]) -> None:
+        """Makes the outputs whose shape another rank brought to the first round."""
+        for index, buffer in enumerate(self._program.template.buffers):
+            if buffer.role is not Role.OUTPUT_LEARNED:
+                continue
+            spec = arrivals[self._program.ranks.index(buffer.source)].spec
+            if spec.tensors is None:
+                raise InternalError(detail=f"rank {buffer.source} said nothing about its tensor")
+            self._buffers[index] = self._allocate(Structure(spec.structure, spec.names), spec.tensors)
+
+    # ------------------------------------------------------------------------------------------ after the door
+
+    def _run_kernels(self) -> None:
+        written = self._written()
+        ranges = _ranges(written)
+        store = self._instruments.store
+        with store.writing(ranges):
+            try:
+                for kernel in self._kernels():
+                    self._at("before_kernel")
+                    self._communicator.launch(self._launch, kernel).wait(self._program.timeout_s)
+                    self._at("after_kernel")
+            except BaseException:
+                store.mark_dirty(ranges, [arrays.owner(tensor) for tensor in written])
+                raise
+            store.mark_written(ranges)
+
+    def _kernels(self) -> list[Kernel]:
+        kernels = []
+        for step in self._program.template.steps:
+            reads = self._tensors(step.src)
+            writes = self._tensors(step.dst)
+            for i in range(max(len(reads), len(writes), 1)):
+                src = reads[i] if reads else None
+                dst = writes[i] if writes else None
+                kernels.append(Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer))
+        return kernels
+
+    def _tensors(self, index: int) -> tuple[Any, ...]:
+        container = self._buffers[index] if index >= 0 else None
+        return container.tensors if container else ()
+
+    # ------------------------------------------------------------------------------------------ notes
+
+    def _violate(self, kind: str, name: str, found: str, expected: str, key: Key | None = None) -> None:
+        ref = key.hex() if key else (self._program.keys[0].hex() if self._program.keys else "")
+        rank = self._program.rank
+        self._violations.append(
+            Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref)
+        )
+
+    def _located(self, error: RaycollectError) -> RaycollectError:
+        self._record("failed", type(error).__name__)
+        if isinstance(error, FaultError) and not error.op:
+            error.op = self._program.op
+        return error
+
+    def _record(self, what: str, detail: str = "") -> None:
+        self._instruments.recorder.add(what, self._program.seq, detail)
+
+    def _at(self, point: str) -> None:
+        self._record(point)
+        self._instruments.faults.at(point, self._program.seq, self._program.rank)
+
+
+def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+    return [arrays.byte_range(tensor) for tensor in tensors]
+

@@ -1,0 +1,174 @@
+"""One plan under way, as its controller sees it: events in, messages out. No I/O; one lock.
+
+Whatever happens ends in one of three ways. All ranks are done: success. All were refused at the door: an error, and
+nobody was touched. Anything else is lopsided: the flight tells every rank that has not ended to abort, and fails with
+the first cause, not with an echo of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raycollect.channel.messages import Abort, Arrivals
+from raycollect.door import Door, DoorState
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    FaultError,
+    ParticipantDiedError,
+    PlanAbortedError,
+    RaycollectError,
+    RefusedError,
+)
+from raycollect.group import Membership
+from raycollect.planner import Plan
+
+Orders = list[tuple[int, Any]]
+"""(rank, message): what to send, in order."""
+
+
+class Flight:
+    """A plan between its dispatch and the end of its last rank.
+
+    Args:
+        seq: The plan's number.
+        plan: The plan.
+        membership: The group.
+        refs: The operand refs by rank; held until the plan has ended everywhere (P5). `results` gets the result refs.
+    """
+
+    def __init__(self, seq: int, plan: Plan, membership: Membership, refs: dict[int, Any]) -> None:
+        self.seq = seq
+        self.plan = plan
+        self.membership = membership
+        self.refs = refs
+        self.results: dict[int, Any] = {}
+        self.error: RaycollectError | None = None
+        self._pending = set(plan.ranks)
+        self._doors: dict[int, Door] = {}
+        self._came: set[int] = set()
+        self._resolved = threading.Event()
+        self._watchers: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    @property
+    def resolved(self) -> bool:
+        """True when the outcome is known."""
+        return self._resolved.is_set()
+
+    @property
+    def landed(self) -> bool:
+        """True when no rank runs it any more."""
+        return not self._pending
+
+    def is_pending(self, rank: int) -> bool:
+        """True while that rank has not ended it."""
+        return rank in self._pending
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Waits for the outcome; False where it is not known in time."""
+        return self._resolved.wait(timeout_s)
+
+    def when_resolved(self, call: Callable[[], None]) -> None:
+        """Calls back once the outcome is known: now, or later on the channel's thread."""
+        with self._lock:
+            if not self._resolved.is_set():
+                self._watchers.append(call)
+                return
+        call()
+
+    # ------------------------------------------------------------------------------------------ events
+
+    def done(self, rank: int, error: RaycollectError | None, story: Sequence[str]) -> Orders:
+        """A rank has ended."""
+        with self._lock:
+            self._pending.discard(rank)
+        if error is not None:
+            return self._failed(rank, error, tuple(story))
+        if not self._pending:
+            self._resolve(None)
+        return []
+
+    def lost(self, rank: int, reason: str) -> Orders:
+        """A rank's process is gone."""
+        with self._lock:
+            if rank not in self._pending:
+                return []
+            self._pending.discard(rank)
+        where = "in the collective" if rank in self._came else "before it came to the door"
+        error = ParticipantDiedError(rank=rank, detail=f"its process ended {where} ({reason})")
+        return self._failed(rank, error, ())
+
+    def arrive(self, rank: int, turn: int, blob: bytes) -> Orders:
+        """A rank is at the door of the star; the last one opens it."""
+        with self._lock:
+            self._came.add(rank)
+            door = self._doors.setdefault(turn, Door(self.plan.ranks))
+            if door.arrive(rank, blob) is not DoorState.COMPLETE:
+                return []
+            blobs = list(door.blobs)
+        group_id = self.membership.spec.group_id
+        message = Arrivals(group_id=group_id, seq=self.seq, round=turn, blobs=blobs)
+        return [(other, message) for other in self.plan.ranks]
+
+    def fail(self, error: RaycollectError, *, unsent: Sequence[int] = ()) -> Orders:
+        """The controller itself ends it; ranks in `unsent` never got it."""
+        with self._lock:
+            self._pending.difference_update(unsent)
+        return self._failed(-1, error, ())
+
+    # ------------------------------------------------------------------------------------------ outcome
+
+    def _failed(self, rank: int, error: RaycollectError, story: tuple[str, ...]) -> Orders:
+        if isinstance(error, PlanAbortedError) and rank >= 0 and self._pending and not self.resolved:
+            return []  # an echo: who caused it will tell, or its process is gone
+        self._resolve(self._located(rank, error, story))
+        if isinstance(error, RefusedError) and rank >= 0:
+            return []  # refused at the door: every rank knows
+        message = Abort(seq=self.seq, reason=f"{type(error).__name__} on rank {rank}" if rank >= 0 else str(error))
+        return [(other, message) for other in sorted(self._pending)]
+
+    def _resolve(self, error: RaycollectError | None) -> None:
+        with self._lock:
+            if self._resolved.is_set():
+                return
+            self.error = error
+            self._resolved.set()
+            watchers, self._watchers = self._watchers, []
+        for call in watchers:
+            call()
+
+    def _located(self, rank: int, error: RaycollectError, story: tuple[str, ...]) -> RaycollectError:
+        """Adds what only the controller knows: the group's name, actors and refs."""
+        name = self.membership.spec.name
+        op = self.plan.request.kind.value
+        if isinstance(error, RefusedError):
+            violations = tuple(self._named(v) for v in error.violations)
+            return type(error)(op=op, group_name=name, violations=violations)
+        if isinstance(error, FaultError):
+            error.op, error.group_name = op, name
+            error.rank = rank if error.rank < 0 else error.rank
+            error.actor = error.actor or self._actor(error.rank)
+            error.story = error.story or story
+        if isinstance(error, CollectiveTimeoutError):
+            missing = error.missing or self._last_missing()
+            names = ", ".join(f"rank {r} ({self._actor(r)})" for r in missing) or "nobody"
+            error.missing = tuple(missing)
+            error.detail = f"after {error.timeout_s:g} s these had not come: {names}"
+        return error
+
+    def _last_missing(self) -> tuple[int, ...]:
+        with self._lock:
+            return self._doors[max(self._doors)].missing if self._doors else ()
+
+    def _named(self, violation: Any) -> Any:
+        key = dict(self.plan.request.operands).get(violation.rank)
+        ref = violation.ref or (key.hex() if key else "")
+        return replace(violation, actor=violation.actor or self._actor(violation.rank), ref=ref)
+
+    def _actor(self, rank: int) -> str:
+        return self.membership.members[rank].actor if 0 <= rank < len(self.membership.members) else ""

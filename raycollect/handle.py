@@ -1,0 +1,89 @@
+"""What `ray.get` gives for a value that stays in its participant's store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raycollect import fetch
+from raycollect.model import Address, Key, TensorInfo
+from raycollect.pos import Structure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Handle:
+    """A few hundred bytes that stand for tensors in a participant.
+
+    `raycollect.get(ref)` fetches them, `numpy.asarray(handle)` too. Passed to a method of the participant that holds
+    them, the ref gives the very tensor; to another participant's method, a copy.
+
+    Attributes:
+        key: The id of the ObjectRef that the method returned.
+        actor_id: The participant's Ray actor id, in hexadecimal.
+        actor: What a person calls it: ``Worker(3f2a91)``.
+        address: Where it can be fetched.
+        structure: One tensor, or how several are put together.
+        infos: Shape, dtype and device of each tensor.
+        token: Keeps the value alive while any copy of this handle exists; of no other use.
+    """
+
+    key: Key
+    actor_id: str
+    actor: str
+    address: Address
+    structure: Structure
+    infos: tuple[TensorInfo, ...]
+    token: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a single tensor.
+
+        Raises:
+            TypeError: The handle stands for several.
+        """
+        return self._single().shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of a single tensor.
+
+        Raises:
+            TypeError: The handle stands for several.
+        """
+        return np.dtype(self._single().dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its tensors."""
+        return sum(info.nbytes for info in self.infos)
+
+    def fetch(self, timeout_s: float = 60.0) -> Any:
+        """Fetches the value: the very object in the process that holds it, a copy anywhere else.
+
+        Raises:
+            TensorFreedError: It was freed.
+            TensorLostError: The process that held it is gone.
+            TensorDirtyError: A failed collective left it half-written.
+        """
+        return fetch.fetch(self.address, self.key, actor=self.actor, timeout_s=timeout_s)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Fetches a single tensor; for `numpy.asarray(handle)`."""
+        self._single()
+        array = np.asarray(self.fetch(), dtype=dtype)
+        return array.copy() if copy else array
+
+    def __repr__(self) -> str:
+        what = ", ".join(str(info) for info in self.infos[:3])
+        if len(self.infos) > 3:
+            what += f", ... ({len(self.infos)} tensors)"
+        kind = "" if self.structure.kind == "tensor" else f"{self.structure.kind} of "
+        return f"<Handle of {kind}{what} kept in {self.actor}; raycollect.get(ref) or numpy.asarray(handle) fetches it>"
+
+    def _single(self) -> TensorInfo:
+        if self.structure.kind != "tensor":
+            raise TypeError(f"{self!r} stands for several tensors")
+        return self.infos[0]

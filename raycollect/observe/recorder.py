@@ -1,0 +1,54 @@
+"""The story: a bounded log of small events, never tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from raycollect.model import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        at_s: When, in seconds of the recorder's clock.
+        what: A short name: ``"door"``, ``"launched"``, ``"done"``.
+        seq: The plan; 0: none.
+        detail: A few words.
+    """
+
+    at_s: float
+    what: str
+    seq: int
+    detail: str
+
+    def __str__(self) -> str:
+        plan = f" plan {self.seq}" if self.seq else ""
+        return f"{self.at_s:.6f}{plan} {self.what} {self.detail}".rstrip()
+
+
+class Recorder:
+    """Keeps the last events of this process. Any thread may call it.
+
+    Args:
+        clock: Where the times come from.
+        limit: How many events are kept.
+    """
+
+    def __init__(self, clock: Clock, *, limit: int = 512) -> None:
+        self._clock = clock
+        self._events: deque[Event] = deque(maxlen=limit)
+
+    def add(self, what: str, seq: int = 0, detail: str = "") -> None:
+        """Notes an event."""
+        self._events.append(Event(self._clock(), what, seq, detail))
+
+    def story(self, seq: int | None = None) -> tuple[Event, ...]:
+        """The events kept, oldest first; only those of one plan if `seq` is given."""
+        return tuple(event for event in self._events.copy() if seq is None or event.seq == seq)
+
+    def tail(self, count: int = 12) -> tuple[str, ...]:
+        """The last events as text, oldest first."""
+        return tuple(str(event) for event in self.story()[-count:])

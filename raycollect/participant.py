@@ -1,0 +1,253 @@
+"""The mixin: an actor's public methods leave their tensors in the actor and give Ray a handle."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from raycollect import ray_internals
+from raycollect.backends import arrays
+from raycollect.handle import Handle
+from raycollect.model import task_key
+from raycollect.pos import Container
+from raycollect.runtime import Runtime
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_BY_VALUE = "__raycollect_by_value__"
+_HELD = "__raycollect_held__"
+
+_inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
+"""True while a method that Ray called runs: calls that it makes itself are plain calls."""
+
+
+def by_value(method: _Method) -> _Method:
+    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual."""
+    setattr(method, _BY_VALUE, True)
+    return method
+
+
+class CollectiveParticipant:
+    """Makes an actor's tensors available to collectives.
+
+    Inherit it, next to anything else, in a class that becomes a Ray actor. Tensors that public methods return (numpy
+    arrays; non-empty lists, tuples and dicts of them) stay in the actor, under the id of the ObjectRef; everything else
+    goes by value, whole. A ref that is passed to a public method arrives as the tensor: the very one if it lives here,
+    a copy if it lives in another participant. The mixin needs no ``super().__init__()``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in dir(cls):
+            method = inspect.getattr_static(cls, name)
+            if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
+                setattr(cls, name, _hold(method, name))
+        if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
+            # Ray makes this an async actor: a plain function would block its event loop.
+            cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
+
+    def _raycollect_describe(self) -> dict[str, Any]:
+        """Who this is; called by the controller when a group is formed."""
+        return Runtime.current().describe()
+
+    def _raycollect_run(self, payload: bytes) -> Any:
+        """Runs this rank's half of a plan; called by the controller."""
+        return Runtime.current().run_program(payload, ray_internals.current_task())
+
+    def _raycollect_fence(self) -> None:
+        """Does nothing: what was submitted before it has ended when it ends."""
+
+
+async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
+    runtime, task = Runtime.current(), ray_internals.current_task()
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(runtime.kernel_thread, runtime.run_program, payload, task)
+
+
+def _is_async(method: Any) -> bool:
+    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+
+
+# ---------------------------------------------------------------------------------------------- wrapping
+
+
+def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Wraps a method by its kind: plain, coroutine, generator, async generator."""
+    if inspect.isasyncgenfunction(method):
+        held = _hold_async_generator(method, name)
+    elif inspect.isgeneratorfunction(method):
+        held = _hold_generator(method, name)
+    elif inspect.iscoroutinefunction(method):
+        held = _hold_coroutine(method, name)
+    else:
+        held = _hold_plain(method, name)
+    setattr(held, _HELD, True)
+    return held
+
+
+def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        task = _outermost(name)
+        if task is None:
+            return method(self, *args, **kwargs)
+        with _called_by_ray(task):
+            args, kwargs = _resolve(args, kwargs)
+            value = method(self, *args, **kwargs)
+        return _keep(method, task, value)
+
+    return held
+
+
+def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        task = _outermost(name)
+        if task is None:
+            return await method(self, *args, **kwargs)
+        with _called_by_ray(task):
+            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            value = await method(self, *args, **kwargs)
+        return _keep(method, task, value)
+
+    return held
+
+
+def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def held(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        task = _outermost(name)
+        if task is None:
+            yield from method(self, *args, **kwargs)
+            return
+        with _called_by_ray(task):
+            args, kwargs = _resolve(args, kwargs)
+            items = method(self, *args, **kwargs)
+        index = _first_index(method)
+        while True:
+            with _called_by_ray(task):
+                try:
+                    value = next(items)
+                except StopIteration:
+                    return
+            yield _keep_one(method, task, index, value)
+            index += 1
+
+    return held
+
+
+def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def held(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        task = _outermost(name)
+        if task is None:
+            async for value in method(self, *args, **kwargs):
+                yield value
+            return
+        with _called_by_ray(task):
+            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            items = method(self, *args, **kwargs)
+        index = _first_index(method)
+        while True:
+            with _called_by_ray(task):
+                try:
+                    value = await anext(items)
+                except StopAsyncIteration:
+                    return
+            yield _keep_one(method, task, index, value)
+            index += 1
+
+    return held
+
+
+def _first_index(method: Callable[..., Any]) -> int:
+    """The index of a generator's first item: a streaming one's own ref is the first return of its task."""
+    return 1 if isinstance(getattr(method, "__ray_num_returns__", None), int) else 2
+
+
+# ---------------------------------------------------------------------------------------------- one call
+
+
+def _outermost(name: str) -> bytes | None:
+    """The task, where Ray called this method itself; None where the class's own code did."""
+    if _inside.get():
+        return None
+    task = ray_internals.current_task()
+    return task if task is not None and ray_internals.current_method() == name else None
+
+
+@contextmanager
+def _called_by_ray(task: bytes) -> Iterator[None]:
+    """The time in which a method runs; an exception of it is noted under its task."""
+    token = _inside.set(True)
+    try:
+        yield
+    except Exception as exc:
+        Runtime.current().store.fail(task, f"{type(exc).__name__}: {exc}")
+        raise
+    finally:
+        _inside.reset(token)
+
+
+def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Turns handles among the arguments into tensors, as Ray turns refs into values."""
+    if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
+
+
+def _value(argument: Any) -> Any:
+    return argument.fetch() if isinstance(argument, Handle) else argument
+
+
+def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:
+    """What Ray gets for what a method returned."""
+    if type(value) in (list, tuple) and not hasattr(method, _BY_VALUE):
+        return _Returns(task, value)
+    return _keep_one(method, task, 1, value)
+
+
+def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any) -> Any:
+    container = None if hasattr(method, _BY_VALUE) else Container.of(value, arrays.is_tensor)
+    if container is not None:
+        return Runtime.current().keep(task_key(task, index), container)
+    if not isinstance(value, Handle):
+        Runtime.current().store.pass_by(task, _type_name(value))
+    return value
+
+
+def _type_name(value: Any) -> str:
+    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
+
+
+class _Returns:
+    """A list or tuple on its way to Ray, which alone knows how many refs the caller asked for.
+
+    With `num_returns=n` Ray takes the items one by one: each is kept under a ref of its own. Otherwise it pickles the
+    whole: one value, kept under the one ref if it holds tensors only.
+    """
+
+    def __init__(self, task: bytes, value: Any) -> None:
+        self._task = task
+        self._value = value
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self._value)))
+
+    def __getitem__(self, i: int) -> Any:
+        return _keep_one(_Returns, self._task, i + 1, self._value[i])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (_keep_one(_Returns, self._task, 1, self._value),)
+
+
+def _same(value: Any) -> Any:
+    return value

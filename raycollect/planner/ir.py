@@ -1,0 +1,192 @@
+"""Requests, plans and programs: what the planner reads and writes.
+
+A `Request` is one call of the user, bound to ranks. A `Plan` says what every rank does, columnar: ranks that play the
+same part share one `Template`; what differs per rank are the operand keys. A `Program` is one rank's half, the only
+thing that travels.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from raycollect.model import GroupSpec, Key, OpKind, ReduceOp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One collective, bound to the ranks of a group.
+
+    Attributes:
+        kind: The operation; a send and the receive that matches it are one request of kind SEND.
+        group: The group.
+        operands: (rank, key) for each rank that takes part, ascending; a key of None asks for an output there.
+        op: The reduce op, for reductions.
+        root: The source rank of a broadcast or send; -1 otherwise.
+        peer: The destination rank of a send; -1 otherwise.
+        inplace: False: the result goes into new tensors, the operands are only read.
+        timeout_s: How long ranks wait for each other, in seconds.
+    """
+
+    kind: OpKind
+    group: GroupSpec
+    operands: tuple[tuple[int, Key | None], ...]
+    op: ReduceOp | None = None
+    root: int = -1
+    peer: int = -1
+    inplace: bool = True
+    timeout_s: float = 60.0
+
+
+class Role(enum.Enum):
+    """What a buffer of a program is."""
+
+    OPERAND = "operand"
+    """Kept in the participant's store under a key."""
+    OUTPUT_LIKE = "output_like"
+    """Made before the door, with the infos of another buffer of this rank."""
+    OUTPUT_LEARNED = "output_learned"
+    """Made between the two rounds of the door, with the infos that another rank brought."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """One operand or output of a program; it may stand for a list or dict of tensors.
+
+    Attributes:
+        role: See `Role`.
+        source: OUTPUT_LIKE: the index of the buffer to be like. OUTPUT_LEARNED: the rank to learn from.
+    """
+
+    role: Role
+    source: int = -1
+
+    @property
+    def is_output(self) -> bool:
+        """True where the plan makes it."""
+        return self.role is not Role.OPERAND
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One kernel, over all tensors of its buffers.
+
+    Attributes:
+        kind: What to do.
+        src: The index of the buffer read; -1: none.
+        dst: The index of the buffer written; -1: none; may equal `src`.
+        op: The reduce op.
+        peer: The root of a broadcast, the other rank of a send or receive; -1 where it has no meaning.
+    """
+
+    kind: OpKind
+    src: int = -1
+    dst: int = -1
+    op: ReduceOp | None = None
+    peer: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """What one or several ranks do.
+
+    Attributes:
+        buffers: The buffers, by index.
+        steps: The kernels, in order.
+        result: The index of the buffer that holds this rank's result; -1: none.
+    """
+
+    buffers: tuple[Buffer, ...]
+    steps: tuple[Step, ...]
+    result: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One rank's half of a plan.
+
+    Attributes:
+        op: The operation's name, for messages and the door.
+        seq: The plan's place in its controller's order, from 1.
+        predecessor: The plan that this participant must have ended before; 0: none.
+        group_id: The group whose communicator runs it.
+        rank: This participant's rank.
+        ranks: All ranks that take part, ascending.
+        root: The root rank that all must agree on; -1: none.
+        reduce_op: The reduce op that all must agree on.
+        timeout_s: How long to wait for the others, in seconds.
+        rounds: How often the ranks meet at the door: 2 where one learns its output's shape from another.
+        keys: The operand keys, in the order of the template's OPERAND buffers.
+        template: What to do.
+    """
+
+    op: str
+    seq: int
+    predecessor: int
+    group_id: str
+    rank: int
+    ranks: tuple[int, ...]
+    root: int
+    reduce_op: ReduceOp | None
+    timeout_s: float
+    rounds: int
+    keys: tuple[Key, ...]
+    template: Template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What every rank does.
+
+    Attributes:
+        request: What was asked for.
+        templates: The distinct parts.
+        parts: For each rank that takes part, ascending: the index of its template.
+    """
+
+    request: Request
+    templates: tuple[Template, ...]
+    parts: tuple[int, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return tuple(rank for rank, _ in self.request.operands)
+
+    @property
+    def rounds(self) -> int:
+        """How often the ranks meet at the door."""
+        learned = any(b.role is Role.OUTPUT_LEARNED for t in self.templates for b in t.buffers)
+        return 2 if learned else 1
+
+    def template(self, rank: int) -> Template:
+        """The part of one rank."""
+        return self.templates[self.parts[self.ranks.index(rank)]]
+
+    def outputs(self, rank: int) -> int:
+        """How many outputs the plan makes on that rank."""
+        return sum(buffer.is_output for buffer in self.template(rank).buffers)
+
+    def writes(self, rank: int) -> bool:
+        """True where the plan writes that rank's operand."""
+        template = self.template(rank)
+        return any(step.dst >= 0 and not template.buffers[step.dst].is_output for step in template.steps)
+
+    def program(self, rank: int, *, seq: int, predecessor: int) -> Program:
+        """Writes the half of one rank."""
+        request = self.request
+        key = dict(request.operands)[rank]
+        return Program(
+            op=request.kind.value,
+            seq=seq,
+            predecessor=predecessor,
+            group_id=request.group.group_id,
+            rank=rank,
+            ranks=self.ranks,
+            root=request.root,
+            reduce_op=request.op,
+            timeout_s=request.timeout_s,
+            rounds=self.rounds,
+            keys=() if key is None else (key,),
+            template=self.template(rank),
+        )

@@ -1,0 +1,276 @@
+"""Key -> tensors, by a table of states. Pure but for one lock: no ray, no array library.
+
+Two more things are known by memory range, since a ref names storage and not a snapshot (P6): which ranges a running
+plan writes (readers wait for it), and which ranges a failed plan left half-written (using them raises, P4).
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from raycollect.errors import StoreFullError
+from raycollect.model import TASK_NBYTES, Key
+from raycollect.pos.container import Container
+
+Range = tuple[int, int]
+"""Addresses in memory: first byte, one past the last."""
+
+
+class State(enum.Enum):
+    """What the store knows of a key."""
+
+    ABSENT = "absent"
+    """Nothing: its method has not ended yet, or never ran."""
+    HELD = "held"
+    FAILED = "failed"
+    """Its method raised."""
+    BY_VALUE = "by_value"
+    """Its method returned something that is not kept."""
+    FREED = "freed"
+
+
+_NEXT: dict[tuple[State, str], State] = {
+    (State.ABSENT, "put"): State.HELD,
+    (State.ABSENT, "fail"): State.FAILED,
+    (State.ABSENT, "pass"): State.BY_VALUE,
+    (State.ABSENT, "free"): State.FREED,
+    (State.HELD, "put"): State.HELD,  # a retried method: the first write wins
+    (State.HELD, "fail"): State.HELD,
+    (State.HELD, "pass"): State.HELD,
+    (State.HELD, "free"): State.FREED,
+    (State.FAILED, "put"): State.HELD,  # a retry that succeeded
+    (State.FAILED, "fail"): State.FAILED,
+    (State.FAILED, "pass"): State.BY_VALUE,
+    (State.FAILED, "free"): State.FREED,
+    (State.BY_VALUE, "put"): State.HELD,
+    (State.BY_VALUE, "fail"): State.BY_VALUE,
+    (State.BY_VALUE, "pass"): State.BY_VALUE,
+    (State.BY_VALUE, "free"): State.BY_VALUE,
+    (State.FREED, "put"): State.FREED,  # the last ref went before the value came
+    (State.FREED, "fail"): State.FREED,
+    (State.FREED, "pass"): State.FREED,
+    (State.FREED, "free"): State.FREED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """Why a key holds no tensor.
+
+    Attributes:
+        state: FAILED, BY_VALUE, FREED or ABSENT.
+        detail: The exception, or the type of the value, as text.
+    """
+
+    state: State
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatistics:
+    """A snapshot of a store.
+
+    Attributes:
+        held: How many keys hold tensors.
+        dirty: How many memory ranges are half-written.
+        freed: How many keys were freed so far.
+    """
+
+    held: int
+    dirty: int
+    freed: int
+
+
+class Store:
+    """The tensors of one process. Any thread may call it.
+
+    Args:
+        limit: The most keys held at a time; None: no limit (they are freed when their refs are gone).
+        memory: How many absences are remembered, for good messages.
+    """
+
+    def __init__(self, *, limit: int | None = None, memory: int = 4096) -> None:
+        self._limit = limit
+        self._memory = memory
+        self._changed = threading.Condition()
+        self._held: dict[Key, Container] = {}
+        self._absent: OrderedDict[bytes, Absence] = OrderedDict()  # by key, or by task where all its returns share it
+        self._freed = 0
+        self._reading: list[Sequence[Range]] = []
+        self._writing: list[Sequence[Range]] = []
+        self._dirty: dict[Range, Callable[[], Any]] = {}
+
+    # ------------------------------------------------------------------------------------------ entries
+
+    def put(self, key: Key, container: Container) -> bool:
+        """Keeps a value; the first write of a key wins.
+
+        Returns:
+            False where the key was freed before.
+
+        Raises:
+            StoreFullError: The limit is reached.
+        """
+        with self._changed:
+            state = _NEXT[self._state(key), "put"]
+            if state is State.FREED:
+                return False
+            if key not in self._held:
+                if self._limit is not None and len(self._held) >= self._limit:
+                    raise StoreFullError(limit=self._limit)
+                self._held[key] = container
+                self._absent.pop(key, None)
+                self._absent.pop(key[:TASK_NBYTES], None)
+            self._changed.notify_all()
+            return True
+
+    def fail(self, task: bytes, detail: str) -> None:
+        """Notes that a task raised: none of its returns will come."""
+        self._note(task, "fail", detail)
+
+    def pass_by(self, task: bytes, detail: str) -> None:
+        """Notes that a task returned something that is not kept, such as ``"int"``."""
+        self._note(task, "pass", detail)
+
+    def free(self, keys: Sequence[Key]) -> int:
+        """Forgets values; memory that a running plan uses stays until that plan ends.
+
+        Returns:
+            How many of the keys were held.
+        """
+        with self._changed:
+            gone = [self._held.pop(key, None) for key in keys]
+            for key in keys:
+                if _NEXT[self._state(key), "free"] is State.FREED:
+                    self._remember(key, Absence(State.FREED))
+            count = sum(container is not None for container in gone)
+            self._freed += count
+            self._changed.notify_all()
+        return count
+
+    def look(self, key: Key) -> Container | Absence:
+        """The value of a key, or why there is none. Never waits."""
+        with self._changed:
+            return self._look(key)
+
+    def wait(self, key: Key, given_up: Callable[[], bool]) -> Container | Absence:
+        """Waits until the key's method has ended.
+
+        Args:
+            key: The key.
+            given_up: Asked after every change and every `wake`; True ends the wait.
+        """
+        with self._changed:
+            while True:
+                found = self._look(key)
+                if isinstance(found, Container) or found.state is not State.ABSENT or given_up():
+                    return found
+                self._changed.wait()
+
+    def wake(self) -> None:
+        """Makes every `wait` ask again whether to give up."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def statistics(self) -> StoreStatistics:
+        """A snapshot."""
+        with self._changed:
+            return StoreStatistics(held=len(self._held), dirty=len(self._living_dirt()), freed=self._freed)
+
+    def _look(self, key: Key) -> Container | Absence:
+        held = self._held.get(key)
+        if held is not None:
+            return held
+        return self._absent.get(key) or self._absent.get(key[:TASK_NBYTES]) or Absence(State.ABSENT)
+
+    def _state(self, key: bytes) -> State:
+        if key in self._held:
+            return State.HELD
+        absence = self._absent.get(key) or self._absent.get(key[:TASK_NBYTES])
+        return absence.state if absence else State.ABSENT
+
+    def _note(self, task: bytes, event: str, detail: str) -> None:
+        with self._changed:
+            self._remember(task, Absence(_NEXT[self._state(task), event], detail))
+            self._changed.notify_all()
+
+    def _remember(self, name: bytes, absence: Absence) -> None:
+        self._absent[name] = absence
+        self._absent.move_to_end(name)
+        while len(self._absent) > self._memory:
+            self._absent.popitem(last=False)
+
+    # ------------------------------------------------------------------------------------------ ranges
+
+    @contextmanager
+    def reading(self, ranges: Sequence[Range]) -> Iterator[None]:
+        """Holds off plans that write these ranges; waits for one that does now."""
+        with self._changed:
+            self._changed.wait_for(lambda: not _any_overlap(ranges, self._writing))
+            self._reading.append(ranges)
+        try:
+            yield
+        finally:
+            self._leave(self._reading, ranges)
+
+    @contextmanager
+    def writing(self, ranges: Sequence[Range]) -> Iterator[None]:
+        """Holds off readers of these ranges; waits for those that are at it (they only copy)."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not _any_overlap(ranges, self._writing) and not _any_overlap(ranges, self._reading)
+            )
+            self._writing.append(ranges)
+        try:
+            yield
+        finally:
+            self._leave(self._writing, ranges)
+
+    def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
+        """Notes that these ranges are half-written, for as long as the owners of the memory live."""
+        with self._changed:
+            self._dirty.update(
+                {span: _weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
+            )
+
+    def mark_written(self, ranges: Sequence[Range]) -> None:
+        """Notes that these ranges were written whole: dirt inside them is gone."""
+        with self._changed:
+            for span in [d for d in self._dirty if any(r[0] <= d[0] and d[1] <= r[1] for r in ranges)]:
+                del self._dirty[span]
+
+    def is_dirty(self, ranges: Sequence[Range]) -> bool:
+        """True where any of these ranges holds half-written memory."""
+        if not self._dirty:
+            return False
+        with self._changed:
+            return _any_overlap(ranges, [self._living_dirt()])
+
+    def _living_dirt(self) -> list[Range]:
+        for span in [span for span, owner in self._dirty.items() if owner() is None]:
+            del self._dirty[span]  # the memory was given back and may belong to something new
+        return list(self._dirty)
+
+    def _leave(self, holders: list[Sequence[Range]], ranges: Sequence[Range]) -> None:
+        with self._changed:
+            del holders[next(i for i, held in enumerate(holders) if held is ranges)]
+            self._changed.notify_all()
+
+
+def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> bool:
+    return any(a[0] < b[1] and b[0] < a[1] for other in others for b in other for a in ranges)
+
+
+def _weak(owner: Any) -> Callable[[], Any]:
+    """A way to ask whether an object lives; one that can't be asked is kept alive."""
+    try:
+        return weakref.ref(owner)
+    except TypeError:
+        return lambda: owner

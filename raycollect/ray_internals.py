@@ -1,0 +1,189 @@
+"""The one place that asks Ray for things that its public API does not offer; each is feature-detected.
+
+What is used, and why it holds, stands in docs/adr/0002-ray-internals.md.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import ray
+from ray._private.worker import global_worker
+from ray._raylet import ActorID
+from ray.actor import ActorHandle
+
+from raycollect.errors import RayClientError
+from raycollect.model import Key, task_key
+
+_FIRST_PUT = 100_000_000
+
+
+def ensure_ray() -> None:
+    """Starts Ray where it does not run; an address in the environment is honoured.
+
+    Raises:
+        RayClientError: This process is connected through Ray Client.
+    """
+    refuse_ray_client()
+    if not ray.is_initialized():
+        ray.init()
+
+
+def refuse_ray_client() -> None:
+    """Raises RayClientError where this process is connected through Ray Client (ray://)."""
+    from ray.util.client import ray as client
+
+    if client.is_connected():
+        raise RayClientError
+
+
+def core_worker() -> Any:
+    """Ray's core worker of this process."""
+    return global_worker.core_worker
+
+
+# ---------------------------------------------------------------------------------------------- ids
+
+
+def key_of(ref: Any) -> Key:
+    """The POS key of an ObjectRef: its own id."""
+    return Key(ref.binary())
+
+
+def actor_id_of(ref: Any) -> str:
+    """The id of the actor whose method returned a ref, in hexadecimal; empty where no actor did."""
+    actor_id = ref.task_id().actor_id()
+    return "" if actor_id.is_nil() or set(actor_id.hex()[:-8]) == {"f"} else actor_id.hex()
+
+
+def is_put(ref: Any) -> bool:
+    """True for a ref made by ray.put: Ray counts those from `_FIRST_PUT` on, beyond any return of a method."""
+    return int.from_bytes(ref.binary()[-4:], "little") >= _FIRST_PUT
+
+
+def current_actor_id() -> str:
+    """The id of the actor that this process is, in hexadecimal; empty in a driver or task."""
+    if not ray.is_initialized():
+        return ""
+    actor_id = core_worker().get_actor_id()
+    return "" if actor_id.is_nil() else actor_id.hex()
+
+
+def current_task() -> bytes | None:
+    """The id of the actor task that this thread or coroutine runs.
+
+    Returns:
+        None outside an actor, and in a thread of the user's own: Ray gives such a thread a random task id, whose tail
+        is not the id of the actor.
+    """
+    if not global_worker.connected:
+        return None
+    worker = core_worker()
+    actor_id = worker.get_actor_id().binary()
+    task: bytes = worker.get_current_task_id().binary()
+    return task if task[8:] == actor_id and any(byte != 0xFF for byte in actor_id) else None
+
+
+def current_key(index: int = 1) -> Key | None:
+    """The key of the `index`-th return of the actor task that runs here; None where none runs."""
+    task = current_task()
+    return None if task is None else task_key(task, index)
+
+
+def current_method() -> str:
+    """The name of the method that Ray called in this thread or coroutine."""
+    name: str = core_worker().get_current_task_function_name()
+    return name.rpartition(".")[2]
+
+
+def current_class() -> str:
+    """The class of the actor that this process is, as its creator named it."""
+    name: str = core_worker().get_current_task_function_name()
+    return name.rpartition(".")[0].rpartition(".")[2] or "Actor"
+
+
+# ---------------------------------------------------------------------------------------------- processes
+
+
+@lru_cache(maxsize=1)
+def machine_id() -> str:
+    """Equal for processes that can pass memory to each other: one boot, one IPC and one network namespace."""
+    parts = []
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            parts.append(file.read().strip())
+        parts += [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "net", "mnt")]
+    except OSError:
+        parts.append(socket.gethostname())
+    # Nodes of a test cluster share a machine and yet stand for hosts of their own.
+    parts.append(ray.get_runtime_context().get_node_id())
+    return "/".join(parts)
+
+
+def node_address() -> str:
+    """The IP address of this Ray node."""
+    address: str = ray.util.get_node_ip_address()
+    return address
+
+
+def session() -> str:
+    """The Ray session and job of this process: another one after ray.shutdown() and ray.init()."""
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}/{context.get_job_id()}/{context.get_worker_id()}"
+
+
+def describe_process() -> str:
+    """This process, for a person in another one."""
+    context = ray.get_runtime_context()
+    kind = "actor" if current_actor_id() else "driver"
+    return f"{kind} process {os.getpid()} on {node_address()} (job {context.get_job_id()})"
+
+
+def is_ordered() -> bool:
+    """True where this actor runs its methods one by one, in submission order (P2)."""
+    worker = core_worker()
+    return not worker.current_actor_is_asyncio() and worker.current_actor_max_concurrency() <= 1
+
+
+# ---------------------------------------------------------------------------------------------- handles
+
+
+def actor_handle(actor_id: str) -> Any:
+    """A handle of an actor that this process knows, which does not keep the actor alive.
+
+    Returns:
+        None where this process has never held a handle of it (asking Ray for one would end the process).
+    """
+    if core_worker().get_local_actor_state(ActorID(bytes.fromhex(actor_id))) is None:
+        return None
+    serialized, _ = core_worker().serialize_actor_handle(ActorID(bytes.fromhex(actor_id)))
+    return ActorHandle._deserialization_helper(serialized, True)
+
+
+def describe_actor(handle: Any) -> str:
+    """What a person calls an actor: ``Worker(3f2a91)``."""
+    cls = getattr(handle, "_ray_actor_creation_function_descriptor", None)
+    name = cls.class_name if cls is not None else "Actor"
+    return short_actor(name, handle._actor_id.hex())
+
+
+def short_actor(name: str, actor_id: str) -> str:
+    """``Worker(3f2a91)``."""
+    return f"{name.rpartition('.')[2]}({actor_id[:6]})"
+
+
+def on_last_ref(ref: Any, callback: Callable[[], None]) -> bool:
+    """Calls back when the last reference to a ref is gone anywhere, borrowers included; this process must own it.
+
+    Returns:
+        False where this Ray can't tell.
+    """
+    register = getattr(core_worker(), "add_object_out_of_scope_callback", None)
+    if register is None:
+        return False
+    register(ref, lambda _: callback())
+    return True

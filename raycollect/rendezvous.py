@@ -1,0 +1,110 @@
+"""How members of a group find each other, and meet at the door, over the channel: the participant's ends.
+
+The controller relays: what one member stores, all get; what all bring to a door, each gets.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raycollect.channel.messages import Arrive, Store
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
+from raycollect.model import Launch
+
+
+class ChannelRendezvous:
+    """A `Rendezvous` whose values travel by the channel.
+
+    Args:
+        group_id: The group.
+        send: Sends a message to the controller.
+    """
+
+    def __init__(self, group_id: str, send: Callable[[Any], None]) -> None:
+        self._group_id = group_id
+        self._send = send
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._closed = ""
+
+    def put(self, name: str, value: bytes) -> None:
+        """Publishes a value to all members."""
+        self.stored(name, value)
+        self._send(Store(group_id=self._group_id, name=name, value=value))
+
+    def get(self, name: str, timeout_s: float) -> bytes:
+        """Waits for a value; see `Rendezvous.get`."""
+        with self._changed:
+            there = self._changed.wait_for(lambda: name in self._values or self._closed, timeout_s)
+            if self._closed:
+                raise PlanAbortedError(op="join", detail=self._closed)
+            if not there:
+                raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=timeout_s)
+            return self._values[name]
+
+    def stored(self, name: str, value: bytes) -> None:
+        """A value came; called by the channel's thread."""
+        with self._changed:
+            self._values.setdefault(name, value)
+            self._changed.notify_all()
+
+    def close(self, reason: str) -> None:
+        """Ends every wait."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
+
+
+class StarExchange:
+    """An `Exchange` through the controller, for backends without a faster door.
+
+    Args:
+        group_id: The group.
+        rank: This participant's rank.
+        send: Sends a message to the controller.
+    """
+
+    def __init__(self, group_id: str, rank: int, send: Callable[[Any], None]) -> None:
+        self._group_id = group_id
+        self._rank = rank
+        self._send = send
+        self._changed = threading.Condition()
+        self._rounds: dict[int, int] = {}
+        self._answers: dict[tuple[int, int], Sequence[bytes]] = {}
+        self._aborted: set[int] = set()
+
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Gives one's arrival and waits for everybody's; see `Exchange`."""
+        seq = launch.seq
+        turn = self._rounds.get(seq, 0)
+        self._rounds = {seq: turn + 1}
+        self._send(
+            Arrive(
+                group_id=self._group_id, seq=seq, round=turn, rank=self._rank, blob=arrival
+            )
+        )
+        with self._changed:
+            there = self._changed.wait_for(
+                lambda: (seq, turn) in self._answers or seq in self._aborted, launch.timeout_s
+            )
+            if seq in self._aborted:
+                raise PlanAbortedError(detail="aborted at the door")
+            if not there:
+                raise CollectiveTimeoutError(detail="not everyone came to the door", timeout_s=launch.timeout_s)
+            self._aborted = {other for other in self._aborted if other > seq}
+            return self._answers.pop((seq, turn))
+
+    def abort(self, seq: int) -> None:
+        """Wakes whoever waits in this launch, or will."""
+        with self._changed:
+            self._aborted.add(seq)
+            self._changed.notify_all()
+
+    def arrived(self, seq: int, turn: int, blobs: Sequence[bytes]) -> None:
+        """All have come; called by the channel's thread."""
+        with self._changed:
+            self._answers = {place: blobs for place, blobs in self._answers.items() if place[0] >= seq}
+            self._answers[seq, turn] = blobs
+            self._changed.notify_all()

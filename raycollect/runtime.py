@@ -1,0 +1,338 @@
+"""The participant's process: its store, communicators, ledger and control endpoint. One per process.
+
+Programs come as actor tasks (`dispatch.send_program` here becomes `run_program`); everything that must not wait in the
+actor's queue comes over the channel, on a thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from raycollect import backends, fetch, ray_internals
+from raycollect.backends import arrays
+from raycollect.channel import DataLink, Link, Server
+from raycollect.channel.messages import (
+    Abort,
+    Arrivals,
+    Bye,
+    Done,
+    Join,
+    Joined,
+    Leave,
+    Message,
+    Refused,
+    Stored,
+    Waiting,
+    Welcome,
+)
+from raycollect.errors import (
+    ChannelError,
+    ConnectionLostError,
+    ControllerConflictError,
+    GroupBrokenError,
+    InternalError,
+    PlanAbortedError,
+    ProtocolError,
+    RaycollectError,
+    to_wire,
+)
+from raycollect.executor import Execution, Instruments, Outcome
+from raycollect.handle import Handle
+from raycollect.ledger import Ledger
+from raycollect.model import Communicator, GroupSpec, Key, NoFaults, task_key
+from raycollect.observe import Recorder
+from raycollect.planner import Program, decode_program
+from raycollect.pos import Container, Store
+from raycollect.rendezvous import ChannelRendezvous, StarExchange
+from raycollect.tokens import TokenPool
+
+log = logging.getLogger("raycollect")
+
+STORE_LIMIT_WITHOUT_TOKENS = 1024
+"""How many values a store holds where Ray can't tell when a ref is gone."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Membership:
+    """This process's part in one group."""
+
+    spec: GroupSpec
+    rank: int
+    rendezvous: ChannelRendezvous
+    exchange: StarExchange
+    communicator: Communicator | None = None
+
+
+class Runtime:
+    """What a participant's process holds. Made on first use, by `Runtime.current()`."""
+
+    _current: Runtime | None = None
+    _making = threading.Lock()
+
+    @classmethod
+    def current(cls) -> Runtime:
+        """The runtime of this process; any thread."""
+        if cls._current is None:
+            with cls._making:
+                if cls._current is None:
+                    cls._current = cls()
+        return cls._current
+
+    def __init__(self) -> None:
+        self._tokens = TokenPool(self._forget)
+        self.store = Store(limit=None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
+        self.recorder = Recorder(time.monotonic)
+        self.instruments = Instruments(
+            store=self.store, recorder=self.recorder, clock=time.monotonic, faults=NoFaults()
+        )
+        self.kernel_thread = ThreadPoolExecutor(1, thread_name_prefix="raycollect-kernel")
+        self.actor_id = ray_internals.current_actor_id()
+        self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
+        self.ordered = ray_internals.is_ordered()
+        self._groups: dict[str, _Membership] = {}
+        self._ledger = Ledger()
+        self._lease: tuple[str, str, Link] | None = None  # controller's id, its description, its link
+        self._lock = threading.Lock()
+        secret = secrets.token_bytes(32)
+        self._server = Server(ray_internals.node_address(), secret, self)
+        fetch.register_local(secret, self.store)
+
+    # ------------------------------------------------------------------------------------------ values
+
+    def describe(self) -> dict[str, Any]:
+        """Who this participant is, and where it listens: what `Member` holds, less the rank."""
+        context = ray.get_runtime_context()
+        return {
+            "actor_id": self.actor_id,
+            "actor": self.actor,
+            "address": self._server.address,
+            "machine": ray_internals.machine_id(),
+            "node_id": context.get_node_id(),
+            "pid": os.getpid(),
+            "incarnation": context.get_worker_id(),
+            "ordered": self.ordered,
+        }
+
+    def keep(self, key: Key, container: Container) -> Handle:
+        """Keeps a value under a key and makes the handle that stands for it."""
+        handle = Handle(
+            key=key,
+            actor_id=self.actor_id,
+            actor=self.actor,
+            address=self._server.address,
+            structure=container.structure,
+            infos=tuple(arrays.info(tensor) for tensor in container.tensors),
+            token=self._tokens.take(key),
+        )
+        self.store.put(key, container)
+        return handle
+
+    def _forget(self, key: Key) -> None:
+        self.store.free([key])
+
+    # ------------------------------------------------------------------------------------------ programs
+
+    def run_program(self, payload: bytes, task: bytes | None) -> Any:
+        """Runs this rank's half of a plan and tells the controller how it ended.
+
+        Args:
+            payload: What `planner.encode_program` made.
+            task: The id of the actor task that brought it: outputs are kept under its returns.
+
+        Returns:
+            The handles of its outputs, as the actor task returns them.
+
+        Raises:
+            RaycollectError: The plan failed and had outputs here: whoever uses their refs gets the error.
+        """
+        program = decode_program(payload)
+        try:
+            outcome = self._run(program)
+        except Exception as exc:
+            log.exception("plan %d failed in an unforeseen way", program.seq)
+            outcome = Outcome(error=InternalError(detail=f"{type(exc).__name__}: {exc}"))
+        handles = []
+        if outcome.error is None and task is not None:
+            handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
+        self._ledger.end(program.seq)
+        self._tell_done(program, outcome.error)
+        if any(buffer.is_output for buffer in program.template.buffers) and outcome.error is not None:
+            raise outcome.error
+        return handles[0] if len(handles) == 1 else tuple(handles) or None
+
+    def _run(self, program: Program) -> Outcome:
+        membership = self._groups.get(program.group_id)
+        if membership is None or membership.communicator is None:
+            error = GroupBrokenError(group_name=program.group_id, detail="this participant left the group")
+            return Outcome(error=error)
+        reason = self._ledger.start(program.seq, program.predecessor)
+        if reason is not None:
+            return Outcome(error=PlanAbortedError(op=program.op, rank=program.rank, detail=reason))
+        execution = Execution(
+            program,
+            membership.communicator,
+            self.instruments,
+            aborted=lambda: self._ledger.reason(program.seq),
+            waiting=None if self.ordered else self._waiting_teller(program),
+        )
+        return execution.run()
+
+    def _waiting_teller(self, program: Program) -> Callable[[Key], None]:
+        return lambda key: self._tell(Waiting(seq=program.seq, rank=program.rank, key=key))
+
+    def _tell_done(self, program: Program, error: RaycollectError | None) -> None:
+        if error is None:
+            self._tell(Done(seq=program.seq, rank=program.rank, error=None, story=[]))
+        else:
+            story = list(self.recorder.tail())
+            self._tell(Done(seq=program.seq, rank=program.rank, error=to_wire(error), story=story))
+
+    def _tell(self, message: Message) -> None:
+        lease = self._lease
+        if lease is None:
+            return
+        with suppress(ConnectionLostError):  # `closed` deals with a controller that is gone
+            lease[2].send(message)
+
+    # ------------------------------------------------------------------------------------------ channel
+
+    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+        """A controller connected: it gets the lease, or hears who has it (P10)."""
+        controller, description = str(hello.get("controller")), str(hello.get("description"))
+        with self._lock:
+            if self._lease is not None and self._lease[0] != controller:
+                error = ControllerConflictError(actor=self.actor, holder=self._lease[1])
+                link.send(Refused(error=to_wire(error)))
+                return
+            self._lease = (controller, description, link)
+        link.send(Welcome(participant={"actor": self.actor}))
+
+    def received(self, link: Link, message: Message) -> None:
+        """A message of the controller; on the channel's thread, so nothing here may wait."""
+        if self._lease is None or self._lease[2] is not link:
+            raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
+        handle = _HANDLERS.get(type(message))
+        if handle is None:
+            raise ProtocolError(detail=f"{type(message).__name__} has no place here")
+        handle(self, message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """A controller is gone: what it drove ends, and another may come."""
+        if self._lease is not None and self._lease[2] is link:
+            self._end_lease(f"the controller is gone ({reason.detail})")
+
+    def serve_data(self, link: DataLink) -> None:
+        """Serves fetches, on a thread per connection."""
+        fetch.serve(link, self.store)
+
+    def _join(self, message: Join) -> None:
+        spec = GroupSpec(**message.group)
+        membership = _Membership(
+            spec=spec,
+            rank=message.rank,
+            rendezvous=ChannelRendezvous(spec.group_id, self._tell),
+            exchange=StarExchange(spec.group_id, message.rank, self._tell),
+        )
+        self._groups[spec.group_id] = membership
+        threading.Thread(
+            target=self._make_communicator, args=(membership, message.request), name="raycollect-join", daemon=True
+        ).start()
+
+    def _make_communicator(self, membership: _Membership, request: int) -> None:
+        spec = membership.spec
+        try:
+            create = backends.load(spec.backend, spec.name)
+            here = {"host": ray_internals.node_address()} if backends.get(spec.backend, spec.name).cross_host else {}
+            made = create(spec, membership.rank, membership.rendezvous, membership.exchange, **here)
+        except RaycollectError as exc:
+            self._tell(Joined(request=request, error=to_wire(exc)))
+            return
+        except Exception as exc:
+            log.exception("joining group %r failed", spec.name)
+            self._tell(Joined(request=request, error=to_wire(InternalError(detail=f"{type(exc).__name__}: {exc}"))))
+            return
+        membership.communicator = made
+        if self._groups.get(spec.group_id) is not membership:
+            made.close()
+        self._tell(Joined(request=request, error=None))
+
+    def _leave(self, message: Leave) -> None:
+        self._drop(message.group_id, "the group was destroyed")
+
+    def _drop(self, group_id: str, reason: str) -> None:
+        membership = self._groups.pop(group_id, None)
+        if membership is None:
+            return
+        membership.rendezvous.close(reason)
+        if membership.communicator is not None:
+            membership.communicator.close()
+
+    def _abort(self, message: Abort) -> None:
+        self.recorder.add("abort", message.seq, message.reason)
+        running = self._ledger.abort(message.seq, message.reason)
+        if running:
+            self._wake(message.seq)
+
+    def _wake(self, seq: int) -> None:
+        for membership in list(self._groups.values()):
+            membership.exchange.abort(seq)
+            if membership.communicator is not None:
+                membership.communicator.abort(seq)
+        self.store.wake()
+
+    def _arrivals(self, message: Arrivals) -> None:
+        membership = self._groups.get(message.group_id)
+        if membership is not None:
+            membership.exchange.arrived(message.seq, message.round, message.blobs)
+
+    def _stored(self, message: Stored) -> None:
+        membership = self._groups.get(message.group_id)
+        if membership is not None:
+            membership.rendezvous.stored(message.name, message.value)
+
+    def _bye(self, message: Bye) -> None:
+        self._end_lease("the controller said goodbye")
+
+    def _end_lease(self, reason: str) -> None:
+        ledger = self._ledger
+        for seq in ledger.running():
+            ledger.abort(seq, reason)
+            self._wake(seq)
+        for group_id in list(self._groups):
+            self._drop(group_id, reason)
+        with self._lock:
+            self._lease = None
+            self._ledger = Ledger()
+
+
+_HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
+    Join: Runtime._join,
+    Leave: Runtime._leave,
+    Abort: Runtime._abort,
+    Arrivals: Runtime._arrivals,
+    Stored: Runtime._stored,
+    Bye: Runtime._bye,
+}
+
+
+
+def mark_written(tensor: Any) -> None:
+    """Says that a tensor which a failed collective left half-written is whole again. Inside its actor.
+
+    Args:
+        tensor: An array, or a list, tuple or dict of arrays, that the caller has overwritten.
+    """
+    container = Container.of(tensor, arrays.is_tensor)
+    if container is not None:
+        Runtime.current().store.mark_written([arrays.byte_range(array) for array in container.tensors])

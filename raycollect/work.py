@@ -1,0 +1,88 @@
+"""A collective under way, as its caller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from typing import Any
+
+from raycollect.controller import Controller, explain
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
+from raycollect.flight import Flight
+
+
+class Work:
+    """What ``async_op=True`` gives: the result refs at once, and a way to wait.
+
+    Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the collective goes on.
+
+    Attributes:
+        refs: The result: a list of refs in rank order, or the one ref of a send. Usable at once: what uses them waits.
+    """
+
+    def __init__(self, controller: Controller, flight: Flight, refs: Any) -> None:
+        self.refs = refs
+        self._controller = controller
+        self._flight = flight
+
+    def done(self) -> bool:
+        """True when the outcome is known; never waits, never raises."""
+        return self._flight.resolved
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits for the outcome.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as the collective's own limits allow.
+
+        Returns:
+            `refs`.
+
+        Raises:
+            CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
+            RaycollectError: The collective failed; the error says on which rank and why.
+        """
+        flight = self._flight
+        if not flight.wait(timeout_s):
+            raise CollectiveTimeoutError(
+                op=flight.plan.request.kind.value,
+                group_name=flight.membership.spec.name,
+                detail="this wait is over; the collective goes on",
+                timeout_s=timeout_s or 0.0,
+            )
+        error = explain(flight)
+        if error is not None:
+            raise error
+        return self.refs
+
+    def cancel(self) -> bool:
+        """Aborts the collective on all ranks.
+
+        Returns:
+            False where the outcome was known already.
+        """
+        if self._flight.resolved:
+            return False
+        self._controller.send(self._flight, self._flight.fail(PlanAbortedError(detail="cancelled by its caller")))
+        return True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        resolved = loop.create_future()
+
+        def settle() -> None:
+            if not resolved.done():
+                resolved.set_result(None)
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(settle)
+
+        self._flight.when_resolved(tell)
+        yield from resolved.__await__()
+        return (yield from asyncio.to_thread(self.wait).__await__())
+
+    def __repr__(self) -> str:
+        flight = self._flight
+        state = "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
+        kind, name = flight.plan.request.kind.value, flight.membership.spec.name
+        return f"<Work {kind} on group {name!r}, plan {flight.seq}: {state}>"

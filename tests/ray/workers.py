@@ -1,0 +1,48 @@
+"""Actors that the tests share."""
+
+from __future__ import annotations
+
+import numpy as np
+import ray
+
+import raycollect as col
+
+
+class Buffers(col.CollectiveParticipant):
+    """Holds one array, by default ten ones."""
+
+    def __init__(self, buffer=None):
+        self.buffer = np.ones(10, np.float32) if buffer is None else buffer
+
+    def get_buffer(self):
+        return self.buffer
+
+    def set_buffer(self, value):
+        self.buffer = np.array(value)
+
+    @col.by_value
+    def read(self):
+        return self.buffer.copy()
+
+    @col.by_value
+    def call(self, function, *args):
+        """Runs a function on this actor."""
+        return function(self, *args)
+
+    def make(self, function, *args):
+        """Runs a function on this actor; tensors that it returns are kept."""
+        return function(self, *args)
+
+
+Worker = ray.remote(Buffers)
+
+
+@ray.remote
+class Plain:
+    """An actor without the mixin."""
+
+    def get_buffer(self):
+        return np.ones(10, np.float32)
+
+    def call(self, function, *args):
+        return function(self, *args)
