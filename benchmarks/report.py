@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -149,12 +150,11 @@ def show_machine(console: Console, machine: dict[str, str]) -> None:
 def show_rows(console: Console, rows: Sequence[Row], *, title: str, peer: str) -> None:
     """Prints a table; its last column tells how many times faster each contender is than `peer`."""
     reference = {(row.op, row.ranks, row.nbytes): row.median_ms for row in rows if row.contender == peer}
-    table = Table(title=title, title_justify="left")
-    for heading in ("op", "ranks", "size"):
-        table.add_column(heading)
-    table.add_column("contender")
-    for heading in ("median ms", "p90 ms", "runs", "times faster"):
-        table.add_column(heading, justify="right")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("op", "ranks", "size", "contender"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("median ms", "p90 ms", "runs", "faster"):
+        table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for row in rows:
         case = (row.op, row.ranks, row.nbytes)
@@ -170,7 +170,7 @@ def show_rows(console: Console, rows: Sequence[Row], *, title: str, peer: str) -
             f"{row.median_ms:.3f}",
             f"{row.p90_ms:.3f}",
             str(row.runs),
-            f"{base / row.median_ms:.2f}" if base else "",
+            f"{base / row.median_ms:.2f} x" if base else "",
         )
         last = case
     console.print(table)
@@ -184,6 +184,7 @@ def show_verdicts(console: Console, verdicts: Sequence[Verdict]) -> None:
             f"{'reached' if verdict.reached else 'NOT REACHED':>12}  {target.ranks} ranks, {size(target.nbytes)}: "
             f"{verdict.ratio:.2f} times faster than {target.peer} (target {target.ratio:g})",
             highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -101,6 +101,7 @@ class Execution:
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
         ok = False
+        self._record("start", self._program.op)
         self._at("start")
         try:
             self._prepare()
@@ -109,6 +110,7 @@ class Execution:
             self._at("after_door")
             self._run_kernels()
             self._at("end")
+            self._record("done")
             ok = True
         except RaycollectError as exc:
             return Outcome(error=self._located(exc))
@@ -295,7 +297,6 @@ class Execution:
         self._instruments.recorder.add(what, self._program.seq, detail)
 
     def _at(self, point: str) -> None:
-        self._record(point)
         self._instruments.faults.at(point, self._program.seq, self._program.rank)
 
 

@@ -122,29 +122,6 @@ def choose(machines: Sequence[str]) -> str:
 
 
 def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:
-    """Checks that a backend can serve members that live where they do.
-
-    Args:
-        name: The backend.
-        machines: One machine id per member, as in `Member.machine`.
-        group_name: For the message.
-
-    Raises:
-        BackendUnavailableError: They are too far apart.
-    """
-    if get(name, group_name).cross_host:
-        return
-    if name == "local" and len(machines) > 1:
-        problem = f"lives inside one process, and there are {len(machines)} members"
-    elif len(set(machines)) > 1:
-        problem = f"needs members on one machine, and these are on {len(set(machines))}"
-    else:
-        return
-    detail = f"backend {name!r} {problem}; backend='auto' picks one that fits"
-    raise BackendUnavailableError(group_name=group_name, detail=detail)
-
-
-def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:
     """Refuses members that a backend can't bring together.
 
     Args:
@@ -163,7 +140,7 @@ def check_placement(name: str, machines: Sequence[str], group_name: str = "defau
         detail = f"backend {name!r} needs all members on one machine, and they are on {len(set(machines))}"
     else:
         return
-    raise BackendUnavailableError(group_name=group_name, detail=f"{detail}; use backend='auto'")
+    raise BackendUnavailableError(group_name=group_name, detail=f"{detail}; backend='auto' picks one that fits")
 
 
 def _missing(backend: Capabilities) -> str:

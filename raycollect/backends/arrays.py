@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,6 @@ __all__ = [
     "info",
     "is_tensor",
     "overlap",
-    "overlaps_itself",
-    "owner",
     "overlaps_itself",
     "owner",
     "refusal_reason",
@@ -49,6 +47,9 @@ REFUSED: dict[ReduceOp, tuple[str, str]] = {
 }
 """Reduce op -> the kinds for which it has no meaning, and why."""
 
+OVERLAP_WORK = 10_000
+"""How many candidates numpy may try to decide whether two strided views meet."""
+
 
 def is_tensor(value: object) -> bool:
     """Tells whether a value is an array that collectives work on: not masked, structured, of objects or text."""
@@ -57,7 +58,8 @@ def is_tensor(value: object) -> bool:
 
 def info(array: Array) -> TensorInfo:
     """Describes an array; the byte order is left out, because kernels convert it."""
-    return TensorInfo(shape=array.shape, dtype=_native(array.dtype).name, itemsize=array.dtype.itemsize)
+    dtype = array.dtype
+    return TensorInfo(shape=array.shape, dtype=_name(dtype), itemsize=dtype.itemsize)
 
 
 def empty_like(tensor: TensorInfo) -> Array:
@@ -79,9 +81,11 @@ def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
 
 def byte_range(array: Array) -> tuple[int, int]:
     """Gives the addresses [start, stop) that the array's elements lie in; empty for an array without elements."""
-    start = stop = int(array.__array_interface__["data"][0])
+    start = stop = int(array.ctypes.data)
     if array.size == 0:
         return start, start
+    if array.flags.c_contiguous:
+        return start, start + array.nbytes
     for extent, stride in zip(array.shape, array.strides, strict=True):
         span = (extent - 1) * stride
         if span < 0:
@@ -98,22 +102,9 @@ def overlap(a: Array, b: Array) -> bool:
     if max(a_start, b_start) >= min(a_stop, b_stop):
         return False
     try:
-        return bool(np.shares_memory(a, b, max_work=10_000))
-    except np.exceptions.TooHardError:
+        return bool(np.shares_memory(a, b, cast("Any", OVERLAP_WORK)))
+    except RuntimeError:  # numpy's TooHardError, which moved between versions
         return True
-
-
-def overlaps_itself(array: Array) -> bool:
-    """Tells whether several elements lie at one address, as in a broadcast or sliding view."""
-    start, stop = byte_range(array)
-    return array.nbytes > stop - start
-
-
-def owner(array: Array) -> Array:
-    """Gives the array that owns the memory of a view."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
 
 
 def overlaps_itself(array: Array) -> bool:
@@ -129,12 +120,11 @@ def overlaps_itself(array: Array) -> bool:
     return False
 
 
-def owner(array: Array) -> Any:
-    """Gives the object whose life is the life of the array's storage: the array itself, or what it is a view of."""
-    found: Any = array
-    while isinstance(found, np.ndarray) and found.base is not None:
-        found = found.base
-    return found
+def owner(array: Array) -> Array:
+    """Gives the array that owns the memory of a view."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
@@ -161,6 +151,11 @@ def finish(op: ReduceOp, out: Array, world_size: int) -> None:
     """Turns the sum into the average, for AVG only."""
     if op is ReduceOp.AVG:
         np.divide(out, world_size, out=out)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    return _native(dtype).name
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -128,7 +128,7 @@ class _Store:
             self.get(key)
         return True
 
-    set_tcp = set
+    set_tcp = set  # noqa: A003
     get_tcp = get
 
 

@@ -155,7 +155,7 @@ class Link:
         self._announced = True
         try:
             self._handler.closed(self, reason)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the handler is not ours
             _log.exception("%r: the handler failed in closed()", self)
 
     def _on_ready(self, ready: int) -> None:
@@ -196,7 +196,7 @@ class Link:
             if isinstance(event, Message):
                 try:
                     self._handler.received(self, event)
-                except Exception as exc:
+                except Exception as exc:  # noqa: BLE001 - the handler is not ours
                     _log.exception("%r: the handler failed at %s", self, type(event).__name__)
                     self.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=self.peer))
 

@@ -137,7 +137,7 @@ class Loop:
     def _guard(self, call: Callable[..., None], *args: object) -> None:
         try:
             call(*args)
-        except Exception:
+        except Exception:  # noqa: BLE001 - see below
             # Every owner of a socket handles its own failures; what comes here is our bug, and must not end the thread.
             _log.exception("%s: a callback failed (this is a bug of raycollect)", self._thread.name)
 

@@ -168,7 +168,7 @@ class Server:
         link.attach(())
         try:
             self._handler.opened(link, opened.hello)
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001 - the handler is not ours
             _log.exception("%r: the handler failed in opened()", link)
             link.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=link.peer))
         link.deliver(rest)
@@ -194,7 +194,7 @@ class Server:
             _log.debug("data connection: %s", exc)
         except ChannelError as exc:
             _log.warning("data connection: %s", exc)
-        except Exception:
+        except Exception:  # noqa: BLE001 - the handler is not ours
             _log.exception("data connection of %s: the handler failed", stream.peer)
         finally:
             self._forget(stream)
