@@ -46,7 +46,8 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --editable '.[$*]'
+	@echo "installing raycollect[$*] into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --editable '.[$*]'
 	@touch $@
 
 clean:

@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     for ranks in options.ranks:
         rows += measure(ranks=ranks, sizes=options.sizes, runs=options.runs, backend=options.backend, console=console)
-    report.show_rows(console, rows, title="allreduce, float32, in place, called from the driver", peer=PEER)
+    report.show_rows(console, rows, title="allreduce, float32, in place, called from the driver; ms", peer=PEER)
     verdicts = report.judge(rows, TARGETS)
     report.show_verdicts(console, verdicts)
     if options.json:

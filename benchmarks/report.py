@@ -150,10 +150,10 @@ def show_machine(console: Console, machine: dict[str, str]) -> None:
 def show_rows(console: Console, rows: Sequence[Row], *, title: str, peer: str) -> None:
     """Prints a table; its last column tells how many times faster each contender is than `peer`."""
     reference = {(row.op, row.ranks, row.nbytes): row.median_ms for row in rows if row.contender == peer}
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in ("op", "ranks", "size", "contender"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("median ms", "p90 ms", "runs", "faster"):
+    for heading in ("median", "p90", "runs", "faster"):
         table.add_column(heading, justify="right", no_wrap=True)
     last = None
     for row in rows:

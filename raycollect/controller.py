@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from raycollect import backends, ray_internals
+from raycollect import backends, fetch, ray_internals
 from raycollect.channel import Hub, Link
 from raycollect.channel.messages import (
     Arrive,
@@ -162,6 +162,7 @@ class Controller:
             flight.fail(PlanAbortedError(detail="the controller was closed"))
         self._flights.clear()
         self._hub.close()
+        fetch.close_idle()
 
     # ------------------------------------------------------------------------------------------ groups
 

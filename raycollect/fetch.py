@@ -17,6 +17,7 @@ from raycollect.channel import DataClient, DataLink
 from raycollect.channel.messages import Failed, Fetch, Fetched, Free, Freed
 from raycollect.errors import (
     ChannelError,
+    ConnectionLostError,
     ProtocolError,
     RaycollectError,
     TensorLostError,
@@ -29,44 +30,64 @@ from raycollect.model import Address, Key, TensorInfo
 from raycollect.pos import Absence, Container, State, Store, Structure
 
 
+MAX_IDLE = 32
+"""How many idle data connections a process keeps; the one unused for longest is closed first."""
+
+
 class _Clients:
     """Idle data connections of this process, and the stores that live in it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._idle: dict[tuple[str, int], list[DataClient]] = {}
+        self._idle: list[tuple[tuple[str, int], DataClient]] = []
         self.local: dict[bytes, Store] = {}
 
     def request(self, address: Address, message: Any, timeout_s: float, read: Callable[[DataClient, Any], Any]) -> Any:
         """Asks, and reads the answer with `read`; an idle connection that has died is replaced once."""
-        place = (address.host, address.port)
-        with self._lock:
-            idle = self._idle.get(place, [])
-            client = idle.pop() if idle else None
+        client = self._take((address.host, address.port))
         if client is not None:
             try:
-                return self._ask(place, client, message, read)
-            except ChannelError:
-                client.close()
-        return self._ask(place, DataClient(address, timeout_s), message, read)
+                return self._ask(address, client, message, timeout_s, read)
+            except ConnectionLostError:
+                pass
+        return self._ask(address, DataClient(address, timeout_s), message, timeout_s, read)
+
+    def close(self) -> None:
+        """Closes the idle connections; later requests open new ones."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, client in idle:
+            client.close()
 
     def _ask(
-        self, place: tuple[str, int], client: DataClient, message: Any, read: Callable[[DataClient, Any], Any]
+        self, address: Address, client: DataClient, message: Any, timeout_s: float, read: Callable[..., Any]
     ) -> Any:
         try:
-            answer = client.request(message)
-            if isinstance(answer, Failed):
-                result: Any = from_wire(answer.error)
-            else:
-                result = read(client, answer)
+            answer = client.request(message, timeout_s)
+            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer)
         except BaseException:
             client.close()
             raise
-        with self._lock:
-            self._idle.setdefault(place, []).append(client)
+        self._give((address.host, address.port), client)
         if isinstance(result, RaycollectError):
             raise result
         return result
+
+    def _take(self, place: tuple[str, int]) -> DataClient | None:
+        with self._lock:
+            for i, (other, client) in enumerate(self._idle):
+                if other == place:
+                    del self._idle[i]
+                    return client
+        return None
+
+    def _give(self, place: tuple[str, int], client: DataClient) -> None:
+        with self._lock:
+            self._idle.append((place, client))
+            surplus = self._idle[:-MAX_IDLE]
+            del self._idle[:-MAX_IDLE]
+        for _, old in surplus:
+            old.close()
 
 
 _clients = _Clients()
@@ -75,6 +96,11 @@ _clients = _Clients()
 def register_local(secret: bytes, store: Store) -> None:
     """Makes fetches from this process's own participant give the very object. Called once, by the runtime."""
     _clients.local[secret] = store
+
+
+def close_idle() -> None:
+    """Closes the data connections that this process keeps for later."""
+    _clients.close()
 
 
 def fetch(address: Address, key: Key, *, actor: str, timeout_s: float = 60.0) -> Any:

@@ -135,7 +135,7 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
                     value = next(items)
                 except StopIteration:
                     return
-            yield _keep_one(method, task, index, value)
+            yield _keep_one(method, task, index, value, streamed=True)
             index += 1
 
     return held
@@ -159,7 +159,7 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
                     value = await anext(items)
                 except StopAsyncIteration:
                     return
-            yield _keep_one(method, task, index, value)
+            yield _keep_one(method, task, index, value, streamed=True)
             index += 1
 
     return held
@@ -212,10 +212,10 @@ def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:
     return _keep_one(method, task, 1, value)
 
 
-def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any) -> Any:
+def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *, streamed: bool = False) -> Any:
     container = None if hasattr(method, _BY_VALUE) else Container.of(value, arrays.is_tensor)
     if container is not None:
-        return Runtime.current().keep(task_key(task, index), container)
+        return Runtime.current().keep(task_key(task, index), container, streamed=streamed)
     if not isinstance(value, Handle):
         Runtime.current().store.pass_by(task, _type_name(value))
     return value

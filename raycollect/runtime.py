@@ -11,6 +11,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -62,6 +63,13 @@ log = logging.getLogger("raycollect")
 STORE_LIMIT_WITHOUT_TOKENS = 1024
 """How many values a store holds where Ray can't tell when a ref is gone."""
 
+STREAMED_KEPT = 64
+"""How many of the newest values that generators yielded are kept whatever Ray says of their refs.
+
+Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
+it (docs/adr/0002-ray-internals.md); without this, an item could be freed before it is first used.
+"""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Membership:
@@ -100,6 +108,7 @@ class Runtime:
         self.actor_id = ray_internals.current_actor_id()
         self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
         self.ordered = ray_internals.is_ordered()
+        self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self._groups: dict[str, _Membership] = {}
         self._ledger = Ledger()
         self._lease: tuple[str, str, Link] | None = None  # controller's id, its description, its link
@@ -124,8 +133,8 @@ class Runtime:
             "ordered": self.ordered,
         }
 
-    def keep(self, key: Key, container: Container) -> Handle:
-        """Keeps a value under a key and makes the handle that stands for it."""
+    def keep(self, key: Key, container: Container, *, streamed: bool = False) -> Handle:
+        """Keeps a value under a key and makes the handle that stands for it; `streamed`: a generator yielded it."""
         handle = Handle(
             key=key,
             actor_id=self.actor_id,
@@ -136,6 +145,8 @@ class Runtime:
             token=self._tokens.take(key),
         )
         self.store.put(key, container)
+        if streamed:
+            self._streamed.append(handle.token)
         return handle
 
     def _forget(self, key: Key) -> None:

@@ -71,11 +71,13 @@ class TokenPool:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._ready) < self._size // 2)
-            for _ in range(self._size):
-                made = self._make()
-                if made is None:
-                    return
-                with self._changed:
-                    self._ready.append(made)
-                    if len(self._ready) >= self._size:
-                        break
+            while self._add_one():
+                pass
+
+    def _add_one(self) -> bool:
+        # In a call of its own, so that no local of the sleeping thread keeps a token alive.
+        made = self._make()
+        with self._changed:
+            if made is not None:
+                self._ready.append(made)
+            return len(self._ready) < self._size

@@ -35,6 +35,7 @@ _NAME = "shm.segment"
 _TOKEN_NBYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
 _PATH_LIMIT = 100
+_RETRY_S = 0.02
 _SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
@@ -55,7 +56,7 @@ def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: i
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(JOIN_TIMEOUT_S)
-            link.connect(offer["path"])
+            _connect(link, offer["path"])
             link.sendall(_HELLO.pack(bytes.fromhex(offer["token"]), rank))
             fd = _receive_fd(link)
         try:
@@ -186,6 +187,18 @@ def _hand_to(link: socket.socket, token: bytes, fd: int) -> int:
         return -1
     link.sendmsg([b"s"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
     return int(rank)
+
+
+def _connect(link: socket.socket, path: str) -> None:
+    until_s = time.monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            link.connect(path)
+            return
+        except BlockingIOError:  # rank 0's queue is full for the moment
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(_RETRY_S)
 
 
 def _receive_fd(link: socket.socket) -> int:

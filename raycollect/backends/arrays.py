@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -180,7 +181,7 @@ class Flat:
         base = array.view(np.ndarray)
         self.size = base.size
         self.dtype = _native(base.dtype)
-        self.direct = base.flags.c_contiguous and base.dtype.isnative
+        self.direct = base.flags.c_contiguous and base.flags.aligned and base.dtype.isnative
         self._array = base
         self._line = base.reshape(-1) if self.direct else base[:0] if base.ndim else base.reshape(1)[:0]
 

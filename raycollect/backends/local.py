@@ -57,6 +57,7 @@ class LocalWorld:
         self._given: dict[tuple[int, int], dict[int, Any]] = {}  # (seq, phase) -> rank -> value
         self._taken: dict[tuple[int, int], set[int]] = {}
         self._left: list[dict[int, int]] = [{} for _ in range(world_size)]  # rank -> seq -> phases got through
+        self._entered = [0] * world_size  # rank -> the latest launch it is or was in
 
     def meet(self, launch: Launch, rank: int, phase: int, value: Any, stopped: Callable[[], str]) -> list[Any]:
         """Gives a value and waits for those of `launch.ranks`, in their order.
@@ -74,6 +75,7 @@ class LocalWorld:
         """
         key = (launch.seq, phase)
         with self.changed:
+            self._entered[rank] = launch.seq
             given = self._given.setdefault(key, {})
             given[rank] = value
             self.changed.notify_all()
@@ -113,7 +115,8 @@ class LocalWorld:
 
     def _gone(self, launch: Launch, phase: int) -> list[int]:
         """Who has left without getting through this meeting."""
-        return [r for r in launch.ranks if self._left[r].get(launch.seq, phase) < phase]
+        seq = launch.seq
+        return [r for r in launch.ranks if self._left[r].get(seq, -1 if self._entered[r] > seq else phase) < phase]
 
     def _take(self, key: tuple[int, int], rank: int, ranks: Sequence[int]) -> None:
         """Forgets the values once all have them."""

@@ -1,0 +1,203 @@
+"""Shared memory between real processes: the bits, what a killed process leaves, and who may join."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raycollect.backends import _segment, shm
+from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, InternalError
+from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
+
+from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
+from .test_backends import bits, body_arrive, check_allreduce, left_fold, run_launch
+
+NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
+
+
+def spec_of(world_size: int) -> GroupSpec:
+    return GroupSpec(name="g", group_id="1", backend="shm", world_size=world_size)
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTeam]:
+    """Three ranks in processes of their own, with an empty directory for temporary files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    workers = [Worker() for _ in range(3)]
+    team = ProcessTeam("shm", 3, workers)
+    yield team
+    team.close()
+    for worker in workers:
+        worker.close()
+
+
+def body_repeat(communicator: Communicator, launches: list[Launch], size: int) -> list[float]:
+    """Sums in place again and again; gives the first element of each result."""
+    first = []
+    for launch in launches:
+        array = np.full(size, communicator.rank + 1.0)
+        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+        assert (array == array[0]).all()
+        first.append(float(array[0]))
+    return first
+
+
+def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
+    """Sums until something fails; says by a file that it has begun."""
+    array = np.ones(1_000_000)
+    for seq in range(first, first + 1_000_000):
+        launch = Launch(seq=seq, ranks=tuple(range(communicator.world_size)), timeout_s=0.5)
+        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.MAX))
+        if seq == first + 10 and communicator.rank == 0:
+            with open(marker, "w"):
+                pass
+
+
+def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
+    for seed, size in enumerate((0, 1, 1024, 300_001)):
+        check_allreduce(processes, ReduceOp.AVG, "float32", size, "plain", bool(seed % 2), seed)
+    launches = [processes.launch() for _ in range(300)]
+    assert processes.must(body_repeat, launches, 10) == [[6.0] * 300] * 3
+
+
+def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tmp_path: Path) -> None:
+    shared_before = set(os.listdir("/dev/shm"))
+    marker = tmp_path / "begun"
+    first = processes.launch().seq + 1
+    running = [processes.start(rank, body_for_ever, first, str(marker)) for rank in processes.everyone]
+    begun = threading.Event()
+    while not marker.exists():
+        begun.wait(0.005)
+    processes.workers[1].process.kill()
+    results = [future.result(20) for future in running]
+    assert isinstance(results[1], EOFError | OSError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], FaultError)
+    assert {result.missing for result in results if isinstance(result, CollectiveTimeoutError)} == {(1,)}
+    marker.unlink()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("raycollect")]
+    assert set(os.listdir("/dev/shm")) <= shared_before
+
+
+def test_nothing_is_left_on_disk_once_all_have_joined(processes: ProcessTeam, tmp_path: Path) -> None:
+    processes.must(body_arrive, processes.launch())
+    assert list(tmp_path.glob("raycollect*")) == []
+
+
+def test_a_closed_communicator_gives_its_memory_back() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:raycollect")
+
+    gc.collect()
+    before, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
+    team = ThreadTeam("shm", 2)
+    check_allreduce(team, ReduceOp.SUM, "int64", 1000, "plain", True)
+    assert mapped() > before
+    team.close()
+    gc.collect()
+    assert mapped() == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("world", [2, 4])
+def test_zeros_infinities_and_nans_have_the_bits_of_the_left_fold(op: ReduceOp, world: int) -> None:
+    """Whatever the algorithm, and wherever a chunk or a slice begins."""
+    rng = np.random.default_rng(world)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0], np.float32)
+    parts = [rng.choice(special, 600_001) for _ in range(world)]
+    results = [np.empty_like(part) for part in parts]
+    team = ThreadTeam("shm", world)
+    launch = team.launch()
+
+    def body(communicator: Communicator) -> None:
+        rank = communicator.rank
+        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=parts[rank], dst=results[rank], op=op))
+
+    team.must(body)
+    team.close()
+    expected = left_fold(op, parts)
+    np.testing.assert_array_equal(results[0], expected)
+    number = ~np.isnan(expected)
+    assert bits(results[0][number]) == bits(expected[number])
+    assert all(bits(result) == bits(results[0]) for result in results)
+
+
+def test_both_algorithms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ((), ((2, 0),)):
+        monkeypatch.setattr(shm, "SLICED_FROM_NBYTES", table)
+        for world in (2, 3, 5):
+            team = ThreadTeam("shm", world)
+            for size in (1, 2, 7, 300_001):
+                check_allreduce(team, ReduceOp.AVG, "float32", size, "every other", True, size)
+            team.close()
+
+
+def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_segment, "HELLO_TIMEOUT_S", 0.1)
+    strangers = []
+
+    class Eavesdropped(MemoryRendezvous):
+        def put(self, name: str, value: bytes) -> None:
+            for hello in (b"", b"x" * 36, b"y"):
+                stranger = socket.socket(socket.AF_UNIX)
+                stranger.connect(json.loads(value)["path"])
+                stranger.sendall(hello)
+                strangers.append(stranger)
+            super().put(name, value)
+
+    rendezvous = Eavesdropped()
+    made: list[Communicator] = []
+    other = threading.Thread(target=lambda: made.append(shm.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)))
+    other.start()
+    made.append(shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE))
+    other.join(10)
+    assert sorted(communicator.rank for communicator in made) == [0, 1]
+    for stranger in strangers:
+        stranger.settimeout(5)
+        try:
+            assert stranger.recv(1) == b""
+        except ConnectionResetError:
+            pass
+        stranger.close()
+    for communicator in made:
+        communicator.close()
+
+
+def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(_segment, "JOIN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(_segment.tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(BackendUnavailableError, match=r"ranks \[1\]"):
+        shm.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate"])
+def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    if broken == "memfd_create":
+        monkeypatch.delattr(os, broken)
+    else:
+        monkeypatch.setattr(os, broken, fail)
+    rendezvous = MemoryRendezvous()
+    for rank in (0, 1):
+        with pytest.raises(BackendUnavailableError, match="shared memory"):
+            shm.create(spec_of(2), rank, rendezvous, NO_EXCHANGE)
+
+
+def test_an_arrival_that_is_too_long_is_refused() -> None:
+    team = ThreadTeam("shm", 1)
+    with pytest.raises(InternalError, match="arrival"):
+        run_launch(team.communicators[0], team.launch(), arrival=b"x" * (1 << 20))
+    team.must(body_arrive, team.launch())
+    team.close()

@@ -1,0 +1,320 @@
+"""POS: what participants keep, under which id, and for how long (P1, P5, P6)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.errors import TensorFreedError
+from tests.ray.workers import Buffers, Plain, Worker
+
+
+class Kinds(Buffers):
+    """Every kind of method that Ray can call."""
+
+    @ray.method(num_returns=2)
+    def two(self):
+        return np.zeros(3), np.ones(4)
+
+    @ray.method(num_returns=2)
+    def mixed(self):
+        return np.zeros(3), "text"
+
+    def pair(self):
+        return np.zeros(3), np.ones(4)
+
+    def listed(self):
+        return [np.zeros(3), np.ones(4)]
+
+    def named(self):
+        return {"a": np.zeros(3), "b": np.ones(4), 7: np.arange(2)}
+
+    def stream(self):
+        for i in range(3):
+            yield np.full(3, i)
+
+    def plain_values(self):
+        return {
+            "int": 3,
+            "mixed": [np.zeros(2), 1],
+            "empty": [],
+            "object": np.array([None, {}], dtype=object),
+            "text": np.array(["a"]),
+            "masked": np.ma.masked_array([1, 2], [True, False]),
+        }
+
+    def value(self, name):
+        return self.plain_values()[name]
+
+    def scalar(self):
+        return np.float32(3)
+
+    def inner(self):
+        array = self.get_buffer()
+        assert type(array) is np.ndarray
+        return array * 2
+
+    def in_thread(self):
+        seen = []
+        thread = threading.Thread(target=lambda: seen.append(type(self.get_buffer()).__name__))
+        thread.start()
+        thread.join()
+        return ",".join(seen)
+
+    def is_my_buffer(self, array, *, again=None):
+        return array is self.buffer and (again is None or again is self.buffer)
+
+    def add(self, array):
+        assert type(array) is np.ndarray
+        return np.asarray(array + 1)
+
+    def boom(self):
+        raise ValueError("boom")
+
+
+class Async(col.CollectiveParticipant):
+    """An async actor."""
+
+    def __init__(self):
+        self.buffer = np.ones(4)
+
+    async def get_buffer(self):
+        await asyncio.sleep(0)
+        return self.buffer
+
+    async def stream(self):
+        for i in range(3):
+            await asyncio.sleep(0)
+            yield np.full(3, i)
+
+    async def is_my_buffer(self, array):
+        return array is self.buffer
+
+    def plain(self):
+        return self.buffer + 1
+
+    @col.by_value
+    async def read(self):
+        return self.buffer.copy()
+
+
+KindsActor = ray.remote(Kinds)
+AsyncActor = ray.remote(Async)
+
+
+@pytest.fixture
+def kinds(actors):
+    return actors(KindsActor, 1)[0]
+
+
+def held(actor):
+    def count(self):
+        from raycollect.runtime import Runtime
+
+        return Runtime.current().store.statistics().held
+
+    return ray.get(actor.call.remote(count))
+
+
+def assert_key(ref):
+    handle = ray.get(ref)
+    assert isinstance(handle, col.Handle)
+    assert handle.key == ref.binary()
+    return handle
+
+
+@pytest.mark.parametrize("options", [{}, {"max_concurrency": 3}], ids=["ordered", "threaded"])
+def test_keys_are_the_ids_of_the_refs(actors, options):
+    actor = actors(KindsActor, 1, **options)[0]
+    one = actor.get_buffer.remote()
+    assert_key(one)
+    first, second = actor.two.remote()
+    assert assert_key(first).shape == (3,)
+    assert assert_key(second).shape == (4,)
+    np.testing.assert_array_equal(col.get(second), np.ones(4))
+
+
+def test_num_returns_given_by_the_caller(kinds):
+    first, second = kinds.pair.options(num_returns=2).remote()
+    assert assert_key(first).shape == (3,)
+    assert assert_key(second).shape == (4,)
+    whole = assert_key(kinds.pair.remote())
+    assert whole.structure.kind == "tuple"
+    tensor, text = kinds.mixed.remote()
+    assert assert_key(tensor).shape == (3,)
+    assert ray.get(text) == "text"
+
+
+def test_streaming_generators(kinds, actors):
+    for i, ref in enumerate(kinds.stream.remote()):
+        assert_key(ref)
+        np.testing.assert_array_equal(col.get(ref), np.full(3, i))
+    for i, ref in enumerate(actors(AsyncActor, 1)[0].stream.remote()):
+        assert_key(ref)
+        np.testing.assert_array_equal(col.get(ref), np.full(3, i))
+
+
+def test_containers(kinds):
+    found = col.get([kinds.listed.remote(), kinds.pair.remote(), kinds.named.remote()])
+    assert [type(value) for value in found] == [list, tuple, dict]
+    np.testing.assert_array_equal(found[0][1], np.ones(4))
+    assert list(found[2]) == ["a", "b", 7]
+    np.testing.assert_array_equal(found[2][7], np.arange(2))
+
+
+@pytest.mark.parametrize("name", ["int", "mixed", "empty", "object", "text", "masked"])
+def test_everything_else_goes_by_value(kinds, name):
+    value = ray.get(kinds.value.remote(name))
+    assert not isinstance(value, col.Handle)
+    assert type(value) is type(Kinds().plain_values()[name])
+
+
+def test_numpy_scalars_and_opted_out_methods_go_by_value(kinds):
+    assert ray.get(kinds.scalar.remote()) == np.float32(3)
+    assert type(ray.get(kinds.read.remote())) is np.ndarray
+
+
+def test_only_the_call_that_ray_makes_is_kept(kinds):
+    np.testing.assert_array_equal(col.get(kinds.inner.remote()), np.full(10, 2))
+    assert ray.get(kinds.in_thread.remote()) == "ndarray"
+
+
+def test_without_ray_the_class_is_a_plain_class():
+    assert type(Kinds().get_buffer()) is np.ndarray
+
+
+def test_the_holder_gets_the_very_tensor_and_others_a_copy(kinds, actors):
+    ref = kinds.get_buffer.remote()
+    assert ray.get(kinds.is_my_buffer.remote(ref, again=ref))
+    (other,) = actors(KindsActor, 1)
+    assert not ray.get(other.is_my_buffer.remote(ref))
+    np.testing.assert_array_equal(col.get(other.add.remote(ref)), np.full(10, 2))
+
+
+def test_a_plain_actor_gets_the_handle(kinds, actors):
+    (plain,) = actors(Plain, 1)
+    total = ray.get(plain.call.remote(lambda self, handle: float(np.asarray(handle).sum()), kinds.get_buffer.remote()))
+    assert total == 10.0
+
+
+def test_a_copy_arrives_while_the_holder_is_busy(kinds, actors):
+    """The holder's queue is not used: it may wait for the very method that wants the copy."""
+    ref = kinds.get_buffer.remote()
+    ray.wait([ref])
+    (other,) = actors(KindsActor, 1)
+    busy = kinds.call.remote(lambda self, peer, refs: ray.get(peer.is_my_buffer.remote(refs[0])), other, [ref])
+    assert ray.get(busy, timeout=30) is False
+
+
+def test_async_actors(actors):
+    (actor,) = actors(AsyncActor, 1)
+    ref = actor.get_buffer.remote()
+    assert_key(ref)
+    assert ray.get(actor.is_my_buffer.remote(ref))
+    np.testing.assert_array_equal(col.get(actor.plain.remote()), np.full(4, 2.0))
+    (other,) = actors(AsyncActor, 1)
+    assert not ray.get(other.is_my_buffer.remote(ref))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)])
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "bool", "complex64", ">f4"])
+def test_fetching_any_array(kinds, shape, dtype):
+    expected = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    ref = kinds.make.remote(lambda self, array: np.array(array), expected)
+    found = col.get(ref)
+    assert found.shape == shape
+    assert found.dtype == expected.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_fetching_views(kinds):
+    base = np.arange(24.0).reshape(4, 6)
+    for view in (base[::2], base.T, base[:, ::-1], base[1:3, 2:5]):
+        ref = kinds.make.remote(lambda self, array: array, view)
+        np.testing.assert_array_equal(np.asarray(ray.get(ref)), view)
+
+
+def test_a_handle_explains_itself(kinds):
+    text = repr(ray.get(kinds.get_buffer.remote()))
+    for part in ("float32[10]", "Kinds(", "raycollect.get", "numpy.asarray"):
+        assert part in text
+    assert "dict of" in repr(ray.get(kinds.named.remote()))
+
+
+def test_an_ordered_get_waits_for_the_actors_queue(kinds):
+    ref = kinds.get_buffer.remote()
+    ray.wait([ref])
+
+    def slow(self):
+        self.buffer[:] = 5
+
+    kinds.call.remote(slow)
+    assert col.get(ref, ordered=True)[0] == 5
+
+
+def wait_until(predicate, timeout_s=20.0):
+    """Polls what only Ray knows when: reference counts travel in their own time."""
+    done = threading.Event()
+    for _ in range(int(timeout_s / 0.05)):
+        if predicate():
+            return True
+        done.wait(0.05)
+    return False
+
+
+def test_discarded_results_are_freed(kinds):
+    ray.get(kinds.call.remote(lambda self: None))
+    before = held(kinds)
+    for _ in range(50):
+        kinds.get_buffer.remote()
+    assert wait_until(lambda: held(kinds) == before), held(kinds)
+
+
+def test_freed_when_the_last_ref_is_gone_and_not_before(kinds):
+    before = held(kinds)
+    ref = kinds.get_buffer.remote()
+    ray.wait([ref])
+    assert held(kinds) == before + 1
+    copy = ray.get(ray.put([ref]))[0]
+    del ref
+    ray.get(kinds.call.remote(lambda self: None))
+    assert col.get(copy).shape == (10,)
+    del copy
+    assert wait_until(lambda: held(kinds) == before), held(kinds)
+
+
+def test_a_ref_owned_by_another_process_keeps_its_tensor(kinds, actors):
+    """Borrowers and owners are counted alike; the tensor goes when the owner dies."""
+    before = held(kinds)
+    owner = Plain.options(num_cpus=0).remote()
+
+    def own(self, participant):
+        self.ref = participant.get_buffer.remote()
+        ray.wait([self.ref])
+
+    ray.get(owner.call.remote(own, kinds))
+    assert held(kinds) == before + 1
+    ray.kill(owner)
+    assert wait_until(lambda: held(kinds) == before), held(kinds)
+
+
+def test_free_and_use_after_free(kinds):
+    ref = kinds.get_buffer.remote()
+    assert col.free(ref) == 1
+    assert col.free([ref]) == 0
+    with pytest.raises(TensorFreedError, match="freed"):
+        col.get(ref)
+    with pytest.raises(TensorFreedError):
+        ray.get(kinds.is_my_buffer.remote(ref))
+    other = kinds.get_buffer.remote()
+    assert col.get(other).shape == (10,)
+
+
+def test_ray_values_pass_through_get(kinds):
+    assert col.get(ray.put(3)) == 3
+    assert col.get([ray.put(3), kinds.scalar.remote()]) == [3, np.float32(3)]
