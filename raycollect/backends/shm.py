@@ -31,7 +31,7 @@ __all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
 CHUNK_NBYTES = 1 << 20
 """The bytes of one staging slot; a multiple of every item size."""
 
-SLICED_FROM_NBYTES: tuple[tuple[int, int], ...] = ((4, 64 << 10), (3, 128 << 10))
+SLICED_FROM_NBYTES: tuple[tuple[int, int], ...] = ((3, 512 << 10),)
 """(world size, chunk bytes) from which on slices beat the redundant fold, as measured; smaller groups never slice."""
 
 _SLOTS = 2

@@ -1,6 +1,7 @@
 """Groups of ranks for tests, without Ray: in threads of this process, or in worker processes.
 
-`Team.run(body, *args)` calls ``body(communicator, *args)`` on every rank at once and gives what each returned or raised.
+`Team.run(body, *args)` calls ``body(communicator, *args)`` on every rank at once, and gives what each
+returned or raised.
 """
 
 from __future__ import annotations

@@ -22,8 +22,22 @@ from .communicators import ProcessTeam, Team, ThreadTeam, Worker
 WORLDS = (1, 2, 3, 5)
 SIZES = (0, 1, 7, 1024, 300_001)
 DTYPES = (
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 longdouble complex64 complex128"
-).split()
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "longdouble",
+    "complex64",
+    "complex128",
+)
 BACKENDS = tuple(backends.BACKENDS)
 TOLERANCE = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12}
 

@@ -148,7 +148,8 @@ def test_random_aborts_and_absences_never_hang_or_mix_launches(team: ThreadTeam,
             team.communicators[rank].abort(launch.seq)
         arrays = {rank: np.full(1000, rank + 1, np.int64) for rank in present}
         futures = {
-            rank: team.start(rank, lambda c, a: run_launch(c, launch, sum_of(a)), arrays[rank]) for rank in present
+            rank: team.start(rank, lambda c, way, a: run_launch(c, way, sum_of(a)), launch, arrays[rank])
+            for rank in present
         }
         for rank, future in futures.items():
             result = future.result(10)

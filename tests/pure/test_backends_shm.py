@@ -57,8 +57,7 @@ def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
         launch = Launch(seq=seq, ranks=tuple(range(communicator.world_size)), timeout_s=0.5)
         run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.MAX))
         if seq == first + 10 and communicator.rank == 0:
-            with open(marker, "w"):
-                pass
+            Path(marker).touch()
 
 
 def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
@@ -69,7 +68,7 @@ def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
 
 
 def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tmp_path: Path) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = set(Path("/dev/shm").iterdir())
     marker = tmp_path / "begun"
     first = processes.launch().seq + 1
     running = [processes.start(rank, body_for_ever, first, str(marker)) for rank in processes.everyone]
@@ -84,7 +83,7 @@ def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tm
     assert {result.missing for result in results if isinstance(result, CollectiveTimeoutError)} == {(1,)}
     marker.unlink()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("raycollect")]
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert set(Path("/dev/shm").iterdir()) <= shared_before
 
 
 def test_nothing_is_left_on_disk_once_all_have_joined(processes: ProcessTeam, tmp_path: Path) -> None:
@@ -97,14 +96,14 @@ def test_a_closed_communicator_gives_its_memory_back() -> None:
         return Path("/proc/self/maps").read_text().count("memfd:raycollect")
 
     gc.collect()
-    before, descriptors = mapped(), len(os.listdir("/proc/self/fd"))
+    before, descriptors = mapped(), len(list(Path("/proc/self/fd").iterdir()))
     team = ThreadTeam("shm", 2)
     check_allreduce(team, ReduceOp.SUM, "int64", 1000, "plain", True)
     assert mapped() > before
     team.close()
     gc.collect()
     assert mapped() == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
