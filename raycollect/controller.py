@@ -135,13 +135,13 @@ class Controller:
         ray_internals.ensure_ray()
         session = ray_internals.session()
         with cls._making:
-            if cls._current is None or cls._current.session != session:
+            if cls._current is None or cls._current.session is not session:
                 if cls._current is not None:
                     cls._current.close()
                 cls._current = cls(session)
             return cls._current
 
-    def __init__(self, session: str) -> None:
+    def __init__(self, session: object) -> None:
         self.session = session
         self.controller_id = secrets.token_hex(8)
         self.dispatching = threading.Lock()  # spans all submits of a plan (P2)

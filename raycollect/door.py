@@ -92,13 +92,17 @@ _FIELDS: dict[str, Callable[[Spec], Any]] = {
     "reduce op": lambda spec: spec.reduce_op,
     "root": lambda spec: spec.root,
     "structure": lambda spec: spec.structure or None,
-    "names": lambda spec: list(spec.names) or None,
+    "names": lambda spec: [repr(name) for name in spec.names] or None,
     "tensor count": lambda spec: None if spec.tensors is None else len(spec.tensors),
     "dtype": lambda spec: None if spec.tensors is None else [t.dtype for t in spec.tensors],
     "shape": lambda spec: None if spec.tensors is None else [list(t.shape) for t in spec.tensors],
     "device": lambda spec: None if spec.tensors is None else [t.device.partition(":")[0] for t in spec.tensors],
 }
 """What must be equal on all ranks; None: this rank takes what comes."""
+
+
+_LONGEST = 400
+"""How many characters of a value a message shows."""
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:
@@ -126,22 +130,29 @@ def _is_absent(arrival: Arrival) -> bool:
 
 def _odd_ones(name: str, values: list[tuple[int, Any]]) -> list[Violation]:
     """Names the ranks whose value differs from the commonest one (the lowest rank's, if two are as common)."""
-    known = [(rank, _show(value)) for rank, value in values if value is not None]
-    if len({text for _, text in known}) < 2:
+    known = [(rank, value) for rank, value in values if value is not None]
+    counts = Counter(repr(value) for _, value in known)
+    if len(counts) < 2:
         return []
-    expected = Counter(text for _, text in known).most_common(1)[0][0]
+    commonest = counts.most_common(1)[0][0]
+    expected = next(value for _, value in known if repr(value) == commonest)
     return [
-        Violation(kind="mismatch", rank=rank, field=name, found=text, expected=expected)
-        for rank, text in known
-        if text != expected
+        Violation(kind="mismatch", rank=rank, field=name, found=_show(value, expected), expected=_show(expected, value))
+        for rank, value in known
+        if value != expected
     ]
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, list):
-        text = str(value[0]) if len(value) == 1 else ", ".join(map(str, value))
-        return text if len(text) <= 400 else text[:400] + "..."
-    return str(value)
+def _show(value: Any, other: Any) -> str:
+    """Writes a value for a person; a long list from the first place on where it differs from another."""
+    if not isinstance(value, list):
+        return str(value)
+    text = ", ".join(map(str, value))
+    if len(text) <= _LONGEST:
+        return text
+    same = next((at for at, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))
+    text = f"(from {same} on) " + ", ".join(map(str, value[same:]))
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
 # ---------------------------------------------------------------------------------------------- gathering

@@ -21,10 +21,10 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults, TensorInfo
+from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults, ReduceOp, TensorInfo
 from raycollect.observe import Recorder
 from raycollect.planner import Program, Role
-from raycollect.pos import Absence, Container, State, Store, Structure
+from raycollect.pos import Absence, Container, Range, State, Store, Structure
 
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
 """Where faults can be injected."""
@@ -97,6 +97,9 @@ class Execution:
         self._launch = Launch(seq=program.seq, ranks=program.ranks, timeout_s=program.timeout_s)
         self._buffers: list[Container | None] = []
         self._violations: list[Violation] = []
+        self._kernels: list[Kernel] = []
+        self._written: list[Any] = []
+        self._written_ranges: list[Range] = []
 
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
@@ -136,10 +139,10 @@ class Execution:
                 self._buffers.append(self._allocate(like.structure, infos) if like else None)
             else:
                 self._buffers.append(None)
-        self._check_dirt()
-        self._check_written()
-        self._check_aliases()
-        self._check_ops()
+        self._check()
+        if not self._violations and self._program.rounds == 1:
+            self._kernels = self._lower()
+            self._communicator.stage(self._launch, self._kernels[0])
 
     def _operand(self, key: Key) -> Container | None:
         store = self._instruments.store
@@ -164,43 +167,48 @@ class Execution:
             self._violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes")
             return None
 
-    def _check_dirt(self) -> None:
-        for index in {step.src for step in self._program.template.steps if step.src >= 0}:
-            container = self._buffers[index]
-            if container and self._instruments.store.is_dirty(_ranges(container.tensors)):
+    def _check(self) -> None:
+        """Checks what the plan reads and writes."""
+        steps = self._program.template.steps
+        read = {step.src for step in steps if step.src >= 0}
+        written = {step.dst for step in steps if step.dst >= 0}
+        store = self._instruments.store
+        for index, container in enumerate(self._buffers):
+            if container is None:
+                continue
+            ranges = _ranges(container.tensors)
+            if index in read and store.is_dirty(ranges):
                 self._violate("dirty", "operand", "half-written by a failed collective", "an intact tensor")
+            if index in written:
+                self._check_written(container, ranges)
+        self._check_aliases(written)
+        for step in steps:
+            if step.op is not None:
+                self._check_op(step.op, self._tensors(step.src))
 
-    def _check_written(self) -> None:
-        for tensor in self._written():
+    def _check_written(self, container: Container, ranges: Sequence[Range]) -> None:
+        self._written += container.tensors
+        self._written_ranges += ranges
+        for tensor in container.tensors:
             if not tensor.flags.writeable:
                 self._violate("read_only", "operand", "read-only", "a writable array")
+            if arrays.overlaps_itself(tensor):
+                self._violate("alias", "operand", "overlapping itself (broadcast strides)", "one element per address")
 
-    def _check_aliases(self) -> None:
+    def _check_aliases(self, written: set[int]) -> None:
         """Written memory must not overlap anything else of this plan (P6)."""
         named = [(index, tensor) for index, c in enumerate(self._buffers) if c for tensor in c.tensors]
-        written = {step.dst for step in self._program.template.steps}
         for i, (index, tensor) in enumerate(named):
             for other_index, other in named[i + 1 :]:
                 if (index in written or other_index in written) and arrays.overlap(tensor, other):
                     self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory")
                     return
-        if any(arrays.overlaps_itself(tensor) for tensor in self._written()):
-            self._violate("alias", "operand", "overlapping itself (broadcast strides)", "one element per address")
 
-    def _check_ops(self) -> None:
-        for step in self._program.template.steps:
-            container = self._buffers[step.src] if step.src >= 0 else None
-            if step.op is None or container is None:
-                continue
-            for dtype in dict.fromkeys(arrays.info(tensor).dtype for tensor in container.tensors):
-                reason = arrays.refusal_reason(step.op, dtype)
-                if reason:
-                    self._violate("unsupported", "reduce op", reason, "")
-
-    def _written(self) -> list[Any]:
-        written = {step.dst for step in self._program.template.steps if step.dst >= 0}
-        containers = [self._buffers[index] for index in written]
-        return [tensor for container in containers if container for tensor in container.tensors]
+    def _check_op(self, op: ReduceOp, tensors: Sequence[Any]) -> None:
+        for dtype in dict.fromkeys(arrays.info(tensor).dtype for tensor in tensors):
+            reason = arrays.refusal_reason(op, dtype)
+            if reason:
+                self._violate("unsupported", "reduce op", reason, "")
 
     # ------------------------------------------------------------------------------------------ the door
 
@@ -244,17 +252,19 @@ class Execution:
             spec = arrivals[self._program.ranks.index(buffer.source)].spec
             if spec.tensors is None:
                 raise InternalError(detail=f"rank {buffer.source} said nothing about its tensor")
-            self._buffers[index] = self._allocate(Structure(spec.structure, spec.names), spec.tensors)
+            made = self._allocate(Structure(spec.structure, spec.names), spec.tensors)
+            self._buffers[index] = made
+            if made is not None:
+                self._check_written(made, _ranges(made.tensors))
 
     # ------------------------------------------------------------------------------------------ after the door
 
     def _run_kernels(self) -> None:
-        written = self._written()
-        ranges = _ranges(written)
+        written, ranges = self._written, self._written_ranges
         store = self._instruments.store
         with store.writing(ranges):
             try:
-                for kernel in self._kernels():
+                for kernel in self._kernels or self._lower():
                     self._at("before_kernel")
                     self._communicator.launch(self._launch, kernel).wait(self._program.timeout_s)
                     self._at("after_kernel")
@@ -263,7 +273,8 @@ class Execution:
                 raise
             store.mark_written(ranges)
 
-    def _kernels(self) -> list[Kernel]:
+    def _lower(self) -> list[Kernel]:
+        """The steps with their arrays filled in: one kernel per step and tensor."""
         kernels = []
         for step in self._program.template.steps:
             reads = self._tensors(step.src)
@@ -300,6 +311,6 @@ class Execution:
         self._instruments.faults.at(point, self._program.seq, self._program.rank)
 
 
-def _ranges(tensors: Sequence[Any]) -> list[tuple[int, int]]:
+def _ranges(tensors: Sequence[Any]) -> list[Range]:
     return [arrays.byte_range(tensor) for tensor in tensors]
 

@@ -150,7 +150,7 @@ def _read_tensors(client: DataClient, answer: Any) -> Any:
     if sum(info.nbytes for info in infos) != answer.blob_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
     whole = np.empty(answer.blob_nbytes, np.uint8)
-    client.receive_blob(memoryview(whole))
+    client.receive_blob(whole.data)
     tensors, at = [], 0
     for info in infos:
         part = whole[at : at + info.nbytes]
@@ -222,7 +222,7 @@ def _serve_fetch(link: DataLink, store: Store, key: Key) -> None:
         "names": list(container.structure.names),
         "infos": [(list(info.shape), info.dtype, info.itemsize, info.device) for info in infos],
     }
-    blobs = [memoryview(copy.reshape(-1).view(np.uint8)) for copy in native]
+    blobs = [copy.reshape(-1).view(np.uint8).data for copy in native]
     link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 

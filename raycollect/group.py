@@ -58,9 +58,9 @@ def operand(ref: Any, position: int) -> Operand | Violation:
     """
     if not isinstance(ref, ray.ObjectRef):
         return _foreign(position, f"a {type(ref).__name__}", "")
-    actor_id = ray_internals.actor_id_of(ref)
-    if actor_id and not ray_internals.is_put(ref):
-        return Operand(ref=ref, key=ray_internals.key_of(ref), actor_id=actor_id)
+    key, actor_id = ray_internals.read_ref(ref)
+    if actor_id:
+        return Operand(ref=ref, key=key, actor_id=actor_id)
     value = ray.get(ref)
     if isinstance(value, Handle):
         return Operand(ref=ref, key=value.key, actor_id=value.actor_id)

@@ -6,7 +6,7 @@ Pure: the standard library only. All values are frozen and valid from birth.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NewType, Protocol, runtime_checkable
@@ -160,7 +160,7 @@ class Launch:
     """One plan's use of a communicator.
 
     Attributes:
-        seq: The plan's place in its controller's one order. Every rank launches in increasing `seq`.
+        seq: The plan's place in its controller's one order, from 1 to 2^39. Every rank launches in increasing `seq`.
         ranks: The ranks that take part, ascending.
         timeout_s: How long a rank waits for the others: at the door, and again from the launch on.
     """
@@ -248,12 +248,19 @@ class Completion(Protocol):
 class Communicator(Protocol):
     """One rank's membership in a group, on one backend.
 
-    `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort` and `close`
-    by any thread. For each launch: `agree` once or more, `launch` per kernel, then always `end`.
+    `stage`, `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort` and
+    `close` by any thread. For each launch: `stage` or not, `agree` once or more, `launch` per kernel, then always `end`.
     """
 
     rank: int
     world_size: int
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """May bring what this rank gives to its first kernel to where others can read it, before the door.
+
+        Where the launch is not refused, all of its ranks have staged or none has.
+        """
+        ...
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings all of `launch.ranks` together and gives each everybody's `arrival`, in rank order.
@@ -296,5 +303,19 @@ class NoFaults:
         """Does nothing."""
 
 
-CommunicatorFactory = Callable[[GroupSpec, int, Rendezvous, Exchange], Communicator]
-"""Builds the communicator of one rank: (group, rank, rendezvous, exchange)."""
+class CommunicatorFactory(Protocol):
+    """Builds the communicator of one rank."""
+
+    def __call__(
+        self, spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ...
+    ) -> Communicator:
+        """Joins a group; waits for the other members.
+
+        Args:
+            spec: The group.
+            rank: This process's rank.
+            rendezvous: How the members find each other.
+            exchange: How they meet at the door, for backends without a way of their own.
+            host: The address of this node, for backends that listen.
+        """
+        ...

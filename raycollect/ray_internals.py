@@ -20,25 +20,22 @@ from raycollect.errors import RayClientError
 from raycollect.model import Key, task_key
 
 _FIRST_PUT = 100_000_000
+_NOBODY = b"\xff" * 12
 
 
 def ensure_ray() -> None:
     """Starts Ray where it does not run; an address in the environment is honoured.
 
     Raises:
-        RayClientError: This process is connected through Ray Client.
+        RayClientError: This process is connected through Ray Client (ray://).
     """
-    refuse_ray_client()
-    if not ray.is_initialized():
-        ray.init()
-
-
-def refuse_ray_client() -> None:
-    """Raises RayClientError where this process is connected through Ray Client (ray://)."""
+    if global_worker.connected:
+        return
     from ray.util.client import ray as client
 
     if client.is_connected():
         raise RayClientError
+    ray.init()
 
 
 def core_worker() -> Any:
@@ -49,15 +46,17 @@ def core_worker() -> Any:
 # ---------------------------------------------------------------------------------------------- ids
 
 
-def key_of(ref: Any) -> Key:
-    """The POS key of an ObjectRef: its own id."""
-    return Key(ref.binary())
+def read_ref(ref: Any) -> tuple[Key, str]:
+    """The POS key of an ObjectRef, and the actor whose method returned it.
 
+    An id is 8 bytes of the call, 12 of the actor, 4 of the job, and the index of the return.
 
-def actor_id_of(ref: Any) -> str:
-    """The id of the actor whose method returned a ref, in hexadecimal; empty where no actor did."""
-    actor_id = ref.task_id().actor_id()
-    return "" if actor_id.is_nil() or set(actor_id.hex()[:-8]) == {"f"} else actor_id.hex()
+    Returns:
+        The ref's own id, and the actor's in hexadecimal; empty where no method of an actor returned it.
+    """
+    binary: bytes = ref.binary()
+    nobody = binary[8:20] == _NOBODY or int.from_bytes(binary[-4:], "little") >= _FIRST_PUT
+    return Key(binary), "" if nobody else binary[8:24].hex()
 
 
 def is_put(ref: Any) -> bool:
@@ -130,10 +129,9 @@ def node_address() -> str:
     return address
 
 
-def session() -> str:
-    """The Ray session and job of this process: another one after ray.shutdown() and ray.init()."""
-    context = ray.get_runtime_context()
-    return f"{context.get_session_name()}/{context.get_job_id()}/{context.get_worker_id()}"
+def session() -> Any:
+    """Equal as long as this process stays in its Ray session: another one after ray.shutdown() and ray.init()."""
+    return core_worker()
 
 
 def describe_process() -> str:

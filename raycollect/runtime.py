@@ -264,8 +264,8 @@ class Runtime:
         spec = membership.spec
         try:
             create = backends.load(spec.backend, spec.name)
-            here = {"host": ray_internals.node_address()} if backends.get(spec.backend, spec.name).cross_host else {}
-            made = create(spec, membership.rank, membership.rendezvous, membership.exchange, **here)
+            host = ray_internals.node_address()
+            made = create(spec, membership.rank, membership.rendezvous, membership.exchange, host=host)
         except RaycollectError as exc:
             self._tell(Joined(request=request, error=to_wire(exc)))
             return

@@ -87,8 +87,7 @@ class Meeting:
         if len(arrival) > ARRIVAL_NBYTES:
             raise InternalError(detail=f"an arrival of {len(arrival)} bytes; at most {ARRIVAL_NBYTES} fit")
         until_s = time.monotonic() + launch.timeout_s
-        if launch.seq != self._seq:
-            self._enter(launch, until_s)
+        self.enter(launch, until_s)
         # Two areas in turn: nobody comes to agreement k+1 of a launch before having read agreement k.
         parity = self._agreed % _PARITIES
         self._agreed += 1
@@ -143,8 +142,10 @@ class Meeting:
         self._closed = True
         self._bells.ring(self.rank)
 
-    def _enter(self, launch: Launch, until_s: float) -> None:
-        """Begins a launch: nobody may still read what this rank wrote in earlier ones."""
+    def enter(self, launch: Launch, until_s: float) -> None:
+        """Begins a launch, if it has not begun: nobody may still read what this rank wrote in earlier ones."""
+        if launch.seq == self._seq:
+            return
         if not self._seq < launch.seq < _SEQ_LIMIT:
             raise InternalError(detail=f"launch {launch.seq} after {self._seq}")
         self._seq, self._phase, self._passed, self._agreed = launch.seq, 0, 0, 0

@@ -207,6 +207,9 @@ class GlooCommunicator:
             OpKind.BARRIER: self._barrier,
         }
 
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Does nothing: the library sends from the arrays themselves."""
+
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings `launch.ranks` together over the exchange, so that the library never waits for anyone."""
         self._check_whole()

@@ -30,7 +30,9 @@ OUTCOMES = 64
 """How many ended launches a rank's slower peers can still ask about."""
 
 
-def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange) -> Communicator:
+def create(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ""
+) -> Communicator:
     """Makes the communicator of a group of one; larger ones share a `LocalWorld` inside one process.
 
     Raises:
@@ -146,6 +148,9 @@ class LocalCommunicator:
             OpKind.RECV: self._copy,
             OpKind.BARRIER: self._barrier,
         }
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Does nothing: the ranks read each other's arrays."""
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings `launch.ranks` together."""

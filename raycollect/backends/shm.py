@@ -13,8 +13,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kern
 
 from ._meeting import Meeting, control_nbytes, prepare
 from ._segment import client_segment, server_segment
-from .arrays import Array, fold
+from .arrays import Array, Flat, fold
 from .completion import DONE, chunks, movement, reduce_op, reduction, translated
 
 __all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
@@ -37,7 +36,9 @@ SLICED_FROM_NBYTES: tuple[tuple[int, int], ...] = ((3, 512 << 10),)
 _SLOTS = 2
 
 
-def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange) -> Communicator:
+def create(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ""
+) -> Communicator:
     """Joins the group; returns when this rank has the shared memory (rank 0: when all ranks have it).
 
     Args:
@@ -66,6 +67,7 @@ class ShmCommunicator:
         self.world_size = spec.world_size
         self._group_name = spec.name
         self._turn = 0
+        self._staged: Kernel | None = None
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
@@ -81,22 +83,33 @@ class ShmCommunicator:
             OpKind.BARRIER: self._barrier,
         }
 
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Copies the first chunk to this rank's slot, so that the door is the kernel's first barrier too."""
+        with _Inside(self) as meeting, translated(kernel.kind, self._group_name, self.rank):
+            meeting.enter(launch, time.monotonic() + launch.timeout_s)
+            given = self._given(kernel)
+            if given is not None and given.size:
+                self._turn = 0
+                hi = min(given.size, CHUNK_NBYTES // given.dtype.itemsize)
+                self._staging(given.dtype, hi)[self.rank][...] = given.read(0, hi)
+            self._staged = kernel
+
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings `launch.ranks` together; arrivals travel in shared memory."""
-        with self._inside() as meeting:
+        with _Inside(self) as meeting:
             self._turn = 0
             return meeting.agree(launch, arrival)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        with self._inside() as meeting, translated(kernel.kind, self._group_name, self.rank):
+        with _Inside(self) as meeting, translated(kernel.kind, self._group_name, self.rank):
             self._kernels[kernel.kind](meeting, launch, kernel, time.monotonic() + launch.timeout_s)
         return DONE
 
     def end(self, launch: Launch, ok: bool) -> None:
         """Leaves the launch; a closed communicator has left them all."""
         try:
-            with self._inside() as meeting:
+            with _Inside(self) as meeting:
                 meeting.end(launch, ok)
         except GroupBrokenError:
             return
@@ -104,7 +117,7 @@ class ShmCommunicator:
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""
         try:
-            with self._inside() as meeting:
+            with _Inside(self) as meeting:
                 meeting.abort(seq)
         except GroupBrokenError:
             return
@@ -118,20 +131,19 @@ class ShmCommunicator:
             meeting.close()
         self._release()
 
-    @contextmanager
-    def _inside(self) -> Iterator[Meeting]:
-        """Keeps the memory mapped while a thread works on it."""
+    def _come_in(self) -> Meeting:
+        """Keeps the memory mapped while a thread works on it, until `_go_out`."""
         with self._lock:
             meeting = self._meeting
             if self._closed or meeting is None:
                 raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
             self._users += 1
-        try:
-            yield meeting
-        finally:
-            with self._lock:
-                self._users -= 1
-            self._release()
+        return meeting
+
+    def _go_out(self) -> None:
+        with self._lock:
+            self._users -= 1
+        self._release()
 
     def _release(self) -> None:
         with self._lock:
@@ -146,20 +158,39 @@ class ShmCommunicator:
         staging: Array = self._slots[:, self._turn % _SLOTS, : width * dtype.itemsize].view(dtype)
         return staging
 
+    def _given(self, kernel: Kernel) -> Flat | None:
+        """What this rank gives to others in a kernel; None where it only takes."""
+        if kernel.kind is OpKind.ALLREDUCE:
+            return reduction(kernel)[0]
+        if kernel.kind is OpKind.BARRIER:
+            return None
+        return movement(kernel, is_root=self.rank == self._root(kernel))[0]
+
+    def _root(self, kernel: Kernel) -> int:
+        return self.rank if kernel.kind is OpKind.SEND else kernel.peer
+
+    def _was_staged(self, kernel: Kernel) -> bool:
+        """True for the kernel whose first chunk all ranks brought before the door."""
+        staged, self._staged = self._staged is kernel, None
+        return staged
+
     def _barrier(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
-        """Waits for all."""
-        meeting.barrier(launch, until_s)
+        """Waits for all; the door was the barrier where it was staged."""
+        if not self._was_staged(kernel):
+            meeting.barrier(launch, until_s)
 
     def _allreduce(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
         """Folds everybody's `src` into everybody's `dst`, which may be `src` itself."""
         (src, dst), op, ranks = reduction(kernel), reduce_op(kernel), launch.ranks
         me, step = ranks.index(self.rank), CHUNK_NBYTES // src.dtype.itemsize
+        staged = self._was_staged(kernel)
         for lo, hi in chunks(src.size, step):
             width = hi - lo
             staging = self._staging(src.dtype, width)
             parts = [staging[rank] for rank in ranks]
-            parts[me][...] = src.read(lo, hi)
-            meeting.barrier(launch, until_s)
+            if lo or not staged:
+                parts[me][...] = src.read(lo, hi)
+                meeting.barrier(launch, until_s)
             # One's own part is read from the slot too: `out` may be its storage, and ranks below it come first.
             out = dst.target(lo, hi)
             if _is_sliced(len(ranks), width * src.dtype.itemsize):
@@ -173,15 +204,31 @@ class ShmCommunicator:
 
     def _copy(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
         """Moves the root's `src` to everybody's `dst`: a broadcast, or the two ends of a send."""
-        root = self.rank if kernel.kind is OpKind.SEND else kernel.peer
+        root, staged = self._root(kernel), self._was_staged(kernel)
         src, dst, whole = movement(kernel, is_root=self.rank == root)
         for lo, hi in chunks(whole.size, CHUNK_NBYTES // whole.dtype.itemsize):
             slot = self._staging(whole.dtype, hi - lo)[root]
-            if src is not None:
-                slot[...] = src.read(lo, hi)
-            meeting.barrier(launch, until_s)
+            if lo or not staged:
+                if src is not None:
+                    slot[...] = src.read(lo, hi)
+                meeting.barrier(launch, until_s)
             if dst is not None:
                 dst.write(lo, hi, slot)
+
+
+class _Inside:
+    """A thread at work in a communicator."""
+
+    __slots__ = ("_communicator",)
+
+    def __init__(self, communicator: ShmCommunicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> Meeting:
+        return self._communicator._come_in()
+
+    def __exit__(self, *exc: object) -> None:
+        self._communicator._go_out()
 
 
 def _is_sliced(world_size: int, nbytes: int) -> bool:

@@ -49,7 +49,7 @@ def _rank_violations(request: Request) -> list[Violation]:
     expected = {request.root, request.peer} if request.kind is OpKind.SEND else set(range(world))
     found = [
         Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref")
-        for rank in sorted(expected - set(given))
+        for rank in sorted((expected - set(given)) | _without_key(request))
         if 0 <= rank < world
     ]
     found += [
@@ -61,6 +61,14 @@ def _rank_violations(request: Request) -> list[Violation]:
         for rank in sorted({rank for rank in given if given.count(rank) > 1})
     ]
     return found
+
+
+def _without_key(request: Request) -> set[int]:
+    """Ranks that ask for an output where an operand is needed: only the destination of a send may."""
+    if request.kind is OpKind.BARRIER:
+        return set()
+    outputs = {request.peer} if request.kind is OpKind.SEND else set()
+    return {rank for rank, key in request.operands if key is None} - outputs
 
 
 def _argument_violations(request: Request) -> list[Violation]:
@@ -77,6 +85,8 @@ def _argument_violations(request: Request) -> list[Violation]:
         wrong("destination rank", request.peer, f"a rank from 0 to {world - 1}")
     if kind is OpKind.SEND and request.root == request.peer:
         wrong("destination rank", request.peer, "another rank than the source")
+    if kind not in _LOWER:
+        wrong("op", kind.value, f"one of {', '.join(known.value for known in _LOWER)}")
     if kind is OpKind.ALLREDUCE and request.op is None:
         wrong("op", None, "a ReduceOp")
     if not request.timeout_s > 0:
@@ -97,8 +107,12 @@ def _allreduce(request: Request) -> Plan:
 
 
 def _broadcast(request: Request) -> Plan:
-    step = Step(kind=OpKind.BROADCAST, src=0, dst=0, peer=request.root)
-    return _same_on_all(request, Template(buffers=(_OPERAND,), steps=(step,), result=0))
+    """The root only reads, the others only write: what they held may be read-only there, or half-written here."""
+    reads = Step(kind=OpKind.BROADCAST, src=0, peer=request.root)
+    writes = Step(kind=OpKind.BROADCAST, dst=0, peer=request.root)
+    templates = tuple(Template(buffers=(_OPERAND,), steps=(step,), result=0) for step in (reads, writes))
+    parts = tuple(0 if rank == request.root else 1 for rank, _ in request.operands)
+    return Plan(request=request, templates=templates, parts=parts)
 
 
 def _barrier(request: Request) -> Plan:

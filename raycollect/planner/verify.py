@@ -94,7 +94,8 @@ def _broadcast(ranks: tuple[int, ...], steps: list[Step], memory: Memory) -> Non
     root = ranks.index(steps[0].peer)
     value = memory[root][steps[root].src]
     for i, step in enumerate(steps):
-        memory[i][step.dst] = value
+        if step.dst >= 0:
+            memory[i][step.dst] = value
 
 
 def _barrier(ranks: tuple[int, ...], steps: list[Step], memory: Memory) -> None:

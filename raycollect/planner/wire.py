@@ -61,7 +61,7 @@ def decode_program(data: bytes) -> Program:
             keys=tuple(Key(key) for key in keys),
             template=_decode_template(template),
         )
-    except (ValueError, TypeError, IndexError, msgpack.UnpackException) as exc:
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
         raise ProtocolError(detail=f"malformed program: {exc}") from exc
 
 

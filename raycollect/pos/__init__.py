@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from raycollect.pos.container import Container, Structure
-from raycollect.pos.store import Absence, State, Store, StoreStatistics
+from raycollect.pos.store import Absence, Range, State, Store, StoreStatistics
 
-__all__ = ["Absence", "Container", "State", "Store", "StoreStatistics", "Structure"]
+__all__ = ["Absence", "Container", "Range", "State", "Store", "StoreStatistics", "Structure"]

@@ -10,8 +10,7 @@ import enum
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,29 +208,13 @@ class Store:
 
     # ------------------------------------------------------------------------------------------ ranges
 
-    @contextmanager
-    def reading(self, ranges: Sequence[Range]) -> Iterator[None]:
-        """Holds off plans that write these ranges; waits for one that does now."""
-        with self._changed:
-            self._changed.wait_for(lambda: not _any_overlap(ranges, self._writing))
-            self._reading.append(ranges)
-        try:
-            yield
-        finally:
-            self._leave(self._reading, ranges)
+    def reading(self, ranges: Sequence[Range]) -> _Claim:
+        """A context that holds off plans which write these ranges; entering waits for one that does now."""
+        return _Claim(self._changed, self._reading, (self._writing,), ranges)
 
-    @contextmanager
-    def writing(self, ranges: Sequence[Range]) -> Iterator[None]:
-        """Holds off readers of these ranges; waits for those that are at it (they only copy)."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not _any_overlap(ranges, self._writing) and not _any_overlap(ranges, self._reading)
-            )
-            self._writing.append(ranges)
-        try:
-            yield
-        finally:
-            self._leave(self._writing, ranges)
+    def writing(self, ranges: Sequence[Range]) -> _Claim:
+        """A context that holds off readers of these ranges; entering waits for those at it (they only copy)."""
+        return _Claim(self._changed, self._writing, (self._writing, self._reading), ranges)
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Notes that these ranges are half-written, for as long as the owners of the memory live."""
@@ -258,9 +241,32 @@ class Store:
             del self._dirty[span]  # the memory was given back and may belong to something new
         return list(self._dirty)
 
-    def _leave(self, holders: list[Sequence[Range]], ranges: Sequence[Range]) -> None:
+
+class _Claim:
+    """Memory ranges in use, between entering and leaving."""
+
+    __slots__ = ("_against", "_changed", "_mine", "_ranges")
+
+    def __init__(
+        self,
+        changed: threading.Condition,
+        mine: list[Sequence[Range]],
+        against: Sequence[list[Sequence[Range]]],
+        ranges: Sequence[Range],
+    ) -> None:
+        self._changed = changed
+        self._mine = mine
+        self._against = against
+        self._ranges = ranges
+
+    def __enter__(self) -> None:
         with self._changed:
-            del holders[next(i for i, held in enumerate(holders) if held is ranges)]
+            self._changed.wait_for(lambda: not any(_any_overlap(self._ranges, others) for others in self._against))
+            self._mine.append(self._ranges)
+
+    def __exit__(self, *exc: object) -> None:
+        with self._changed:
+            del self._mine[next(i for i, held in enumerate(self._mine) if held is self._ranges)]
             self._changed.notify_all()
 
 

@@ -1,0 +1,483 @@
+"""The planner: what each operation becomes, what is refused, and which plans verification catches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycollect.errors import (
+    DuplicateActorError,
+    InternalError,
+    MissingMemberError,
+    NotAMemberError,
+    RefusedError,
+    UnsupportedError,
+)
+from raycollect.model import GroupSpec, Key, OpKind, ReduceOp, task_key
+from raycollect.planner import Buffer, Plan, Request, Role, Step, Template, plan
+from raycollect.planner.verify import _run, verify
+
+WORLDS = range(1, 9)
+OPERAND = Buffer(role=Role.OPERAND)
+
+
+def _key(rank: int, salt: int = 0) -> Key:
+    return task_key(bytes([rank % 256, salt]) * 12, 1)
+
+
+def _group(world: int) -> GroupSpec:
+    return GroupSpec(name="ring", group_id="0123", backend="local", world_size=world)
+
+
+def _operands(ranks: Any, salt: int = 0) -> tuple[tuple[int, Key | None], ...]:
+    return tuple((rank, _key(rank, salt)) for rank in ranks)
+
+
+def _allreduce(world: int, **changes: Any) -> Request:
+    request = Request(kind=OpKind.ALLREDUCE, group=_group(world), operands=_operands(range(world)), op=ReduceOp.SUM)
+    return replace(request, **changes)
+
+
+def _broadcast(world: int, root: int = 0, **changes: Any) -> Request:
+    request = Request(kind=OpKind.BROADCAST, group=_group(world), operands=_operands(range(world)), root=root)
+    return replace(request, **changes)
+
+
+def _barrier(world: int, **changes: Any) -> Request:
+    operands = tuple((rank, None) for rank in range(world))
+    return replace(Request(kind=OpKind.BARRIER, group=_group(world), operands=operands), **changes)
+
+
+def _send(world: int, root: int, peer: int, *, given: bool = True, **changes: Any) -> Request:
+    operands = tuple((rank, _key(rank) if given or rank == root else None) for rank in sorted((root, peer)))
+    request = Request(kind=OpKind.SEND, group=_group(world), operands=operands, root=root, peer=peer)
+    return replace(request, **changes)
+
+
+# ---------------------------------------------------------------------------------------------- what becomes of it
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("op", ReduceOp)
+def test_allreduce_in_place_reads_and_writes_one_operand(world: int, op: ReduceOp) -> None:
+    made = plan(_allreduce(world, op=op))
+    assert made.ranks == tuple(range(world))
+    assert made.rounds == 1
+    for rank in range(world):
+        assert made.template(rank) == Template(
+            buffers=(OPERAND,), steps=(Step(kind=OpKind.ALLREDUCE, src=0, dst=0, op=op),), result=0
+        )
+        assert made.writes(rank)
+        assert made.outputs(rank) == 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_allreduce_not_in_place_writes_an_output_like_the_operand(world: int) -> None:
+    made = plan(_allreduce(world, inplace=False))
+    for rank in range(world):
+        assert made.template(rank) == Template(
+            buffers=(OPERAND, Buffer(role=Role.OUTPUT_LIKE, source=0)),
+            steps=(Step(kind=OpKind.ALLREDUCE, src=0, dst=1, op=ReduceOp.SUM),),
+            result=1,
+        )
+        assert not made.writes(rank)
+        assert made.outputs(rank) == 1
+
+
+@pytest.mark.parametrize(("world", "root"), [(world, root) for world in WORLDS for root in range(world)])
+def test_broadcast_reads_on_the_root_and_overwrites_the_others_unread(world: int, root: int) -> None:
+    made = plan(_broadcast(world, root))
+    assert made.rounds == 1
+    for rank in range(world):
+        (step,) = made.template(rank).steps
+        assert (step.kind, step.peer) == (OpKind.BROADCAST, root)
+        assert (step.src, step.dst) == ((0, -1) if rank == root else (-1, 0))
+        assert made.writes(rank) == (rank != root)
+        assert made.template(rank).result == 0
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_barrier_has_no_buffers_and_no_keys(world: int) -> None:
+    made = plan(_barrier(world))
+    for rank in range(world):
+        assert made.template(rank) == Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),))
+        assert not made.writes(rank)
+        assert made.program(rank, seq=1, predecessor=0).keys == ()
+
+
+_PAIRS = [(world, root, peer) for world in WORLDS for root in range(world) for peer in range(world) if root != peer]
+
+
+@pytest.mark.parametrize("given_there", [True, False])
+def test_send_pairs_one_send_with_one_receive(given_there: bool) -> None:
+    for world, root, peer in _PAIRS:
+        made = plan(_send(world, root, peer, given=given_there))
+        assert made.ranks == tuple(sorted((root, peer)))
+        assert made.template(root).steps == (Step(kind=OpKind.SEND, src=0, peer=peer),)
+        assert made.template(peer).steps == (Step(kind=OpKind.RECV, dst=0, peer=root),)
+        landing = OPERAND if given_there else Buffer(role=Role.OUTPUT_LEARNED, source=root)
+        assert made.template(peer).buffers == (landing,)
+        assert made.rounds == (1 if given_there else 2)
+        assert made.outputs(peer) == (0 if given_there else 1)
+        assert made.writes(peer) == given_there
+        assert not made.writes(root)
+
+
+def test_ranks_with_the_same_part_share_one_template() -> None:
+    made = plan(_allreduce(64))
+    assert len(made.templates) == 1
+    assert made.parts == (0,) * 64
+
+
+def test_a_program_carries_the_ranks_half() -> None:
+    request = _broadcast(5, 3, timeout_s=2.5)
+    made = plan(request)
+    for rank in range(5):
+        program = made.program(rank, seq=9, predecessor=4)
+        assert (program.op, program.seq, program.predecessor, program.rank) == ("broadcast", 9, 4, rank)
+        assert (program.ranks, program.root, program.reduce_op) == ((0, 1, 2, 3, 4), 3, None)
+        assert (program.group_id, program.timeout_s, program.rounds) == ("0123", 2.5, 1)
+        assert program.keys == (_key(rank),)
+        assert program.template is made.template(rank)
+
+
+def test_a_program_for_a_learned_output_has_no_key() -> None:
+    made = plan(_send(4, 3, 1, given=False))
+    assert made.program(1, seq=1, predecessor=0).keys == ()
+    assert made.program(3, seq=1, predecessor=0).keys == (_key(3),)
+    assert made.program(1, seq=1, predecessor=0).rounds == 2
+    assert made.program(3, seq=1, predecessor=0).rounds == 2, "all ranks meet as often as the one that learns"
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+def _violations(request: Request) -> set[tuple[str, int, str]]:
+    with pytest.raises(RefusedError) as caught:
+        plan(request)
+    assert caught.value.op == request.kind.value
+    assert caught.value.group_name == "ring"
+    return {(v.kind, v.rank, v.field) for v in caught.value.violations}
+
+
+def test_a_member_without_operand_is_named() -> None:
+    for absent in range(4):
+        request = _allreduce(4, operands=_operands(r for r in range(4) if r != absent))
+        assert _violations(request) == {("missing", absent, "operand")}
+        with pytest.raises(MissingMemberError):
+            plan(request)
+
+
+def test_a_rank_outside_the_group_is_named() -> None:
+    request = _allreduce(3, operands=_operands((0, 1, 2, 7)))
+    assert _violations(request) == {("not_member", 7, "rank")}
+    with pytest.raises(NotAMemberError):
+        plan(request)
+
+
+def test_a_rank_given_twice_is_named_once() -> None:
+    request = _allreduce(3, operands=_operands((0, 1, 1, 1, 2)))
+    assert _violations(request) == {("duplicate", 1, "operand")}
+    with pytest.raises(DuplicateActorError):
+        plan(request)
+
+
+def test_a_third_rank_has_no_part_in_a_send() -> None:
+    assert _violations(_send(4, 0, 2, operands=_operands((0, 1, 2)))) == {("not_member", 1, "rank")}
+
+
+@pytest.mark.parametrize("root", [-1, 3, 100])
+def test_a_root_outside_the_group_is_unsupported(root: int) -> None:
+    assert _violations(_broadcast(3, root)) == {("unsupported", -1, "src_rank")}
+    with pytest.raises(UnsupportedError, match="from 0 to 2"):
+        plan(_broadcast(3, root))
+
+
+@pytest.mark.parametrize("peer", [-1, 3])
+def test_a_destination_outside_the_group_is_unsupported(peer: int) -> None:
+    request = _send(3, 1, peer, operands=_operands((1,)))
+    assert _violations(request) == {("unsupported", -1, "destination rank")}
+
+
+def test_sending_to_oneself_is_unsupported() -> None:
+    request = _send(3, 1, 1, operands=_operands((1,)))
+    assert _violations(request) == {("unsupported", -1, "destination rank")}
+
+
+def test_an_allreduce_needs_a_reduce_op() -> None:
+    assert _violations(_allreduce(2, op=None)) == {("unsupported", -1, "op")}
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("-inf")])
+@pytest.mark.parametrize("make", [_allreduce, _broadcast, _barrier])
+def test_a_timeout_is_a_positive_number(make: Any, timeout_s: float) -> None:
+    assert _violations(make(2, timeout_s=timeout_s)) == {("unsupported", -1, "timeout_s")}
+
+
+def test_only_the_destination_of_a_send_may_ask_for_an_output() -> None:
+    for rank in range(3):
+        operands = tuple((r, None if r == rank else _key(r)) for r in range(3))
+        assert _violations(_allreduce(3, operands=operands)) == {("missing", rank, "operand")}
+        assert _violations(_broadcast(3, operands=operands)) == {("missing", rank, "operand")}
+    assert _violations(_send(2, 0, 1, operands=((0, None), (1, _key(1))))) == {("missing", 0, "operand")}
+
+
+def test_a_receive_alone_is_no_request() -> None:
+    assert ("unsupported", -1, "op") in _violations(_allreduce(2, kind=OpKind.RECV))
+
+
+def test_all_violations_come_in_one_error() -> None:
+    request = _broadcast(4, 9, operands=_operands((0, 2, 2, 8)), timeout_s=-1)
+    expected = {
+        ("missing", 1, "operand"),
+        ("missing", 3, "operand"),
+        ("not_member", 8, "rank"),
+        ("duplicate", 2, "operand"),
+        ("unsupported", -1, "src_rank"),
+        ("unsupported", -1, "timeout_s"),
+    }
+    assert _violations(request) == expected
+    with pytest.raises(RefusedError) as caught:
+        plan(request)
+    assert type(caught.value) is RefusedError, "violations of several kinds have no leaf in common"
+    for part in ("rank 1", "rank 3", "rank 8", "rank 2", "src_rank is 9", "timeout_s is -1"):
+        assert part in str(caught.value)
+
+
+def test_a_group_has_at_least_one_rank() -> None:
+    with pytest.raises(ValueError, match="at least one rank"):
+        _group(0)
+
+
+# ---------------------------------------------------------------------------------------------- properties
+
+
+@st.composite
+def _requests(draw: st.DrawFn) -> Request:
+    """Requests that make sense."""
+    world = draw(st.integers(1, 12))
+    ranks = st.integers(0, world - 1)
+    kind = draw(st.sampled_from([OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.BARRIER, OpKind.SEND]))
+    if kind is OpKind.ALLREDUCE:
+        return _allreduce(world, op=draw(st.sampled_from(ReduceOp)), inplace=draw(st.booleans()))
+    if kind is OpKind.BROADCAST:
+        return _broadcast(world, draw(ranks))
+    if kind is OpKind.BARRIER or world == 1:
+        return _barrier(world)
+    root, peer = draw(st.lists(ranks, min_size=2, max_size=2, unique=True))
+    return _send(world, root, peer, given=draw(st.booleans()))
+
+
+@given(_requests())
+def test_a_request_that_makes_sense_is_planned_and_its_programs_fit_together(request: Request) -> None:
+    made = plan(request)
+    verify(made)
+    keys = dict(request.operands)
+    for rank in made.ranks:
+        program = made.program(rank, seq=2, predecessor=1)
+        operands = [buffer for buffer in program.template.buffers if buffer.role is Role.OPERAND]
+        assert len(program.keys) == len(operands), "a key for each operand"
+        assert set(program.keys) <= {keys[rank]}
+        for step in program.template.steps:
+            assert max(step.src, step.dst) < len(program.template.buffers)
+        assert program.rounds == made.rounds
+
+
+_WILD_RANKS = st.integers(-2, 6)
+_WILD_KEYS = st.sampled_from([None, _key(0), _key(1), _key(2)])
+
+
+def _wild_operands(ranks: Any) -> st.SearchStrategy[Any]:
+    chosen = sorted(ranks)
+    return st.tuples(*[_WILD_KEYS] * len(chosen)).map(lambda keys: tuple(zip(chosen, keys, strict=True)))
+
+
+_WILD = st.builds(
+    Request,
+    kind=st.sampled_from(OpKind),
+    group=st.integers(1, 4).map(_group),
+    operands=st.integers(1, 4).flatmap(lambda world: _wild_operands(range(world)))
+    | st.lists(_WILD_RANKS, max_size=6).flatmap(_wild_operands),
+    op=st.none() | st.sampled_from(ReduceOp),
+    root=_WILD_RANKS,
+    peer=_WILD_RANKS,
+    inplace=st.booleans(),
+    timeout_s=st.sampled_from([60.0, 1e-3, 0.0, -1.0, float("nan")]),
+)
+
+
+@given(_WILD)
+def test_any_request_is_planned_or_refused_with_a_reason(request: Request) -> None:
+    try:
+        made = plan(request)
+    except RefusedError as exc:
+        assert exc.violations
+        assert str(exc)
+    else:
+        for rank in made.ranks:
+            program = made.program(rank, seq=1, predecessor=0)
+            assert len(program.keys) == sum(b.role is Role.OPERAND for b in program.template.buffers)
+
+
+# ---------------------------------------------------------------------------------------------- what is caught
+
+
+def _bad(request: Request, *templates: Template, parts: tuple[int, ...] | None = None) -> Plan:
+    chosen = parts if parts is not None else (0,) * len(request.operands)
+    return Plan(request=request, templates=templates, parts=chosen)
+
+
+def _template(*steps: Step, buffers: tuple[Buffer, ...] = (OPERAND,), result: int = 0) -> Template:
+    return Template(buffers=buffers, steps=steps, result=result)
+
+
+SUM = Step(kind=OpKind.ALLREDUCE, src=0, dst=0, op=ReduceOp.SUM)
+OUTPUT = Buffer(role=Role.OUTPUT_LIKE, source=0)
+BAD: dict[str, tuple[Plan, str]] = {
+    "a step is missing on one rank": (
+        _bad(_allreduce(3), _template(SUM), _template(), parts=(0, 1, 0)),
+        "deadlock",
+    ),
+    "a step too many on one rank": (
+        _bad(_allreduce(3), _template(SUM), _template(SUM, Step(kind=OpKind.BARRIER)), parts=(0, 0, 1)),
+        "deadlock",
+    ),
+    "ranks reduce with different ops": (
+        _bad(_allreduce(2), _template(SUM), _template(replace(SUM, op=ReduceOp.MAX)), parts=(0, 1)),
+        "deadlock",
+    ),
+    "ranks have different roots": (
+        _bad(
+            _broadcast(2),
+            _template(Step(kind=OpKind.BROADCAST, src=0, dst=0, peer=0)),
+            _template(Step(kind=OpKind.BROADCAST, src=0, dst=0, peer=1)),
+            parts=(0, 1),
+        ),
+        "deadlock",
+    ),
+    "ranks run different kernels": (
+        _bad(_barrier(2), _template(Step(kind=OpKind.BARRIER)), _template(SUM), parts=(0, 1)),
+        "deadlock",
+    ),
+    "all agree on the wrong root": (
+        _bad(_broadcast(3, 2), _template(Step(kind=OpKind.BROADCAST, src=0, dst=0, peer=1))),
+        "leaves",
+    ),
+    "nothing is reduced": (_bad(_allreduce(3), _template()), "leaves"),
+    "it is reduced twice": (_bad(_allreduce(3), _template(SUM, SUM)), "leaves"),
+    "a reduction where a broadcast is meant": (_bad(_broadcast(3), _template(SUM)), "leaves"),
+    "the result buffer is never written": (
+        _bad(_allreduce(3, inplace=False), _template(SUM, buffers=(OPERAND, OUTPUT), result=1)),
+        "leaves None",
+    ),
+    "an output is read before it is written": (
+        _bad(
+            _allreduce(3, inplace=False),
+            _template(Step(kind=OpKind.ALLREDUCE, src=1, dst=1, op=ReduceOp.SUM), buffers=(OPERAND, OUTPUT), result=1),
+        ),
+        "leaves None",
+    ),
+    "one rank's result is the wrong buffer": (
+        _bad(
+            _allreduce(2, inplace=False),
+            _template(replace(SUM, dst=1), buffers=(OPERAND, OUTPUT), result=1),
+            _template(replace(SUM, dst=1), buffers=(OPERAND, OUTPUT), result=0),
+            parts=(0, 1),
+        ),
+        "on rank 1",
+    ),
+    "a barrier claims a result": (_bad(_barrier(2), _template(Step(kind=OpKind.BARRIER))), "leaves"),
+    "a send without a receive": (
+        _bad(_send(2, 0, 1), _template(Step(kind=OpKind.SEND, src=0, peer=1)), _template(), parts=(0, 1)),
+        "deadlock",
+    ),
+    "a receive without a send": (
+        _bad(_send(2, 0, 1), _template(), _template(Step(kind=OpKind.RECV, dst=0, peer=0)), parts=(0, 1)),
+        "deadlock",
+    ),
+    "both ranks send first": (
+        _bad(
+            _send(2, 0, 1),
+            _template(Step(kind=OpKind.SEND, src=0, peer=1), Step(kind=OpKind.RECV, dst=0, peer=1)),
+            _template(Step(kind=OpKind.SEND, src=0, peer=0), Step(kind=OpKind.RECV, dst=0, peer=0)),
+            parts=(0, 1),
+        ),
+        "deadlock",
+    ),
+    "it is sent the wrong way": (
+        _bad(
+            _send(2, 0, 1),
+            _template(Step(kind=OpKind.RECV, dst=0, peer=1)),
+            _template(Step(kind=OpKind.SEND, src=0, peer=0)),
+            parts=(0, 1),
+        ),
+        "leaves",
+    ),
+    "it is sent to a rank that takes no part": (
+        _bad(_send(3, 0, 1), _template(Step(kind=OpKind.SEND, src=0, peer=2)), _template(), parts=(0, 1)),
+        "deadlock",
+    ),
+    "it is received from itself": (
+        _bad(
+            _send(2, 0, 1),
+            _template(Step(kind=OpKind.SEND, src=0, peer=1)),
+            _template(Step(kind=OpKind.RECV, dst=0, peer=1)),
+            parts=(0, 1),
+        ),
+        "deadlock",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_verification_catches(name: str) -> None:
+    wrong, why = BAD[name]
+    with pytest.raises(InternalError, match=why) as caught:
+        verify(wrong)
+    assert wrong.request.kind.value in str(caught.value)
+    assert str(wrong.ranks) in str(caught.value)
+
+
+def test_verification_proves_more_than_our_own_templates() -> None:
+    """A broadcast made of sends, and an allreduce followed by a broadcast of its result, mean what they should."""
+    relay = _bad(
+        _broadcast(3, 0),
+        _template(Step(kind=OpKind.SEND, src=0, peer=1), Step(kind=OpKind.SEND, src=0, peer=2)),
+        _template(Step(kind=OpKind.RECV, dst=0, peer=0)),
+        parts=(0, 1, 1),
+    )
+    verify(relay)
+    twice = _bad(_allreduce(3), _template(SUM, Step(kind=OpKind.BROADCAST, src=0, dst=0, peer=2)))
+    verify(twice)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_removing_any_rank_from_a_kernel_is_caught(seed: int) -> None:
+    world = 4 + seed
+    for make in (_allreduce, _broadcast, _barrier):
+        good = plan(make(world))
+        for rank in range(world):
+            idle = replace(good.template(rank), steps=())
+            parts = tuple(len(good.templates) if r == rank else part for r, part in enumerate(good.parts))
+            with pytest.raises(InternalError, match="deadlock"):
+                verify(replace(good, templates=(*good.templates, idle), parts=parts))
+
+
+# ---------------------------------------------------------------------------------------------- cost
+
+
+def test_a_form_is_verified_once_and_remembered() -> None:
+    plan(_allreduce(64))
+    before = _run.cache_info()
+    for salt in range(1, 50):
+        plan(_allreduce(64, operands=_operands(range(64), salt), timeout_s=float(salt)))
+    after = _run.cache_info()
+    assert after.misses == before.misses
+    assert after.hits == before.hits + 49
+    plan(_allreduce(64, inplace=False, operands=_operands(range(64), 77)))
+    plan(_allreduce(63))
+    assert _run.cache_info().currsize >= 2
