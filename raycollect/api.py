@@ -20,7 +20,7 @@ from raycollect.errors import InvalidGroupError, NotATensorError, Violation, ref
 from raycollect.group import Declaration, Membership, Operand
 from raycollect.handle import Handle
 from raycollect.model import OpKind, ReduceOp
-from raycollect.planner import Request, plan
+from raycollect.planner import Request
 from raycollect.work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -389,7 +389,7 @@ def _dispatch(
         timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s,
         **arguments,
     )
-    flight = send_program(controller, plan(request), membership, {rank: one.ref for rank, one in ranked})
+    flight = send_program(controller, request, membership, {rank: one.ref for rank, one in ranked})
     return Work(controller, flight, [flight.results.get(rank) for rank, _ in ranked])
 
 

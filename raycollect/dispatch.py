@@ -6,33 +6,48 @@ One lock spans all submits of a plan, so every participant's queue sees the plan
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from raycollect.controller import Controller
 from raycollect.errors import DispatchError, GroupBrokenError, SelfDrivenError
 from raycollect.flight import Flight
 from raycollect.group import Membership
-from raycollect.planner import Plan, encode_program
+from raycollect.planner import Plan, Request, Ticket, encode_order, encode_program, plan
 from raycollect.ray_internals import current_actor_id
 
 
-def send_program(controller: Controller, plan: Plan, membership: Membership, refs: dict[int, Any]) -> Flight:
-    """Sends each participant its half of a plan, as one actor task each.
+@lru_cache(maxsize=256)
+def prepare(request: Request) -> tuple[Plan, tuple[bytes, ...]]:
+    """Plans a request and encodes its programs, by rank; remembered, for loops that repeat themselves.
+
+    Raises:
+        RefusedError: The request makes no sense.
+    """
+    planned = plan(request)
+    return planned, tuple(encode_program(planned.program(rank)) for rank in planned.ranks)
+
+
+def send_program(controller: Controller, request: Request, membership: Membership, refs: dict[int, Any]) -> Flight:
+    """Plans a request and sends each participant its half, as one actor task each.
 
     Args:
         controller: This process's controller.
-        plan: The plan.
+        request: What to do.
         membership: Its group.
-        refs: The operand refs by rank; afterwards `Flight.results` holds the result refs.
+        refs: The operand refs by rank.
 
     Returns:
-        The flight. Where not all could be submitted it has failed with DispatchError, and is aborted on those that were.
+        The flight; its `results` are the result refs by rank. Where not all could be submitted it has failed with
+        DispatchError, and is aborted on those that were.
 
     Raises:
+        RefusedError: The request makes no sense; nothing was sent.
         GroupBrokenError: A member is gone; nothing was sent.
         SelfDrivenError: This process is a participant of the plan; nothing was sent.
     """
-    members = [membership.members[rank] for rank in plan.ranks]
+    planned, programs = prepare(request)
+    members = [membership.members[rank] for rank in planned.ranks]
     me = current_actor_id()
     for member in members:
         if me and member.actor_id == me:
@@ -42,15 +57,15 @@ def send_program(controller: Controller, plan: Plan, membership: Membership, ref
         if broken:
             raise GroupBrokenError(group_name=membership.spec.name, detail=broken)
         peers = [controller.peer(member) for member in members]
-        flight = controller.take_off(lambda seq: Flight(seq, plan, membership, dict(refs)))
-        for at, (rank, peer) in enumerate(zip(plan.ranks, peers, strict=True)):
-            program = plan.program(rank, seq=flight.seq, predecessor=peer.last_seq)
+        flight = controller.take_off(lambda seq: Flight(seq, planned, membership, refs))
+        for at, (rank, peer) in enumerate(zip(planned.ranks, peers, strict=True)):
+            ticket = Ticket(flight.seq, peer.last_seq)
             try:
-                made = peer.submit(encode_program(program), plan.outputs(rank))
-            except Exception as exc:
+                made = peer.submit(encode_order(ticket, programs[at]), planned.outputs(rank))
+            except Exception as exc:  # whatever Ray raises: PendingCallsLimitExceeded, a dead actor, its own bugs
                 error = DispatchError(rank=rank, actor=members[at].actor, detail=f"{type(exc).__name__}: {exc}")
                 error.__cause__ = exc
-                controller.send(flight, flight.fail(error, unsent=plan.ranks[at:]))
+                controller.send(flight, flight.fail(error, unsent=planned.ranks[at:]))
                 return flight
             peer.last_seq = flight.seq
             flight.results[rank] = made[0] if made else refs.get(rank)

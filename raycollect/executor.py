@@ -29,6 +29,9 @@ from raycollect.pos import Absence, Container, Range, State, Store, Structure
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
 """Where faults can be injected."""
 
+_REMEMBERED = 8
+"""How many programs a container remembers."""
+
 _ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: ("lost", "not there: its method never ran here", "a value that its method returned"),
     State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
@@ -62,10 +65,29 @@ class Outcome:
     Attributes:
         error: None when it ran to its end.
         outputs: The containers that it made, in the order of its output buffers.
+        ended: The ranks that are known to have run all of it; see `Communicator.end`.
     """
 
     error: RaycollectError | None = None
     outputs: tuple[Container, ...] = ()
+    ended: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared:
+    """What one program found about one container, remembered with it as long as its arrays stay as they are.
+
+    Attributes:
+        places: `arrays.place` of each tensor.
+        kernels: The steps with their arrays filled in.
+        ranges: The memory of all tensors.
+        arrival: What this rank brings to the door.
+    """
+
+    places: tuple[Any, ...]
+    kernels: list[Kernel]
+    ranges: list[Range]
+    arrival: bytes
 
 
 class Execution:
@@ -75,6 +97,7 @@ class Execution:
         program: What to do.
         communicator: This rank's end of the program's group.
         instruments: See `Instruments`.
+        seq: The plan's place in its controller's order.
         aborted: Why the plan was aborted, or None; asked while waiting for a producer.
         waiting: Called when an operand's method has not ended yet; None: a method that has not ended never will
             (ordered actors run methods in order, so it never ran).
@@ -86,6 +109,7 @@ class Execution:
         communicator: Communicator,
         instruments: Instruments,
         *,
+        seq: int,
         aborted: Callable[[], str | None],
         waiting: Callable[[Key], None] | None = None,
     ) -> None:
@@ -94,36 +118,39 @@ class Execution:
         self._instruments = instruments
         self._aborted = aborted
         self._waiting = waiting
-        self._launch = Launch(seq=program.seq, ranks=program.ranks, timeout_s=program.timeout_s)
+        self._seq = seq
+        self._launch = Launch(seq=seq, ranks=program.ranks, timeout_s=program.timeout_s)
         self._buffers: list[Container | None] = []
         self._violations: list[Violation] = []
         self._kernels: list[Kernel] = []
+        self._arrival = b""
         self._written: list[Any] = []
         self._written_ranges: list[Range] = []
 
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
-        ok = False
         self._record("start", self._program.op)
-        self._at("start")
+        ended: tuple[int, ...] = ()
+        ok = False
         try:
+            self._at("start")
             self._prepare()
             self._at("before_door")
             self._agree()
             self._at("after_door")
             self._run_kernels()
             self._at("end")
-            self._record("done")
             ok = True
         except RaycollectError as exc:
             return Outcome(error=self._located(exc))
         except MemoryError as exc:
             return Outcome(error=self._located(KernelError(detail=f"out of memory: {exc}")))
         finally:
-            self._communicator.end(self._launch, ok)
-        template = self._program.template
-        made = [c for c, b in zip(self._buffers, template.buffers, strict=True) if b.is_output and c is not None]
-        return Outcome(outputs=tuple(made))
+            ended = self._communicator.end(self._launch, ok)
+        self._record("done")
+        buffers = zip(self._buffers, self._program.template.buffers, strict=True)
+        made = tuple(container for container, buffer in buffers if buffer.is_output and container is not None)
+        return Outcome(outputs=made, ended=ended)
 
     # ------------------------------------------------------------------------------------------ before the door
 
@@ -139,10 +166,39 @@ class Execution:
                 self._buffers.append(self._allocate(like.structure, infos) if like else None)
             else:
                 self._buffers.append(None)
-        self._check()
-        if not self._violations and self._program.rounds == 1:
-            self._kernels = self._lower()
+        if not self._recall():
+            self._check()
+            self._arrival = encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
+            if not self._violations and self._program.rounds == 1:
+                self._kernels = self._lower()
+                self._remember()
+        if self._kernels:
             self._communicator.stage(self._launch, self._kernels[0])
+
+    def _recall(self) -> bool:
+        """Takes over what the last run of this program found, if its one operand is as it was."""
+        container = self._buffers[0] if len(self._buffers) == 1 else None
+        known = container.memo.get(self._program) if container is not None else None
+        if container is None or known is None or known.places != tuple(map(arrays.place, container.tensors)):
+            return False
+        if self._instruments.store.is_dirty(known.ranges):
+            return False
+        self._kernels, self._arrival = known.kernels, known.arrival
+        self._written, self._written_ranges = list(container.tensors), known.ranges
+        return True
+
+    def _remember(self) -> None:
+        container = self._buffers[0] if len(self._buffers) == 1 else None
+        if container is None or len(self._written) != len(container.tensors):
+            return
+        if len(container.memo) >= _REMEMBERED:
+            container.memo.clear()
+        container.memo[self._program] = _Prepared(
+            places=tuple(map(arrays.place, container.tensors)),
+            kernels=self._kernels,
+            ranges=self._written_ranges,
+            arrival=self._arrival,
+        )
 
     def _operand(self, key: Key) -> Container | None:
         store = self._instruments.store
@@ -217,14 +273,16 @@ class Execution:
         arrivals = self._meet()
         if self._program.rounds > 1:
             self._learn(arrivals)
+            self._arrival = encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
             self._meet()
         self._record("agreed")
 
     def _meet(self) -> list[Arrival]:
         program = self._program
-        arrival = Arrival(spec=self._spec(), violations=tuple(self._violations))
         self._record("door")
-        blobs = self._communicator.agree(self._launch, encode_arrival(arrival))
+        blobs = self._communicator.agree(self._launch, self._arrival)
+        if not self._violations and all(blob == self._arrival for blob in blobs):
+            return []  # the same bytes from all: nothing to compare
         arrivals = [decode_arrival(bytes(blob)) for blob in blobs]
         violations = decide(program.ranks, arrivals)
         if violations:
@@ -302,13 +360,13 @@ class Execution:
         self._record("failed", type(error).__name__)
         if isinstance(error, FaultError) and not error.op:
             error.op = self._program.op
-        return error
+        return error.with_traceback(None)  # a value from here on: its frames would keep the tensors alive
 
     def _record(self, what: str, detail: str = "") -> None:
-        self._instruments.recorder.add(what, self._program.seq, detail)
+        self._instruments.recorder.add(what, self._seq, detail)
 
     def _at(self, point: str) -> None:
-        self._instruments.faults.at(point, self._program.seq, self._program.rank)
+        self._instruments.faults.at(point, self._seq, self._program.rank)
 
 
 def _ranges(tensors: Sequence[Any]) -> list[Range]:

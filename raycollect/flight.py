@@ -49,7 +49,11 @@ class Flight:
         self._pending = set(plan.ranks)
         self._doors: dict[int, Door] = {}
         self._came: set[int] = set()
-        self._resolved = threading.Event()
+        self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that a rank told
+        self._told = False  # whether the ranks were told to abort
+        self._resolved = False
+        self._unresolved = threading.Lock()  # held until the outcome is known: a wait costs one hand-over
+        self._unresolved.acquire()
         self._watchers: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
@@ -58,7 +62,7 @@ class Flight:
     @property
     def resolved(self) -> bool:
         """True when the outcome is known."""
-        return self._resolved.is_set()
+        return self._resolved
 
     @property
     def landed(self) -> bool:
@@ -71,26 +75,40 @@ class Flight:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False where it is not known in time."""
-        return self._resolved.wait(timeout_s)
+        if not self._unresolved.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
+            return False
+        self._unresolved.release()
+        return True
 
     def when_resolved(self, call: Callable[[], None]) -> None:
         """Calls back once the outcome is known: now, or later on the channel's thread."""
         with self._lock:
-            if not self._resolved.is_set():
+            if not self._resolved:
                 self._watchers.append(call)
                 return
         call()
 
     # ------------------------------------------------------------------------------------------ events
 
-    def done(self, rank: int, error: RaycollectError | None, story: Sequence[str]) -> Orders:
-        """A rank has ended."""
+    def done(
+        self, rank: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
+    ) -> Orders:
+        """A rank has ended, and says so of others that ran all of it."""
         with self._lock:
-            self._pending.discard(rank)
+            self._pending.difference_update((rank, *others))
+            waiting = bool(self._pending)
+            if error is not None and self._first is None:
+                self._first = (rank, error, tuple(story))
+            first = self._first
         if error is not None:
+            if isinstance(error, PlanAbortedError) and waiting and not self.resolved:
+                return []  # an echo: who caused it will tell, or its process is gone
             return self._failed(rank, error, tuple(story))
-        if not self._pending:
-            self._resolve(None)
+        if waiting:
+            return []
+        if first is not None:
+            return self._failed(*first)  # an echo of which nobody told the cause
+        self._resolve(None)
         return []
 
     def lost(self, rank: int, reason: str) -> Orders:
@@ -124,20 +142,23 @@ class Flight:
     # ------------------------------------------------------------------------------------------ outcome
 
     def _failed(self, rank: int, error: RaycollectError, story: tuple[str, ...]) -> Orders:
-        if isinstance(error, PlanAbortedError) and rank >= 0 and self._pending and not self.resolved:
-            return []  # an echo: who caused it will tell, or its process is gone
         self._resolve(self._located(rank, error, story))
         if isinstance(error, RefusedError) and rank >= 0:
             return []  # refused at the door: every rank knows
+        with self._lock:
+            told, self._told = self._told, True
+        if told:
+            return []
         message = Abort(seq=self.seq, reason=f"{type(error).__name__} on rank {rank}" if rank >= 0 else str(error))
         return [(other, message) for other in sorted(self._pending)]
 
     def _resolve(self, error: RaycollectError | None) -> None:
         with self._lock:
-            if self._resolved.is_set():
+            if self._resolved:
                 return
             self.error = error
-            self._resolved.set()
+            self._resolved = True
+            self._unresolved.release()
             watchers, self._watchers = self._watchers, []
         for call in watchers:
             call()

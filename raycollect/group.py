@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -29,10 +29,14 @@ class Membership:
     spec: GroupSpec
     members: tuple[Member, ...]
     derived: bool = False
+    _ranks: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_ranks", {member.actor_id: member.rank for member in self.members})
 
     def rank_of(self, actor_id: str) -> int:
         """The rank of an actor; -1 where it is no member."""
-        return next((m.rank for m in self.members if m.actor_id == actor_id), -1)
+        return self._ranks.get(actor_id, -1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ class Ledger:
             None; or, for an aborted plan, the reason why it must not run.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._has_ended(predecessor) or seq in self._aborted)
+            self._changed.wait_for(lambda: self._may_start(seq, predecessor) or seq in self._aborted)
             if seq in self._aborted:
                 return self._aborted[seq]
             self._settled = max(self._settled, predecessor)
@@ -58,6 +58,11 @@ class Ledger:
             self._changed.notify_all()
             return seq in self._running
 
+    def has_run(self, seq: int) -> bool:
+        """True for a plan that came here and has ended."""
+        with self._changed:
+            return self._has_ended(seq) and seq not in self._aborted
+
     def reason(self, seq: int) -> str | None:
         """Why a plan was aborted; None where it was not."""
         return self._aborted.get(seq)
@@ -66,6 +71,10 @@ class Ledger:
         """The plans that run now."""
         with self._changed:
             return tuple(sorted(self._running))
+
+    def _may_start(self, seq: int, predecessor: int) -> bool:
+        """True once the predecessor has ended; where that is a tombstone, an earlier plan may still run."""
+        return self._has_ended(predecessor) and not any(other < seq for other in self._running)
 
     def _has_ended(self, seq: int) -> bool:
         return seq <= self._settled or seq in self._ended

@@ -275,8 +275,13 @@ class Communicator(Protocol):
         """Starts a kernel; all of `launch.ranks` do, in the same order."""
         ...
 
-    def end(self, launch: Launch, ok: bool) -> None:
-        """Closes the launch; `ok` tells whether this rank ran all of it."""
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Closes the launch; `ok` tells whether this rank ran all of it.
+
+        Returns:
+            The ranks that are known to have run all of it. Where ranks can see each other, the last one to end sees
+            all, so that it alone need tell; empty where they can't.
+        """
         ...
 
     def abort(self, seq: int) -> None:

@@ -53,7 +53,7 @@ from raycollect.handle import Handle
 from raycollect.ledger import Ledger
 from raycollect.model import Communicator, GroupSpec, Key, NoFaults, task_key
 from raycollect.observe import Recorder
-from raycollect.planner import Program, decode_program
+from raycollect.planner import Program, Ticket, decode_order
 from raycollect.pos import Container, Store
 from raycollect.rendezvous import ChannelRendezvous, StarExchange
 from raycollect.tokens import TokenPool
@@ -158,7 +158,7 @@ class Runtime:
         """Runs this rank's half of a plan and tells the controller how it ended.
 
         Args:
-            payload: What `planner.encode_program` made.
+            payload: What `planner.encode_order` made.
             task: The id of the actor task that brought it: outputs are kept under its returns.
 
         Returns:
@@ -167,47 +167,51 @@ class Runtime:
         Raises:
             RaycollectError: The plan failed and had outputs here: whoever uses their refs gets the error.
         """
-        program = decode_program(payload)
+        ticket, program = decode_order(payload)
         try:
-            outcome = self._run(program)
+            outcome = self._run(ticket, program)
         except Exception as exc:
-            log.exception("plan %d failed in an unforeseen way", program.seq)
+            log.exception("plan %d failed in an unforeseen way", ticket.seq)
             outcome = Outcome(error=InternalError(detail=f"{type(exc).__name__}: {exc}"))
         handles = []
         if outcome.error is None and task is not None:
             handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
-        self._ledger.end(program.seq)
-        self._tell_done(program, outcome.error)
-        if any(buffer.is_output for buffer in program.template.buffers) and outcome.error is not None:
+        self._ledger.end(ticket.seq)
+        self._tell_done(ticket.seq, program, outcome)
+        if outcome.error is not None and any(buffer.is_output for buffer in program.template.buffers):
             raise outcome.error
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def _run(self, program: Program) -> Outcome:
+    def _run(self, ticket: Ticket, program: Program) -> Outcome:
         membership = self._groups.get(program.group_id)
         if membership is None or membership.communicator is None:
             error = GroupBrokenError(group_name=program.group_id, detail="this participant left the group")
             return Outcome(error=error)
-        reason = self._ledger.start(program.seq, program.predecessor)
+        ledger = self._ledger
+        reason = ledger.start(ticket.seq, ticket.predecessor)
         if reason is not None:
             return Outcome(error=PlanAbortedError(op=program.op, rank=program.rank, detail=reason))
+
+        def tell_waiting(key: Key) -> None:
+            self._tell(Waiting(seq=ticket.seq, rank=program.rank, key=key))
+
         execution = Execution(
             program,
             membership.communicator,
             self.instruments,
-            aborted=lambda: self._ledger.reason(program.seq),
-            waiting=None if self.ordered else self._waiting_teller(program),
+            seq=ticket.seq,
+            aborted=lambda: ledger.reason(ticket.seq),
+            waiting=None if self.ordered else tell_waiting,
         )
         return execution.run()
 
-    def _waiting_teller(self, program: Program) -> Callable[[Key], None]:
-        return lambda key: self._tell(Waiting(seq=program.seq, rank=program.rank, key=key))
-
-    def _tell_done(self, program: Program, error: RaycollectError | None) -> None:
-        if error is None:
-            self._tell(Done(seq=program.seq, rank=program.rank, error=None, story=[]))
-        else:
+    def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
+        """Tells how a plan ended here; where ranks see each other, the last one tells for all that went well."""
+        if outcome.error is not None:
             story = list(self.recorder.tail())
-            self._tell(Done(seq=program.seq, rank=program.rank, error=to_wire(error), story=story))
+            self._tell(Done(seq=seq, ranks=[], error=to_wire(outcome.error), story=story))
+        elif not outcome.ended or len(outcome.ended) == len(program.ranks):
+            self._tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
     def _tell(self, message: Message) -> None:
         lease = self._lease
@@ -291,9 +295,11 @@ class Runtime:
 
     def _abort(self, message: Abort) -> None:
         self.recorder.add("abort", message.seq, message.reason)
-        running = self._ledger.abort(message.seq, message.reason)
-        if running:
+        if self._ledger.abort(message.seq, message.reason):
             self._wake(message.seq)
+        elif self._ledger.has_run(message.seq):
+            # It may have ended without a word, leaving that to a rank that can't speak any more.
+            self._tell(Done(seq=message.seq, ranks=[], error=None, story=[]))
 
     def _wake(self, seq: int) -> None:
         for membership in list(self._groups.values()):

@@ -24,6 +24,7 @@ __all__ = [
     "overlap",
     "overlaps_itself",
     "owner",
+    "place",
     "refusal_reason",
 ]
 
@@ -94,6 +95,11 @@ def byte_range(array: Array) -> tuple[int, int]:
         else:
             stop += span
     return start, stop + array.itemsize
+
+
+def place(array: Array) -> tuple[Any, ...]:
+    """Where and how an array lies: equal as long as everything else here says the same of it."""
+    return array.ctypes.data, array.shape, array.strides, array.dtype, array.flags.writeable
 
 
 def overlap(a: Array, b: Array) -> bool:

@@ -225,11 +225,12 @@ class GlooCommunicator:
                 self._kernels[kernel.kind](context, _Limit(self, launch), launch, kernel)
         return DONE
 
-    def end(self, launch: Launch, ok: bool) -> None:
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch."""
         for seq in tuple(self._aborted):
             if seq <= launch.seq:
                 self._aborted.discard(seq)
+        return ()
 
     def abort(self, seq: int) -> None:
         """Wakes this rank at the door; a kernel stops between two chunks, and the group is broken then."""

@@ -168,7 +168,7 @@ class LocalCommunicator:
             self._kernels[kernel.kind](launch, kernel)
         return DONE
 
-    def end(self, launch: Launch, ok: bool) -> None:
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch."""
         if launch.seq > self._seq:
             self._seq, self._passed = launch.seq, 0
@@ -176,6 +176,7 @@ class LocalCommunicator:
             if seq <= self._seq:
                 self._aborted.discard(seq)
         self._world.leave(launch, self.rank, 1 << 62 if ok else self._passed)
+        return ()
 
     def abort(self, seq: int) -> None:
         """Makes this rank's waits in that launch raise."""

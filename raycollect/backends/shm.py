@@ -106,13 +106,13 @@ class ShmCommunicator:
             self._kernels[kernel.kind](meeting, launch, kernel, time.monotonic() + launch.timeout_s)
         return DONE
 
-    def end(self, launch: Launch, ok: bool) -> None:
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""
         try:
             with _Inside(self) as meeting:
-                meeting.end(launch, ok)
+                return meeting.end(launch, ok)
         except GroupBrokenError:
-            return
+            return ()
 
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""
@@ -161,7 +161,7 @@ class ShmCommunicator:
     def _given(self, kernel: Kernel) -> Flat | None:
         """What this rank gives to others in a kernel; None where it only takes."""
         if kernel.kind is OpKind.ALLREDUCE:
-            return reduction(kernel)[0]
+            return Flat(kernel.src)
         if kernel.kind is OpKind.BARRIER:
             return None
         return movement(kernel, is_root=self.rank == self._root(kernel))[0]

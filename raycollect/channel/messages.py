@@ -290,10 +290,13 @@ class Store(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Message):
-    """A rank has ended plan `seq`; `story` is the tail of its recorder where `error` is set."""
+    """This rank has ended plan `seq`; `ranks` are all that are known to have run all of it.
+
+    `story` is the tail of its recorder where `error` is set.
+    """
 
     seq: int
-    rank: int
+    ranks: list[int]
     error: dict[str, Any] | None = None
     story: list[str]
 

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from raycollect.planner.ir import Buffer, Plan, Program, Request, Role, Step, Template
+from raycollect.planner.ir import Buffer, Plan, Program, Request, Role, Step, Template, Ticket
 from raycollect.planner.passes import plan
-from raycollect.planner.wire import decode_program, encode_program
+from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
 
 __all__ = [
     "Buffer",
@@ -17,7 +17,10 @@ __all__ = [
     "Role",
     "Step",
     "Template",
+    "Ticket",
+    "decode_order",
     "decode_program",
+    "encode_order",
     "encode_program",
     "plan",
 ]

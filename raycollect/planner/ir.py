@@ -103,12 +103,10 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One rank's half of a plan.
+    """One rank's half of a plan; the same whenever the same plan is dispatched again.
 
     Attributes:
         op: The operation's name, for messages and the door.
-        seq: The plan's place in its controller's order, from 1.
-        predecessor: The plan that this participant must have ended before; 0: none.
         group_id: The group whose communicator runs it.
         rank: This participant's rank.
         ranks: All ranks that take part, ascending.
@@ -121,8 +119,6 @@ class Program:
     """
 
     op: str
-    seq: int
-    predecessor: int
     group_id: str
     rank: int
     ranks: tuple[int, ...]
@@ -132,6 +128,19 @@ class Program:
     rounds: int
     keys: tuple[Key, ...]
     template: Template
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A plan's place in the order of one participant (P2).
+
+    Attributes:
+        seq: Its place in its controller's order, from 1.
+        predecessor: The plan that this participant must have ended before; 0: none.
+    """
+
+    seq: int
+    predecessor: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,14 +181,12 @@ class Plan:
         template = self.template(rank)
         return any(step.dst >= 0 and not template.buffers[step.dst].is_output for step in template.steps)
 
-    def program(self, rank: int, *, seq: int, predecessor: int) -> Program:
+    def program(self, rank: int) -> Program:
         """Writes the half of one rank."""
         request = self.request
         key = dict(request.operands)[rank]
         return Program(
             op=request.kind.value,
-            seq=seq,
-            predecessor=predecessor,
             group_id=request.group.group_id,
             rank=rank,
             ranks=self.ranks,

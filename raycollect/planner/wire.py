@@ -1,7 +1,12 @@
-"""Program <-> msgpack bytes, versioned. Positional, so that a small program is about a hundred bytes."""
+"""Program <-> msgpack bytes, versioned. Positional, so that a small program is about a hundred bytes.
+
+A dispatch is a ticket of 16 bytes and a program. A loop sends the same programs again and again, so these are encoded
+and decoded once, and remembered.
+"""
 
 from __future__ import annotations
 
+import struct
 from functools import lru_cache
 from typing import Any
 
@@ -9,16 +14,33 @@ import msgpack
 
 from raycollect.errors import ProtocolError
 from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
-from raycollect.planner.ir import Buffer, Program, Role, Step, Template
+from raycollect.planner.ir import Buffer, Program, Role, Step, Template, Ticket
 
 VERSION = 1
+_TICKET = struct.Struct("<QQ")
+
+
+def encode_order(ticket: Ticket, program: bytes) -> bytes:
+    """Puts a ticket before an encoded program; the inverse of `decode_order`."""
+    return _TICKET.pack(ticket.seq, ticket.predecessor) + program
+
+
+def decode_order(data: bytes) -> tuple[Ticket, Program]:
+    """Reads a ticket and its program.
+
+    Raises:
+        ProtocolError: The bytes are no such thing.
+    """
+    if len(data) < _TICKET.size:
+        raise ProtocolError(detail="a dispatch without a ticket")
+    return Ticket(*_TICKET.unpack_from(data)), decode_program(data[_TICKET.size :])
 
 
 def encode_program(program: Program) -> bytes:
     """Writes a program; the inverse of `decode_program`."""
     p = program
     reduce_op = None if p.reduce_op is None else p.reduce_op.value
-    head = (VERSION, p.op, p.seq, p.predecessor, p.group_id, p.rank, p.ranks, p.root, reduce_op, p.timeout_s, p.rounds)
+    head = (VERSION, p.op, p.group_id, p.rank, p.ranks, p.root, reduce_op, p.timeout_s, p.rounds)
     packed: bytes = msgpack.packb((*head, p.keys, _encode_template(p.template)))
     return packed
 
@@ -31,6 +53,7 @@ def _encode_template(template: Template) -> bytes:
     return packed
 
 
+@lru_cache(maxsize=256)
 def decode_program(data: bytes) -> Program:
     """Reads a program.
 
@@ -44,13 +67,11 @@ def decode_program(data: bytes) -> Program:
                 detail=f"a program of version {values[0]}, this process reads {VERSION}: driver and actors must run "
                 "the same raycollect"
             )
-        _, op, seq, predecessor, group_id, rank, ranks, root, reduce_op, timeout_s, rounds, keys, template = values
+        _, op, group_id, rank, ranks, root, reduce_op, timeout_s, rounds, keys, template = values
         if any(len(key) != KEY_NBYTES for key in keys):
             raise ProtocolError(detail="a key of the wrong length")
         return Program(
             op=op,
-            seq=seq,
-            predecessor=predecessor,
             group_id=group_id,
             rank=rank,
             ranks=tuple(ranks),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -39,11 +39,13 @@ class Container:
         structure: How the value is made.
         tensors: Its tensors, in order.
         value: The very object that the method returned.
+        memo: What programs found about these tensors; forgotten with them.
     """
 
     structure: Structure
     tensors: tuple[Any, ...]
     value: Any
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:

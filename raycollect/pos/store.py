@@ -59,6 +59,10 @@ _NEXT: dict[tuple[State, str], State] = {
 }
 
 
+_EVENTS = {"fail": State.FAILED, "pass": State.BY_VALUE}
+"""Event of a whole task -> the state that its detail describes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Absence:
     """Why a key holds no tensor.
@@ -145,10 +149,11 @@ class Store:
             How many of the keys were held.
         """
         with self._changed:
-            gone = [self._held.pop(key, None) for key in keys]
+            gone = []  # let go of outside the lock: a value's end may run anyone's code
             for key in keys:
                 if _NEXT[self._state(key), "free"] is State.FREED:
                     self._remember(key, Absence(State.FREED))
+                gone.append(self._held.pop(key, None))
             count = sum(container is not None for container in gone)
             self._freed += count
             self._changed.notify_all()
@@ -197,7 +202,9 @@ class Store:
 
     def _note(self, task: bytes, event: str, detail: str) -> None:
         with self._changed:
-            self._remember(task, Absence(_NEXT[self._state(task), event], detail))
+            known = self._state(task)
+            if _NEXT[known, event] is not known or _EVENTS[event] is known:
+                self._remember(task, Absence(_NEXT[known, event], detail))
             self._changed.notify_all()
 
     def _remember(self, name: bytes, absence: Absence) -> None:
@@ -261,7 +268,8 @@ class _Claim:
 
     def __enter__(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: not any(_any_overlap(self._ranges, others) for others in self._against))
+            while any(others and _any_overlap(self._ranges, others) for others in self._against):
+                self._changed.wait()
             self._mine.append(self._ranges)
 
     def __exit__(self, *exc: object) -> None:
@@ -271,7 +279,7 @@ class _Claim:
 
 
 def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> bool:
-    return any(a[0] < b[1] and b[0] < a[1] for other in others for b in other for a in ranges)
+    return any(max(a[0], b[0]) < min(a[1], b[1]) for other in others for b in other for a in ranges)
 
 
 def _weak(owner: Any) -> Callable[[], Any]:

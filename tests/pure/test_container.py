@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
-from typing import Any
+from collections import OrderedDict, UserDict
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends.arrays import is_tensor
 from raycollect.pos import Container, Structure
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 
 class T:
@@ -53,7 +55,9 @@ def test_is_kept(name: str) -> None:
     assert container.value is value, "the very object that the method returned"
 
 
-Pair = namedtuple("Pair", "x y")
+class Pair(NamedTuple):
+    x: Any
+    y: Any
 
 
 class MyList(list):  # type: ignore[type-arg]
@@ -92,6 +96,7 @@ def test_goes_by_value(value: Any) -> None:
     assert _of(value) is None
 
 
+@CALM
 @given(
     kind=st.sampled_from(["list", "tuple", "dict", "tensor"]),
     names=st.lists(st.text(max_size=4) | st.integers(-5, 5), min_size=1, max_size=5, unique=True),

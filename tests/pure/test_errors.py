@@ -11,7 +11,7 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect import errors
@@ -33,6 +33,8 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 CLASSES = [
     value
@@ -129,6 +131,7 @@ _PLAIN = st.recursive(
 _NAMES = st.sampled_from(sorted({f.name for cls in CLASSES for f in fields(cls)}))
 
 
+@CALM
 @given(
     _PLAIN
     | st.fixed_dictionaries(

@@ -46,7 +46,7 @@ def test_the_pure_rooms_import_without_ray() -> None:
 
 
 def test_the_planner_door_and_channel_import_without_an_array_library() -> None:
-    rooms = "channel door errors ledger model observe planner pos".split()
+    rooms = ("channel", "door", "errors", "ledger", "model", "observe", "planner", "pos")
     imports = "\n".join(f"import raycollect.{room}" for room in rooms)
     assert _python(f"{imports}\nprint('numpy' in sys.modules)", "ray", "numpy", "torch", "cupy") == "False"
 
@@ -58,7 +58,7 @@ from raycollect.model import GroupSpec, OpKind, task_key
 group = GroupSpec(name="g", group_id="1", backend="local", world_size=2)
 keys = tuple((rank, task_key(bytes([rank] * 24), 1)) for rank in range(2))
 request = planner.Request(kind=OpKind.ALLREDUCE, group=group, operands=keys, op=ReduceOp.SUM)
-program = planner.plan(request).program(1, seq=1, predecessor=0)
+program = planner.plan(request).program(1)
 assert planner.decode_program(planner.encode_program(program)) == program
 print(program.op, program.rank)
 """

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.ledger import Ledger
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 WAIT_S = 20.0
 
@@ -26,7 +28,9 @@ class WatchedCondition(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         self._begun.release()
-        return super().wait(timeout if timeout is not None else WAIT_S)
+        if not super().wait(timeout if timeout is not None else WAIT_S):
+            raise TimeoutError("nobody ended this wait")
+        return True
 
     def someone_waits(self) -> bool:
         """True once one more wait has begun; whoever began it holds the lock until it really waits."""
@@ -174,6 +178,24 @@ def test_a_successor_does_not_pass_a_running_plan_by_a_tombstone(threads: Thread
     assert ledger.running() == (3,)
 
 
+@pytest.mark.xfail(
+    reason="a tombstone does not know its predecessor, so plan 3 overtakes plan 1 where methods come out of order"
+)
+def test_a_successor_does_not_pass_a_plan_that_has_not_come_by_a_tombstone(threads: ThreadPoolExecutor) -> None:
+    """Plan 1 is on its way, 2 was cancelled before it came, 3 comes first: on other ranks 1 runs before 3."""
+    ledger, _ = _ledger()
+    ledger.abort(2, "cancelled")
+    third = threads.submit(ledger.start, 3, 2)
+    threads.submit(ledger.start, 2, 1).result(WAIT_S)
+    ledger.end(2)
+    assert ledger.abort(1, "late") is False
+    try:
+        assert ledger.reason(1) == "late", "plan 1 counts as ended, though it never came"
+    finally:
+        ledger.end(1)
+        third.result(WAIT_S)
+
+
 def test_aborting_a_plan_that_has_ended_does_nothing() -> None:
     ledger = Ledger()
     ledger.start(1, 0)
@@ -235,6 +257,7 @@ def test_memory_stays_bounded_when_every_other_plan_is_aborted() -> None:
 # ---------------------------------------------------------------------------------------------- any story
 
 
+@CALM
 @given(st.lists(st.tuples(st.sampled_from(["come", "end", "abort"]), st.integers(1, 8)), max_size=40))
 def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tuple[str, int]]) -> None:
     """One thread plays all: a plan comes only where `start` would not wait."""
@@ -244,8 +267,7 @@ def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tup
     running: set[int] = set()
     for event, seq in events:
         if event == "come" and seq not in ended - aborted and seq not in running:
-            free = seq - 1 in ended and not any(other < seq for other in running)
-            if seq in aborted or free:
+            if seq in aborted or set(range(1, seq)) <= ended:
                 reason = ledger.start(seq, seq - 1)
                 assert (reason is not None) == (seq in aborted)
                 if reason is None:
