@@ -36,6 +36,7 @@ from raycollect.errors import (
     ActorGoneError,
     ChannelError,
     CollectiveTimeoutError,
+    ConnectionLostError,
     ControllerConflictError,
     GroupBrokenError,
     GroupExistsError,
@@ -275,11 +276,14 @@ class Controller:
             return peer
         peer = Peer(self, info, actor)
         hello = {"controller": self.controller_id, "description": ray_internals.describe_process()}
-        peer.link = self._hub.connect(member.address, hello, peer, max(deadline - monotonic(), 0.1))
         try:
+            peer.link = self._hub.connect(member.address, hello, peer, max(deadline - monotonic(), 0.1))
             peer.welcome(max(deadline - monotonic(), 0.1))
+        except ConnectionLostError as exc:
+            raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
         except ControllerConflictError:
-            peer.link.close()
+            if peer.link is not None:
+                peer.link.close()
             raise
         self._peers[member.actor_id] = peer
         return peer
@@ -443,7 +447,7 @@ def explain(flight: Flight) -> RaycollectError | None:
     violations, cause = [], None
     for violation in error.violations:
         ref = flight.refs.get(violation.rank)
-        if violation.kind in ("lost", "producer_failed", "not_tensor") and ref is not None:
+        if violation.kind in ("lost", "producer_failed") and ref is not None:
             violation, why = _look_into(violation, ref)
             cause = cause or why
         violations.append(violation)

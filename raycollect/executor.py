@@ -35,7 +35,7 @@ _REMEMBERED = 8
 _ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: ("lost", "not there: its method never ran here", "a value that its method returned"),
     State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
-    State.BY_VALUE: ("not_tensor", "{}", "a tensor, or a list, tuple or dict of tensors"),
+    State.BY_VALUE: ("not_tensor", "{}, returned by value", "a tensor, or a list, tuple or dict of tensors"),
     State.FREED: ("freed", "freed", "a tensor that is still held"),
 }
 """State of the store -> (kind of violation, what was found, what was expected)."""

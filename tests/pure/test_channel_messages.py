@@ -26,6 +26,7 @@ _BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     dict[str, Any]: _PLAIN,
     dict[str, Any] | None: st.none() | _PLAIN,
     list[str]: st.lists(_TEXT, max_size=4),
+    list[int]: st.lists(_INTS, max_size=4),
     list[bytes]: st.lists(st.binary(max_size=20), max_size=4),
     list[dict[str, Any]]: st.lists(_PLAIN, max_size=3),
 }
@@ -127,8 +128,8 @@ def test_an_int_is_welcome_where_a_float_is_meant() -> None:
 
 
 def test_a_lone_surrogate_does_not_keep_an_error_from_being_told() -> None:
-    told = decode(encode(Done(seq=1, rank=0, error={"detail": "\udcff"}, story=["\ud800"])))
-    assert told == Done(seq=1, rank=0, error={"detail": "\\udcff"}, story=["\\ud800"])
+    told = decode(encode(Done(seq=1, ranks=[0], error={"detail": "\udcff"}, story=["\ud800"])))
+    assert told == Done(seq=1, ranks=[0], error={"detail": "\\udcff"}, story=["\\ud800"])
 
 
 @pytest.mark.parametrize("value", [object(), 2**64, {1, 2}])

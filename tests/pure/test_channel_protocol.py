@@ -166,7 +166,7 @@ def test_arguments_that_make_no_sense() -> None:
 def test_any_chunking_gives_the_same_events(data: st.DataObject) -> None:
     wire = Wire()
     sent: list[Message] = [
-        Done(seq=n, rank=n, error=None, story=["x" * n]) for n in range(data.draw(st.integers(0, 8)))
+        Done(seq=n, ranks=[n], error=None, story=["x" * n]) for n in range(data.draw(st.integers(0, 8)))
     ]
     sender = Wire().open().client  # equal nonces and key, so an equal stream
     stream = wire.proof + b"".join(sender.send(message) for message in sent)

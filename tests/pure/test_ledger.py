@@ -150,6 +150,22 @@ def test_aborting_a_running_plan_says_that_it_must_be_woken() -> None:
     assert ledger.abort(1, "cancelled") is True
     assert ledger.reason(1) == "cancelled"
     assert ledger.running() == (1,), "until it has ended, however"
+    assert ledger.abort(1, "again") is True, "it has not ended yet"
+
+
+def test_a_plan_has_run_once_it_came_and_ended() -> None:
+    ledger = Ledger()
+    assert not ledger.has_run(1)
+    ledger.start(1, 0)
+    assert not ledger.has_run(1)
+    ledger.end(1)
+    assert ledger.has_run(1)
+    ledger.abort(2, "cancelled")
+    assert not ledger.has_run(2), "a tombstone has not come"
+    ledger.start(3, 2)
+    ledger.end(3)
+    assert ledger.has_run(3)
+    assert not ledger.has_run(2)
 
 
 def test_the_successor_of_an_aborted_running_plan_waits_for_its_end(threads: ThreadPoolExecutor) -> None:

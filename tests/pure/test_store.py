@@ -117,6 +117,13 @@ def test_a_retry_that_succeeds_replaces_the_failure() -> None:
     assert store.look(_key(1)) is container
 
 
+def test_a_retry_that_succeeds_is_still_to_bring_its_other_returns() -> None:
+    store = Store()
+    store.fail(_task(1), "first attempt")
+    store.put(_key(1, 1), _container())
+    assert store.look(_key(1, 2)) == Absence(State.ABSENT)
+
+
 def test_a_failure_after_the_value_changes_nothing() -> None:
     store, container = Store(), _container()
     store.put(_key(1), container)

@@ -1,15 +1,15 @@
-"""One Ray for the session. Every test leaves no group, no lease and no flight behind."""
+"""One Ray for the session, started when the first test asks for it; pure tests never do."""
 
 from __future__ import annotations
 
 import pytest
-import ray
-
-from raycollect.controller import Controller
 
 
 @pytest.fixture(scope="session")
 def cluster():
+    """A Ray of our own, with room for many small actors."""
+    import ray
+
     ray.init(
         address="local",
         num_cpus=16,
@@ -22,9 +22,11 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def tidy(cluster):
-    """Gives back what a test has declared, and checks that nothing is in flight."""
+    """Gives back what a test has declared, and checks that nothing of it is in flight."""
+    from raycollect.controller import Controller
+
     yield
     controller = Controller.current()
     flights = [flight for flight in controller.flights() if not flight.resolved]
@@ -34,8 +36,10 @@ def tidy(cluster):
 
 
 @pytest.fixture
-def actors():
+def actors(tidy):
     """Starts actors, and ends them with the test."""
+    import ray
+
     started = []
 
     def start(cls, count, *args, **options):

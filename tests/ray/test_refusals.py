@@ -1,0 +1,391 @@
+"""What P3 promises: bad input is refused by name, nothing is touched, and the next call works."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.test_store import KindsActor
+from tests.ray.workers import Plain, Worker
+
+
+@contextlib.contextmanager
+def refused(error, *texts, actors=()):
+    """The call raises `error` with all of `texts` in its message, and no buffer of `actors` changes."""
+    before = ray.get([actor.read.remote() for actor in actors])
+    with pytest.raises(error) as caught:
+        yield caught
+    for text in texts:
+        assert text in str(caught.value)
+    for actor, buffer in zip(actors, before, strict=True):
+        np.testing.assert_array_equal(ray.get(actor.read.remote()), buffer)
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def trio(request, actors):
+    """Three actors in a group that must work when the test is over."""
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers, backend=request.param)
+    yield workers
+    ray.get([worker.set_buffer.remote(np.ones(4)) for worker in workers])
+    refs = [worker.get_buffer.remote() for worker in workers]
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(4, 3))
+
+
+def buffers(workers):
+    return [worker.get_buffer.remote() for worker in workers]
+
+
+# ---------------------------------------------------------------------------------------------- refs
+
+
+def test_a_ref_made_by_ray_put(trio):
+    ref = ray.put(np.ones(10, np.float32))
+    with refused(errors.ForeignRefError, "ray.put", "rank 1", ref.hex(), actors=trio):
+        col.allreduce_refs([trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()])
+
+
+def test_a_ref_made_by_a_task(trio):
+    @ray.remote
+    def task():
+        return np.ones(10, np.float32)
+
+    with refused(errors.ForeignRefError, "returned by a task", actors=trio):
+        col.allreduce_refs([task.remote(), trio[1].get_buffer.remote(), trio[2].get_buffer.remote()])
+
+
+def test_a_handle_that_was_put_names_its_participant(trio):
+    refs = buffers(trio)
+    refs[1] = ray.put(ray.get(refs[1]))
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(ray.get(trio[1].read.remote()), np.full(10, 3))
+
+
+def test_no_ref_at_all(trio):
+    with refused(errors.ForeignRefError, "a ndarray", actors=trio):
+        col.allreduce_refs([np.ones(3), *buffers(trio[1:])])
+
+
+def test_a_generator_in_place_of_its_items(trio, actors):
+    (streamer,) = actors(KindsActor, 1)
+    with refused(errors.ForeignRefError, "ObjectRefGenerator", actors=trio):
+        col.allreduce_refs([streamer.stream.remote(), *buffers(trio[1:])])
+
+
+def test_an_actor_that_is_no_participant(trio, actors):
+    (plain,) = actors(Plain, 1)
+    with refused(errors.NotAParticipantError, "Plain(", "CollectiveParticipant", actors=trio):
+        col.allreduce_refs([plain.get_buffer.remote(), *buffers(trio[1:])])
+    with refused(errors.InvalidGroupError, "Plain(", "CollectiveParticipant"):
+        col.declare_collective_group([plain, trio[0]], group_name="other")
+
+
+def test_an_actor_that_is_no_participant_in_a_derived_group(actors):
+    (plain,), (worker,) = actors(Plain, 1), actors(Worker, 1)
+    with refused(errors.NotAParticipantError, "Plain("):
+        col.allreduce_refs([plain.get_buffer.remote(), worker.get_buffer.remote()])
+
+
+def test_an_actor_outside_the_group(trio, actors):
+    (stranger,) = actors(Worker, 1)
+    with refused(errors.NotAMemberError, "Buffers(", "expected one of", actors=trio):
+        col.allreduce_refs([stranger.get_buffer.remote(), *buffers(trio[1:])])
+    with refused(errors.NotAMemberError, actors=trio):
+        col.send_ref(trio[0].get_buffer.remote(), stranger)
+
+
+def test_two_refs_of_one_actor(trio):
+    with refused(errors.DuplicateActorError, "rank 0", actors=trio):
+        col.allreduce_refs([*buffers(trio), trio[0].get_buffer.remote()])
+    with refused(errors.DuplicateActorError, actors=trio):
+        col.send_ref(trio[0].get_buffer.remote(), trio[0].get_buffer.remote())
+
+
+def test_two_refs_of_one_actor_in_a_derived_group(actors):
+    (worker,) = actors(Worker, 1)
+    with refused(errors.DuplicateActorError, "rank 1"):
+        col.allreduce_refs([worker.get_buffer.remote(), worker.get_buffer.remote()])
+
+
+def test_a_missing_member(trio):
+    with refused(errors.MissingMemberError, "rank 1", actors=trio):
+        col.allreduce_refs(buffers([trio[0], trio[2]]))
+
+
+@pytest.mark.parametrize("refs", [[], (), None, 3])
+def test_an_empty_list(cluster, refs):
+    with refused(errors.MissingMemberError, "list of refs"):
+        col.allreduce_refs(refs)
+
+
+def test_all_violations_in_one_error(trio, actors):
+    (stranger,) = actors(Worker, 1)
+    with refused(errors.RefusedError, "Buffers(", "second ref", actors=trio) as caught:
+        col.allreduce_refs([stranger.get_buffer.remote(), *buffers(trio), trio[2].get_buffer.remote()])
+    assert {violation.kind for violation in caught.value.violations} == {"not_member", "duplicate"}
+
+
+# ---------------------------------------------------------------------------------------------- values
+
+
+def test_different_shapes_and_dtypes_are_all_named(trio):
+    ray.get(trio[1].set_buffer.remote(np.ones(8, np.float32)))
+    ray.get(trio[2].set_buffer.remote(np.ones(10, np.int32)))
+    refs = buffers(trio)
+    with refused(errors.MismatchError, "rank 1", "rank 2", "[8]", "int32", "float32", actors=trio) as caught:
+        col.allreduce_refs(refs)
+    found = {(violation.rank, violation.field): violation for violation in caught.value.violations}
+    assert set(found) == {(1, "shape"), (2, "dtype")}
+    assert found[1, "shape"].ref == refs[1].hex()
+    assert found[1, "shape"].actor.startswith("Buffers(")
+
+
+def test_broadcast_and_send_of_different_shapes(trio):
+    ray.get(trio[1].set_buffer.remote(np.ones(8, np.float32)))
+    with refused(errors.MismatchError, "rank 1", actors=trio):
+        col.broadcast_refs(buffers(trio))
+    with refused(errors.MismatchError, "[8]", actors=trio):
+        col.send_ref(trio[0].get_buffer.remote(), trio[1].get_buffer.remote())
+
+
+def test_a_value_that_is_no_tensor(trio):
+    ref = trio[1].make.remote(lambda self: 42)
+    with refused(errors.NotATensorError, "rank 1", "a int", ref.hex(), actors=trio):
+        col.allreduce_refs([trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()])
+    with refused(errors.NotATensorError, actors=trio):
+        col.send_ref(trio[0].get_buffer.remote(), ref)
+
+
+def test_a_by_value_method(trio):
+    with refused(errors.NotATensorError, "rank 2", "numpy.ndarray, returned by value", actors=trio):
+        col.allreduce_refs([*buffers(trio[:2]), trio[2].read.remote()])
+
+
+def test_a_producer_that_raised(trio):
+    def boom(self):
+        raise ValueError("boom")
+
+    ref = trio[2].make.remote(boom)
+    with refused(errors.ProducerFailedError, "rank 2", "ValueError: boom", ref.hex(), actors=trio) as caught:
+        col.allreduce_refs([*buffers(trio[:2]), ref])
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_producer_that_never_ran(trio):
+    """Its argument failed, so Ray never called the method: only Ray knows why."""
+
+    @ray.remote
+    def fail():
+        raise KeyError("no such thing")
+
+    ref = trio[0].make.remote(lambda self, argument: argument, fail.remote())
+    with refused(errors.ProducerFailedError, "rank 0", "no such thing", actors=trio):
+        col.allreduce_refs([ref, *buffers(trio[1:])])
+
+
+def test_a_producer_that_never_ran_on_a_threaded_actor(actors):
+    """The rank waits for its operand at first; the driver finds out that it will not come."""
+    workers = actors(Worker, 2, max_concurrency=2)
+    col.declare_collective_group(workers)
+
+    @ray.remote
+    def fail():
+        raise KeyError("no such thing")
+
+    ref = workers[0].make.remote(lambda self, argument: argument, fail.remote())
+    with refused(errors.ProducerFailedError, "rank 0", "no such thing", actors=workers):
+        col.allreduce_refs([ref, workers[1].get_buffer.remote()])
+    with refused(errors.NotATensorError, "rank 1", actors=workers):
+        col.allreduce_refs([workers[0].get_buffer.remote(), workers[1].make.remote(lambda self: "text")])
+    col.allreduce_refs(buffers(workers))
+
+
+def test_a_read_only_operand(trio):
+    def freeze(self):
+        self.buffer = np.ones(10, np.float32)
+        self.buffer.flags.writeable = False
+        return self.buffer
+
+    ref = trio[1].make.remote(freeze)
+    with refused(errors.ReadOnlyError, "rank 1", "read-only", "inplace=False", actors=trio):
+        col.allreduce_refs([trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()])
+    refs = [trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()]
+    np.testing.assert_array_equal(col.get(col.allreduce_refs(refs, inplace=False)[1]), np.full(10, 3))
+
+
+def test_rays_own_arguments_are_read_only(trio):
+    shared = ray.put(np.ones(10, np.float32))
+    refs = [worker.make.remote(lambda self, array: array, shared) for worker in trio]
+    with refused(errors.ReadOnlyError, "rank 0", "rank 1", "rank 2"):
+        col.allreduce_refs(refs)
+    np.testing.assert_array_equal(ray.get(shared), np.ones(10))
+
+
+def test_the_same_tensor_twice(trio):
+    def twice(self):
+        self.buffer = np.zeros(4, np.float32)
+        return [self.buffer[:3], self.buffer[1:]]
+
+    with refused(errors.AliasError, "overlapping"):
+        col.allreduce_refs([worker.make.remote(twice) for worker in trio])
+
+
+def test_ops_without_a_meaning(trio):
+    ray.get([worker.set_buffer.remote(np.ones(4, np.int32)) for worker in trio])
+    with refused(errors.UnsupportedError, "AVG", "int32", actors=trio):
+        col.allreduce_refs(buffers(trio), op=col.ReduceOp.AVG)
+    ray.get([worker.set_buffer.remote(np.ones(4, np.complex64)) for worker in trio])
+    with refused(errors.UnsupportedError, "MAX", "complex64", actors=trio):
+        col.allreduce_refs(buffers(trio), op="max")
+    with refused(errors.UnsupportedError, "XOR", "SUM"):
+        col.allreduce_refs(buffers(trio), op="XOR")
+
+
+def test_use_after_free(trio):
+    refs = buffers(trio)
+    col.free(refs[1])
+    with refused(errors.TensorFreedError, "rank 1", refs[1].hex(), actors=trio):
+        col.allreduce_refs(refs)
+
+
+def test_bad_ranks_and_timeouts(trio):
+    with refused(errors.RefusedError, "src_rank", "7", actors=trio):
+        col.broadcast_refs(buffers(trio), src_rank=7)
+    with refused(errors.RefusedError, "timeout_s", actors=trio):
+        col.allreduce_refs(buffers(trio), timeout_s=0)
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+def test_group_errors(actors):
+    a, b = actors(Worker, 2)
+    with refused(errors.UnknownGroupError, "'nope'"):
+        col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()], "nope")
+    with refused(errors.UnknownGroupError, "'nope'"):
+        col.destroy_collective_group("nope")
+    with refused(errors.UnknownGroupError):
+        col.barrier()
+    col.declare_collective_group([a, b])
+    with refused(errors.GroupExistsError, "'default'"):
+        col.declare_collective_group([a, b])
+    for wrong, text in (
+        ({"ranks": [0, 2]}, "permutation"),
+        ({"ranks": [0, 0]}, "permutation"),
+        ({"ranks": [0]}, "permutation"),
+        ({"world_size": 3}, "world_size is 3"),
+        ({"options": {"colour": 1}}, "colour"),
+        ({"timeout_s": -1}, "timeout_s"),
+        ({"ordering": "chaos"}, "ordering"),
+        ({"group_name": ""}, "group_name"),
+    ):
+        with refused(errors.InvalidGroupError, text):
+            col.declare_collective_group([a, b], **{"group_name": "g", **wrong})
+    for wrong, text in (([], "empty"), ([a, a], "more than once"), ([Worker], "actor handle"), (a, "not a list")):
+        with refused(errors.InvalidGroupError, text):
+            col.declare_collective_group(wrong, group_name="g")
+    with refused(errors.UnknownBackendError, "'mpi'", "shm"):
+        col.declare_collective_group([a, b], backend="mpi", group_name="g")
+    with refused(errors.BackendUnavailableError, "local"):
+        col.declare_collective_group([a, b], backend="local", group_name="g")
+    col.declare_collective_group([a, b], group_name="g")
+
+
+def test_an_actor_whose_last_handle_was_dropped(cluster, actors):
+    (kept,) = actors(Worker, 1)
+    ref = Worker.options(num_cpus=0).remote().get_buffer.remote()
+    with pytest.raises(errors.ActorGoneError, match="keep a handle"):
+        col.allreduce_refs([ref, kept.get_buffer.remote()])
+
+
+def test_a_second_controller(actors):
+    a, b = actors(Worker, 2)
+    col.declare_collective_group([a, b])
+    (other,) = actors(Plain, 1)
+
+    def drive(self, workers):
+        import os
+
+        try:
+            col.declare_collective_group(workers)
+        except errors.ControllerConflictError as exc:
+            return str(exc), exc.holder, os.getpid()
+
+    message, holder, pid = ray.get(other.call.remote(drive, [a, b]))
+    assert "Buffers(" in message
+    assert "driver process" in holder
+    assert str(pid) not in holder
+    col.allreduce_refs(buffers([a, b]))
+    col.destroy_collective_group()
+
+    def drive_alone(self, workers):
+        col.declare_collective_group(workers)
+        col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
+        col.destroy_collective_group()
+
+    ray.get(other.call.remote(drive_alone, [a, b]))
+    np.testing.assert_array_equal(ray.get(a.read.remote()), np.full(10, 4))
+    col.declare_collective_group([a, b])
+
+
+def test_an_actor_that_drives_itself(actors):
+    a, b = actors(Worker, 2)
+
+    def drive(self, workers):
+        try:
+            col.declare_collective_group(workers)
+        except errors.SelfDrivenError as exc:
+            return str(exc)
+
+    assert "imperative" in ray.get(a.call.remote(drive, [a, b]), timeout=30)
+
+
+def test_too_many_pending_calls_in_mid_submit(actors):
+    a = actors(Worker, 1)[0]
+    b = actors(Worker, 1, max_pending_calls=1)[0]
+    group = col.declare_collective_group([a, b])
+    refs = buffers([a, b])
+    ray.wait(refs, num_returns=2)
+    gate = actors(Gate, 1, max_concurrency=2)[0]
+    blocked = b.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    with pytest.raises(errors.DispatchError, match=r"rank 1.*PendingCallsLimitExceeded"):
+        col.allreduce_refs(refs)
+    np.testing.assert_array_equal(ray.get(a.read.remote()), np.ones(10))  # rank 0 is out of it already
+    ray.get(gate.open.remote())
+    ray.get(blocked)
+    assert group.status().state == "alive"
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 2))
+
+
+@ray.remote
+class Gate:
+    """Lets a test decide when a method goes on."""
+
+    def __init__(self):
+        import threading
+
+        self.event = threading.Event()
+
+    def wait(self):
+        assert self.event.wait(60)
+
+    def open(self):
+        self.event.set()
+
+
+def test_ray_client_is_refused(cluster, monkeypatch):
+    from ray.util.client import ray as client
+
+    from raycollect import ray_internals
+
+    monkeypatch.setattr(ray_internals.global_worker.__class__, "connected", property(lambda self: False))
+    monkeypatch.setattr(client, "is_connected", lambda: True)
+    with pytest.raises(errors.RayClientError, match="ray://"):
+        col.allreduce_refs([])
