@@ -329,7 +329,9 @@ class Execution:
             except BaseException:
                 store.mark_dirty(ranges, [arrays.owner(tensor) for tensor in written])
                 raise
-            store.mark_written(ranges)
+            # A view with gaps is written whole, but its range is not.
+            dense = (span for tensor, span in zip(written, ranges, strict=True) if span[1] - span[0] == tensor.nbytes)
+            store.mark_written(list(dense))
 
     def _lower(self) -> list[Kernel]:
         """The steps with their arrays filled in: one kernel per step and tensor."""

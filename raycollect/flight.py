@@ -48,7 +48,6 @@ class Flight:
         self.error: RaycollectError | None = None
         self._pending = set(plan.ranks)
         self._doors: dict[int, Door] = {}
-        self._came: set[int] = set()
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that a rank told
         self._told = False  # whether the ranks were told to abort
         self._resolved = False
@@ -117,14 +116,12 @@ class Flight:
             if rank not in self._pending:
                 return []
             self._pending.discard(rank)
-        where = "in the collective" if rank in self._came else "before it came to the door"
-        error = ParticipantDiedError(rank=rank, detail=f"its process ended {where} ({reason})")
+        error = ParticipantDiedError(rank=rank, detail=f"its process ended while the plan was under way ({reason})")
         return self._failed(rank, error, ())
 
     def arrive(self, rank: int, turn: int, blob: bytes) -> Orders:
         """A rank is at the door of the star; the last one opens it."""
         with self._lock:
-            self._came.add(rank)
             door = self._doors.setdefault(turn, Door(self.plan.ranks))
             if door.arrive(rank, blob) is not DoorState.COMPLETE:
                 return []

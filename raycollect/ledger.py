@@ -8,8 +8,8 @@ import threading
 class Ledger:
     """The plans of one controller on one participant. Any thread may call it.
 
-    Plans carry increasing numbers, and each names the one before it on this participant. A plan that was aborted
-    before it came is a tombstone: it counts as ended, and does nothing when it comes.
+    Plans carry increasing numbers, and each names the one before it on this participant. One that was aborted before it
+    came is a tombstone: it takes its turn like any other, and does nothing.
     """
 
     def __init__(self) -> None:
@@ -18,21 +18,26 @@ class Ledger:
         self._ended: set[int] = set()
         self._running: set[int] = set()
         self._aborted: dict[int, str] = {}
+        self._closed = ""
 
     def start(self, seq: int, predecessor: int) -> str | None:
-        """Waits for the predecessor's end, then notes that the plan runs.
+        """Waits for the predecessor's end, then notes that the plan runs; `end` must follow.
 
         Returns:
             None; or, for an aborted plan, the reason why it must not run.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._may_start(seq, predecessor) or seq in self._aborted)
-            if seq in self._aborted:
-                return self._aborted[seq]
+            while not self._has_ended(predecessor) and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                return self._closed
             self._settled = max(self._settled, predecessor)
-            self._ended = {other for other in self._ended if other > self._settled}
-            self._running.add(seq)
-            return None
+            if self._ended:
+                self._ended = {other for other in self._ended if other > self._settled}
+            reason = self._aborted.get(seq)
+            if reason is None:
+                self._running.add(seq)
+            return reason
 
     def end(self, seq: int) -> None:
         """Notes that a plan has ended, however."""
@@ -44,24 +49,28 @@ class Ledger:
             self._changed.notify_all()
 
     def abort(self, seq: int, reason: str) -> bool:
-        """Notes that a plan is aborted.
+        """Notes that a plan is aborted; one that has ended stays as it is.
 
         Returns:
-            True where it runs now and has to be woken; False where it has ended or has not come.
+            True where it has ended already.
         """
         with self._changed:
             if self._has_ended(seq):
-                return False
+                return True
             self._aborted[seq] = reason
-            if seq not in self._running:
-                self._ended.add(seq)
-            self._changed.notify_all()
-            return seq in self._running
+            return False
 
-    def has_run(self, seq: int) -> bool:
-        """True for a plan that came here and has ended."""
+    def close(self, reason: str) -> tuple[int, ...]:
+        """Aborts all plans, those that will come included.
+
+        Returns:
+            The plans that run now and have to be woken.
+        """
         with self._changed:
-            return self._has_ended(seq) and seq not in self._aborted
+            self._closed = reason
+            self._aborted.update(dict.fromkeys(self._running, reason))
+            self._changed.notify_all()
+            return tuple(sorted(self._running))
 
     def reason(self, seq: int) -> str | None:
         """Why a plan was aborted; None where it was not."""
@@ -71,10 +80,6 @@ class Ledger:
         """The plans that run now."""
         with self._changed:
             return tuple(sorted(self._running))
-
-    def _may_start(self, seq: int, predecessor: int) -> bool:
-        """True once the predecessor has ended; where that is a tombstone, an earlier plan may still run."""
-        return self._has_ended(predecessor) and not any(other < seq for other in self._running)
 
     def _has_ended(self, seq: int) -> bool:
         return seq <= self._settled or seq in self._ended

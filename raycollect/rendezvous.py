@@ -50,6 +50,11 @@ class ChannelRendezvous:
             self._values.setdefault(name, value)
             self._changed.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        """True once the group was given up."""
+        return bool(self._closed)
+
     def close(self, reason: str) -> None:
         """Ends every wait."""
         with self._changed:

@@ -79,6 +79,7 @@ class _Membership:
     rank: int
     rendezvous: ChannelRendezvous
     exchange: StarExchange
+    ledger: Ledger
     communicator: Communicator | None = None
 
 
@@ -168,36 +169,39 @@ class Runtime:
             RaycollectError: The plan failed and had outputs here: whoever uses their refs gets the error.
         """
         ticket, program = decode_order(payload)
+        membership = self._groups.get(program.group_id)
+        if membership is None:
+            raise GroupBrokenError(group_name=program.group_id, detail="its controller is gone")
+        ledger = membership.ledger
+        reason = ledger.start(ticket.seq, ticket.predecessor)
         try:
-            outcome = self._run(ticket, program)
+            outcome = self._run(ticket, program, membership, reason)
         except Exception as exc:
             log.exception("plan %d failed in an unforeseen way", ticket.seq)
             outcome = Outcome(error=InternalError(detail=f"{type(exc).__name__}: {exc}"))
         handles = []
         if outcome.error is None and task is not None:
             handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
-        self._ledger.end(ticket.seq)
+        ledger.end(ticket.seq)
         self._tell_done(ticket.seq, program, outcome)
         if outcome.error is not None and any(buffer.is_output for buffer in program.template.buffers):
             raise outcome.error
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def _run(self, ticket: Ticket, program: Program) -> Outcome:
-        membership = self._groups.get(program.group_id)
-        if membership is None or membership.communicator is None:
-            error = GroupBrokenError(group_name=program.group_id, detail="this participant left the group")
-            return Outcome(error=error)
-        ledger = self._ledger
-        reason = ledger.start(ticket.seq, ticket.predecessor)
+    def _run(self, ticket: Ticket, program: Program, membership: _Membership, reason: str | None) -> Outcome:
         if reason is not None:
             return Outcome(error=PlanAbortedError(op=program.op, rank=program.rank, detail=reason))
+        communicator, ledger = membership.communicator, membership.ledger
+        if communicator is None:
+            error = GroupBrokenError(group_name=membership.spec.name, detail="this participant never joined")
+            return Outcome(error=error)
 
         def tell_waiting(key: Key) -> None:
             self._tell(Waiting(seq=ticket.seq, rank=program.rank, key=key))
 
         execution = Execution(
             program,
-            membership.communicator,
+            communicator,
             self.instruments,
             seq=ticket.seq,
             aborted=lambda: ledger.reason(ticket.seq),
@@ -258,6 +262,7 @@ class Runtime:
             rank=message.rank,
             rendezvous=ChannelRendezvous(spec.group_id, self._tell),
             exchange=StarExchange(spec.group_id, message.rank, self._tell),
+            ledger=self._ledger,
         )
         self._groups[spec.group_id] = membership
         threading.Thread(
@@ -278,15 +283,16 @@ class Runtime:
             self._tell(Joined(request=request, error=to_wire(InternalError(detail=f"{type(exc).__name__}: {exc}"))))
             return
         membership.communicator = made
-        if self._groups.get(spec.group_id) is not membership:
+        if membership.rendezvous.closed:
             made.close()
         self._tell(Joined(request=request, error=None))
 
     def _leave(self, message: Leave) -> None:
-        self._drop(message.group_id, "the group was destroyed")
+        self._close(message.group_id, "the group was destroyed")
 
-    def _drop(self, group_id: str, reason: str) -> None:
-        membership = self._groups.pop(group_id, None)
+    def _close(self, group_id: str, reason: str) -> None:
+        """Gives up what a group holds. Its name stays known while the lease lasts: plans of it may still come."""
+        membership = self._groups.get(group_id)
         if membership is None:
             return
         membership.rendezvous.close(reason)
@@ -296,10 +302,10 @@ class Runtime:
     def _abort(self, message: Abort) -> None:
         self.recorder.add("abort", message.seq, message.reason)
         if self._ledger.abort(message.seq, message.reason):
-            self._wake(message.seq)
-        elif self._ledger.has_run(message.seq):
             # It may have ended without a word, leaving that to a rank that can't speak any more.
             self._tell(Done(seq=message.seq, ranks=[], error=None, story=[]))
+        else:
+            self._wake(message.seq)
 
     def _wake(self, seq: int) -> None:
         for membership in list(self._groups.values()):
@@ -322,13 +328,12 @@ class Runtime:
         self._end_lease("the controller said goodbye")
 
     def _end_lease(self, reason: str) -> None:
-        ledger = self._ledger
-        for seq in ledger.running():
-            ledger.abort(seq, reason)
+        for seq in self._ledger.close(reason):
             self._wake(seq)
         for group_id in list(self._groups):
-            self._drop(group_id, reason)
+            self._close(group_id, reason)
         with self._lock:
+            self._groups.clear()
             self._lease = None
             self._ledger = Ledger()
 

@@ -110,68 +110,38 @@ def test_plans_that_come_in_any_order_run_in_theirs(seed: int, threads: ThreadPo
 
 def test_a_plan_aborted_before_it_comes_does_not_run() -> None:
     ledger = Ledger()
-    assert ledger.abort(1, "rank 2 died") is False, "nobody has to be woken"
+    assert ledger.abort(1, "rank 2 died") is False, "it has not ended"
     assert ledger.reason(1) == "rank 2 died"
     assert ledger.start(1, 0) == "rank 2 died"
     assert ledger.running() == ()
-
-
-def test_an_aborted_plan_counts_as_ended_before_it_comes() -> None:
-    ledger = Ledger()
-    ledger.abort(1, "cancelled")
-    assert ledger.start(2, 1) is None
-    ledger.end(2)
-    assert ledger.start(1, 0) == "cancelled", "a tombstone: it comes late, and does nothing"
     ledger.end(1)
-    assert ledger.start(3, 2) is None
+    assert ledger.reason(1) is None
 
 
-def test_aborting_a_plan_that_waits_wakes_it(threads: ThreadPoolExecutor) -> None:
+def test_a_tombstone_takes_its_turn(threads: ThreadPoolExecutor) -> None:
+    """Plan 1 is on its way, 2 was cancelled, 3 comes first: on other ranks 1 runs before 3."""
     ledger, watched = _ledger()
-    ledger.start(1, 0)
-    second = threads.submit(ledger.start, 2, 1)
+    ledger.abort(2, "cancelled")
+    third = threads.submit(ledger.start, 3, 2)
     assert watched.someone_waits()
-    assert ledger.abort(2, "cancelled") is False, "it was in no communicator"
+    second = threads.submit(ledger.start, 2, 1)
+    ledger.start(1, 0)
+    assert not second.done()
+    assert not third.done()
+    ledger.end(1)
     assert second.result(WAIT_S) == "cancelled"
-    assert ledger.running() == (1,)
+    assert not third.done()
+    ledger.end(2)
+    assert third.result(WAIT_S) is None
+    assert ledger.running() == (3,)
 
 
-def test_aborting_a_plan_wakes_the_one_that_waits_for_it(threads: ThreadPoolExecutor) -> None:
+def test_aborting_a_running_plan_lets_it_end_by_itself(threads: ThreadPoolExecutor) -> None:
     ledger, watched = _ledger()
-    second = threads.submit(ledger.start, 2, 1)
-    assert watched.someone_waits()
-    ledger.abort(1, "never sent")
-    assert second.result(WAIT_S) is None
-
-
-def test_aborting_a_running_plan_says_that_it_must_be_woken() -> None:
-    ledger = Ledger()
     ledger.start(1, 0)
-    assert ledger.abort(1, "cancelled") is True
+    assert ledger.abort(1, "cancelled") is False
     assert ledger.reason(1) == "cancelled"
     assert ledger.running() == (1,), "until it has ended, however"
-    assert ledger.abort(1, "again") is True, "it has not ended yet"
-
-
-def test_a_plan_has_run_once_it_came_and_ended() -> None:
-    ledger = Ledger()
-    assert not ledger.has_run(1)
-    ledger.start(1, 0)
-    assert not ledger.has_run(1)
-    ledger.end(1)
-    assert ledger.has_run(1)
-    ledger.abort(2, "cancelled")
-    assert not ledger.has_run(2), "a tombstone has not come"
-    ledger.start(3, 2)
-    ledger.end(3)
-    assert ledger.has_run(3)
-    assert not ledger.has_run(2)
-
-
-def test_the_successor_of_an_aborted_running_plan_waits_for_its_end(threads: ThreadPoolExecutor) -> None:
-    ledger, watched = _ledger()
-    ledger.start(1, 0)
-    ledger.abort(1, "cancelled")
     second = threads.submit(ledger.start, 2, 1)
     assert watched.someone_waits()
     assert not second.done()
@@ -180,55 +150,33 @@ def test_the_successor_of_an_aborted_running_plan_waits_for_its_end(threads: Thr
     assert ledger.reason(1) is None
 
 
-def test_a_successor_does_not_pass_a_running_plan_by_a_tombstone(threads: ThreadPoolExecutor) -> None:
-    """Plan 1 runs, 2 was cancelled before it came, 3 names 2: it still has to wait for 1 (P2)."""
-    ledger, watched = _ledger()
-    ledger.start(1, 0)
-    ledger.abort(2, "cancelled")
-    third = threads.submit(ledger.start, 3, 2)
-    assert watched.someone_waits()
-    assert ledger.running() == (1,)
-    assert ledger.abort(1, "late") is True, "plan 1 is still known to run"
-    ledger.end(1)
-    assert third.result(WAIT_S) is None
-    assert ledger.running() == (3,)
-
-
-@pytest.mark.xfail(
-    reason="a tombstone does not know its predecessor, so plan 3 overtakes plan 1 where methods come out of order"
-)
-def test_a_successor_does_not_pass_a_plan_that_has_not_come_by_a_tombstone(threads: ThreadPoolExecutor) -> None:
-    """Plan 1 is on its way, 2 was cancelled before it came, 3 comes first: on other ranks 1 runs before 3."""
-    ledger, _ = _ledger()
-    ledger.abort(2, "cancelled")
-    third = threads.submit(ledger.start, 3, 2)
-    threads.submit(ledger.start, 2, 1).result(WAIT_S)
-    ledger.end(2)
-    assert ledger.abort(1, "late") is False
-    try:
-        assert ledger.reason(1) == "late", "plan 1 counts as ended, though it never came"
-    finally:
-        ledger.end(1)
-        third.result(WAIT_S)
-
-
-def test_aborting_a_plan_that_has_ended_does_nothing() -> None:
+def test_aborting_a_plan_that_has_ended_says_so() -> None:
     ledger = Ledger()
     ledger.start(1, 0)
     ledger.end(1)
-    assert ledger.abort(1, "too late") is False
+    assert ledger.abort(1, "too late") is True
     assert ledger.reason(1) is None
     ledger.start(2, 1)
     ledger.end(2)
-    assert ledger.abort(1, "too late") is False
-    assert ledger.reason(1) is None
+    assert ledger.abort(1, "much too late") is True
 
 
-def test_the_first_reason_of_an_abort_is_kept_for_a_plan_that_has_not_come() -> None:
+def test_the_last_reason_of_an_abort_is_told() -> None:
     ledger = Ledger()
     ledger.abort(1, "first")
-    assert ledger.abort(1, "second") is False
-    assert ledger.start(1, 0) == "first"
+    ledger.abort(1, "second")
+    assert ledger.start(1, 0) == "second"
+
+
+def test_closing_wakes_whoever_waits_and_refuses_whoever_comes(threads: ThreadPoolExecutor) -> None:
+    ledger, watched = _ledger()
+    ledger.start(1, 0)
+    third = threads.submit(ledger.start, 3, 2)
+    assert watched.someone_waits()
+    assert ledger.close("the controller is gone") == (1,)
+    assert third.result(WAIT_S) == "the controller is gone"
+    assert ledger.reason(1) == "the controller is gone"
+    assert ledger.start(4, 3) == "the controller is gone"
 
 
 def test_ending_a_plan_that_never_started_ends_it() -> None:
@@ -282,21 +230,24 @@ def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tup
     aborted: set[int] = set()
     running: set[int] = set()
     for event, seq in events:
-        if event == "come" and seq not in ended - aborted and seq not in running:
-            if seq in aborted or set(range(1, seq)) <= ended:
-                reason = ledger.start(seq, seq - 1)
-                assert (reason is not None) == (seq in aborted)
-                if reason is None:
-                    running.add(seq)
+        if event == "come" and seq not in ended | running and seq - 1 in ended:
+            reason = ledger.start(seq, seq - 1)
+            assert (reason is not None) == (seq in aborted)
+            if reason is None:
+                running.add(seq)
+            else:
+                ledger.end(seq)
+                aborted.discard(seq)
+                ended.add(seq)
         elif event == "end" and seq in running:
             ledger.end(seq)
             running.discard(seq)
+            aborted.discard(seq)
             ended.add(seq)
-        elif event == "abort" and seq not in ended:
-            assert ledger.abort(seq, "because") == (seq in running)
-            if seq not in running:
+        elif event == "abort":
+            assert ledger.abort(seq, "because") == (seq in ended)
+            if seq not in ended:
                 aborted.add(seq)
-                ended.add(seq)
         assert ledger.running() == tuple(sorted(running))
         for other in aborted:
             assert ledger.reason(other) == "because"

@@ -1,0 +1,36 @@
+"""More than one node, and Ray that starts by itself: programs in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments):
+    """Runs a program without any cluster address; returns what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**environment, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_three_nodes_choose_gloo_and_members_of_one_node_shared_memory():
+    assert "three nodes: done" in run("-m", "tests.ray.three_nodes")
+
+
+def test_ray_starts_by_itself():
+    """The first call that needs Ray starts it, as Ray's own first `.remote()` does."""
+    program = "import ray; from raycollect.controller import Controller; Controller.current()"
+    assert "started: True" in run("-c", f"{program}; print('started:', ray.is_initialized())")
