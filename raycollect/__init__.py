@@ -38,20 +38,31 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_API = "allreduce_refs barrier broadcast_refs create_collective_group declare_collective_group free get recv_ref send_ref"
 _HOMES: dict[str, str] = {
-    **dict.fromkeys(_API.split(), "api"),
-    **dict.fromkeys("destroy_collective_group Group GroupStatus MemberStatus".split(), "api"),
-    **dict.fromkeys("CollectiveParticipant by_value".split(), "participant"),
+    "CollectiveParticipant": "participant",
+    "Group": "api",
+    "GroupStatus": "api",
     "Handle": "handle",
+    "MemberStatus": "api",
     "ReduceOp": "model",
     "Work": "work",
-    "mark_written": "runtime",
+    "allreduce_refs": "api",
+    "barrier": "api",
+    "broadcast_refs": "api",
+    "by_value": "participant",
+    "create_collective_group": "api",
+    "declare_collective_group": "api",
+    "destroy_collective_group": "api",
     "errors": "errors",
+    "free": "api",
+    "get": "api",
+    "mark_written": "runtime",
+    "recv_ref": "api",
+    "send_ref": "api",
 }
 """Public name -> the module it lives in."""
 
-__all__ = sorted([*_HOMES, "__version__"])  # noqa: PLE0605 - made from the table above
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

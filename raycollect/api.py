@@ -161,7 +161,7 @@ def declare_collective_group(
         SelfDrivenError: The calling actor is among them.
         RayClientError: This process is connected by ray://.
     """
-    asked = dict(world_size=world_size, ranks=ranks, backend=backend, group_name=group_name)
+    asked = {"world_size": world_size, "ranks": ranks, "backend": backend, "group_name": group_name}
     asked.update(_options(options, group_name))
     controller = Controller.current()
     declaration = Declaration.of(actors, **asked, ordering=ordering, timeout_s=timeout_s)  # type: ignore[arg-type]
@@ -329,9 +329,7 @@ class _Call:
 
     def run(self, kind: OpKind, *, async_op: bool, **arguments: Any) -> Any:
         """A collective over all ranks."""
-        work = _dispatch(
-            self._controller, self._membership, kind, self._ranked, timeout_s=self._timeout_s, **arguments
-        )
+        work = _dispatch(self._controller, self._membership, kind, self._ranked, timeout_s=self._timeout_s, **arguments)
         return work if async_op else work.wait()
 
     def send(self, *, async_op: bool) -> Any:

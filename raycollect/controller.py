@@ -190,9 +190,7 @@ class Controller:
                 self._dissolve(self._derived.pop(actor_ids))
             name = f"derived-{secrets.token_hex(3)}"
             actors = tuple(_weak_handle(actor_id) for actor_id in actor_ids)
-            declaration = Declaration(
-                name=name, backend="auto", actors=actors, ordering="program", timeout_s=timeout_s
-            )
+            declaration = Declaration(name=name, backend="auto", actors=actors, ordering="program", timeout_s=timeout_s)
             membership = self._form(declaration, derived=True)
             self._derived[actor_ids] = membership
             if len(self._derived) > DERIVED_LIMIT:
@@ -507,5 +505,3 @@ def _choose_backend(declaration: Declaration, members: tuple[Member, ...]) -> st
     chosen = backends.choose(machines) if declaration.backend == "auto" else declaration.backend
     backends.check_placement(chosen, machines, declaration.name)
     return chosen
-
-

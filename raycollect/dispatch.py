@@ -62,7 +62,7 @@ def send_program(controller: Controller, request: Request, membership: Membershi
             ticket = Ticket(flight.seq, peer.last_seq)
             try:
                 made = peer.submit(encode_order(ticket, programs[at]), planned.outputs(rank))
-            except Exception as exc:  # whatever Ray raises: PendingCallsLimitExceeded, a dead actor, its own bugs
+            except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
                 error = DispatchError(rank=rank, actor=members[at].actor, detail=f"{type(exc).__name__}: {exc}")
                 error.__cause__ = exc
                 controller.send(flight, flight.fail(error, unsent=planned.ranks[at:]))

@@ -57,7 +57,15 @@ def encode_arrival(arrival: Arrival) -> bytes:
     if spec.tensors is not None:
         tensors = [(t.shape, t.dtype, t.itemsize, t.device) for t in spec.tensors]
     packed: bytes = msgpack.packb(
-        (spec.op, spec.reduce_op, spec.root, spec.structure, spec.names, tensors, [asdict(v) for v in arrival.violations])
+        (
+            spec.op,
+            spec.reduce_op,
+            spec.root,
+            spec.structure,
+            spec.names,
+            tensors,
+            [asdict(v) for v in arrival.violations],
+        )
     )
     return packed
 
@@ -77,9 +85,7 @@ def decode_arrival(data: bytes) -> Arrival:
                 TensorInfo(shape=tuple(shape), dtype=dtype, itemsize=itemsize, device=device)
                 for shape, dtype, itemsize, device in tensors
             )
-        spec = Spec(
-            op=op, reduce_op=reduce_op, root=root, structure=structure, names=tuple(names), tensors=infos
-        )
+        spec = Spec(op=op, reduce_op=reduce_op, root=root, structure=structure, names=tuple(names), tensors=infos)
         return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
     except (ValueError, TypeError, msgpack.UnpackException) as exc:
         raise ProtocolError(detail=f"malformed arrival: {exc}") from exc

@@ -354,9 +354,7 @@ class Execution:
     def _violate(self, kind: str, name: str, found: str, expected: str, key: Key | None = None) -> None:
         ref = key.hex() if key else (self._program.keys[0].hex() if self._program.keys else "")
         rank = self._program.rank
-        self._violations.append(
-            Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref)
-        )
+        self._violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref))
 
     def _located(self, error: RaycollectError) -> RaycollectError:
         self._record("failed", type(error).__name__)
@@ -373,4 +371,3 @@ class Execution:
 
 def _ranges(tensors: Sequence[Any]) -> list[Range]:
     return [arrays.byte_range(tensor) for tensor in tensors]
-

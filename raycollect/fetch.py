@@ -29,7 +29,6 @@ from raycollect.errors import (
 from raycollect.model import Address, Key, TensorInfo
 from raycollect.pos import Absence, Container, State, Store, Structure
 
-
 MAX_IDLE = 32
 """How many idle data connections a process keeps; the one unused for longest is closed first."""
 
@@ -137,7 +136,9 @@ def free(address: Address, keys: list[Key], *, actor: str) -> int:
     if local is not None:
         return local.free(keys)
     try:
-        count: int = _clients.request(address, Free(keys=keys), 30.0, lambda _, answer: _expect(answer, Freed).count)
+        count: int = _clients.request(
+            address, Free(keys=list(keys)), 30.0, lambda _, answer: _expect(answer, Freed).count
+        )
         return count
     except ChannelError as exc:
         raise _lost(keys[0], actor, exc) from exc

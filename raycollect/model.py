@@ -249,7 +249,7 @@ class Communicator(Protocol):
     """One rank's membership in a group, on one backend.
 
     `stage`, `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort` and
-    `close` by any thread. For each launch: `stage` or not, `agree` once or more, `launch` per kernel, then always `end`.
+    `close` by any thread. Each launch: `stage` or not, `agree` once or more, `launch` per kernel, then always `end`.
     """
 
     rank: int

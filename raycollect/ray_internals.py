@@ -9,6 +9,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -40,7 +41,8 @@ def ensure_ray() -> None:
 
 def core_worker() -> Any:
     """Ray's core worker of this process."""
-    return global_worker.core_worker
+    worker: Any = global_worker
+    return worker.core_worker
 
 
 # ---------------------------------------------------------------------------------------------- ids
@@ -113,9 +115,8 @@ def machine_id() -> str:
     """Equal for processes that can pass memory to each other: one boot, one IPC and one network namespace."""
     parts = []
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            parts.append(file.read().strip())
-        parts += [os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "net", "mnt")]
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts += [str(Path("/proc/self/ns", name).readlink()) for name in ("ipc", "net", "mnt")]
     except OSError:
         parts.append(socket.gethostname())
     # Nodes of a test cluster share a machine and yet stand for hosts of their own.

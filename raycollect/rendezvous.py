@@ -85,11 +85,7 @@ class StarExchange:
         seq = launch.seq
         turn = self._rounds.get(seq, 0)
         self._rounds = {seq: turn + 1}
-        self._send(
-            Arrive(
-                group_id=self._group_id, seq=seq, round=turn, rank=self._rank, blob=arrival
-            )
-        )
+        self._send(Arrive(group_id=self._group_id, seq=seq, round=turn, rank=self._rank, blob=arrival))
         with self._changed:
             there = self._changed.wait_for(
                 lambda: (seq, turn) in self._answers or seq in self._aborted, launch.timeout_s

@@ -348,7 +348,6 @@ _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
 }
 
 
-
 def mark_written(tensor: Any) -> None:
     """Says that a tensor which a failed collective left half-written is whole again. Inside its actor.
 

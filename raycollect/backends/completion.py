@@ -95,7 +95,9 @@ class translated:  # noqa: N801 - used like a function
     def __enter__(self) -> None:
         self._errstate.__enter__()
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._errstate.__exit__(kind, exc, trace)
         if isinstance(exc, Exception) and not isinstance(exc, RaycollectError):
             detail = f"{type(exc).__name__}: {exc}"

@@ -30,9 +30,7 @@ OUTCOMES = 64
 """How many ended launches a rank's slower peers can still ask about."""
 
 
-def create(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ""
-) -> Communicator:
+def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = "") -> Communicator:
     """Makes the communicator of a group of one; larger ones share a `LocalWorld` inside one process.
 
     Raises:

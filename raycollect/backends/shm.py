@@ -36,9 +36,7 @@ SLICED_FROM_NBYTES: tuple[tuple[int, int], ...] = ((3, 512 << 10),)
 _SLOTS = 2
 
 
-def create(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ""
-) -> Communicator:
+def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = "") -> Communicator:
     """Joins the group; returns when this rank has the shared memory (rank 0: when all ranks have it).
 
     Args:
@@ -46,6 +44,7 @@ def create(
         rank: This process's rank.
         rendezvous: How the members find each other.
         exchange: Not used: arrivals travel in shared memory.
+        host: Not used: nothing listens.
 
     Raises:
         BackendUnavailableError: There is no shared memory to be had.

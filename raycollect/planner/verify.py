@@ -116,4 +116,3 @@ _POSTCONDITIONS: dict[OpKind, Callable[[int, tuple[int, ...], int, int], Symbol 
     OpKind.SEND: lambda rank, ranks, root, peer: (root,),
 }
 """What the result of a rank means: (rank, ranks, root, peer) -> symbol."""
-

@@ -57,9 +57,7 @@ def test_a_participant_that_dies(actors, backend, point):
     assert_works([workers[0], workers[2]])
 
 
-@pytest.mark.parametrize(
-    ("backend", "point"), [("shm", "before_door"), ("shm", "after_door"), ("gloo", "before_door")]
-)
+@pytest.mark.parametrize(("backend", "point"), [("shm", "before_door"), ("shm", "after_door"), ("gloo", "before_door")])
 def test_a_participant_that_fails_before_its_kernel(actors, backend, point):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers, backend=backend, timeout_s=20)

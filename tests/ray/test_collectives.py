@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import operator
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ FOLDS = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.AVG: operator.add,
 }
-DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64".split()
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+DTYPES = ["bool", *INTEGERS, "float16", "float32", "float64", "complex64"]
 
 
 def inputs(world, shape, dtype, seed=0):
@@ -235,12 +238,13 @@ def test_derived_groups_are_cached_and_bounded(actors):
 
 def test_nothing_is_left_behind(actors):
     """No named actors, no files, no shared memory by name."""
-    import os
-    import tempfile
+
+    def names(folder):
+        return {path.name for path in Path(folder).iterdir() if "raycollect" in path.name or folder == "/dev/shm"}
 
     def things():
         named = ray.util.list_named_actors(all_namespaces=True)
-        return named, sorted(os.listdir("/dev/shm")), [n for n in os.listdir(tempfile.gettempdir()) if "raycollect" in n]
+        return named, names("/dev/shm"), names(tempfile.gettempdir())
 
     before = things()
     a, b = actors(Worker, 2)

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import TensorFreedError
-from tests.ray.workers import Buffers, Plain, Worker
+from tests.ray.workers import Buffers, Plain
 
 
 class Kinds(Buffers):
