@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from raycollect.api import create_collective_group as create_collective_group
     from raycollect.api import declare_collective_group as declare_collective_group
     from raycollect.api import destroy_collective_group as destroy_collective_group
-    from raycollect.api import free as free
-    from raycollect.api import get as get
     from raycollect.api import recv_ref as recv_ref
     from raycollect.api import send_ref as send_ref
     from raycollect.handle import Handle as Handle
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.participant import by_value as by_value
     from raycollect.runtime import mark_written as mark_written
+    from raycollect.values import free as free
+    from raycollect.values import get as get
     from raycollect.work import Work as Work
 
 __version__ = "0.1.0"
@@ -54,8 +54,8 @@ _HOMES: dict[str, str] = {
     "declare_collective_group": "api",
     "destroy_collective_group": "api",
     "errors": "errors",
-    "free": "api",
-    "get": "api",
+    "free": "values",
+    "get": "values",
     "mark_written": "runtime",
     "recv_ref": "api",
     "send_ref": "api",

@@ -12,13 +12,11 @@ from typing import Any
 
 import ray
 
-from raycollect import fetch, ray_internals
 from raycollect import group as groups
 from raycollect.controller import Controller
 from raycollect.dispatch import send_program
-from raycollect.errors import InvalidGroupError, NotATensorError, Violation, refusal
+from raycollect.errors import InvalidGroupError, Violation, refusal
 from raycollect.group import Declaration, Membership, Operand
-from raycollect.handle import Handle
 from raycollect.model import OpKind, ReduceOp
 from raycollect.planner import Request
 from raycollect.work import Work
@@ -405,70 +403,3 @@ def _reduce_op(op: Any, verb: str, group_name: str) -> ReduceOp:
     except ValueError as exc:
         violation = Violation(kind="unsupported", rank=-1, field="op", found=repr(op), expected=str(exc))
         raise refusal(verb, group_name, (violation,)) from None
-
-
-# ---------------------------------------------------------------------------------------------- values
-
-
-def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> Any:
-    """Like `ray.get`, and fetches tensors: a copy, as the participant holds them now.
-
-    Waits for collectives of this process that write the tensor, not for methods of the actor.
-
-    Args:
-        refs: An ObjectRef or a list of them.
-        timeout_s: How long to wait in all, in seconds; None: no limit.
-        ordered: True: goes through the actor's queue, after all methods submitted before.
-
-    Returns:
-        The value, or the list of values.
-
-    Raises:
-        TensorFreedError, TensorLostError, TensorDirtyError: The tensor can't be had.
-        GetTimeoutError: Ray's own: the method has not returned in time.
-    """
-    ray_internals.ensure_ray()
-    if isinstance(refs, list):
-        return [get(ref, timeout_s, ordered=ordered) for ref in refs]
-    _wait_for_writers(refs, timeout_s)
-    value: Any = ray.get(refs, timeout=timeout_s)
-    if not isinstance(value, Handle):
-        return value
-    if ordered:
-        ray.get(ray_internals.actor_handle(value.actor_id)._raycollect_fence.remote(), timeout=timeout_s)
-    return value.fetch(60.0 if timeout_s is None else timeout_s)
-
-
-def free(refs: Any) -> int:
-    """Frees tensors now, though refs to them exist; using them afterwards raises TensorFreedError.
-
-    Args:
-        refs: An ObjectRef or a list of them. Collectives of this process that use them are waited for.
-
-    Returns:
-        How many were held.
-
-    Raises:
-        NotATensorError: A ref does not stand for a kept tensor.
-        TensorLostError: The participant is gone.
-    """
-    ray_internals.ensure_ray()
-    count = 0
-    for ref in refs if isinstance(refs, (list, tuple)) else [refs]:
-        _wait_for_writers(ref, None, readers=True)
-        value: Any = ray.get(ref)
-        if not isinstance(value, Handle):
-            found = f"a {type(value).__name__}"
-            violation = Violation(kind="not_tensor", rank=-1, field="ref", found=found, ref=ref.hex())
-            raise NotATensorError(op="free", group_name="", violations=(violation,))
-        count += fetch.free(value.address, [value.key], actor=value.actor)
-    return count
-
-
-def _wait_for_writers(ref: Any, timeout_s: float | None, *, readers: bool = False) -> None:
-    """Waits for this process's collectives that write (or, on request, use) a ref's tensor."""
-    key = ref.binary() if isinstance(ref, ray.ObjectRef) else None
-    for flight in Controller.current().flights():
-        for rank, operand in flight.plan.request.operands:
-            if operand == key and (readers or flight.plan.writes(rank)):
-                flight.wait(timeout_s)

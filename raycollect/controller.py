@@ -15,10 +15,10 @@ from time import monotonic
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError
 
 from raycollect import backends, fetch, ray_internals
-from raycollect.channel import Hub, Link
+from raycollect.channel import Hub
 from raycollect.channel.messages import (
     Arrive,
     Bye,
@@ -26,15 +26,12 @@ from raycollect.channel.messages import (
     Join,
     Joined,
     Leave,
-    Refused,
     Store,
     Stored,
     Waiting,
-    Welcome,
 )
 from raycollect.errors import (
     ActorGoneError,
-    ChannelError,
     CollectiveTimeoutError,
     ConnectionLostError,
     ControllerConflictError,
@@ -43,7 +40,6 @@ from raycollect.errors import (
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
-    RefusedError,
     SelfDrivenError,
     UnknownGroupError,
     Violation,
@@ -54,77 +50,10 @@ from raycollect.flight import Flight, Orders
 from raycollect.group import Declaration, Membership
 from raycollect.handle import Handle
 from raycollect.model import GroupSpec, Member
+from raycollect.peer import Peer
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
-
-
-class Peer:
-    """One leased participant.
-
-    Args:
-        controller: Who leased it.
-        info: What it said of itself (`Runtime.describe`).
-        actor: Its actor handle; does not keep the actor alive where the group was derived.
-    """
-
-    def __init__(self, controller: Controller, info: dict[str, Any], actor: Any) -> None:
-        self.info = info
-        self.actor = actor
-        self.last_seq = 0
-        self.group_ids: set[str] = set()
-        self.link: Link | None = None
-        self._controller = controller
-        self._answer: RaycollectError | None = None
-        self._answered = threading.Event()
-        self._submits: dict[int, Any] = {}
-
-    def submit(self, payload: bytes, outputs: int) -> list[Any]:
-        """Submits a program as one actor task; returns the refs of its outputs."""
-        method = self._submits.get(outputs)
-        if method is None:
-            # Not retried: a second run would work on data that the first has changed. No task events: the story and
-            # the flight know more of a plan than Ray's dashboard could, and they cost 3% of a small one.
-            method = self.actor._raycollect_run.options(
-                num_returns=outputs, max_task_retries=0, enable_task_events=False
-            )
-            self._submits[outputs] = method
-        refs = method.remote(payload)
-        return [] if refs is None else refs if isinstance(refs, list) else [refs]
-
-    def welcome(self, timeout_s: float) -> None:
-        """Waits for the participant's answer to the lease.
-
-        Raises:
-            ControllerConflictError: Another process drives it.
-        """
-        if not self._answered.wait(timeout_s):
-            raise CollectiveTimeoutError(op="lease", actor=self.info["actor"], detail="it gave no answer to the lease")
-        if self._answer is not None:
-            raise self._answer
-
-    def received(self, link: Link, message: Any) -> None:
-        """A message of the participant; on the hub's thread."""
-        if isinstance(message, (Welcome, Refused)):
-            self._answer = from_wire(message.error) if isinstance(message, Refused) else None
-            self._answered.set()
-        else:
-            self._controller.received(self, message)
-
-    def closed(self, link: Link, reason: ChannelError) -> None:
-        """The connection has ended; on the hub's thread."""
-        if not self._answered.is_set():
-            self._answer = reason
-            self._answered.set()
-        self._controller.lost(self, reason.detail)
-
-    def send(self, message: Any) -> None:
-        """Sends a message; a link that has ended is dealt with by `closed`."""
-        try:
-            if self.link is not None:
-                self.link.send(message)
-        except ChannelError:
-            pass
 
 
 class Controller:
@@ -189,7 +118,7 @@ class Controller:
             if known is not None:
                 self._dissolve(self._derived.pop(actor_ids))
             name = f"derived-{secrets.token_hex(3)}"
-            actors = tuple(_weak_handle(actor_id) for actor_id in actor_ids)
+            actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
             declaration = Declaration(name=name, backend="auto", actors=actors, ordering="program", timeout_s=timeout_s)
             membership = self._form(declaration, derived=True)
             self._derived[actor_ids] = membership
@@ -432,46 +361,6 @@ _HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {
     Done: Controller._done,
     Waiting: Controller._waiting,
 }
-
-
-def explain(flight: Flight) -> RaycollectError | None:
-    """A flight's error with its cause: for operands that are not there, Ray knows what became of their method.
-
-    Called in the thread that waits for the flight, never in the channel's: it asks Ray.
-    """
-    error = flight.error
-    if not isinstance(error, RefusedError) or error.__cause__ is not None:
-        return error
-    violations, cause = [], None
-    for violation in error.violations:
-        ref = flight.refs.get(violation.rank)
-        if violation.kind in ("lost", "producer_failed") and ref is not None:
-            violation, why = _look_into(violation, ref)
-            cause = cause or why
-        violations.append(violation)
-    explained = refusal(error.op, error.group_name, tuple(violations))
-    explained.__cause__ = cause
-    flight.error = explained
-    return explained
-
-
-def _look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
-    try:
-        value = ray.get(ref, timeout=5)
-    except RayTaskError as exc:
-        found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
-        return replace(violation, kind="producer_failed", found=found, expected="a value"), exc
-    except (RayError, GetTimeoutError) as exc:
-        return replace(violation, found=f"lost ({type(exc).__name__})"), exc
-    if isinstance(value, Handle):
-        return violation, None
-    found = f"a {type(value).__name__}"
-    expected = "a tensor, or a list, tuple or dict of tensors"
-    return replace(violation, kind="not_tensor", found=found, expected=expected), None
-
-
-def _weak_handle(actor_id: str) -> Any:
-    return ray_internals.actor_handle(actor_id)
 
 
 def _describe(declaration: Declaration, deadline: float) -> list[dict[str, Any]]:

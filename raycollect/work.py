@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
 
-from raycollect.controller import Controller, explain
-from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from raycollect.controller import Controller
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    PlanAbortedError,
+    RaycollectError,
+    RefusedError,
+    Violation,
+    refusal,
+)
 from raycollect.flight import Flight
+from raycollect.handle import Handle
 
 
 class Work:
@@ -50,7 +62,7 @@ class Work:
                 detail="this wait is over; the collective goes on",
                 timeout_s=timeout_s or 0.0,
             )
-        error = explain(flight)
+        error = _explain(flight)
         if error is not None:
             raise error
         return self.refs
@@ -86,3 +98,39 @@ class Work:
         state = "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
         kind, name = flight.plan.request.kind.value, flight.membership.spec.name
         return f"<Work {kind} on group {name!r}, plan {flight.seq}: {state}>"
+
+
+def _explain(flight: Flight) -> RaycollectError | None:
+    """A flight's error with its cause: for operands that are not there, Ray knows what became of their method.
+
+    Called in the thread that waits for the flight, never in the channel's: it asks Ray.
+    """
+    error = flight.error
+    if not isinstance(error, RefusedError) or error.__cause__ is not None:
+        return error
+    violations, cause = [], None
+    for violation in error.violations:
+        ref = flight.refs.get(violation.rank)
+        if violation.kind in ("lost", "producer_failed") and ref is not None:
+            violation, why = _look_into(violation, ref)
+            cause = cause or why
+        violations.append(violation)
+    explained = refusal(error.op, error.group_name, tuple(violations))
+    explained.__cause__ = cause
+    flight.error = explained
+    return explained
+
+
+def _look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
+    try:
+        value = ray.get(ref, timeout=5)
+    except RayTaskError as exc:
+        found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
+        return replace(violation, kind="producer_failed", found=found, expected="a value"), exc
+    except (RayError, GetTimeoutError) as exc:
+        return replace(violation, found=f"lost ({type(exc).__name__})"), exc
+    if isinstance(value, Handle):
+        return violation, None
+    found = f"a {type(value).__name__}"
+    expected = "a tensor, or a list, tuple or dict of tensors"
+    return replace(violation, kind="not_tensor", found=found, expected=expected), None

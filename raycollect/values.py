@@ -1,0 +1,76 @@
+"""Fetching and freeing what refs stand for, in the order of this process's collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from raycollect import fetch, ray_internals
+from raycollect.controller import Controller
+from raycollect.errors import NotATensorError, Violation
+from raycollect.handle import Handle
+
+
+def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> Any:
+    """Like `ray.get`, and fetches tensors: a copy, as the participant holds them now.
+
+    Waits for collectives of this process that write the tensor, not for methods of the actor.
+
+    Args:
+        refs: An ObjectRef or a list of them.
+        timeout_s: How long to wait in all, in seconds; None: no limit.
+        ordered: True: goes through the actor's queue, after all methods submitted before.
+
+    Returns:
+        The value, or the list of values.
+
+    Raises:
+        TensorFreedError, TensorLostError, TensorDirtyError: The tensor can't be had.
+        GetTimeoutError: Ray's own: the method has not returned in time.
+    """
+    ray_internals.ensure_ray()
+    if isinstance(refs, list):
+        return [get(ref, timeout_s, ordered=ordered) for ref in refs]
+    _wait_for_writers(refs, timeout_s)
+    value: Any = ray.get(refs, timeout=timeout_s)
+    if not isinstance(value, Handle):
+        return value
+    if ordered:
+        ray.get(ray_internals.actor_handle(value.actor_id)._raycollect_fence.remote(), timeout=timeout_s)
+    return value.fetch(60.0 if timeout_s is None else timeout_s)
+
+
+def free(refs: Any) -> int:
+    """Frees tensors now, though refs to them exist; using them afterwards raises TensorFreedError.
+
+    Args:
+        refs: An ObjectRef or a list of them. Collectives of this process that use them are waited for.
+
+    Returns:
+        How many were held.
+
+    Raises:
+        NotATensorError: A ref does not stand for a kept tensor.
+        TensorLostError: The participant is gone.
+    """
+    ray_internals.ensure_ray()
+    count = 0
+    for ref in refs if isinstance(refs, (list, tuple)) else [refs]:
+        _wait_for_writers(ref, None, readers=True)
+        value: Any = ray.get(ref)
+        if not isinstance(value, Handle):
+            found = f"a {type(value).__name__}"
+            violation = Violation(kind="not_tensor", rank=-1, field="ref", found=found, ref=ref.hex())
+            raise NotATensorError(op="free", group_name="", violations=(violation,))
+        count += fetch.free(value.address, [value.key], actor=value.actor)
+    return count
+
+
+def _wait_for_writers(ref: Any, timeout_s: float | None, *, readers: bool = False) -> None:
+    """Waits for this process's collectives that write (or, on request, use) a ref's tensor."""
+    key = ref.binary() if isinstance(ref, ray.ObjectRef) else None
+    for flight in Controller.current().flights():
+        for rank, operand in flight.plan.request.operands:
+            if operand == key and (readers or flight.plan.writes(rank)):
+                flight.wait(timeout_s)
