@@ -56,6 +56,15 @@ DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
 
 
+class _Joining:
+    """A member that was asked to join."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.settled = threading.Event()
+        self.error: RaycollectError | None = None
+
+
 class Controller:
     """What a controlling process holds. `Controller.current()` makes it on first use."""
 
@@ -86,7 +95,8 @@ class Controller:
         self._named: dict[str, Membership] = {}
         self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
         self._broken: dict[str, str] = {}  # group id -> why
-        self._joining: dict[int, tuple[threading.Event, list[RaycollectError]]] = {}
+        self._joining: dict[int, _Joining] = {}
+        self._held: dict[str, tuple[Any, ...]] = {}  # group id -> its actors' handles, which keep them alive (P5)
         self._flights: dict[int, Flight] = {}
 
     def close(self) -> None:
@@ -105,6 +115,7 @@ class Controller:
             if declaration.name in self._named:
                 raise GroupExistsError(group_name=declaration.name)
             membership = self._form(declaration, derived=False)
+            self._held[membership.spec.group_id] = declaration.actors
             self._named[declaration.name] = membership
             return membership
 
@@ -199,7 +210,6 @@ class Controller:
     def _lease(self, member: Member, actor: Any, info: dict[str, Any], deadline: float) -> Peer:
         peer = self._peers.get(member.actor_id)
         if peer is not None and peer.info["incarnation"] == member.incarnation:
-            peer.actor = actor
             return peer
         peer = Peer(self, info, actor)
         hello = {"controller": self.controller_id, "description": ray_internals.describe_process()}
@@ -216,27 +226,28 @@ class Controller:
         return peer
 
     def _join(self, membership: Membership, deadline: float) -> None:
-        waiting = []
         members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
-        for member in membership.members:
-            request = next(self._requests)
-            self._joining[request] = (threading.Event(), [])
-            waiting.append((member, request))
-            self.peer(member).send(
-                Join(request=request, group=asdict(membership.spec), rank=member.rank, members=members)
+        waiting = {next(self._requests): _Joining(member) for member in membership.members}
+        self._joining.update(waiting)
+        for request, joining in waiting.items():
+            self.peer(joining.member).send(
+                Join(request=request, group=asdict(membership.spec), rank=joining.member.rank, members=members)
             )
         try:
-            late = [m for m, request in waiting if not self._joining[request][0].wait(max(deadline - monotonic(), 0))]
-            errors = [error for _, request in waiting for error in self._joining[request][1]]
+            late = [one for one in waiting.values() if not one.settled.wait(max(deadline - monotonic(), 0))]
         finally:
-            for _, request in waiting:
+            for request in waiting:
                 del self._joining[request]
+        errors = [one.error for one in waiting.values() if one.error is not None]
         if errors:
             raise next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0])
         if late:
-            names = ", ".join(f"rank {m.rank} ({m.actor})" for m in late)
+            names = ", ".join(f"rank {one.member.rank} ({one.member.actor})" for one in late)
             raise CollectiveTimeoutError(
-                op="declare", group_name=membership.spec.name, detail=f"not joined in time: {names}"
+                op="declare",
+                group_name=membership.spec.name,
+                detail=f"not joined in time: {names}",
+                missing=tuple(one.member.rank for one in late),
             )
 
     def _dissolve(self, membership: Membership) -> None:
@@ -257,6 +268,7 @@ class Controller:
                 if peer.link is not None:
                     peer.link.close()
         self._broken.pop(group_id, None)
+        self._held.pop(group_id, None)
 
     # ------------------------------------------------------------------------------------------ flights
 
@@ -297,23 +309,27 @@ class Controller:
         peer.link = None
         for group_id in peer.group_ids:
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
-        for event, errors in list(self._joining.values()):
-            errors.append(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
-            event.set()
+        gone = ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})")
+        if any(one.member.actor_id == actor_id for one in list(self._joining.values())):
+            self._fail_join(gone)
         for flight in self.flights():
             rank = flight.membership.rank_of(actor_id)
             if rank >= 0:
                 self.send(flight, flight.lost(rank, reason))
 
     def _joined(self, peer: Peer, message: Joined) -> None:
-        waiting = self._joining.get(message.request)
-        if waiting is None:
+        joining = self._joining.get(message.request)
+        if joining is None:
             return
         if message.error is not None:
-            waiting[1].append(from_wire(message.error))
-            for other in self._joining.values():
-                other[0].set()
-        waiting[0].set()
+            self._fail_join(from_wire(message.error))
+        joining.settled.set()
+
+    def _fail_join(self, error: RaycollectError) -> None:
+        """Ends the wait for all members: only one group is formed at a time, and it can't be any more."""
+        for joining in list(self._joining.values()):
+            joining.error = joining.error or error
+            joining.settled.set()
 
     def _store(self, peer: Peer, message: Store) -> None:
         stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
@@ -381,7 +397,9 @@ def _describe(declaration: Declaration, deadline: float) -> list[dict[str, Any]]
     infos = []
     for rank, ref in enumerate(refs):
         try:
-            infos.append(ray.get(ref))
+            info = ray.get(ref)
+            in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
+            infos.append({**info, "ordered": info["ordered"] and in_order})
         except RayActorError as exc:
             raise ActorGoneError(
                 op="declare", group_name=declaration.name, rank=rank, actor=names[rank], detail="the actor is dead"

@@ -53,7 +53,8 @@ class CollectiveParticipant:
 
     def _raycollect_describe(self) -> dict[str, Any]:
         """Who this is; called by the controller when a group is formed."""
-        return Runtime.current().describe()
+        methods = (inspect.getattr_static(type(self), name) for name in dir(type(self)))
+        return Runtime.current().describe(ordered=not any(hasattr(m, "__ray_concurrency_group__") for m in methods))
 
     def _raycollect_run(self, payload: bytes) -> Any:
         """Runs this rank's half of a plan; called by the controller."""

@@ -32,11 +32,17 @@ def ensure_ray() -> None:
     """
     if global_worker.connected:
         return
+    if not _is_client():
+        ray.init()
+    if _is_client():  # also where the address in the environment was one of Ray Client
+        raise RayClientError
+
+
+def _is_client() -> bool:
     from ray.util.client import ray as client
 
-    if client.is_connected():
-        raise RayClientError
-    ray.init()
+    connected: bool = client.is_connected()
+    return connected
 
 
 def core_worker() -> Any:

@@ -80,6 +80,7 @@ class _Membership:
     rendezvous: ChannelRendezvous
     exchange: StarExchange
     ledger: Ledger
+    ordered: bool
     communicator: Communicator | None = None
 
 
@@ -108,7 +109,6 @@ class Runtime:
         self.kernel_thread = ThreadPoolExecutor(1, thread_name_prefix="raycollect-kernel")
         self.actor_id = ray_internals.current_actor_id()
         self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
-        self.ordered = ray_internals.is_ordered()
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self._groups: dict[str, _Membership] = {}
         self._ledger = Ledger()
@@ -120,8 +120,12 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------------ values
 
-    def describe(self) -> dict[str, Any]:
-        """Who this participant is, and where it listens: what `Member` holds, less the rank."""
+    def describe(self, *, ordered: bool) -> dict[str, Any]:
+        """Who this participant is, and where it listens: what `Member` holds, less the rank.
+
+        Args:
+            ordered: False where the class itself says that its methods overlap.
+        """
         context = ray.get_runtime_context()
         return {
             "actor_id": self.actor_id,
@@ -131,7 +135,7 @@ class Runtime:
             "node_id": context.get_node_id(),
             "pid": os.getpid(),
             "incarnation": context.get_worker_id(),
-            "ordered": self.ordered,
+            "ordered": ordered and ray_internals.is_ordered(),
         }
 
     def keep(self, key: Key, container: Container, *, streamed: bool = False) -> Handle:
@@ -205,7 +209,7 @@ class Runtime:
             self.instruments,
             seq=ticket.seq,
             aborted=lambda: ledger.reason(ticket.seq),
-            waiting=None if self.ordered else tell_waiting,
+            waiting=None if membership.ordered else tell_waiting,
         )
         return execution.run()
 
@@ -263,6 +267,7 @@ class Runtime:
             rendezvous=ChannelRendezvous(spec.group_id, self._tell),
             exchange=StarExchange(spec.group_id, message.rank, self._tell),
             ledger=self._ledger,
+            ordered=message.members[message.rank]["ordered"],
         )
         self._groups[spec.group_id] = membership
         threading.Thread(

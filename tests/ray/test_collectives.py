@@ -15,7 +15,7 @@ import ray
 import raycollect as col
 from raycollect import ReduceOp
 from tests.ray.test_store import AsyncActor
-from tests.ray.workers import Worker
+from tests.ray.workers import Buffers, Worker
 
 FOLDS = {
     ReduceOp.SUM: operator.add,
@@ -322,6 +322,25 @@ def test_threaded_actors_take_part(actors):
     for work in works:
         work.wait()
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 1024))
+
+
+class Grouped(Buffers):
+    """An actor with a concurrency group: some of its methods overlap others."""
+
+    @ray.method(concurrency_group="io")
+    def ping(self):
+        return "pong"
+
+
+def test_status_says_who_keeps_program_order(actors):
+    (plain,) = actors(Worker, 1)
+    (grouped,) = actors(ray.remote(concurrency_groups={"io": 1})(Grouped), 1)
+    (loose,) = actors(Worker, 1, allow_out_of_order_execution=True, max_concurrency=1)
+    group = col.declare_collective_group([plain, grouped, loose])
+    assert [member.ordered for member in group.status().members] == [True, False, False]
+    refs = [actor.get_buffer.remote() for actor in group.actors]
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[2]), np.full(10, 3))
 
 
 def test_mixed_actors(actors):

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import TensorFreedError
+from raycollect.errors import StoreFullError, TensorFreedError
 from tests.ray.workers import Buffers, Plain
 
 
@@ -318,3 +318,34 @@ def test_free_and_use_after_free(kinds):
 def test_ray_values_pass_through_get(kinds):
     assert col.get(ray.put(3)) == 3
     assert col.get([ray.put(3), kinds.scalar.remote()]) == [3, np.float32(3)]
+
+
+def test_a_ray_that_cannot_tell_when_refs_are_gone_gets_a_bounded_store(actors):
+    """The feature is Ray's own and may go: then `free` and a limit take its place."""
+
+    def forget(self):
+        from raycollect import ray_internals, runtime
+
+        assert runtime.Runtime._current is None
+        ray_internals.on_last_ref = lambda ref, callback: False
+        runtime.STORE_LIMIT_WITHOUT_TOKENS = 3
+
+    (worker,) = actors(Blind, 1)
+    ray.get(worker._forget.remote(forget))
+    refs = [worker.get_buffer.remote() for _ in range(3)]
+    ray.wait(refs, num_returns=3)
+    with pytest.raises(StoreFullError, match="free"):
+        ray.get(worker.get_buffer.remote())
+    assert col.free(refs) == 3
+    np.testing.assert_array_equal(col.get(worker.get_buffer.remote()), np.ones(10))
+
+
+@ray.remote
+class Blind(col.CollectiveParticipant):
+    """Has no runtime until `get_buffer` is called."""
+
+    def _forget(self, function):
+        function(self)
+
+    def get_buffer(self):
+        return np.ones(10, np.float32)
