@@ -2,8 +2,8 @@
 
     python -m benchmarks.allreduce [--ranks 2 4] [--sizes 4 1048576] [--runs 100] [--json FILE]
 
-Both reduce ordinary numpy buffers (float32, in place) that live in actors of equal resources, and the driver waits
-until all is done. `raycollect` gets refs that persist over the calls; `ray.util.collective` gets one actor call per
+Both reduce ordinary numpy buffers (float32, in place) of the same actors in turn, and the driver waits until all is
+done. `raycollect` gets refs that persist over the calls; `ray.util.collective` gets one actor call per
 rank. What they computed is checked after every round.
 """
 
@@ -20,6 +20,7 @@ import numpy as np
 import ray
 from rich.console import Console
 
+import raycollect as col
 from benchmarks import report
 from benchmarks.interleave import Contender, interleave
 from benchmarks.report import Row, Target
@@ -41,47 +42,61 @@ def expected(ranks: int, runs: int) -> float:
     return ranks * (ranks + 1) / 2 * float(ranks) ** (runs - 1)
 
 
-class Buffer:
-    """What the actors of all contenders have in common: one buffer."""
+class Worker(col.CollectiveParticipant):
+    """One actor for all contenders, with a buffer for each: they differ in nothing but the way to reduce."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.array = np.zeros(1, np.float32)
+        self.arrays: dict[str, Any] = {}
 
-    def allocate(self, nbytes: int) -> None:
-        self.array = np.zeros(max(1, nbytes // 4), np.float32)
+    def allocate(self, name: str, nbytes: int) -> None:
+        self.arrays[name] = np.zeros(max(1, nbytes // 4), np.float32)
 
-    def fill(self) -> None:
-        self.array.fill(self.rank + 1)
+    def fill(self, name: str) -> None:
+        self.arrays[name].fill(self.rank + 1)
 
-    def holds(self, value: float) -> bool:
-        return bool(np.allclose(self.array, value, rtol=1e-5))
+    def holds(self, name: str, value: float) -> bool:
+        return bool(np.allclose(self.arrays[name], value, rtol=1e-5))
+
+    def get_array(self, name: str) -> Any:
+        return self.arrays[name]
+
+    def join(self, ranks: int, group: str) -> None:
+        import ray.util.collective as collective
+        import torch
+
+        torch.set_num_threads(1)
+        collective.init_collective_group(ranks, self.rank, "gloo", group)
+        self.collective = collective
+
+    def allreduce(self, name: str, group: str) -> None:
+        self.collective.allreduce(self.arrays[name], group)
 
 
 class Contestant:
-    """What the contenders have in common: actors that hold a `Buffer` each."""
+    """What the contenders have in common: a buffer in each actor."""
 
     name: str
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = list(actors)
+        self.group = f"benchmark-{len(self.actors)}"
 
     def prepare(self, nbytes: int) -> None:
-        ray.get([actor.allocate.remote(nbytes) for actor in self.actors])
+        ray.get([actor.allocate.remote(self.name, nbytes) for actor in self.actors])
 
     def fill(self) -> None:
-        ray.get([actor.fill.remote() for actor in self.actors])
+        ray.get([actor.fill.remote(self.name) for actor in self.actors])
 
     def check(self, runs: int) -> None:
         value = expected(len(self.actors), runs)
-        right = ray.get([actor.holds.remote(value) for actor in self.actors])
+        right = ray.get([actor.holds.remote(self.name, value) for actor in self.actors])
         if not all(right):
             wrong = [rank for rank, good in enumerate(right) if not good]
             raise AssertionError(f"{self.name}: not {value} after {runs} runs on ranks {wrong}")
 
     def close(self) -> None:
-        for actor in self.actors:
-            ray.kill(actor)
+        """Gives back what the contender holds beside the actors."""
 
 
 class Raycollect(Contestant):
@@ -89,31 +104,21 @@ class Raycollect(Contestant):
 
     name = OURS
 
-    def __init__(self, ranks: int, backend: str) -> None:
-        import raycollect as col
-
-        class Worker(col.CollectiveParticipant, Buffer):
-            def get_array(self) -> Any:
-                return self.array
-
-        remote = ray.remote(num_cpus=0)(Worker)
-        super().__init__([remote.remote(rank) for rank in range(ranks)])
-        self.col = col
-        self.group = f"benchmark-{ranks}"
+    def __init__(self, actors: Sequence[Any], backend: str) -> None:
+        super().__init__(actors)
         self.refs: list[Any] = []
         col.declare_collective_group(self.actors, backend=backend, group_name=self.group)
 
     def prepare(self, nbytes: int) -> None:
         super().prepare(nbytes)
-        self.refs = [actor.get_array.remote() for actor in self.actors]
+        self.refs = [actor.get_array.remote(self.name) for actor in self.actors]
 
     def run(self) -> None:
-        self.col.allreduce_refs(self.refs, group_name=self.group)
+        col.allreduce_refs(self.refs, group_name=self.group)
 
     def close(self) -> None:
         self.refs = []
-        self.col.destroy_collective_group(self.group)
-        super().close()
+        col.destroy_collective_group(self.group)
 
 
 class RayUtilCollective(Contestant):
@@ -121,36 +126,21 @@ class RayUtilCollective(Contestant):
 
     name = PEER
 
-    def __init__(self, ranks: int) -> None:
-        group = f"benchmark-{ranks}"
-
-        class Worker(Buffer):
-            def join(self) -> None:
-                import ray.util.collective as collective
-                import torch
-
-                torch.set_num_threads(1)
-                collective.init_collective_group(ranks, self.rank, "gloo", group)
-                self.collective = collective
-
-            def allreduce(self) -> None:
-                self.collective.allreduce(self.array, group)
-
-        remote = ray.remote(num_cpus=0)(Worker)
-        super().__init__([remote.remote(rank) for rank in range(ranks)])
-        ray.get([actor.join.remote() for actor in self.actors])
+    def __init__(self, actors: Sequence[Any]) -> None:
+        super().__init__(actors)
+        ray.get([actor.join.remote(len(self.actors), self.group) for actor in self.actors])
 
     def run(self) -> None:
-        ray.get([actor.allreduce.remote() for actor in self.actors])
+        ray.get([actor.allreduce.remote(self.name, self.group) for actor in self.actors])
 
 
-def gather_contenders(ranks: int, backend: str, console: Console) -> list[Contender]:
-    """Starts those that are installed, and names those that are not."""
-    contenders: list[Contender] = [Raycollect(ranks, backend)]
+def gather_contenders(actors: Sequence[Any], backend: str, console: Console) -> list[Contender]:
+    """Sets up those that are installed, and names those that are not."""
+    contenders: list[Contender] = [Raycollect(actors, backend)]
     if importlib.util.find_spec("torch") is None:
         console.print(f"skipped: {PEER} (its gloo needs torch, which is not installed)")
     else:
-        contenders.append(RayUtilCollective(ranks))
+        contenders.append(RayUtilCollective(actors))
     return contenders
 
 
@@ -163,7 +153,7 @@ def measure(*, ranks: int, sizes: Sequence[int], runs: int | None, backend: str,
     """Times all contenders at all sizes.
 
     Args:
-        ranks: How many actors each contender has.
+        ranks: How many actors there are.
         sizes: Bytes per rank.
         runs: Operations per size; None chooses by size.
         backend: The backend of raycollect.
@@ -172,7 +162,9 @@ def measure(*, ranks: int, sizes: Sequence[int], runs: int | None, backend: str,
     Returns:
         One row per size and contender.
     """
-    contenders = gather_contenders(ranks, backend, console)
+    remote = ray.remote(num_cpus=0)(Worker)
+    actors = [remote.remote(rank) for rank in range(ranks)]
+    contenders = gather_contenders(actors, backend, console)
     rows = []
     try:
         for nbytes in sizes:
@@ -185,13 +177,15 @@ def measure(*, ranks: int, sizes: Sequence[int], runs: int | None, backend: str,
     finally:
         for contender in contenders:
             contender.close()
+        for actor in actors:
+            ray.kill(actor)
     return rows
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="actors per contender (default 2)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="actors (default 2)")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes per rank (default 4 B, 1 MB, 64 MB)")
     parser.add_argument("--runs", type=int, help="operations per size (default: by size)")
     parser.add_argument("--backend", default="auto", help="raycollect's backend (default auto)")
