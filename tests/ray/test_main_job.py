@@ -22,3 +22,23 @@ def test_a_group_is_derived_from_the_refs(actors):
     a, b = actors(Worker, 2)
     col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()])
     np.testing.assert_array_equal(col.get(b.get_buffer.remote()), np.full(10, 2, np.float32))
+
+
+def test_one_message_per_participant_whatever_the_plan_holds(actors, monkeypatch):
+    from raycollect.peer import Peer
+
+    sent = []
+    submit = Peer.submit
+    monkeypatch.setattr(Peer, "submit", lambda self, *args: sent.append(self.info["actor_id"]) or submit(self, *args))
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+
+    def many(self):
+        return [np.full(n, 1.0) for n in range(1, 40)]
+
+    refs = [worker.make.remote(many) for worker in workers]
+    col.allreduce_refs(refs)
+    assert sorted(sent) == sorted(worker._actor_id.hex() for worker in workers)
+    col.send_ref(refs[0], workers[2])
+    assert len(sent) == 5
+    np.testing.assert_array_equal(col.get(refs[1])[38], np.full(39, 3))
