@@ -13,28 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.ledger import Ledger
+from tests.pure.watched import WAIT_S, WatchedCondition
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
-
-WAIT_S = 20.0
-
-
-class WatchedCondition(threading.Condition):
-    """Tells how many waits have begun, so that no test sleeps to see that something waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun = threading.Semaphore(0)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._begun.release()
-        if not super().wait(timeout if timeout is not None else WAIT_S):
-            raise TimeoutError("nobody ended this wait")
-        return True
-
-    def someone_waits(self) -> bool:
-        """True once one more wait has begun; whoever began it holds the lock until it really waits."""
-        return self._begun.acquire(timeout=WAIT_S)
 
 
 @pytest.fixture

@@ -17,32 +17,9 @@ from raycollect.errors import StoreFullError
 from raycollect.model import Key, task_key
 from raycollect.pos import Absence, Container, Range, State, Store, StoreStatistics, Structure
 from raycollect.pos.store import _NEXT
+from tests.pure.watched import WAIT_S, WatchedCondition
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
-
-WAIT_S = 20.0
-
-
-class WatchedCondition(threading.Condition):
-    """Tells when a wait has begun, so that no test sleeps to see that something waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun = threading.Semaphore(0)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self._begun.release()
-        if not super().wait(timeout if timeout is not None else WAIT_S):
-            raise TimeoutError("nobody ended this wait")
-        return True
-
-    def someone_waits(self) -> bool:
-        """True once one more wait has begun; whoever began it holds the lock until it really waits."""
-        return self._begun.acquire(timeout=WAIT_S)
-
-    @property
-    def nobody_waited(self) -> bool:
-        return not self._begun.acquire(blocking=False)
 
 
 class Owner:
