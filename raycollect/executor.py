@@ -48,7 +48,7 @@ class Instruments:
     Attributes:
         store: The process's tensors.
         recorder: The story.
-        clock: Time.
+        clock: Time, for the story.
         faults: Where tests make things go wrong.
     """
 
@@ -270,12 +270,14 @@ class Execution:
 
     def _agree(self) -> None:
         """Meets the others, once or twice; raises what all of them raise."""
+        clock = self._instruments.clock
+        came_s = clock()
         arrivals = self._meet()
         if self._program.rounds > 1:
             self._learn(arrivals)
             self._arrival = encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
             self._meet()
-        self._record("agreed")
+        self._record("agreed", f"after {clock() - came_s:.6f} s")
 
     def _meet(self) -> list[Arrival]:
         program = self._program

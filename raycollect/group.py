@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,8 +183,8 @@ class Declaration:
             problems.append(f"group_name is {group_name!r}, not a non-empty string")
         if ordering != "program":
             problems.append(f"ordering is {ordering!r}; 'program' is what there is")
-        if not timeout_s > 0:
-            problems.append(f"timeout_s is {timeout_s}, not a positive number of seconds")
+        if not 0 < timeout_s < math.inf:
+            problems.append(f"timeout_s is {timeout_s}, not a positive, finite number of seconds")
         if problems or given is None:
             raise InvalidGroupError(group_name=str(group_name), detail="; ".join(problems))
         order = list(ranks) if ranks is not None else list(range(len(given)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from raycollect.errors import Violation, refusal
@@ -89,8 +90,8 @@ def _argument_violations(request: Request) -> list[Violation]:
         wrong("op", kind.value, f"one of {', '.join(known.value for known in _LOWER)}")
     if kind is OpKind.ALLREDUCE and request.op is None:
         wrong("op", None, "a ReduceOp")
-    if not request.timeout_s > 0:
-        wrong("timeout_s", request.timeout_s, "a positive number of seconds")
+    if not 0 < request.timeout_s < math.inf:
+        wrong("timeout_s", request.timeout_s, "a positive, finite number of seconds")
     return found
 
 
