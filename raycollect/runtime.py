@@ -178,15 +178,18 @@ class Runtime:
             raise GroupBrokenError(group_name=program.group_id, detail="its controller is gone")
         ledger = membership.ledger
         reason = ledger.start(ticket.seq, ticket.predecessor)
+        handles = []
         try:
             outcome = self._run(ticket, program, membership, reason)
+            if task is not None:
+                handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
+        except RaycollectError as exc:  # the store is full
+            outcome = Outcome(error=exc)
         except Exception as exc:
             log.exception("plan %d failed in an unforeseen way", ticket.seq)
             outcome = Outcome(error=InternalError(detail=f"{type(exc).__name__}: {exc}"))
-        handles = []
-        if outcome.error is None and task is not None:
-            handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
-        ledger.end(ticket.seq)
+        finally:
+            ledger.end(ticket.seq)  # whatever happened, its successors go on
         self._tell_done(ticket.seq, program, outcome)
         if outcome.error is not None and any(buffer.is_output for buffer in program.template.buffers):
             raise outcome.error
