@@ -349,3 +349,21 @@ class Blind(col.CollectiveParticipant):
 
     def get_buffer(self):
         return np.ones(10, np.float32)
+
+
+def test_an_output_that_finds_the_store_full_fails_its_plan_and_no_other(actors):
+    def forget(self):
+        from raycollect import ray_internals, runtime
+
+        ray_internals.on_last_ref = lambda ref, callback: False
+        runtime.STORE_LIMIT_WITHOUT_TOKENS = 3
+
+    workers = actors(Blind, 2)
+    ray.get([worker._forget.remote(forget) for worker in workers])
+    refs = [[worker.get_buffer.remote() for worker in workers] for _ in range(3)]
+    col.declare_collective_group(workers)
+    with pytest.raises(StoreFullError, match="free"):
+        col.allreduce_refs(refs[0], inplace=False)
+    col.free(refs[2])
+    outs = col.allreduce_refs(refs[0], inplace=False)
+    np.testing.assert_array_equal(col.get(outs[1]), np.full(10, 2))
