@@ -317,10 +317,11 @@ class _Call:
 
     def __init__(self, op: str, group_name: str, refs: Any, timeout_s: float | None) -> None:
         self._op = op
+        self._group_name = group_name
         self._timeout_s = timeout_s
         self._controller = Controller.current()
-        self._operands = self._read(refs, group_name)
-        self._membership = self._find(group_name)
+        self._operands = self._read(refs)
+        self._membership = self._find()
         bound = groups.bind(self._operands, self._membership)
         self._ranked = [pair for pair in bound if isinstance(pair, tuple)]
         self._raise([item for item in bound if isinstance(item, Violation)])
@@ -337,8 +338,7 @@ class _Call:
         work.refs = work.refs[-1] if root < peer else work.refs[0]
         return work if async_op else work.wait()
 
-    def _read(self, refs: Any, group_name: str) -> list[Operand]:
-        self._group_name = group_name
+    def _read(self, refs: Any) -> list[Operand]:
         if not isinstance(refs, (list, tuple)) or not refs:
             found = "empty" if isinstance(refs, (list, tuple)) else f"a {type(refs).__name__}"
             self._raise(
@@ -348,19 +348,12 @@ class _Call:
         self._raise([one for one in read if isinstance(one, Violation)])
         return [one for one in read if isinstance(one, Operand)]
 
-    def _find(self, group_name: str) -> Membership:
-        controller = self._controller
+    def _find(self) -> Membership:
+        controller, group_name = self._controller, self._group_name
         if controller.is_declared(group_name) or group_name != "default":
             return controller.named(group_name)
         ids = tuple(one.actor_id for one in self._operands)
-        self._raise(
-            [
-                Violation(kind="duplicate", rank=i, field="ref", found="a second ref of the same actor",
-                          expected="one per actor", ref=one.key.hex() if one.key else "")
-                for i, one in enumerate(self._operands)
-                if one.actor_id in ids[:i]
-            ]
-        )  # fmt: skip
+        self._raise(groups.repeated(self._operands))
         self._raise(groups.strangers(self._operands))
         return controller.derive(ids, self._timeout_s or DEFAULT_TIMEOUT_S)
 

@@ -34,7 +34,6 @@ from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     ConnectionLostError,
-    ControllerConflictError,
     GroupBrokenError,
     GroupExistsError,
     PlanAbortedError,
@@ -114,7 +113,7 @@ class Controller:
         with self._changing:
             if declaration.name in self._named:
                 raise GroupExistsError(group_name=declaration.name)
-            membership = self._form(declaration, derived=False)
+            membership = self._form(declaration)
             self._held[membership.spec.group_id] = declaration.actors
             self._named[declaration.name] = membership
             return membership
@@ -131,7 +130,7 @@ class Controller:
             name = f"derived-{secrets.token_hex(3)}"
             actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
             declaration = Declaration(name=name, backend="auto", actors=actors, ordering="program", timeout_s=timeout_s)
-            membership = self._form(declaration, derived=True)
+            membership = self._form(declaration)
             self._derived[actor_ids] = membership
             if len(self._derived) > DERIVED_LIMIT:
                 self._dissolve(self._derived.popitem(last=False)[1])
@@ -180,13 +179,14 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------ forming
 
-    def _form(self, declaration: Declaration, *, derived: bool) -> Membership:
+    def _form(self, declaration: Declaration) -> Membership:
         deadline = monotonic() + declaration.timeout_s
         me = ray_internals.current_actor_id()
         for actor in declaration.actors:
             if me and actor._actor_id.hex() == me:
                 raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
-        backends.get(declaration.backend, declaration.name) if declaration.backend != "auto" else None
+        if declaration.backend != "auto":
+            backends.get(declaration.backend, declaration.name)  # unknown names are refused before anybody is asked
         infos = _describe(declaration, deadline)
         members = tuple(Member(rank=rank, **info) for rank, info in enumerate(infos))
         backend = _choose_backend(declaration, members)
@@ -197,7 +197,7 @@ class Controller:
             world_size=len(members),
             ordering=declaration.ordering,
         )
-        membership = Membership(spec=spec, members=members, derived=derived)
+        membership = Membership(spec=spec, members=members)
         try:
             for member, actor, info in zip(members, declaration.actors, infos, strict=True):
                 self._lease(member, actor, info, deadline).group_ids.add(spec.group_id)
@@ -216,11 +216,11 @@ class Controller:
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline - monotonic(), 0.1))
             peer.welcome(max(deadline - monotonic(), 0.1))
-        except ConnectionLostError as exc:
-            raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
-        except ControllerConflictError:
+        except BaseException as exc:
             if peer.link is not None:
                 peer.link.close()
+            if isinstance(exc, ConnectionLostError):
+                raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
         self._peers[member.actor_id] = peer
         return peer

@@ -10,11 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 from raycollect.controller import Controller
-from raycollect.errors import DispatchError, GroupBrokenError, SelfDrivenError
+from raycollect.errors import DispatchError, GroupBrokenError
 from raycollect.flight import Flight
 from raycollect.group import Membership
 from raycollect.planner import Plan, Request, Ticket, encode_order, encode_program, plan
-from raycollect.ray_internals import current_actor_id
 
 
 @lru_cache(maxsize=256)
@@ -44,14 +43,9 @@ def send_program(controller: Controller, request: Request, membership: Membershi
     Raises:
         RefusedError: The request makes no sense; nothing was sent.
         GroupBrokenError: A member is gone; nothing was sent.
-        SelfDrivenError: This process is a participant of the plan; nothing was sent.
     """
     planned, programs = prepare(request)
     members = [membership.members[rank] for rank in planned.ranks]
-    me = current_actor_id()
-    for member in members:
-        if me and member.actor_id == me:
-            raise SelfDrivenError(actor=member.actor)
     with controller.dispatching:
         broken = controller.why_broken(membership)
         if broken:

@@ -168,7 +168,7 @@ class Execution:
                 self._buffers.append(None)
         if not self._recall():
             self._check()
-            self._arrival = encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
+            self._arrival = self._write_arrival()
             if not self._violations and self._program.rounds == 1:
                 self._kernels = self._lower()
                 self._remember()
@@ -177,7 +177,7 @@ class Execution:
 
     def _recall(self) -> bool:
         """Takes over what the last run of this program found, if its one operand is as it was."""
-        container = self._buffers[0] if len(self._buffers) == 1 else None
+        container = self._sole()
         known = container.memo.get(self._program) if container is not None else None
         if container is None or known is None or known.places != tuple(map(arrays.place, container.tensors)):
             return False
@@ -187,8 +187,11 @@ class Execution:
         self._written, self._written_ranges = list(container.tensors), known.ranges
         return True
 
+    def _sole(self) -> Container | None:
+        return self._buffers[0] if len(self._buffers) == 1 else None
+
     def _remember(self) -> None:
-        container = self._buffers[0] if len(self._buffers) == 1 else None
+        container = self._sole()
         if container is None or len(self._written) != len(container.tensors):
             return
         if len(container.memo) >= _REMEMBERED:
@@ -275,7 +278,7 @@ class Execution:
         arrivals = self._meet()
         if self._program.rounds > 1:
             self._learn(arrivals)
-            self._arrival = encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
+            self._arrival = self._write_arrival()
             self._meet()
         self._record("agreed", f"after {clock() - came_s:.6f} s")
 
@@ -290,6 +293,9 @@ class Execution:
         if violations:
             raise refusal(program.op, "", violations)
         return arrivals
+
+    def _write_arrival(self) -> bytes:
+        return encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
 
     def _spec(self) -> Spec:
         program = self._program

@@ -24,12 +24,10 @@ class Membership:
     Attributes:
         spec: What the planner sees.
         members: By rank.
-        derived: True where no one declared it: its ranks are the positions in the list of refs.
     """
 
     spec: GroupSpec
     members: tuple[Member, ...]
-    derived: bool = False
     _ranks: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,16 +89,22 @@ def bind(operands: Sequence[Operand], membership: Membership) -> list[tuple[int,
         if rank < 0:
             found.append(_outsider(one, membership))
         elif rank in ranked:
-            found.append(_violation("duplicate", membership, rank, one, "a second ref of the same actor"))
+            found.append(_second_ref(one, rank, membership.members[rank].actor))
         else:
             ranked[rank] = one
     return found or sorted(ranked.items(), key=lambda item: item[0])
 
 
-def _violation(kind: str, membership: Membership, rank: int, one: Operand, found: str) -> Violation:
-    actor = membership.members[rank].actor
+def repeated(operands: Sequence[Operand]) -> list[Violation]:
+    """Operands whose actor has one already, for groups whose ranks are positions."""
+    ids = [one.actor_id for one in operands]
+    return [_second_ref(one, rank) for rank, one in enumerate(operands) if one.actor_id in ids[:rank]]
+
+
+def _second_ref(one: Operand, rank: int, actor: str = "") -> Violation:
+    found = "a second ref of the same actor"
     return Violation(
-        kind=kind, rank=rank, field="ref", found=found, expected="one per actor", actor=actor, ref=_hex(one)
+        kind="duplicate", rank=rank, field="ref", found=found, expected="one per actor", actor=actor, ref=_hex(one)
     )
 
 

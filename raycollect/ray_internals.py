@@ -18,7 +18,7 @@ from ray._raylet import ActorID
 from ray.actor import ActorHandle
 
 from raycollect.errors import RayClientError
-from raycollect.model import Key, task_key
+from raycollect.model import Key
 
 _FIRST_PUT = 100_000_000
 _NOBODY = b"\xff" * 12
@@ -63,7 +63,7 @@ def read_ref(ref: Any) -> tuple[Key, str]:
         The ref's own id, and the actor's in hexadecimal; empty where no method of an actor returned it.
     """
     binary: bytes = ref.binary()
-    nobody = binary[8:20] == _NOBODY or int.from_bytes(binary[-4:], "little") >= _FIRST_PUT
+    nobody = binary[8:20] == _NOBODY or is_put(ref)
     return Key(binary), "" if nobody else binary[8:24].hex()
 
 
@@ -93,12 +93,6 @@ def current_task() -> bytes | None:
     actor_id = worker.get_actor_id().binary()
     task: bytes = worker.get_current_task_id().binary()
     return task if task[8:] == actor_id and any(byte != 0xFF for byte in actor_id) else None
-
-
-def current_key(index: int = 1) -> Key | None:
-    """The key of the `index`-th return of the actor task that runs here; None where none runs."""
-    task = current_task()
-    return None if task is None else task_key(task, index)
 
 
 def current_method() -> str:
