@@ -2,6 +2,7 @@
 #
 #   make demo    the main job on real input, under a minute once installed
 #   make test    the tests
+#   make test-full   every backend, operation, dtype, world size, size, root and place (about half an hour)
 #   make lint    ruff, mypy, import-linter
 #   make bench   raycollect beside ray.util.collective
 #   make clean   removes the environments and caches
@@ -17,16 +18,19 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test lint bench clean install-%
+.PHONY: help demo test test-full lint bench clean install-%
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(VENV)/.installed-test
+	$(BIN)/python -m pytest tests/full $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from raycollect.controller import Controller
 from raycollect.errors import DispatchError, GroupBrokenError
 from raycollect.flight import Flight
 from raycollect.group import Membership
+from raycollect.model import Key
 from raycollect.planner import Plan, Request, Ticket, encode_order, encode_program, plan
 
 
@@ -27,14 +28,14 @@ def prepare(request: Request) -> tuple[Plan, tuple[bytes, ...]]:
     return planned, tuple(encode_program(planned.program(rank)) for rank in planned.ranks)
 
 
-def send_program(controller: Controller, request: Request, membership: Membership, refs: dict[int, Any]) -> Flight:
+def send_program(controller: Controller, request: Request, membership: Membership, refs: dict[Key, Any]) -> Flight:
     """Plans a request and sends each participant its half, as one actor task each.
 
     Args:
         controller: This process's controller.
         request: What to do.
         membership: Its group.
-        refs: The operand refs by rank.
+        refs: The operand refs by key.
 
     Returns:
         The flight; its `results` are the result refs by rank. Where not all could be submitted it has failed with
@@ -62,5 +63,13 @@ def send_program(controller: Controller, request: Request, membership: Membershi
                 controller.send(flight, flight.fail(error, unsent=planned.ranks[at:]))
                 return flight
             peer.last_seq = flight.seq
-            flight.results[rank] = made[0] if made else refs.get(rank)
+            flight.results[rank] = made[0] if made else _kept(planned, rank, refs)
     return flight
+
+
+def _kept(planned: Plan, rank: int, refs: dict[Key, Any]) -> Any:
+    """The ref of a result that is an operand; None where the rank has no result."""
+    template = planned.template(rank)
+    if template.result < 0:
+        return None
+    return refs[planned.keys(rank)[template.result]]

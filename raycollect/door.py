@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -18,7 +18,28 @@ from typing import Any
 import msgpack
 
 from raycollect.errors import InternalError, ProtocolError, Violation
-from raycollect.model import TensorInfo
+from raycollect.model import PIECES, OpKind, Structure, TensorInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """What a rank gives, or takes.
+
+    Attributes:
+        structure: How it is made of tensors. In pieces: a list with one item per rank.
+        tensors: Their infos, in order.
+        loose: True where the pieces are cut from one contiguous tensor: their sizes count, not their shapes.
+    """
+
+    structure: Structure
+    tensors: tuple[TensorInfo, ...]
+    loose: bool = False
+
+    def item(self, at: int) -> Side:
+        """One piece."""
+        before = sum(item.count for item in self.structure.items[:at])
+        structure = self.structure.items[at]
+        return Side(structure=structure, tensors=self.tensors[before : before + structure.count], loose=self.loose)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +48,19 @@ class Spec:
 
     Attributes:
         op: The operation's name.
+        caller: ``"plan"``, or ``"call"`` for an imperative call.
         reduce_op: The reduce op's name; empty where there is none.
         root: The root rank; -1 where there is none.
-        structure: ``"tensor"``, ``"list"``, ... of its operand; empty where it takes what comes.
-        names: The keys of a dict.
-        tensors: The infos of its operand's tensors; None where it takes what comes.
+        gives: What it gives; None where it gives nothing, or could not say.
+        takes: What it takes it into; None where that is what it gives, or is still to be made.
     """
 
     op: str
+    caller: str = "plan"
     reduce_op: str = ""
     root: int = -1
-    structure: str = ""
-    names: tuple[str | int, ...] = ()
-    tensors: tuple[TensorInfo, ...] | None = None
+    gives: Side | None = None
+    takes: Side | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,21 +74,17 @@ class Arrival:
 def encode_arrival(arrival: Arrival) -> bytes:
     """Writes an arrival; the inverse of `decode_arrival`."""
     spec = arrival.spec
-    tensors = None
-    if spec.tensors is not None:
-        tensors = [(t.shape, t.dtype, t.itemsize, t.device) for t in spec.tensors]
-    packed: bytes = msgpack.packb(
-        (
-            spec.op,
-            spec.reduce_op,
-            spec.root,
-            spec.structure,
-            spec.names,
-            tensors,
-            [asdict(v) for v in arrival.violations],
-        )
-    )
+    head = (spec.op, spec.caller, spec.reduce_op, spec.root)
+    sides = (_encode_side(spec.gives), _encode_side(spec.takes))
+    packed: bytes = msgpack.packb((*head, *sides, [asdict(v) for v in arrival.violations]))
     return packed
+
+
+def _encode_side(side: Side | None) -> Any:
+    if side is None:
+        return None
+    tensors = [(t.shape, t.dtype, t.itemsize, t.device, t.library) for t in side.tensors]
+    return side.structure.to_plain(), tensors, side.loose
 
 
 @lru_cache(maxsize=256)
@@ -78,37 +95,146 @@ def decode_arrival(data: bytes) -> Arrival:
         ProtocolError: The bytes are no arrival.
     """
     try:
-        op, reduce_op, root, structure, names, tensors, violations = msgpack.unpackb(data)
-        infos = None
-        if tensors is not None:
-            infos = tuple(
-                TensorInfo(shape=tuple(shape), dtype=dtype, itemsize=itemsize, device=device)
-                for shape, dtype, itemsize, device in tensors
-            )
-        spec = Spec(op=op, reduce_op=reduce_op, root=root, structure=structure, names=tuple(names), tensors=infos)
+        op, caller, reduce_op, root, gives, takes, violations = msgpack.unpackb(data)
+        spec = Spec(
+            op=op,
+            caller=caller,
+            reduce_op=reduce_op,
+            root=root,
+            gives=_decode_side(gives),
+            takes=_decode_side(takes),
+        )
         return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
-    except (ValueError, TypeError, msgpack.UnpackException) as exc:
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
         raise ProtocolError(detail=f"malformed arrival: {exc}") from exc
+
+
+def _decode_side(value: Any) -> Side | None:
+    if value is None:
+        return None
+    structure, tensors, loose = value
+    infos = tuple(
+        TensorInfo(shape=tuple(shape), dtype=dtype, itemsize=itemsize, device=device, library=library)
+        for shape, dtype, itemsize, device, library in tensors
+    )
+    return Side(structure=Structure.from_plain(structure), tensors=infos, loose=loose)
+
+
+# ---------------------------------------------------------------------------------------------- who gives whom what
+
+_Part = tuple[int, str, Side]
+"""(position of a rank, what it is called in a message, the part of its gives or takes)."""
+
+
+def _flows(specs: Sequence[Spec]) -> Iterator[list[_Part]]:
+    """The parts that must be alike, in lists: what is given, and what it is taken into.
+
+    Ranks that could not say what they bring are left out.
+    """
+    gives = {at: spec.gives for at, spec in enumerate(specs) if spec.gives is not None}
+    takes = {at: spec.takes for at, spec in enumerate(specs) if spec.takes is not None}
+    in_pieces, out_pieces = PIECES.get(OpKind(specs[0].op), (False, False))
+    everyone = range(len(specs))
+    if not in_pieces and not out_pieces:  # one value for all
+        yield [(at, "", side) for at in everyone for side in (gives.get(at), takes.get(at)) if side is not None]
+    elif in_pieces and out_pieces:
+        for giver in everyone:
+            for taker in everyone:
+                given = [(giver, f" of input {taker}", gives[giver].item(taker))] if giver in gives else []
+                taken = [(taker, f" of output {giver}", takes[taker].item(giver))] if taker in takes else []
+                yield given + taken
+    elif out_pieces:
+        for giver in everyone:
+            given = [(giver, "", gives[giver])] if giver in gives else []
+            yield given + [(taker, f" of output {giver}", side.item(giver)) for taker, side in takes.items()]
+    else:
+        for taker in everyone:
+            given = [(giver, f" of input {taker}", side.item(taker)) for giver, side in gives.items()]
+            yield given + ([(taker, "", takes[taker])] if taker in takes else [])
+
+
+def largest(specs: Sequence[Spec]) -> tuple[int, ...]:
+    """For each tensor of an operation in pieces, the size of the largest piece of it; see `model.Kernel.most`."""
+    parts = [side for flow in _flows(specs) for _, _, side in flow]
+    return tuple(map(max, zip(*([info.size for info in side.tensors] for side in parts), strict=False)))
+
+
+def learn(specs: Sequence[Spec], at: int, at_root: int) -> Side:
+    """What a rank's output must be, from what all give.
+
+    Args:
+        specs: What the ranks bring, in rank order.
+        at: The position of the rank that takes.
+        at_root: The position of the root.
+
+    Raises:
+        InternalError: A rank that gives did not say what.
+    """
+    in_pieces, out_pieces = PIECES.get(OpKind(specs[at].op), (False, False))
+    givers = specs if out_pieces else [specs[at_root]]
+    sides = []
+    for spec in givers:
+        if spec.gives is None:
+            raise InternalError(detail=f"a rank said nothing about what it gives to {spec.op}")
+        sides.append(spec.gives.item(at) if in_pieces else spec.gives)
+    if not out_pieces:
+        return sides[0]
+    structure = Structure("list", (), tuple(side.structure for side in sides))
+    return Side(structure=structure, tensors=tuple(info for side in sides for info in side.tensors))
 
 
 # ---------------------------------------------------------------------------------------------- verdict
 
-_FIELDS: dict[str, Callable[[Spec], Any]] = {
+_CALL_FIELDS: dict[str, Callable[[Spec], Any]] = {
+    "call": lambda spec: {"plan": "a plan", "call": "an imperative call"}[spec.caller],
     "op": lambda spec: spec.op,
     "reduce op": lambda spec: spec.reduce_op,
     "root": lambda spec: spec.root,
-    "structure": lambda spec: spec.structure or None,
-    "names": lambda spec: [repr(name) for name in spec.names] or None,
-    "tensor count": lambda spec: None if spec.tensors is None else len(spec.tensors),
-    "dtype": lambda spec: None if spec.tensors is None else [t.dtype for t in spec.tensors],
-    "shape": lambda spec: None if spec.tensors is None else [list(t.shape) for t in spec.tensors],
-    "device": lambda spec: None if spec.tensors is None else [t.device.partition(":")[0] for t in spec.tensors],
 }
-"""What must be equal on all ranks; None: this rank takes what comes."""
+"""What must be equal on all ranks before their tensors can be compared."""
 
+_TENSOR_FIELDS: dict[str, Callable[[Side], Any]] = {
+    "structure": lambda side: str(side.structure),
+    "tensor count": lambda side: len(side.tensors),
+    "dtype": lambda side: [t.dtype for t in side.tensors],
+    "shape": lambda side: [list(t.shape) for t in side.tensors],
+    "device": lambda side: [t.device.partition(":")[0] for t in side.tensors],
+}
+"""What must be alike of what is given and what it is taken into."""
+
+_LOOSE_FIELDS = {**_TENSOR_FIELDS, "shape": lambda side: [t.size for t in side.tensors]}
 
 _LONGEST = 400
 """How many characters of a value a message shows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What follows from what all ranks brought to the door.
+
+    Attributes:
+        violations: Every reason why no kernel may start.
+        specs: What the ranks bring, in their order.
+        most: See `largest`; empty for operations without pieces, and where something is wrong.
+    """
+
+    violations: tuple[Violation, ...]
+    specs: tuple[Spec, ...]
+    most: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
+    """Decides on encoded arrivals; remembered, for loops that bring the same again and again.
+
+    Raises:
+        ProtocolError: One of them is no arrival.
+    """
+    arrivals = [decode_arrival(blob) for blob in blobs]
+    specs = tuple(arrival.spec for arrival in arrivals)
+    violations = decide(ranks, arrivals)
+    in_pieces = not violations and OpKind(specs[0].op) in PIECES
+    return Verdict(violations=violations, specs=specs, most=largest(specs) if in_pieces else ())
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:
@@ -119,32 +245,47 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
         arrivals: One arrival per rank.
 
     Returns:
-        Every violation; nothing when the kernels may start. What each rank found wrong itself comes first; ranks are
-        compared with each other only among those that could say what they have.
+        Every violation; nothing when the kernels may start. What each rank found wrong itself comes first; then what
+        they are about to do is compared; and only where that is the same, their tensors.
     """
     found = [violation for arrival in arrivals for violation in arrival.violations]
-    able = [(rank, arrival.spec) for rank, arrival in zip(ranks, arrivals, strict=True) if not _is_absent(arrival)]
-    if len({spec for _, spec in able}) > 1:
-        for name, read in _FIELDS.items():
-            found += _odd_ones(name, [(rank, read(spec)) for rank, spec in able])
-    return tuple(found)
+    specs = [arrival.spec for arrival in arrivals]
+    for name, read in _CALL_FIELDS.items():
+        found += _odd_ones(name, [(rank, read(spec)) for rank, spec in zip(ranks, specs, strict=True)])
+    if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in found):
+        return tuple(found)
+    for flow in _flows(specs):
+        fields = _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _TENSOR_FIELDS
+        for name, look in fields.items():
+            found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in flow], [of for _, of, _ in flow])
+    if OpKind(specs[0].op) in PIECES:
+        found += _odd_ones("dtype", _dtypes(ranks, specs))
+    return tuple(dict.fromkeys(found))
 
 
-def _is_absent(arrival: Arrival) -> bool:
-    return bool(arrival.violations) and arrival.spec.tensors is None
+def _dtypes(ranks: Sequence[int], specs: Sequence[Spec]) -> list[tuple[int, Any]]:
+    """The dtypes of what each rank gives another; pieces may differ in size, not in this."""
+    in_pieces, _ = PIECES[OpKind(specs[0].op)]
+    given = [(rank, spec.gives) for rank, spec in zip(ranks, specs, strict=True) if spec.gives is not None]
+    return [(rank, [t.dtype for t in (side.item(0) if in_pieces else side).tensors]) for rank, side in given]
 
 
-def _odd_ones(name: str, values: list[tuple[int, Any]]) -> list[Violation]:
-    """Names the ranks whose value differs from the commonest one (the lowest rank's, if two are as common)."""
-    known = [(rank, value) for rank, value in values if value is not None]
-    counts = Counter(repr(value) for _, value in known)
+def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = ()) -> list[Violation]:
+    """Names the ranks whose value differs from the commonest one (the first one's, if two are as common)."""
+    counts = Counter(repr(value) for _, value in values)
     if len(counts) < 2:
         return []
     commonest = counts.most_common(1)[0][0]
-    expected = next(value for _, value in known if repr(value) == commonest)
+    expected = next(value for _, value in values if repr(value) == commonest)
     return [
-        Violation(kind="mismatch", rank=rank, field=name, found=_show(value, expected), expected=_show(expected, value))
-        for rank, value in known
+        Violation(
+            kind="mismatch",
+            rank=rank,
+            field=name + part,
+            found=_show(value, expected),
+            expected=_show(expected, value),
+        )
+        for (rank, value), part in zip(values, parts or [""] * len(values), strict=True)
         if value != expected
     ]
 

@@ -124,8 +124,8 @@ class Violation:
 
 
 @dataclass(eq=False)
-class RaycollectError(Exception):
-    """Base of all errors of this package."""
+class RaycollectError(RuntimeError):
+    """Base of all errors of this package; a RuntimeError, as what `ray.util.collective` raises."""
 
     def __str__(self) -> str:
         return _summary(type(self))

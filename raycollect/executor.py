@@ -7,24 +7,37 @@ violation; after the door kernels run; a failure among them leaves exactly the t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raycollect.backends import arrays
-from raycollect.door import Arrival, Spec, decide, decode_arrival, encode_arrival
+from raycollect.door import Arrival, Side, Spec, Verdict, encode_arrival, judge, learn
 from raycollect.errors import (
     FaultError,
-    InternalError,
     KernelError,
     PlanAbortedError,
     RaycollectError,
     Violation,
     refusal,
 )
-from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults, ReduceOp, TensorInfo
+from raycollect.model import (
+    PIECES,
+    TENSOR,
+    Clock,
+    Communicator,
+    Faults,
+    Kernel,
+    Key,
+    Launch,
+    NoFaults,
+    OpKind,
+    ReduceOp,
+    Structure,
+    TensorInfo,
+)
 from raycollect.observe import Recorder
-from raycollect.planner import Program, Role
-from raycollect.pos import Absence, Container, Range, State, Store, Structure
+from raycollect.planner import Buffer, Program, Role, Step
+from raycollect.pos import Absence, Container, Range, State, Store
 
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
 """Where faults can be injected."""
@@ -73,6 +86,28 @@ class Outcome:
     ended: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Bound:
+    """A buffer with its memory.
+
+    Attributes:
+        container: The value.
+        arrays: The memory of its tensors, in order.
+        pieces: For each rank the memory of the tensors of its piece; None where the buffer is one value.
+        side: What the door hears of it.
+    """
+
+    container: Container
+    arrays: tuple[Any, ...]
+    pieces: tuple[tuple[Any, ...], ...] | None
+    side: Side
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """All memory that kernels see: pieces cut from one tensor count, not that tensor."""
+        return self.arrays if self.pieces is None else tuple(array for piece in self.pieces for array in piece)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
     """What one program found about one container, remembered with it as long as its arrays stay as they are.
@@ -101,6 +136,8 @@ class Execution:
         aborted: Why the plan was aborted, or None; asked while waiting for a producer.
         waiting: Called when an operand's method has not ended yet; None: a method that has not ended never will
             (ordered actors run methods in order, so it never ran).
+        operands: The values of the template's OPERAND buffers, where an imperative call gives them itself; None: they
+            are in the store, under the program's keys.
     """
 
     def __init__(
@@ -112,15 +149,18 @@ class Execution:
         seq: int,
         aborted: Callable[[], str | None],
         waiting: Callable[[Key], None] | None = None,
+        operands: Sequence[Container] | None = None,
     ) -> None:
         self._program = program
+        self._kind = OpKind(program.op)
         self._communicator = communicator
         self._instruments = instruments
         self._aborted = aborted
         self._waiting = waiting
+        self._operands = operands
         self._seq = seq
         self._launch = Launch(seq=seq, ranks=program.ranks, timeout_s=program.timeout_s)
-        self._buffers: list[Container | None] = []
+        self._buffers: list[_Bound | None] = []
         self._violations: list[Violation] = []
         self._kernels: list[Kernel] = []
         self._arrival = b""
@@ -149,7 +189,7 @@ class Execution:
             ended = self._communicator.end(self._launch, ok)
         self._record("done")
         buffers = zip(self._buffers, self._program.template.buffers, strict=True)
-        made = tuple(container for container, buffer in buffers if buffer.is_output and container is not None)
+        made = tuple(bound.container for bound, buffer in buffers if buffer.is_output and bound is not None)
         return Outcome(outputs=made, ended=ended)
 
     # ------------------------------------------------------------------------------------------ before the door
@@ -157,15 +197,15 @@ class Execution:
     def _prepare(self) -> None:
         """Finds operands, checks them and makes outputs; what is wrong is noted, not raised."""
         keys = iter(self._program.keys)
-        for buffer in self._program.template.buffers:
+        given = iter(self._operands or ())
+        for index, buffer in enumerate(self._program.template.buffers):
             if buffer.role is Role.OPERAND:
-                self._buffers.append(self._operand(next(keys)))
-            elif buffer.role is Role.OUTPUT_LIKE:
-                like = self._buffers[buffer.source]
-                infos = [arrays.info(tensor) for tensor in like.tensors] if like else []
-                self._buffers.append(self._allocate(like.structure, infos) if like else None)
-            else:
+                container = self._find(next(keys)) if self._operands is None else next(given)
+                self._buffers.append(self._bind(index, container))
+            elif buffer.role is Role.LEARNED:
                 self._buffers.append(None)
+            else:
+                self._buffers.append(self._make_like(index, buffer))
         if not self._recall():
             self._check()
             self._arrival = self._write_arrival()
@@ -177,33 +217,36 @@ class Execution:
 
     def _recall(self) -> bool:
         """Takes over what the last run of this program found, if its one operand is as it was."""
-        container = self._sole()
-        known = container.memo.get(self._program) if container is not None else None
-        if container is None or known is None or known.places != tuple(map(arrays.place, container.tensors)):
+        bound = self._sole()
+        known = bound.container.memo.get(self._program) if bound is not None else None
+        if bound is None or known is None or known.places != tuple(map(arrays.place, bound.arrays)):
             return False
         if self._instruments.store.is_dirty(known.ranges):
             return False
         self._kernels, self._arrival = known.kernels, known.arrival
-        self._written, self._written_ranges = list(container.tensors), known.ranges
+        if any(step.dst == 0 for step in self._program.template.steps):
+            self._written, self._written_ranges = list(bound.arrays), known.ranges
         return True
 
-    def _sole(self) -> Container | None:
-        return self._buffers[0] if len(self._buffers) == 1 else None
+    def _sole(self) -> _Bound | None:
+        """The one buffer of a program that has no other, and no pieces, whose sizes are other ranks' business too."""
+        return self._buffers[0] if len(self._buffers) == 1 and self._kind not in PIECES else None
 
     def _remember(self) -> None:
-        container = self._sole()
-        if container is None or len(self._written) != len(container.tensors):
+        bound = self._sole()
+        if bound is None:
             return
-        if len(container.memo) >= _REMEMBERED:
-            container.memo.clear()
-        container.memo[self._program] = _Prepared(
-            places=tuple(map(arrays.place, container.tensors)),
+        memo = bound.container.memo
+        if len(memo) >= _REMEMBERED:
+            memo.clear()
+        memo[self._program] = _Prepared(
+            places=tuple(map(arrays.place, bound.arrays)),
             kernels=self._kernels,
-            ranges=self._written_ranges,
+            ranges=_ranges(bound.arrays),
             arrival=self._arrival,
         )
 
-    def _operand(self, key: Key) -> Container | None:
+    def _find(self, key: Key) -> Container | None:
         store = self._instruments.store
         found = store.look(key)
         if isinstance(found, Absence) and found.state is State.ABSENT and self._waiting:
@@ -218,9 +261,57 @@ class Execution:
         self._violate(kind, "operand", text.format(found.detail or "a value that is not kept"), expected, key)
         return None
 
-    def _allocate(self, structure: Structure, infos: Sequence[TensorInfo]) -> Container | None:
+    def _bind(self, index: int, container: Container | None) -> _Bound | None:
+        """Looks at a value's memory, in pieces where the operation takes it so."""
+        if container is None:
+            return None
+        views = tuple(map(arrays.view, container.tensors))
+        infos = tuple(arrays.info(view, arrays.library(t)) for view, t in zip(views, container.tensors, strict=True))
+        structure = container.structure
+        if not self._is_in_pieces(index):
+            return _Bound(container, views, None, Side(structure=structure, tensors=infos))
+        count = len(self._program.ranks)
+        if structure.kind in ("list", "tuple") and len(structure.items) == count:
+            side = Side(structure=Structure("list", (), structure.items), tensors=infos)
+            at = [0]
+            for item in structure.items:
+                at.append(at[-1] + item.count)
+            pieces = tuple(views[lo:hi] for lo, hi in zip(at, at[1:], strict=False))
+            return _Bound(container, views, pieces, side)
+        cut = arrays.split(views[0], count) if structure.kind == "tensor" else None
+        if cut is not None:
+            cut_infos = tuple(arrays.info(piece, infos[0].library) for piece in cut)
+            side = Side(structure=Structure("list", (), (TENSOR,) * count), tensors=cut_infos, loose=True)
+            return _Bound(container, views, tuple((piece,) for piece in cut), side)
+        found = str(infos[0]) if structure.kind == "tensor" else str(structure)
+        expected = f"a list of {count}, one per rank, or one contiguous tensor that {count} divides"
+        self._violate("mismatch", "output" if index == self._program.template.dst else "input", found, expected)
+        return None
+
+    def _is_in_pieces(self, index: int) -> bool:
+        """Whether a buffer of the operation, or a scratch like it, holds one piece per rank."""
+        template = self._program.template
+        buffer = template.buffers[index]
+        if buffer.scratch and buffer.role is Role.LIKE:
+            index = buffer.source
+        gives, takes = PIECES.get(self._kind, (False, False))
+        if index == template.src and gives:
+            return True
+        return takes and (index == template.dst or buffer.scratch)
+
+    def _make_like(self, index: int, buffer: Buffer) -> _Bound | None:
+        """Makes an output or scratch whose infos this rank knows by itself."""
+        like = self._buffers[buffer.source]
+        if like is None:
+            return None
+        if buffer.role is Role.PIECE:
+            side = like.side.item(self._program.ranks.index(self._program.rank))
+            return self._make(index, side.structure, side.tensors)
+        return self._make(index, like.container.structure, _infos(like))
+
+    def _make(self, index: int, structure: Structure, infos: Sequence[TensorInfo]) -> _Bound | None:
         try:
-            return Container.build(structure, [arrays.empty_like(info) for info in infos])
+            return self._bind(index, Container.build(structure, [arrays.empty(info) for info in infos]))
         except MemoryError as exc:
             wanted = sum(info.nbytes for info in infos)
             self._violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes")
@@ -232,39 +323,72 @@ class Execution:
         read = {step.src for step in steps if step.src >= 0}
         written = {step.dst for step in steps if step.dst >= 0}
         store = self._instruments.store
-        for index, container in enumerate(self._buffers):
-            if container is None:
+        for index, bound in enumerate(self._buffers):
+            if bound is None:
                 continue
-            ranges = _ranges(container.tensors)
-            if index in read and store.is_dirty(ranges):
+            if index in read and store.is_dirty(_ranges(bound.arrays)):
                 self._violate("dirty", "operand", "half-written by a failed collective", "an intact tensor")
             if index in written:
-                self._check_written(container, ranges)
+                self._check_written(bound)
         self._check_aliases(written)
         for step in steps:
             if step.op is not None:
-                self._check_op(step.op, self._tensors(step.src))
+                self._check_op(step.op, self._arrays(step.src))
 
-    def _check_written(self, container: Container, ranges: Sequence[Range]) -> None:
-        self._written += container.tensors
-        self._written_ranges += ranges
-        for tensor in container.tensors:
-            if not tensor.flags.writeable:
+    def _check_written(self, bound: _Bound) -> None:
+        self._written += bound.leaves
+        self._written_ranges += _ranges(bound.leaves)
+        for array in bound.arrays:
+            if not arrays.is_writeable(array):
                 self._violate("read_only", "operand", "read-only", "a writable array")
-            if arrays.overlaps_itself(tensor):
+            if arrays.overlaps_itself(array):
                 self._violate("alias", "operand", "overlapping itself (broadcast strides)", "one element per address")
 
     def _check_aliases(self, written: set[int]) -> None:
-        """Written memory must not overlap anything else of this plan (P6)."""
-        named = [(index, tensor) for index, c in enumerate(self._buffers) if c for tensor in c.tensors]
-        for i, (index, tensor) in enumerate(named):
-            for other_index, other in named[i + 1 :]:
-                if (index in written or other_index in written) and arrays.overlap(tensor, other):
-                    self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory")
-                    return
+        """Written memory must not overlap anything else of this plan (P6), but for what works in place."""
+        found = [
+            (*arrays.byte_range(array), index, at, array)
+            for index, bound in enumerate(self._buffers)
+            if bound
+            for at, array in enumerate(bound.leaves)
+        ]
+        found.sort(key=lambda one: one[:2])
+        in_place = 0
+        for i, (_, stop, index, at, array) in enumerate(found):
+            for start, _, other_index, other_at, other in found[i + 1 :]:
+                if start >= stop:
+                    break
+                if not (index in written or other_index in written) or not arrays.overlap(array, other):
+                    continue
+                if arrays.place(array)[:4] == arrays.place(other)[:4] and self._is_in_place(
+                    {index: at, other_index: other_at}
+                ):
+                    in_place += 1
+                    continue
+                self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory")
+                return
+        if self._kind is OpKind.ALLTOALL and in_place and any(
+            arrays.place(a)[:4] != arrays.place(b)[:4]
+            for a, b in zip(self._leaves(0), self._leaves(1), strict=False)
+        ):
+            self._violate("alias", "operand", "in place for some ranks only", "all pieces in place, or none")
 
-    def _check_op(self, op: ReduceOp, tensors: Sequence[Any]) -> None:
-        for dtype in dict.fromkeys(arrays.info(tensor).dtype for tensor in tensors):
+    def _is_in_place(self, leaves: dict[int, int]) -> bool:
+        """Whether two tensors may be the same memory: (buffer -> which of its leaves) of both."""
+        template = self._program.template
+        src, dst = leaves.get(template.src), leaves.get(template.dst)
+        if src is None or dst is None:
+            return False
+        gives, takes = PIECES.get(self._kind, (False, False))
+        me = self._program.ranks.index(self._program.rank)
+        if gives and takes:
+            return src == dst
+        if takes:
+            return dst == me * len(self._leaves(template.src)) + src
+        return gives and src == me * len(self._leaves(template.dst)) + dst
+
+    def _check_op(self, op: ReduceOp, operands: Sequence[Any]) -> None:
+        for dtype in dict.fromkeys(arrays.info(array).dtype for array in operands):
             reason = arrays.refusal_reason(op, dtype)
             if reason:
                 self._violate("unsupported", "reduce op", reason, "")
@@ -275,53 +399,54 @@ class Execution:
         """Meets the others, once or twice; raises what all of them raise."""
         clock = self._instruments.clock
         came_s = clock()
-        arrivals = self._meet()
+        verdict = self._meet()
         if self._program.rounds > 1:
-            self._learn(arrivals)
+            self._learn(verdict)
             self._arrival = self._write_arrival()
-            self._meet()
+            verdict = self._meet()
+        if not self._kernels:
+            self._kernels = self._lower()
+        if verdict.most:
+            self._kernels = self._with_sizes(verdict.most)
         self._record("agreed", f"after {clock() - came_s:.6f} s")
 
-    def _meet(self) -> list[Arrival]:
+    def _meet(self) -> Verdict:
         program = self._program
         self._record("door")
         blobs = self._communicator.agree(self._launch, self._arrival)
-        if not self._violations and all(blob == self._arrival for blob in blobs):
-            return []  # the same bytes from all: nothing to compare
-        arrivals = [decode_arrival(bytes(blob)) for blob in blobs]
-        violations = decide(program.ranks, arrivals)
-        if violations:
-            raise refusal(program.op, "", violations)
-        return arrivals
+        verdict = judge(program.ranks, tuple(map(bytes, blobs)))
+        if verdict.violations:
+            raise refusal(program.op, "", verdict.violations)
+        return verdict
 
     def _write_arrival(self) -> bytes:
         return encode_arrival(Arrival(spec=self._spec(), violations=tuple(self._violations)))
 
     def _spec(self) -> Spec:
         program = self._program
-        container = self._buffers[0] if self._buffers else None
-        structure = container.structure if container else Structure("")
+        template = program.template
+        gives, takes = (self._buffers[index] if index >= 0 else None for index in (template.src, template.dst))
         return Spec(
             op=program.op,
+            caller="plan" if self._operands is None else "call",
             reduce_op=program.reduce_op.name if program.reduce_op else "",
             root=program.root,
-            structure=structure.kind,
-            names=structure.names,
-            tensors=tuple(arrays.info(tensor) for tensor in container.tensors) if container else None,
+            gives=gives.side if gives else None,
+            takes=takes.side if takes else None,
         )
 
-    def _learn(self, arrivals: Sequence[Arrival]) -> None:
-        """Makes the outputs whose shape another rank brought to the first round."""
-        for index, buffer in enumerate(self._program.template.buffers):
-            if buffer.role is not Role.OUTPUT_LEARNED:
+    def _learn(self, verdict: Verdict) -> None:
+        """Makes the outputs whose shapes follow from what the ranks brought to the first round."""
+        program = self._program
+        for index, buffer in enumerate(program.template.buffers):
+            if buffer.role is not Role.LEARNED:
                 continue
-            spec = arrivals[self._program.ranks.index(buffer.source)].spec
-            if spec.tensors is None:
-                raise InternalError(detail=f"rank {buffer.source} said nothing about its tensor")
-            made = self._allocate(Structure(spec.structure, spec.names), spec.tensors)
+            root = program.ranks.index(program.root) if program.root in program.ranks else -1
+            side = learn(verdict.specs, program.ranks.index(program.rank), root)
+            made = self._make(index, side.structure, side.tensors)
             self._buffers[index] = made
             if made is not None:
-                self._check_written(made, _ranges(made.tensors))
+                self._check_written(made)
 
     # ------------------------------------------------------------------------------------------ after the door
 
@@ -330,37 +455,64 @@ class Execution:
         store = self._instruments.store
         with store.writing(ranges):
             try:
-                for kernel in self._kernels or self._lower():
+                for kernel in self._kernels:
                     self._at("before_kernel")
                     self._communicator.launch(self._launch, kernel).wait(self._program.timeout_s)
                     self._at("after_kernel")
             except BaseException:
-                store.mark_dirty(ranges, [arrays.owner(tensor) for tensor in written])
+                store.mark_dirty(ranges, [arrays.owner(array) for array in written])
                 raise
             # A view with gaps is written whole, but its range is not.
-            dense = (span for tensor, span in zip(written, ranges, strict=True) if span[1] - span[0] == tensor.nbytes)
+            dense = (span for array, span in zip(written, ranges, strict=True) if span[1] - span[0] == array.nbytes)
             store.mark_written(list(dense))
 
     def _lower(self) -> list[Kernel]:
         """The steps with their arrays filled in: one kernel per step and tensor."""
         kernels = []
         for step in self._program.template.steps:
-            reads = self._tensors(step.src)
-            writes = self._tensors(step.dst)
+            reads, writes = self._filled(step)
             for i in range(max(len(reads), len(writes), 1)):
                 src = reads[i] if reads else None
                 dst = writes[i] if writes else None
                 kernels.append(Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer))
         return kernels
 
-    def _tensors(self, index: int) -> tuple[Any, ...]:
-        container = self._buffers[index] if index >= 0 else None
-        return container.tensors if container else ()
+    def _filled(self, step: Step) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What each kernel of a step reads and writes: arrays, or tuples of pieces."""
+        sides = zip((step.src, step.dst), PIECES.get(step.kind, (False, False)), strict=True)
+        reads, writes = (
+            list(zip(*self._pieces(index), strict=True)) if in_pieces else self._leaves(index)
+            for index, in_pieces in sides
+        )
+        return reads, writes
+
+    def _with_sizes(self, most: Sequence[int]) -> list[Kernel]:
+        """The kernels, told the size of the largest piece of their tensor."""
+        each = {step.kind for step in self._program.template.steps if step.kind in PIECES}
+        sized, at = [], dict.fromkeys(each, 0)
+        for kernel in self._kernels:
+            if kernel.kind in each:
+                kernel, at[kernel.kind] = replace(kernel, most=most[at[kernel.kind]]), at[kernel.kind] + 1
+            sized.append(kernel)
+        return sized
+
+    def _pieces(self, index: int) -> tuple[tuple[Any, ...], ...]:
+        bound = self._buffers[index] if index >= 0 else None
+        return () if bound is None or bound.pieces is None else bound.pieces
+
+    def _leaves(self, index: int) -> tuple[Any, ...]:
+        bound = self._buffers[index] if index >= 0 else None
+        return bound.leaves if bound else ()
+
+    def _arrays(self, index: int) -> tuple[Any, ...]:
+        bound = self._buffers[index] if index >= 0 else None
+        return bound.arrays if bound else ()
 
     # ------------------------------------------------------------------------------------------ notes
 
     def _violate(self, kind: str, name: str, found: str, expected: str, key: Key | None = None) -> None:
-        ref = key.hex() if key else (self._program.keys[0].hex() if self._program.keys else "")
+        keys = self._program.keys if self._operands is None else ()
+        ref = key.hex() if key else keys[0].hex() if keys else ""
         rank = self._program.rank
         self._violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref))
 
@@ -377,5 +529,10 @@ class Execution:
         self._instruments.faults.at(point, self._seq, self._program.rank)
 
 
-def _ranges(tensors: Sequence[Any]) -> list[Range]:
-    return [arrays.byte_range(tensor) for tensor in tensors]
+def _ranges(views: Sequence[Any]) -> list[Range]:
+    return [arrays.byte_range(view) for view in views]
+
+
+def _infos(bound: _Bound) -> list[TensorInfo]:
+    libraries = map(arrays.library, bound.container.tensors)
+    return [arrays.info(view, library) for view, library in zip(bound.arrays, libraries, strict=True)]

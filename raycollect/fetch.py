@@ -26,8 +26,8 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.model import Address, Key, TensorInfo
-from raycollect.pos import Absence, Container, State, Store, Structure
+from raycollect.model import Address, Key, Structure, TensorInfo
+from raycollect.pos import Absence, Container, State, Store
 
 MAX_IDLE = 32
 """How many idle data connections a process keeps; the one unused for longest is closed first."""
@@ -146,8 +146,8 @@ def free(address: Address, keys: list[Key], *, actor: str) -> int:
 
 def _read_tensors(client: DataClient, answer: Any) -> Any:
     found = _expect(answer, Fetched).found
-    structure = Structure(found["kind"], tuple(found["names"]))
-    infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, device=v) for s, d, i, v in found["infos"]]
+    structure = Structure.from_plain(found["structure"])
+    infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
     if sum(info.nbytes for info in infos) != answer.blob_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
     whole = np.empty(answer.blob_nbytes, np.uint8)
@@ -157,7 +157,7 @@ def _read_tensors(client: DataClient, answer: Any) -> Any:
         part = whole[at : at + info.nbytes]
         at += info.nbytes
         aligned = part if part.ctypes.data % max(info.itemsize, 1) == 0 else part.copy()
-        tensors.append(aligned.view(info.dtype).reshape(info.shape))
+        tensors.append(arrays.restore(aligned.view(info.dtype).reshape(info.shape), info.library))
     return structure.build(tensors)
 
 
@@ -187,7 +187,7 @@ def find(store: Store, key: Key) -> Container:
     if isinstance(found, Absence):
         kind = "freed" if found.state is State.FREED else "lost"
         raise _refused(kind, "freed" if kind == "freed" else f"not there ({found.state.value} {found.detail})", key)
-    if store.is_dirty([arrays.byte_range(tensor) for tensor in found.tensors]):
+    if store.is_dirty([arrays.byte_range(arrays.view(tensor)) for tensor in found.tensors]):
         raise _refused("dirty", "half-written by a failed collective", key)
     return found
 
@@ -213,15 +213,15 @@ def serve(link: DataLink, store: Store) -> None:
 
 def _serve_fetch(link: DataLink, store: Store, key: Key) -> None:
     container = find(store, key)
-    with store.reading([arrays.byte_range(tensor) for tensor in container.tensors]):
+    views = [arrays.view(tensor) for tensor in container.tensors]
+    with store.reading([arrays.byte_range(view) for view in views]):
         # A copy, so that a slow reader never holds up a collective that writes this memory.
-        copies = [np.array(tensor, order="C", copy=True, subok=False) for tensor in container.tensors]
-    infos = [arrays.info(copy) for copy in copies]
+        copies = [np.array(view, order="C", copy=True, subok=False) for view in views]
+    infos = [arrays.info(copy, arrays.library(tensor)) for copy, tensor in zip(copies, container.tensors, strict=True)]
     native = [copy.astype(info.dtype, copy=False) for copy, info in zip(copies, infos, strict=True)]
     found = {
-        "kind": container.structure.kind,
-        "names": list(container.structure.names),
-        "infos": [(list(info.shape), info.dtype, info.itemsize, info.device) for info in infos],
+        "structure": container.structure.to_plain(),
+        "infos": [(list(info.shape), info.dtype, info.itemsize, info.library) for info in infos],
     }
     blobs = [copy.reshape(-1).view(np.uint8).data for copy in native]
     link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)

@@ -23,6 +23,7 @@ from raycollect.errors import (
     RefusedError,
 )
 from raycollect.group import Membership
+from raycollect.model import Key
 from raycollect.planner import Plan
 
 Orders = list[tuple[int, Any]]
@@ -36,10 +37,11 @@ class Flight:
         seq: The plan's number.
         plan: The plan.
         membership: The group.
-        refs: The operand refs by rank; held until the plan has ended everywhere (P5). `results` gets the result refs.
+        refs: The operand refs by key; held until the plan has ended everywhere (P5). `results` gets the result refs,
+            by rank.
     """
 
-    def __init__(self, seq: int, plan: Plan, membership: Membership, refs: dict[int, Any]) -> None:
+    def __init__(self, seq: int, plan: Plan, membership: Membership, refs: dict[Key, Any]) -> None:
         self.seq = seq
         self.plan = plan
         self.membership = membership
@@ -184,8 +186,8 @@ class Flight:
             return self._doors[max(self._doors)].missing if self._doors else ()
 
     def _named(self, violation: Any) -> Any:
-        key = dict(self.plan.request.operands).get(violation.rank)
-        ref = violation.ref or (key.hex() if key else "")
+        keys = self.plan.keys(violation.rank) if violation.rank in self.plan.ranks else ()
+        ref = violation.ref or (keys[0].hex() if keys else "")
         return replace(violation, actor=violation.actor or self._actor(violation.rank), ref=ref)
 
     def _actor(self, rank: int) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from raycollect import fetch
-from raycollect.model import Address, Key, TensorInfo
-from raycollect.pos import Structure
+from raycollect.model import Address, Key, Structure, TensorInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

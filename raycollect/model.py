@@ -29,10 +29,26 @@ class OpKind(enum.Enum):
     """What a collective does, by its name in the field."""
 
     ALLREDUCE = "allreduce"
+    REDUCE = "reduce"
     BROADCAST = "broadcast"
+    ALLGATHER = "allgather"
+    REDUCESCATTER = "reducescatter"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALLTOALL = "alltoall"
     SEND = "send"
     RECV = "recv"
     BARRIER = "barrier"
+
+
+PIECES: dict[OpKind, tuple[bool, bool]] = {
+    OpKind.ALLGATHER: (False, True),
+    OpKind.GATHER: (False, True),
+    OpKind.SCATTER: (True, False),
+    OpKind.REDUCESCATTER: (True, False),
+    OpKind.ALLTOALL: (True, True),
+}
+"""Operation -> whether what a rank gives, and what it takes, is one piece per rank; the others have no pieces."""
 
 
 class ReduceOp(enum.Enum):
@@ -43,6 +59,9 @@ class ReduceOp(enum.Enum):
     MIN = 2
     MAX = 3
     AVG = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
 
     @classmethod
     def coerce(cls, op: Any) -> ReduceOp:
@@ -66,12 +85,15 @@ class TensorInfo:
         dtype: numpy's name of the element type, native byte order: ``"float32"``.
         itemsize: Bytes per element.
         device: ``"cpu"``, or ``"cuda:0"``.
+        library: Whose tensor it is: ``"numpy"``, ``"torch"``, ... Ranks need not agree on it; an output that is made
+            like a tensor is made by the same library.
     """
 
     shape: tuple[int, ...]
     dtype: str
     itemsize: int
     device: str = "cpu"
+    library: str = "numpy"
 
     @property
     def size(self) -> int:
@@ -85,6 +107,66 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How a value is made of tensors: one, or a list, tuple or dict of such values.
+
+    Attributes:
+        kind: ``"tensor"``, ``"list"``, ``"tuple"`` or ``"dict"``.
+        names: The keys of a dict, in order; empty for the others.
+        items: How each item is made; empty for a tensor.
+    """
+
+    kind: str = "tensor"
+    names: tuple[str | int, ...] = ()
+    items: tuple[Structure, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many tensors it holds."""
+        return 1 if self.kind == "tensor" else sum(item.count for item in self.items)
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """Puts tensors, in order, together in this structure."""
+        if self.kind == "tensor":
+            return tensors[0]
+        values, at = [], 0
+        for item in self.items:
+            values.append(item.build(tensors[at : at + item.count]))
+            at += item.count
+        if self.kind == "dict":
+            return dict(zip(self.names, values, strict=True))
+        return values if self.kind == "list" else tuple(values)
+
+    def to_plain(self) -> Any:
+        """The structure as lists and strings; the inverse of `from_plain`."""
+        if self.kind == "tensor":
+            return None
+        return [self.kind, list(self.names), [item.to_plain() for item in self.items]]
+
+    @classmethod
+    def from_plain(cls, value: Any) -> Structure:
+        """Reads what `to_plain` wrote.
+
+        Raises:
+            TypeError, ValueError: It is no such thing.
+        """
+        if value is None:
+            return TENSOR
+        kind, names, items = value
+        return cls(kind, tuple(names), tuple(map(cls.from_plain, items)))
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return "tensor"
+        inside = "" if all(item.kind == "tensor" for item in self.items) else f" of {', '.join(map(str, self.items))}"
+        return f"{self.kind}{list(self.names) if self.names else f'[{len(self.items)}]'}{inside}"
+
+
+TENSOR = Structure()
+"""The structure of a single tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +224,8 @@ class GroupSpec:
         backend: The name of the backend, never ``"auto"``.
         world_size: The number of ranks.
         ordering: ``"program"``: collectives run in the order of the actor's queue (P2).
+        ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
+        options: What the user passes through to the backend (`pg_options`): plain values only.
     """
 
     name: str
@@ -149,6 +233,8 @@ class GroupSpec:
     backend: str
     world_size: int
     ordering: str = "program"
+    ops: tuple[str, ...] = tuple(kind.value for kind in OpKind)
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
@@ -174,12 +260,39 @@ class Launch:
 class Kernel:
     """One step with its arrays filled in: what a communicator runs.
 
+    Where a row of the table says "pieces", the side is a tuple of arrays, one per rank of the launch and in rank order;
+    their sizes may differ from rank to rank, but all that name the same (giver, taker) agree. All arrays of a kernel
+    have one dtype on all ranks.
+
+    =============  ======================  ======================  ==========================================
+    kind           src                     dst                     afterwards
+    =============  ======================  ======================  ==========================================
+    ALLREDUCE      array                   array                   dst: the fold of all src, in rank order
+    REDUCE         array                   root: array             root's dst: the fold of all src
+    BROADCAST      root: array             others: array           dst: the root's src (see below)
+    ALLGATHER      array                   pieces                  dst[r]: src of rank r
+    GATHER         array                   root: pieces            root's dst[r]: src of rank r
+    SCATTER        root: pieces            array                   dst: the root's src[own rank]
+    REDUCESCATTER  pieces                  array                   dst: the fold of all ranks' src[own rank]
+    ALLTOALL       pieces                  pieces                  dst[r]: src[own rank] of rank r
+    SEND, RECV     SEND: array             RECV: array             dst: src of the sender
+    BARRIER
+    =============  ======================  ======================  ==========================================
+
+    In place: `dst` may be the memory of `src` in ALLREDUCE and REDUCE, of ``src[own rank]`` in SCATTER and
+    REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for all r
+    in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own, or one
+    array in both places.
+
     Attributes:
         kind: What to do.
-        src: The array read, or None.
-        dst: The array written, or None; it may be `src` itself.
+        src: What is read: an array, pieces, or None.
+        dst: What is written: an array, pieces, or None.
         op: For reductions.
-        peer: The root of a broadcast, the other rank of a send or receive; -1 where it has no meaning.
+        peer: The root, or the other rank of a send or receive; -1 where it has no meaning.
+        most: The size in elements of the largest piece that any rank gives any other in an ALLGATHER, GATHER, SCATTER,
+            REDUCESCATTER or ALLTOALL, the same on all ranks; 0 before the door (in `stage`), when only one's own sizes
+            are known.
     """
 
     kind: OpKind
@@ -187,6 +300,7 @@ class Kernel:
     dst: Any = None
     op: ReduceOp | None = None
     peer: int = -1
+    most: int = 0
 
 
 class Clock(Protocol):

@@ -10,6 +10,7 @@ from raycollect import fetch, ray_internals
 from raycollect.controller import Controller
 from raycollect.errors import NotATensorError, Violation
 from raycollect.handle import Handle
+from raycollect.model import Key
 
 
 def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> Any:
@@ -69,8 +70,10 @@ def free(refs: Any) -> int:
 
 def _wait_for_writers(ref: Any, timeout_s: float | None, *, readers: bool = False) -> None:
     """Waits for this process's collectives that write (or, on request, use) a ref's tensor."""
-    key = ref.binary() if isinstance(ref, ray.ObjectRef) else None
+    if not isinstance(ref, ray.ObjectRef):
+        return
+    key = Key(ref.binary())
     for flight in Controller.current().flights():
-        for rank, operand in flight.plan.request.operands:
-            if operand == key and (readers or flight.plan.writes(rank)):
-                flight.wait(timeout_s)
+        written = flight.plan.uses().get(key)
+        if written or (readers and written is not None):
+            flight.wait(timeout_s)

@@ -21,6 +21,7 @@ from raycollect.errors import (
 )
 from raycollect.flight import Flight
 from raycollect.handle import Handle
+from raycollect.model import Key
 
 
 class Work:
@@ -110,7 +111,7 @@ def _explain(flight: Flight) -> RaycollectError | None:
         return error
     violations, cause = [], None
     for violation in error.violations:
-        ref = flight.refs.get(violation.rank)
+        ref = flight.refs.get(Key(bytes.fromhex(violation.ref)))
         if violation.kind in ("lost", "producer_failed") and ref is not None:
             violation, why = _look_into(violation, ref)
             cause = cause or why

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from raycollect.planner.ir import Buffer, Plan, Program, Request, Role, Step, Template, Ticket
-from raycollect.planner.passes import plan
+from raycollect.planner.passes import SUBSTITUTES, plan
 from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
 
 __all__ = [
+    "SUBSTITUTES",
     "Buffer",
     "Plan",
     "Program",

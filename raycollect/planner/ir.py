@@ -20,17 +20,18 @@ class Request:
     Attributes:
         kind: The operation; a send and the receive that matches it are one request of kind SEND.
         group: The group.
-        operands: (rank, key) for each rank that takes part, ascending; a key of None asks for an output there.
+        operands: (rank, src, dst) for each rank that takes part, ascending: the key of what it gives, and of what it
+            takes. None where the rank gives or takes nothing, works in place, or asks for an output (see `passes`).
         op: The reduce op, for reductions.
-        root: The source rank of a broadcast or send; -1 otherwise.
+        root: The source rank of a broadcast, scatter or send, the destination of a reduce or gather; -1 otherwise.
         peer: The destination rank of a send; -1 otherwise.
-        inplace: False: the result goes into new tensors, the operands are only read.
+        inplace: False: an allreduce or reduce goes into new tensors, the operands are only read.
         timeout_s: How long ranks wait for each other, in seconds.
     """
 
     kind: OpKind
     group: GroupSpec
-    operands: tuple[tuple[int, Key | None], ...]
+    operands: tuple[tuple[int, Key | None, Key | None], ...]
     op: ReduceOp | None = None
     root: int = -1
     peer: int = -1
@@ -42,29 +43,33 @@ class Role(enum.Enum):
     """What a buffer of a program is."""
 
     OPERAND = "operand"
-    """Kept in the participant's store under a key."""
-    OUTPUT_LIKE = "output_like"
+    """Kept in the participant's store under a key, or given with the program."""
+    LIKE = "like"
     """Made before the door, with the infos of another buffer of this rank."""
-    OUTPUT_LEARNED = "output_learned"
-    """Made between the two rounds of the door, with the infos that another rank brought."""
+    PIECE = "piece"
+    """Made before the door, with the infos of this rank's piece of another buffer."""
+    LEARNED = "learned"
+    """Made between the two rounds of the door, as what the other ranks bring demands."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """One operand or output of a program; it may stand for a list or dict of tensors.
+    """One operand, output or scratch of a program; it may stand for a list or dict of tensors.
 
     Attributes:
         role: See `Role`.
-        source: OUTPUT_LIKE: the index of the buffer to be like. OUTPUT_LEARNED: the rank to learn from.
+        source: LIKE, PIECE: the index of the other buffer.
+        scratch: True: made for the steps only, and let go of when they have ended.
     """
 
     role: Role
     source: int = -1
+    scratch: bool = False
 
     @property
     def is_output(self) -> bool:
-        """True where the plan makes it."""
-        return self.role is not Role.OPERAND
+        """True where the plan makes it for the user."""
+        return self.role is not Role.OPERAND and not self.scratch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,11 +77,11 @@ class Step:
     """One kernel, over all tensors of its buffers.
 
     Attributes:
-        kind: What to do.
+        kind: What to do; `model.PIECES` says where a buffer is taken as one piece per rank.
         src: The index of the buffer read; -1: none.
         dst: The index of the buffer written; -1: none; may equal `src`.
         op: The reduce op.
-        peer: The root of a broadcast, the other rank of a send or receive; -1 where it has no meaning.
+        peer: The root, or the other rank of a send or receive; -1 where it has no meaning.
     """
 
     kind: OpKind
@@ -93,11 +98,15 @@ class Template:
     Attributes:
         buffers: The buffers, by index.
         steps: The kernels, in order.
+        src: The index of the buffer that holds what this rank gives; -1: none.
+        dst: The index of the buffer that holds what it takes, where that is not `src`; -1: none.
         result: The index of the buffer that holds this rank's result; -1: none.
     """
 
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
+    src: int = -1
+    dst: int = -1
     result: int = -1
 
 
@@ -160,12 +169,12 @@ class Plan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
-        return tuple(rank for rank, _ in self.request.operands)
+        return tuple(rank for rank, _, _ in self.request.operands)
 
     @property
     def rounds(self) -> int:
         """How often the ranks meet at the door."""
-        learned = any(b.role is Role.OUTPUT_LEARNED for t in self.templates for b in t.buffers)
+        learned = any(b.role is Role.LEARNED for t in self.templates for b in t.buffers)
         return 2 if learned else 1
 
     def template(self, rank: int) -> Template:
@@ -176,15 +185,25 @@ class Plan:
         """How many outputs the plan makes on that rank."""
         return sum(buffer.is_output for buffer in self.template(rank).buffers)
 
-    def writes(self, rank: int) -> bool:
-        """True where the plan writes that rank's operand."""
-        template = self.template(rank)
-        return any(step.dst >= 0 and not template.buffers[step.dst].is_output for step in template.steps)
+    def keys(self, rank: int) -> tuple[Key, ...]:
+        """The keys of one rank's operands, in the order of its OPERAND buffers."""
+        _, src, dst = self.request.operands[self.ranks.index(rank)]
+        return tuple(key for key in (src, dst) if key is not None)
+
+    def uses(self) -> dict[Key, bool]:
+        """The keys of all operands -> whether the plan writes what they stand for."""
+        used: dict[Key, bool] = {}
+        for rank in self.ranks:
+            template = self.template(rank)
+            written = {step.dst for step in template.steps}
+            operands = [i for i, buffer in enumerate(template.buffers) if buffer.role is Role.OPERAND]
+            for index, key in zip(operands, self.keys(rank), strict=True):
+                used[key] = used.get(key, False) or index in written
+        return used
 
     def program(self, rank: int) -> Program:
         """Writes the half of one rank."""
         request = self.request
-        key = dict(request.operands)[rank]
         return Program(
             op=request.kind.value,
             group_id=request.group.group_id,
@@ -194,6 +213,6 @@ class Plan:
             reduce_op=request.op,
             timeout_s=request.timeout_s,
             rounds=self.rounds,
-            keys=() if key is None else (key,),
+            keys=self.keys(rank),
             template=self.template(rank),
         )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from raycollect.errors import Violation, refusal
-from raycollect.model import OpKind
+from raycollect.model import Key, OpKind
 from raycollect.planner.ir import Buffer, Plan, Request, Role, Step, Template
 from raycollect.planner.verify import verify
 
@@ -21,7 +22,7 @@ def plan(request: Request) -> Plan:
         A plan that was verified against the postcondition of its operation.
 
     Raises:
-        RefusedError: The request makes no sense; all reasons are in it.
+        RefusedError: The request makes no sense, or the backend can't do it; all reasons are in it.
         InternalError: The plan would be wrong (a bug of ours).
     """
     validate(request)
@@ -31,6 +32,39 @@ def plan(request: Request) -> Plan:
 
 
 # ---------------------------------------------------------------------------------------------- validate
+
+
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What an operation takes from its ranks; each of the two is ``"all"``, ``"root"``, ``"others"``, ``"peer"`` or "".
+
+    Attributes:
+        src: Who gives.
+        dst: Who takes into a tensor that is not what it gives.
+        made: Whether that tensor is made where none is given.
+        root: What the root is called; empty where there is none.
+        reduces: Whether there must be a reduce op.
+    """
+
+    src: str = ""
+    dst: str = ""
+    made: bool = False
+    root: str = ""
+    reduces: bool = False
+
+
+_NEEDS: dict[OpKind, _Needs] = {
+    OpKind.ALLREDUCE: _Needs("all", reduces=True),
+    OpKind.REDUCE: _Needs("all", root="dst_rank", reduces=True),
+    OpKind.BROADCAST: _Needs("root", "others", root="src_rank"),
+    OpKind.ALLGATHER: _Needs("all", "all", made=True),
+    OpKind.REDUCESCATTER: _Needs("all", "all", made=True, reduces=True),
+    OpKind.GATHER: _Needs("all", "root", made=True, root="dst_rank"),
+    OpKind.SCATTER: _Needs("root", "all", made=True, root="src_rank"),
+    OpKind.ALLTOALL: _Needs("all", "all", made=True),
+    OpKind.SEND: _Needs("root", "peer", made=True, root="source rank"),
+    OpKind.BARRIER: _Needs(),
+}
 
 
 def validate(request: Request) -> None:
@@ -44,13 +78,17 @@ def validate(request: Request) -> None:
         raise refusal(request.kind.value, request.group.name, violations)
 
 
+def _members(request: Request) -> set[int]:
+    """The ranks that must take part."""
+    return {request.root, request.peer} if request.kind is OpKind.SEND else set(range(request.group.world_size))
+
+
 def _rank_violations(request: Request) -> list[Violation]:
-    world = request.group.world_size
-    given = [rank for rank, _ in request.operands]
-    expected = {request.root, request.peer} if request.kind is OpKind.SEND else set(range(world))
+    world, expected = request.group.world_size, _members(request)
+    given = [rank for rank, _, _ in request.operands]
     found = [
         Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref")
-        for rank in sorted((expected - set(given)) | _without_key(request))
+        for rank in sorted((expected - set(given)) | _without_operand(request))
         if 0 <= rank < world
     ]
     found += [
@@ -61,34 +99,67 @@ def _rank_violations(request: Request) -> list[Violation]:
         Violation(kind="duplicate", rank=rank, field="operand", found="given twice", expected="one ref")
         for rank in sorted({rank for rank in given if given.count(rank) > 1})
     ]
+    found += [
+        Violation(kind="mismatch", rank=rank, field=side, found=f"kept by rank {rank}", expected=f"kept by {whose}")
+        for rank, side, whose in _misplaced(request)
+    ]
     return found
 
 
-def _without_key(request: Request) -> set[int]:
-    """Ranks that ask for an output where an operand is needed: only the destination of a send may."""
-    if request.kind is OpKind.BARRIER:
-        return set()
-    outputs = {request.peer} if request.kind is OpKind.SEND else set()
-    return {rank for rank, key in request.operands if key is None} - outputs
+def _who(request: Request, who: str) -> set[int]:
+    members = _members(request)
+    return {
+        "all": members,
+        "root": {request.root},
+        "others": members - {request.root},
+        "peer": {request.peer},
+        "": set(),
+    }[who]
+
+
+def _without_operand(request: Request) -> set[int]:
+    """Ranks that bring nothing where something is needed."""
+    needs = _NEEDS.get(request.kind, _Needs())
+    gives, takes = _who(request, needs.src), set() if needs.made else _who(request, needs.dst)
+    return {
+        rank
+        for rank, src, dst in request.operands
+        if (rank in gives and src is None) or (rank in takes and dst is None)
+    }
+
+
+def _misplaced(request: Request) -> list[tuple[int, str, str]]:
+    """(rank, what, whose it should be) for what a rank brings and has no part in the operation."""
+    needs = _NEEDS.get(request.kind, _Needs())
+    found = []
+    for side, who in (("src", needs.src), ("dst", needs.dst)):
+        allowed = _who(request, who)
+        for rank, src, dst in request.operands:
+            key: Key | None = src if side == "src" else dst
+            if key is not None and rank not in allowed:
+                whose = f"rank {min(allowed)}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
+                found.append((rank, "input" if side == "src" else "output", whose))
+    return found
 
 
 def _argument_violations(request: Request) -> list[Violation]:
     world, kind = request.group.world_size, request.kind
+    needs = _NEEDS.get(kind)
     found = []
 
     def wrong(field: str, value: object, expected: str) -> None:
         found.append(Violation(kind="unsupported", rank=-1, field=field, found=str(value), expected=expected))
 
-    roots = {OpKind.BROADCAST: ("src_rank", request.root), OpKind.SEND: ("source rank", request.root)}
-    if kind in roots and not 0 <= roots[kind][1] < world:
-        wrong(*roots[kind], f"a rank from 0 to {world - 1}")
+    if needs is None:
+        wrong("op", kind.value, f"one of {', '.join(known.value for known in _NEEDS)}")
+        return found
+    if needs.root and not 0 <= request.root < world:
+        wrong(needs.root, request.root, f"a rank from 0 to {world - 1}")
     if kind is OpKind.SEND and not 0 <= request.peer < world:
         wrong("destination rank", request.peer, f"a rank from 0 to {world - 1}")
     if kind is OpKind.SEND and request.root == request.peer:
         wrong("destination rank", request.peer, "another rank than the source")
-    if kind not in _LOWER:
-        wrong("op", kind.value, f"one of {', '.join(known.value for known in _LOWER)}")
-    if kind is OpKind.ALLREDUCE and request.op is None:
+    if needs.reduces and request.op is None:
         wrong("op", None, "a ReduceOp")
     if not 0 < request.timeout_s < math.inf:
         wrong("timeout_s", request.timeout_s, "a positive, finite number of seconds")
@@ -98,49 +169,196 @@ def _argument_violations(request: Request) -> list[Violation]:
 # ---------------------------------------------------------------------------------------------- lower
 
 _OPERAND = Buffer(role=Role.OPERAND)
+_LEARNED = Buffer(role=Role.LEARNED)
+
+_Operands = tuple[int, Key | None, Key | None]
+_Part = Callable[[Request, _Operands], Template]
+"""Writes the part of one rank."""
 
 
-def _allreduce(request: Request) -> Plan:
-    buffers = (_OPERAND,) if request.inplace else (_OPERAND, Buffer(role=Role.OUTPUT_LIKE, source=0))
+def _allreduce(request: Request, operands: _Operands) -> Template:
+    buffers = (_OPERAND,) if request.inplace else (_OPERAND, Buffer(role=Role.LIKE, source=0))
     dst = len(buffers) - 1
     step = Step(kind=OpKind.ALLREDUCE, src=0, dst=dst, op=request.op)
-    return _same_on_all(request, Template(buffers=buffers, steps=(step,), result=dst))
+    return Template(buffers=buffers, steps=(step,), src=0, result=dst)
 
 
-def _broadcast(request: Request) -> Plan:
+def _reduce(request: Request, operands: _Operands) -> Template:
+    """Only the root writes: what the others hold stays as it is."""
+    if operands[0] != request.root:
+        step = Step(kind=OpKind.REDUCE, src=0, op=request.op, peer=request.root)
+        return Template(buffers=(_OPERAND,), steps=(step,), src=0)
+    buffers = (_OPERAND,) if request.inplace else (_OPERAND, Buffer(role=Role.LIKE, source=0))
+    dst = len(buffers) - 1
+    step = Step(kind=OpKind.REDUCE, src=0, dst=dst, op=request.op, peer=request.root)
+    return Template(buffers=buffers, steps=(step,), src=0, result=dst)
+
+
+def _broadcast(request: Request, operands: _Operands) -> Template:
     """The root only reads, the others only write: what they held may be read-only there, or half-written here."""
-    reads = Step(kind=OpKind.BROADCAST, src=0, peer=request.root)
-    writes = Step(kind=OpKind.BROADCAST, dst=0, peer=request.root)
-    templates = tuple(Template(buffers=(_OPERAND,), steps=(step,), result=0) for step in (reads, writes))
-    parts = tuple(0 if rank == request.root else 1 for rank, _ in request.operands)
-    return Plan(request=request, templates=templates, parts=parts)
+    if operands[0] == request.root:
+        step = Step(kind=OpKind.BROADCAST, src=0, peer=request.root)
+        return Template(buffers=(_OPERAND,), steps=(step,), src=0, result=0)
+    step = Step(kind=OpKind.BROADCAST, dst=0, peer=request.root)
+    return Template(buffers=(_OPERAND,), steps=(step,), dst=0, result=0)
 
 
-def _barrier(request: Request) -> Plan:
-    return _same_on_all(request, Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),)))
+def _barrier(request: Request, operands: _Operands) -> Template:
+    return Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),))
 
 
-def _send(request: Request) -> Plan:
-    given = dict(request.operands)[request.peer] is not None
-    landing = _OPERAND if given else Buffer(role=Role.OUTPUT_LEARNED, source=request.root)
-    source = Template(buffers=(_OPERAND,), steps=(Step(kind=OpKind.SEND, src=0, peer=request.peer),), result=0)
-    target = Template(buffers=(landing,), steps=(Step(kind=OpKind.RECV, dst=0, peer=request.root),), result=0)
-    parts = tuple(0 if rank == request.root else 1 for rank, _ in request.operands)
-    return Plan(request=request, templates=(source, target), parts=parts)
+def _send(request: Request, operands: _Operands) -> Template:
+    rank, _, dst = operands
+    if rank == request.root:
+        step = Step(kind=OpKind.SEND, src=0, peer=request.peer)
+        return Template(buffers=(_OPERAND,), steps=(step,), src=0, result=0)
+    step = Step(kind=OpKind.RECV, dst=0, peer=request.root)
+    return Template(buffers=(_landing(dst),), steps=(step,), dst=0, result=0)
 
 
-def _same_on_all(request: Request, template: Template) -> Plan:
-    return Plan(request=request, templates=(template,), parts=(0,) * len(request.operands))
+def _exchange(request: Request, operands: _Operands) -> Template:
+    """Allgather and all-to-all: every rank gives one buffer and takes into another."""
+    step = Step(kind=request.kind, src=0, dst=1)
+    return Template(buffers=(_OPERAND, _landing(operands[2])), steps=(step,), src=0, dst=1, result=1)
 
 
-_LOWER: dict[OpKind, Callable[[Request], Plan]] = {
+def _gather(request: Request, operands: _Operands) -> Template:
+    rank, _, dst = operands
+    if rank != request.root:
+        step = Step(kind=OpKind.GATHER, src=0, peer=request.root)
+        return Template(buffers=(_OPERAND,), steps=(step,), src=0)
+    step = Step(kind=OpKind.GATHER, src=0, dst=1, peer=request.root)
+    return Template(buffers=(_OPERAND, _landing(dst)), steps=(step,), src=0, dst=1, result=1)
+
+
+def _scatter(request: Request, operands: _Operands) -> Template:
+    rank, _, dst = operands
+    if rank != request.root:
+        step = Step(kind=OpKind.SCATTER, dst=0, peer=request.root)
+        return Template(buffers=(_landing(dst),), steps=(step,), dst=0, result=0)
+    step = Step(kind=OpKind.SCATTER, src=0, dst=1, peer=request.root)
+    return Template(buffers=(_OPERAND, _own_piece(dst)), steps=(step,), src=0, dst=1, result=1)
+
+
+def _reducescatter(request: Request, operands: _Operands) -> Template:
+    step = Step(kind=OpKind.REDUCESCATTER, src=0, dst=1, op=request.op)
+    return Template(buffers=(_OPERAND, _own_piece(operands[2])), steps=(step,), src=0, dst=1, result=1)
+
+
+def _landing(dst: Key | None) -> Buffer:
+    return _LEARNED if dst is None else _OPERAND
+
+
+def _own_piece(dst: Key | None) -> Buffer:
+    return Buffer(role=Role.PIECE, source=0) if dst is None else _OPERAND
+
+
+_LOWER: dict[OpKind, _Part] = {
     OpKind.ALLREDUCE: _allreduce,
+    OpKind.REDUCE: _reduce,
     OpKind.BROADCAST: _broadcast,
-    OpKind.BARRIER: _barrier,
+    OpKind.ALLGATHER: _exchange,
+    OpKind.REDUCESCATTER: _reducescatter,
+    OpKind.GATHER: _gather,
+    OpKind.SCATTER: _scatter,
+    OpKind.ALLTOALL: _exchange,
     OpKind.SEND: _send,
+    OpKind.BARRIER: _barrier,
 }
 
 
+# ---------------------------------------------------------------------------------------------- substitutes
+
+
+def _allreduce_by_broadcast(request: Request, operands: _Operands) -> Template:
+    """Reduce to rank 0, then broadcast."""
+    made = _allreduce(request, operands)
+    root, dst = operands[0] == 0, made.result
+    steps = (
+        Step(kind=OpKind.REDUCE, src=0, dst=dst if root else -1, op=request.op, peer=0),
+        Step(kind=OpKind.BROADCAST, src=dst if root else -1, dst=-1 if root else dst, peer=0),
+    )
+    return Template(buffers=made.buffers, steps=steps, src=0, result=dst)
+
+
+def _reduce_by_allreduce(request: Request, operands: _Operands) -> Template:
+    """Allreduce, on other ranks than the root into scratch."""
+    made = _reduce(request, operands)
+    root = operands[0] == request.root
+    buffers = made.buffers if root else (_OPERAND, Buffer(role=Role.LIKE, source=0, scratch=True))
+    step = Step(kind=OpKind.ALLREDUCE, src=0, dst=made.result if root else 1, op=request.op)
+    return Template(buffers=buffers, steps=(step,), src=0, result=made.result)
+
+
+def _allgather_by_broadcast(request: Request, operands: _Operands) -> Template:
+    """Gather to rank 0, then broadcast all pieces."""
+    made = _exchange(request, operands)
+    root = operands[0] == 0
+    steps = (
+        Step(kind=OpKind.GATHER, src=0, dst=1 if root else -1, peer=0),
+        Step(kind=OpKind.BROADCAST, src=1 if root else -1, dst=-1 if root else 1, peer=0),
+    )
+    return Template(buffers=made.buffers, steps=steps, src=0, dst=1, result=1)
+
+
+def _gather_by_allgather(request: Request, operands: _Operands) -> Template:
+    """Allgather, on other ranks than the root into scratch."""
+    made = _gather(request, operands)
+    root = operands[0] == request.root
+    buffers = made.buffers if root else (_OPERAND, Buffer(role=Role.LEARNED, scratch=True))
+    step = Step(kind=OpKind.ALLGATHER, src=0, dst=1)
+    return Template(buffers=buffers, steps=(step,), src=0, dst=made.dst, result=made.result)
+
+
+def _reducescatter_by_scatter(request: Request, operands: _Operands) -> Template:
+    """Reduce all pieces to rank 0, into scratch, then scatter them."""
+    made = _reducescatter(request, operands)
+    scratch = (Buffer(role=Role.LIKE, source=0, scratch=True),) if operands[0] == 0 else ()
+    at = 2 if scratch else -1
+    steps = (
+        Step(kind=OpKind.REDUCE, src=0, dst=at, op=request.op, peer=0),
+        Step(kind=OpKind.SCATTER, src=at, dst=1, peer=0),
+    )
+    return Template(buffers=(*made.buffers, *scratch), steps=steps, src=0, dst=1, result=1)
+
+
+def _barrier_by_door(request: Request, operands: _Operands) -> Template:
+    """Nothing: nobody leaves the door before all have come."""
+    return Template(buffers=(), steps=())
+
+
+SUBSTITUTES: dict[OpKind, tuple[tuple[OpKind, ...], _Part]] = {
+    OpKind.ALLREDUCE: ((OpKind.REDUCE, OpKind.BROADCAST), _allreduce_by_broadcast),
+    OpKind.REDUCE: ((OpKind.ALLREDUCE,), _reduce_by_allreduce),
+    OpKind.ALLGATHER: ((OpKind.GATHER, OpKind.BROADCAST), _allgather_by_broadcast),
+    OpKind.GATHER: ((OpKind.ALLGATHER,), _gather_by_allgather),
+    OpKind.REDUCESCATTER: ((OpKind.REDUCE, OpKind.SCATTER), _reducescatter_by_scatter),
+    OpKind.BARRIER: ((), _barrier_by_door),
+}
+"""What a backend lacks -> the operations that it is made of instead, and how."""
+
+
 def lower(request: Request) -> Plan:
-    """Chooses buffers and kernels for each rank."""
-    return _LOWER[request.kind](request)
+    """Chooses buffers and kernels for each rank.
+
+    Raises:
+        UnsupportedError: The backend can't run the operation, nor what could stand for it.
+    """
+    write = _part(request)
+    written = [write(request, operands) for operands in request.operands]
+    templates = tuple(dict.fromkeys(written))
+    return Plan(request=request, templates=templates, parts=tuple(templates.index(one) for one in written))
+
+
+def _part(request: Request) -> _Part:
+    kind, ops = request.kind, request.group.ops
+    wanted = (OpKind.SEND, OpKind.RECV) if kind is OpKind.SEND else (kind,)
+    if all(one.value in ops for one in wanted):
+        return _LOWER[kind]
+    made_of, part = SUBSTITUTES.get(kind, ((kind,), _LOWER[kind]))
+    if all(one.value in ops for one in made_of):
+        return part
+    can = sorted({*ops, *(k.value for k, (parts, _) in SUBSTITUTES.items() if all(p.value in ops for p in parts))})
+    found = f"{kind.value}, which backend {request.group.backend!r} does not have"
+    violation = Violation(kind="unsupported", rank=-1, field="op", found=found, expected=f"one of {', '.join(can)}")
+    raise refusal(kind.value, request.group.name, (violation,))

@@ -1,8 +1,9 @@
 """Proves a plan before it is sent.
 
-A collective is a precondition and a postcondition over what each buffer holds (the idea of msccl-tools): an operand of
-rank r holds the symbol r; kernels move and fold symbols; afterwards each result must be what the operation means. The
-run also proves that sends pair with receives and that no rank waits for ever.
+A collective is a precondition and a postcondition over what each buffer holds (the idea of msccl-tools): what rank r
+gives holds the atom (r, piece); kernels move and fold atoms; afterwards each result must be what the operation means,
+and what a rank gave must be as it was unless it is the result. The run also proves that sends pair with receives and
+that no rank waits for ever.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from raycollect.errors import InternalError
-from raycollect.model import OpKind
-from raycollect.planner.ir import Plan, Step, Template
+from raycollect.model import PIECES, OpKind
+from raycollect.planner.ir import Plan, Role, Step, Template
 
-Symbol = tuple[int, ...]
-"""The ranks whose operands were folded into a value, in the order of the fold."""
-Memory = list[list[Symbol | None]]
+Symbol = tuple[tuple[int, int], ...]
+"""What was folded into a value, in the order of the fold: (rank, piece) each; piece -1 where a rank gives one value."""
+Cell = tuple[Symbol | None, ...]
+"""What a buffer holds: one symbol, or one per piece; None: undefined."""
+Memory = list[dict[int, Cell]]
+"""For each rank: buffer -> what it holds; a buffer that is not there is undefined."""
 
 
 def verify(plan: Plan) -> None:
@@ -28,25 +32,21 @@ def verify(plan: Plan) -> None:
         InternalError: The plan deadlocks, or its result is not what the operation means.
     """
     request = plan.request
-    problem = _run(request.kind, plan.ranks, request.root, request.peer, plan.templates, plan.parts)
+    problem = _run(request.kind, plan.ranks, request.root, plan.templates, plan.parts)
     if problem:
         raise InternalError(detail=f"the plan for {request.kind.value} over ranks {plan.ranks} {problem}")
 
 
 @lru_cache(maxsize=1024)
 def _run(
-    kind: OpKind,
-    ranks: tuple[int, ...],
-    root: int,
-    peer: int,
-    templates: tuple[Template, ...],
-    parts: tuple[int, ...],
+    kind: OpKind, ranks: tuple[int, ...], root: int, templates: tuple[Template, ...], parts: tuple[int, ...]
 ) -> str:
     """Runs one form of plan; returns what is wrong with it, or nothing."""
     programs = [templates[part] for part in parts]
+    given = [_given(kind, rank, len(ranks)) for rank in ranks]
     memory: Memory = [
-        [None if buffer.is_output else (rank,) for buffer in program.buffers]
-        for rank, program in zip(ranks, programs, strict=True)
+        {p.src: cell} if p.src >= 0 and p.buffers[p.src].role is Role.OPERAND else {}
+        for p, cell in zip(programs, given, strict=True)
     ]
     at = [0] * len(ranks)
     while any(at[i] < len(program.steps) for i, program in enumerate(programs)):
@@ -57,11 +57,19 @@ def _run(
         for i in moved:
             at[i] += 1
     for i, (rank, program) in enumerate(zip(ranks, programs, strict=True)):
-        expected = _POSTCONDITIONS[kind](rank, ranks, root, peer)
-        found = memory[i][program.result] if program.result >= 0 else None
+        expected = _POSTCONDITIONS[kind](i, ranks, root)
+        found = memory[i].get(program.result)
         if found != expected:
             return f"leaves {found} on rank {rank} where {expected} is meant"
+        if program.src >= 0 and program.src != program.result and memory[i][program.src] != given[i]:
+            return f"overwrites what rank {rank} gives"
     return ""
+
+
+def _given(kind: OpKind, rank: int, count: int) -> Cell:
+    """What a rank gives, before the plan."""
+    in_pieces = PIECES.get(kind, (False, False))[0]
+    return tuple(((rank, piece),) for piece in range(count)) if in_pieces else (((rank, -1),),)
 
 
 def _fire(ranks: tuple[int, ...], ready: list[Step | None], memory: Memory) -> list[int]:
@@ -72,47 +80,83 @@ def _fire(ranks: tuple[int, ...], ready: list[Step | None], memory: Memory) -> l
         j = ranks.index(step.peer) if step.peer in ranks else -1
         other = ready[j] if j >= 0 else None
         if step.kind is OpKind.SEND and other and other.kind is OpKind.RECV and other.peer == ranks[i]:
-            memory[j][other.dst] = memory[i][step.src]
+            memory[j][other.dst] = memory[i].get(step.src, ())
             return [i, j]
     first = ready[0]
     if first is None or first.kind not in _EFFECTS:
         return []
     if any(step is None or (step.kind, step.op, step.peer) != (first.kind, first.op, first.peer) for step in ready):
         return []
-    _EFFECTS[first.kind](ranks, [step for step in ready if step], memory)
+    read = [memory[i].get(step.src, ()) for i, step in enumerate(ready) if step]
+    written = _EFFECTS[first.kind](read, ranks.index(first.peer) if first.peer in ranks else -1)
+    for i, step in enumerate(ready):
+        if step and step.dst >= 0:
+            memory[i][step.dst] = written[i]
     return list(range(len(ranks)))
 
 
-def _allreduce(ranks: tuple[int, ...], steps: list[Step], memory: Memory) -> None:
-    parts = [memory[i][step.src] for i, step in enumerate(steps)]
-    folded = None if None in parts else tuple(rank for part in parts if part for rank in part)
-    for i, step in enumerate(steps):
-        memory[i][step.dst] = folded
+# ---------------------------------------------------------------------------------------------- effects
 
 
-def _broadcast(ranks: tuple[int, ...], steps: list[Step], memory: Memory) -> None:
-    root = ranks.index(steps[0].peer)
-    value = memory[root][steps[root].src]
-    for i, step in enumerate(steps):
-        if step.dst >= 0:
-            memory[i][step.dst] = value
+def _fold(symbols: list[Symbol | None]) -> Symbol | None:
+    return None if None in symbols else tuple(atom for symbol in symbols if symbol for atom in symbol)
 
 
-def _barrier(ranks: tuple[int, ...], steps: list[Step], memory: Memory) -> None:
-    """A barrier moves nothing."""
+def _fold_cells(cells: list[Cell]) -> Cell:
+    """Folds piece by piece; nothing sensible where the cells differ in form."""
+    if len({len(cell) for cell in cells}) > 1:
+        return ()
+    return tuple(_fold(list(symbols)) for symbols in zip(*cells, strict=True))
 
 
-_EFFECTS: dict[OpKind, Callable[[tuple[int, ...], list[Step], Memory], None]] = {
-    OpKind.ALLREDUCE: _allreduce,
-    OpKind.BROADCAST: _broadcast,
-    OpKind.BARRIER: _barrier,
+def _everywhere(cell: Cell, read: list[Cell]) -> list[Cell]:
+    return [cell] * len(read)
+
+
+def _turned(read: list[Cell]) -> list[Cell]:
+    """Gives each rank the pieces meant for it, by who gave them; nothing sensible where one has not one per rank."""
+    count = len(read)
+    if any(len(cell) != count for cell in read):
+        return [()] * count
+    return [tuple(cell[i] for cell in read) for i in range(count)]
+
+
+_EFFECTS: dict[OpKind, Callable[[list[Cell], int], list[Cell]]] = {
+    OpKind.ALLREDUCE: lambda read, root: _everywhere(_fold_cells(read), read),
+    OpKind.REDUCE: lambda read, root: _everywhere(_fold_cells(read), read),
+    OpKind.BROADCAST: lambda read, root: _everywhere(read[root], read),
+    OpKind.ALLGATHER: lambda read, root: _everywhere(tuple(symbol for cell in read for symbol in cell), read),
+    OpKind.GATHER: lambda read, root: _everywhere(tuple(symbol for cell in read for symbol in cell), read),
+    OpKind.SCATTER: lambda read, root: (
+        [(symbol,) for symbol in read[root]] if len(read[root]) == len(read) else [()] * len(read)
+    ),
+    OpKind.REDUCESCATTER: lambda read, root: [(_fold(list(cell)),) for cell in _turned(read)],
+    OpKind.ALLTOALL: lambda read, root: _turned(read),
+    OpKind.BARRIER: lambda read, root: _everywhere((), read),
 }
-"""What a kernel in which all ranks take part does to the symbols."""
+"""A kernel in which all ranks take part: (what each reads, the root's position) -> what each that writes then holds."""
 
-_POSTCONDITIONS: dict[OpKind, Callable[[int, tuple[int, ...], int, int], Symbol | None]] = {
-    OpKind.ALLREDUCE: lambda rank, ranks, root, peer: ranks,
-    OpKind.BROADCAST: lambda rank, ranks, root, peer: (root,),
-    OpKind.BARRIER: lambda rank, ranks, root, peer: None,
-    OpKind.SEND: lambda rank, ranks, root, peer: (root,),
+_Post = Callable[[int, tuple[int, ...], int], Cell | None]
+
+
+def _whole(ranks: tuple[int, ...], piece: int = -1) -> Symbol:
+    return tuple((rank, piece) for rank in ranks)
+
+
+def _on_root(meant: _Post) -> _Post:
+    return lambda i, ranks, root: meant(i, ranks, root) if ranks[i] == root else None
+
+
+_POSTCONDITIONS: dict[OpKind, _Post] = {
+    OpKind.ALLREDUCE: lambda i, ranks, root: (_whole(ranks),),
+    OpKind.REDUCE: _on_root(lambda i, ranks, root: (_whole(ranks),)),
+    OpKind.BROADCAST: lambda i, ranks, root: (((root, -1),),),
+    OpKind.ALLGATHER: lambda i, ranks, root: tuple(((rank, -1),) for rank in ranks),
+    OpKind.GATHER: _on_root(lambda i, ranks, root: tuple(((rank, -1),) for rank in ranks)),
+    OpKind.SCATTER: lambda i, ranks, root: (((root, i),),),
+    OpKind.REDUCESCATTER: lambda i, ranks, root: (_whole(ranks, i),),
+    OpKind.ALLTOALL: lambda i, ranks, root: tuple(((rank, i),) for rank in ranks),
+    OpKind.SEND: lambda i, ranks, root: (((root, -1),),),
+    OpKind.BARRIER: lambda i, ranks, root: None,
 }
-"""What the result of a rank means: (rank, ranks, root, peer) -> symbol."""
+"""What the result of a rank means: (its position, ranks, root) -> what its result buffer holds; None: no result."""

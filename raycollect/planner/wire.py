@@ -16,7 +16,7 @@ from raycollect.errors import ProtocolError
 from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.planner.ir import Buffer, Program, Role, Step, Template, Ticket
 
-VERSION = 1
+VERSION = 2
 _TICKET = struct.Struct("<QQ")
 
 
@@ -47,9 +47,9 @@ def encode_program(program: Program) -> bytes:
 
 @lru_cache(maxsize=256)
 def _encode_template(template: Template) -> bytes:
-    buffers = [(b.role.value, b.source) for b in template.buffers]
+    buffers = [(b.role.value, b.source, b.scratch) for b in template.buffers]
     steps = [(s.kind.value, s.src, s.dst, None if s.op is None else s.op.value, s.peer) for s in template.steps]
-    packed: bytes = msgpack.packb((buffers, steps, template.result))
+    packed: bytes = msgpack.packb((buffers, steps, template.src, template.dst, template.result))
     return packed
 
 
@@ -88,12 +88,14 @@ def decode_program(data: bytes) -> Program:
 
 @lru_cache(maxsize=256)
 def _decode_template(data: bytes) -> Template:
-    buffers, steps, result = msgpack.unpackb(data)
+    buffers, steps, src, dst, result = msgpack.unpackb(data)
     return Template(
-        buffers=tuple(Buffer(role=Role(role), source=source) for role, source in buffers),
+        buffers=tuple(Buffer(role=Role(role), source=source, scratch=scratch) for role, source, scratch in buffers),
         steps=tuple(
-            Step(kind=OpKind(kind), src=src, dst=dst, op=None if op is None else ReduceOp(op), peer=peer)
-            for kind, src, dst, op, peer in steps
+            Step(kind=OpKind(kind), src=read, dst=written, op=None if op is None else ReduceOp(op), peer=peer)
+            for kind, read, written, op, peer in steps
         ),
+        src=src,
+        dst=dst,
         result=result,
     )

@@ -1,4 +1,4 @@
-"""One operand: a tensor, or a list, tuple or dict of tensors."""
+"""One operand: a tensor, or lists, tuples and dicts of tensors."""
 
 from __future__ import annotations
 
@@ -6,29 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Structure:
-    """How an operand is made of tensors.
-
-    Attributes:
-        kind: ``"tensor"``, ``"list"``, ``"tuple"`` or ``"dict"``.
-        names: The keys of a dict, in order; empty for the others.
-    """
-
-    kind: str = "tensor"
-    names: tuple[str | int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.kind}{list(self.names)}" if self.names else self.kind
-
-    def build(self, tensors: Sequence[Any]) -> Any:
-        """Puts tensors together in this structure."""
-        if self.kind == "tensor":
-            return tensors[0]
-        if self.kind == "dict":
-            return dict(zip(self.names, tensors, strict=True))
-        return list(tensors) if self.kind == "list" else tuple(tensors)
+from raycollect.model import TENSOR, Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +35,40 @@ class Container:
 
         Returns:
             None for what goes by value: anything that is neither a tensor nor a non-empty list, tuple or dict (with
-            string or integer keys) that holds tensors only.
+            string or integer keys) that holds tensors, or such lists, tuples and dicts of tensors, only.
         """
         if is_tensor(value):
-            return Container(Structure(), (value,), value)
-        if type(value) in (list, tuple) and value and all(map(is_tensor, value)):
-            return Container(Structure(type(value).__name__), tuple(value), value)
-        if isinstance(value, Mapping) and value and all(map(is_tensor, value.values())):
-            names = tuple(value)
-            if all(type(name) in (str, int) for name in names):
-                return Container(Structure("dict", names), tuple(value.values()), value)
-        return None
+            return Container(TENSOR, (value,), value)
+        tensors: list[Any] = []
+        structure = _take_apart(value, is_tensor, tensors, ())
+        return None if structure is None else Container(structure, tuple(tensors), value)
 
     @staticmethod
     def build(structure: Structure, tensors: Sequence[Any]) -> Container:
         """Puts new tensors together."""
         return Container(structure, tuple(tensors), structure.build(tensors))
+
+
+def _take_apart(
+    value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any], above: tuple[int, ...]
+) -> Structure | None:
+    """Appends the tensors of a value, in order; None where it holds anything else, nothing, or itself."""
+    if is_tensor(value):
+        tensors.append(value)
+        return TENSOR
+    names: tuple[Any, ...] = ()
+    if type(value) in (list, tuple):
+        kind, children = type(value).__name__, value
+    elif isinstance(value, Mapping):
+        kind, names, children = "dict", tuple(value), tuple(value.values())
+    else:
+        return None
+    if not children or id(value) in above or not all(type(name) in (str, int) for name in names):
+        return None
+    items = []
+    for child in children:
+        item = _take_apart(child, is_tensor, tensors, (*above, id(value)))
+        if item is None:
+            return None
+        items.append(item)
+    return Structure(kind, names, tuple(items))
