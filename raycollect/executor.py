@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 from raycollect.backends import arrays
@@ -86,7 +88,7 @@ class Outcome:
     ended: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Bound:
     """A buffer with its memory.
 
@@ -94,18 +96,39 @@ class _Bound:
         container: The value.
         arrays: The memory of its tensors, in order.
         pieces: For each rank the memory of the tensors of its piece; None where the buffer is one value.
-        side: What the door hears of it.
+        loose: Whether the pieces are cut from one tensor.
     """
 
     container: Container
     arrays: tuple[Any, ...]
-    pieces: tuple[tuple[Any, ...], ...] | None
-    side: Side
+    pieces: tuple[tuple[Any, ...], ...] | None = None
+    loose: bool = False
+
+    @cached_property
+    def side(self) -> Side:
+        """What the door hears of it."""
+        structure = self.container.structure
+        if self.loose:
+            structure = Structure("list", (), (TENSOR,) * len(self.leaves))
+        elif self.pieces is not None:  # a list or a tuple: that is the same here
+            structure = Structure("list", (), structure.items)
+        libraries = self._for_leaves([arrays.library(tensor) for tensor in self.container.tensors])
+        infos = tuple(arrays.info(leaf, library) for leaf, library in zip(self.leaves, libraries, strict=True))
+        return Side(structure=structure, tensors=infos, loose=self.loose)
 
     @property
     def leaves(self) -> tuple[Any, ...]:
         """All memory that kernels see: pieces cut from one tensor count, not that tensor."""
         return self.arrays if self.pieces is None else tuple(array for piece in self.pieces for array in piece)
+
+    @property
+    def owners(self) -> list[object]:
+        """For each of `leaves`, the object that lives as long as its memory."""
+        return self._for_leaves([arrays.owner(tensor) for tensor in self.container.tensors])
+
+    def _for_leaves(self, found: list[Any]) -> list[Any]:
+        """What was found for each tensor, for each leaf."""
+        return found * len(self.leaves) if self.loose else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +188,7 @@ class Execution:
         self._kernels: list[Kernel] = []
         self._arrival = b""
         self._written: list[Any] = []
+        self._owners: list[object] = []
         self._written_ranges: list[Range] = []
 
     def run(self) -> Outcome:
@@ -226,6 +250,7 @@ class Execution:
         self._kernels, self._arrival = known.kernels, known.arrival
         if any(step.dst == 0 for step in self._program.template.steps):
             self._written, self._written_ranges = list(bound.arrays), known.ranges
+            self._owners = bound.owners
         return True
 
     def _sole(self) -> _Bound | None:
@@ -265,25 +290,22 @@ class Execution:
         """Looks at a value's memory, in pieces where the operation takes it so."""
         if container is None:
             return None
-        views = tuple(map(arrays.view, container.tensors))
-        infos = tuple(arrays.info(view, arrays.library(t)) for view, t in zip(views, container.tensors, strict=True))
+        try:
+            views = tuple(map(arrays.memory, container.tensors))
+        except TypeError as exc:
+            self._violate("not_tensor", "operand", str(exc), "a tensor")
+            return None
         structure = container.structure
         if not self._is_in_pieces(index):
-            return _Bound(container, views, None, Side(structure=structure, tensors=infos))
+            return _Bound(container, views)
         count = len(self._program.ranks)
         if structure.kind in ("list", "tuple") and len(structure.items) == count:
-            side = Side(structure=Structure("list", (), structure.items), tensors=infos)
-            at = [0]
-            for item in structure.items:
-                at.append(at[-1] + item.count)
-            pieces = tuple(views[lo:hi] for lo, hi in zip(at, at[1:], strict=False))
-            return _Bound(container, views, pieces, side)
+            ends = accumulate((item.count for item in structure.items), initial=0)
+            return _Bound(container, views, tuple(views[lo:hi] for lo, hi in pairwise(ends)))
         cut = arrays.split(views[0], count) if structure.kind == "tensor" else None
         if cut is not None:
-            cut_infos = tuple(arrays.info(piece, infos[0].library) for piece in cut)
-            side = Side(structure=Structure("list", (), (TENSOR,) * count), tensors=cut_infos, loose=True)
-            return _Bound(container, views, tuple((piece,) for piece in cut), side)
-        found = str(infos[0]) if structure.kind == "tensor" else str(structure)
+            return _Bound(container, views, tuple((piece,) for piece in cut), loose=True)
+        found = str(arrays.describe(container.tensors[0])) if structure.kind == "tensor" else str(structure)
         expected = f"a list of {count}, one per rank, or one contiguous tensor that {count} divides"
         self._violate("mismatch", "output" if index == self._program.template.dst else "input", found, expected)
         return None
@@ -307,7 +329,8 @@ class Execution:
         if buffer.role is Role.PIECE:
             side = like.side.item(self._program.ranks.index(self._program.rank))
             return self._make(index, side.structure, side.tensors)
-        return self._make(index, like.container.structure, _infos(like))
+        infos = tuple(map(arrays.describe, like.container.tensors))
+        return self._make(index, like.container.structure, infos)
 
     def _make(self, index: int, structure: Structure, infos: Sequence[TensorInfo]) -> _Bound | None:
         try:
@@ -337,6 +360,7 @@ class Execution:
 
     def _check_written(self, bound: _Bound) -> None:
         self._written += bound.leaves
+        self._owners += bound.owners
         self._written_ranges += _ranges(bound.leaves)
         for array in bound.arrays:
             if not arrays.is_writeable(array):
@@ -367,9 +391,13 @@ class Execution:
                     continue
                 self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory")
                 return
-        if self._kind is OpKind.ALLTOALL and in_place and any(
-            arrays.place(a)[:4] != arrays.place(b)[:4]
-            for a, b in zip(self._leaves(0), self._leaves(1), strict=False)
+        if (
+            self._kind is OpKind.ALLTOALL
+            and in_place
+            and any(
+                arrays.place(a)[:4] != arrays.place(b)[:4]
+                for a, b in zip(self._leaves(0), self._leaves(1), strict=False)
+            )
         ):
             self._violate("alias", "operand", "in place for some ranks only", "all pieces in place, or none")
 
@@ -460,7 +488,7 @@ class Execution:
                     self._communicator.launch(self._launch, kernel).wait(self._program.timeout_s)
                     self._at("after_kernel")
             except BaseException:
-                store.mark_dirty(ranges, [arrays.owner(array) for array in written])
+                store.mark_dirty(ranges, self._owners)
                 raise
             # A view with gaps is written whole, but its range is not.
             dense = (span for array, span in zip(written, ranges, strict=True) if span[1] - span[0] == array.nbytes)
@@ -531,8 +559,3 @@ class Execution:
 
 def _ranges(views: Sequence[Any]) -> list[Range]:
     return [arrays.byte_range(view) for view in views]
-
-
-def _infos(bound: _Bound) -> list[TensorInfo]:
-    libraries = map(arrays.library, bound.container.tensors)
-    return [arrays.info(view, library) for view, library in zip(bound.arrays, libraries, strict=True)]

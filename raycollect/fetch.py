@@ -187,7 +187,11 @@ def find(store: Store, key: Key) -> Container:
     if isinstance(found, Absence):
         kind = "freed" if found.state is State.FREED else "lost"
         raise _refused(kind, "freed" if kind == "freed" else f"not there ({found.state.value} {found.detail})", key)
-    if store.is_dirty([arrays.byte_range(arrays.view(tensor)) for tensor in found.tensors]):
+    try:
+        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
+    except TypeError as exc:
+        raise _refused("not_tensor", str(exc), key) from exc
+    if store.is_dirty(ranges):
         raise _refused("dirty", "half-written by a failed collective", key)
     return found
 
@@ -213,10 +217,10 @@ def serve(link: DataLink, store: Store) -> None:
 
 def _serve_fetch(link: DataLink, store: Store, key: Key) -> None:
     container = find(store, key)
-    views = [arrays.view(tensor) for tensor in container.tensors]
+    views = [arrays.memory(tensor) for tensor in container.tensors]
     with store.reading([arrays.byte_range(view) for view in views]):
         # A copy, so that a slow reader never holds up a collective that writes this memory.
-        copies = [np.array(view, order="C", copy=True, subok=False) for view in views]
+        copies = [arrays.copy_to_host(view) for view in views]
     infos = [arrays.info(copy, arrays.library(tensor)) for copy, tensor in zip(copies, container.tensors, strict=True)]
     native = [copy.astype(info.dtype, copy=False) for copy, info in zip(copies, infos, strict=True)]
     found = {
