@@ -1,0 +1,190 @@
+"""The command line: what it prints, where it writes, how it ends; no traceback for a user's mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import raycollect
+from raycollect.cli import main
+from raycollect.rank_table import RankTable
+
+ROOT = Path(raycollect.__file__).parents[1]
+
+
+def _run(*args: str, environ: dict[str, str | None] | None = None) -> Result:
+    result = CliRunner().invoke(main, list(args), env={"RANK_TABLE_FILE": None, **(environ or {})})
+    assert result.exception is None or isinstance(result.exception, SystemExit), "a traceback"
+    return result
+
+
+def _python(*args: str) -> str:
+    done = subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# ---------------------------------------------------------------------------------------------- all commands
+
+
+def test_the_module_runs_as_a_program() -> None:
+    printed = _python("-m", "raycollect", "rank-table", "--device-id", "[[0, 1]]", "--output", "-")
+    assert RankTable.from_dict(json.loads(printed)) == RankTable.of_device_ids([[0, 1]])
+
+
+def test_it_starts_without_ray_and_array_libraries() -> None:
+    code = """
+import sys
+from raycollect.cli import main
+main(["rank-table", "--device-id", "[[0]]", "--output", "-"], standalone_mode=False)
+print(sorted({"ray", "numpy", "torch"} & set(sys.modules)), file=sys.stdout)
+"""
+    assert _python("-c", code).splitlines()[-1] == "[]"
+
+
+def test_the_version_is_the_packages() -> None:
+    assert _run("--version").output == f"raycollect, version {raycollect.__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_explains_itself_with_examples(name: str) -> None:
+    listed = _run("--help")
+    assert (listed.exit_code, f"  {name} " in listed.output) == (0, True)
+    result = _run(name, "-h")
+    assert result.exit_code == 0
+    assert f"\n    raycollect {name} " in result.output
+
+
+def test_an_unknown_command_is_a_usage_error() -> None:
+    result = _run("rank-tabel")
+    assert result.exit_code == 2
+    assert "rank-tabel" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- rank-table
+
+
+@pytest.mark.parametrize("option", ["--device-id", "--device_id"])
+@pytest.mark.parametrize("text", ["[[2, 0], [1]]", "[['2', '0'], ['1']]", '[["2",0],[1]]'])
+def test_a_table_goes_to_stdout(option: str, text: str) -> None:
+    result = _run("rank-table", option, text)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert RankTable.from_dict(json.loads(result.stdout)) == RankTable.of_device_ids([[2, 0], [1]])
+
+
+def test_a_table_goes_to_a_file_and_it_says_which(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    result = _run("rank-table", "--device-id", "[[0, 1]]", "--output", str(path))
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"2 ranks on 1 node, written to {path}\n"
+    assert RankTable.read(path) == RankTable.of_device_ids([[0, 1]])
+
+
+def test_the_environment_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(path)}
+    result = _run("rank-table", "--device-id", "[[0, 1]]", environ=environ)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"2 ranks on 1 node, written to {path} (from RANK_TABLE_FILE)\n"
+    assert RankTable.read(path) == RankTable.of_device_ids([[0, 1]])
+
+
+@pytest.mark.parametrize("output", ["-", "other.json"])
+def test_the_command_line_wins_over_the_environment(tmp_path: Path, output: str) -> None:
+    named = tmp_path / "table.json"
+    chosen = output if output == "-" else str(tmp_path / output)
+    environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(named)}
+    result = _run("rank-table", "--device-id", "[[5]]", "--output", chosen, environ=environ)
+    assert (result.exit_code, named.exists()) == (0, False)
+    written = result.stdout if output == "-" else Path(chosen).read_text()
+    assert RankTable.from_dict(json.loads(written)).chip_map == (5,)
+
+
+def test_an_empty_variable_counts_as_unset() -> None:
+    result = _run("rank-table", "--device-id", "[[0]]", environ={"RANK_TABLE_FILE": ""})
+    assert RankTable.from_dict(json.loads(result.stdout)).world_size == 1
+
+
+def test_a_good_table_is_shown(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    RankTable.of_device_ids([[4, 2], [0]]).write(path)
+    result = _run("rank-table", "--check", str(path), environ={"RANK_TABLE_FILE": str(tmp_path / "untouched.json")})
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines() == [
+        f"{path}: 3 ranks on 2 nodes",
+        "rank 0: node 0, device 4",
+        "rank 1: node 0, device 2",
+        "rank 2: node 1, device 0",
+    ]
+    assert [one.name for one in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_a_refused_table_ends_with_1_and_every_reason(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    device = {"device_id": "x", "rank": "7"}
+    path.write_text(json.dumps({"version": "3", "node_list": [{"device_list": [device]}]}))
+    result = _run("rank-table", "--check", str(path))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"Error: rank table {str(path)!r} is refused:\n")
+    assert "version is '3'" in result.stderr
+    assert "node_list[0].device_list[0].device_id is 'x'" in result.stderr
+    assert "group" not in result.stderr, "no group is meant here"
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    result = _run("rank-table", "--check", str(tmp_path / "absent.json"))
+    assert result.exit_code == 1
+    assert "absent.json" in result.stderr
+    assert "No such file" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[[0, 0]]", "as in node_list[0].device_list[0]"),
+        ("[]", "node_list is []"),
+        ("[0, 1]", "expected one list per node"),
+        ("[[true]]", "device_id is True"),
+        ("7", "expected one list per node"),
+        ("null", "expected one list per node"),
+    ],
+)
+def test_device_ids_that_make_no_table_are_refused_and_nothing_is_written(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "table.json"
+    result = _run("rank-table", "--device-id", text, "--output", str(path))
+    assert (result.exit_code, path.exists()) == (1, False)
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ((), "Usage:"),
+        (("--output", "t.json"), "either --device-id or --check"),
+        (("--device-id", "[[0]]", "--check", "t.json"), "either --device-id or --check"),
+        (("--check", "t.json", "--output", "u.json"), "--check writes nothing"),
+        (("--device-id", "[[0"), "no nested list"),
+        (("--device-id", ""), "no nested list"),
+        (("--device-id", "[" * 100_000), "no nested list"),
+        (("--device-id", "[[0]]", "--output", "{tmp}"), "can't be written: Is a directory"),
+        (("--device-id", "[[0]]", "--output", "{tmp}/absent/t.json"), "can't be written: No such file"),
+        (("--device-id", "[[0]]", "--output", "nul\0"), "can't be written"),
+        (("--device-id", "[[0]]", "--emulator"), "--emulator"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
+    result = _run("rank-table", *(arg.replace("{tmp}", str(tmp_path)) for arg in args))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
+    environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(tmp_path)}
+    result = _run("rank-table", "--device-id", "[[0]]", environ=environ)
+    assert result.exit_code == 2
+    assert "(from RANK_TABLE_FILE) can't be written: Is a directory" in result.stderr
