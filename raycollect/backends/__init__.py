@@ -1,78 +1,60 @@
 """The backends: what each can do, whether it is installed, and how to load it.
 
-A backend is a module with a factory `create` (see `raycollect.model.CommunicatorFactory`) and a line in `BACKENDS`.
-Importing this package loads none of them.
+A backend is a factory (see `raycollect.model.CommunicatorFactory`) and a line of the capability table; names are
+case-insensitive. Lines come with this package, by `register`, and from installed packages: the entry point group
+`raycollect.backends` maps a name to a `Capabilities`, and is read when a name is asked for that is not in the table.
+`torch:<name>` is any backend of `torch.distributed`. Importing this package loads none of them.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError
-from raycollect.model import CommunicatorFactory, OpKind, ReduceOp
+from raycollect.errors import (
+    BackendNotInstalledError,
+    BackendUnavailableError,
+    UnknownBackendError,
+    Violation,
+    refusal,
+)
+from raycollect.model import CommunicatorFactory, OpKind
 
-__all__ = ["BACKENDS", "Capabilities", "check_placement", "choose", "get", "is_available", "load"]
+from .capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
+
+__all__ = [
+    "BACKENDS",
+    "ENTRY_POINTS",
+    "Capabilities",
+    "canonical",
+    "check_op",
+    "check_placement",
+    "choose",
+    "get",
+    "is_available",
+    "is_known",
+    "load",
+    "names",
+    "ops_of",
+    "register",
+]
+
+BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
+"""Name -> line: those of the package, and those that `register` and entry points have added in this process."""
+
+ENTRY_POINTS = "raycollect.backends"
+"""The entry point group in which installed packages offer backends."""
+
+_ALIASES = {"torch_gloo": "gloo"}
+"""Other names that Ray knows, in lower case."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """What a backend can do.
-
-    Attributes:
-        name: What users call it.
-        module: The module with its factory.
-        libraries: Modules of which it needs one; empty where it needs none.
-        install: The command that installs what is missing.
-        ops: The operations it runs.
-        reduce_ops: The reduce ops it runs.
-        devices: Where its tensors may live.
-        interruptible: Whether an abort wakes a rank in mid-kernel.
-        bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
-        cross_host: Whether members may be on several machines.
-        one_process: Whether all ranks must be in one process.
-    """
-
-    name: str
-    module: str
-    libraries: tuple[str, ...] = ()
-    install: str = ""
-    ops: frozenset[OpKind] = frozenset(OpKind)
-    reduce_ops: frozenset[ReduceOp] = frozenset(ReduceOp)
-    devices: frozenset[str] = frozenset({"cpu"})
-    interruptible: bool
-    bitwise: bool
-    cross_host: bool
-    one_process: bool = False
-
-
-BACKENDS: dict[str, Capabilities] = {
-    backend.name: backend
-    for backend in (
-        Capabilities(
-            name="local",
-            module="raycollect.backends.local",
-            interruptible=True,
-            bitwise=True,
-            cross_host=False,
-            one_process=True,
-        ),
-        Capabilities(name="shm", module="raycollect.backends.shm", interruptible=True, bitwise=True, cross_host=False),
-        Capabilities(
-            name="gloo",
-            module="raycollect.backends.gloo",
-            libraries=("pygloo", "xoscar.collective.xoscar_pygloo"),
-            # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
-            install="pip install pygloo" if sys.version_info < (3, 11) else "pip install xoscar",
-            interruptible=False,
-            bitwise=False,
-            cross_host=True,
-        ),
-    )
-}
+def canonical(name: str) -> str:
+    """Gives the one spelling of a backend's name; Ray writes ``"GLOO"``."""
+    lower = name.lower()
+    return _ALIASES.get(lower, lower)
 
 
 def get(name: str, group_name: str = "default") -> Capabilities:
@@ -80,11 +62,33 @@ def get(name: str, group_name: str = "default") -> Capabilities:
 
     Raises:
         UnknownBackendError: There is none of that name; the message lists those that exist.
+        BackendNotInstalledError: A package offers it, and its entry point fails.
     """
-    if name not in BACKENDS:
-        detail = f"no backend {name!r}; there are {', '.join(BACKENDS)}, and 'auto'"
+    key = canonical(name)
+    line = BACKENDS.get(key)
+    if line is None or line.absent:
+        if offered := _offered(key):
+            line = _adopt_entry_point(key, offered, group_name)
+        elif line is None and key.startswith(TORCH_PREFIX):
+            line = _torch_line(key)
+    if line is None:
+        detail = (
+            f"no backend {name!r}; there are {', '.join(names())}, {TORCH_PREFIX}<any of torch.distributed>, "
+            "and 'auto'. Others come with installed packages, or by register_collective_backend in each process"
+        )
         raise UnknownBackendError(group_name=group_name, detail=detail)
-    return BACKENDS[name]
+    return line
+
+
+def names() -> tuple[str, ...]:
+    """Names the backends that there are, installed or not; loads nothing. torch may have others."""
+    return tuple(dict.fromkeys([*BACKENDS, *(canonical(point.name) for point in _offered())]))
+
+
+def is_known(name: str) -> bool:
+    """Tells whether there is a backend of that name, installed or not; loads nothing."""
+    key = canonical(name)
+    return key in BACKENDS or bool(_offered(key)) or (key.startswith(TORCH_PREFIX) and _torch_line(key) is not None)
 
 
 def is_available(name: str) -> bool:
@@ -93,7 +97,10 @@ def is_available(name: str) -> bool:
     Raises:
         UnknownBackendError: There is no such backend.
     """
-    return not _missing(get(name))
+    try:
+        return not _missing(get(name))
+    except BackendNotInstalledError:
+        return False
 
 
 def load(name: str, group_name: str = "default") -> CommunicatorFactory:
@@ -105,9 +112,40 @@ def load(name: str, group_name: str = "default") -> CommunicatorFactory:
     """
     backend = get(name, group_name)
     if missing := _missing(backend):
-        detail = f"backend {name!r} needs a library that is not there ({missing}). Install it: {backend.install}"
-        raise BackendNotInstalledError(group_name=group_name, detail=detail)
-    return cast("CommunicatorFactory", import_module(backend.module).create)
+        cure = f". Install it: {backend.install}" if backend.install else ""
+        why = backend.absent or f"it needs what is not there ({missing}){cure}"
+        raise BackendNotInstalledError(group_name=group_name, detail=f"backend {backend.name!r}: {why}")
+    if backend.factory is not None:
+        return backend.factory
+    try:
+        return cast("CommunicatorFactory", import_module(backend.module).create)
+    except (ImportError, AttributeError) as exc:
+        detail = f"backend {backend.name!r}: its module {backend.module} has no factory that works: {exc}"
+        raise BackendNotInstalledError(group_name=group_name, detail=detail) from exc
+
+
+def ops_of(name: str) -> tuple[str, ...]:
+    """Gives the values of the operations that a backend runs itself, as in `GroupSpec.ops`.
+
+    Raises:
+        UnknownBackendError: There is no such backend.
+    """
+    ops = get(name).ops
+    return tuple(kind.value for kind in OpKind if kind in ops)
+
+
+def check_op(name: str, kind: OpKind, group_name: str = "default", rank: int = -1) -> None:
+    """Refuses an operation that a backend does not run.
+
+    Raises:
+        UnknownBackendError: There is no such backend.
+        UnsupportedError: It does not run this; those that it does are named.
+    """
+    backend = get(name, group_name)
+    if kind not in backend.ops:
+        expected = f"one that backend {backend.name!r} runs: {', '.join(ops_of(backend.name)) or 'none'}"
+        violation = Violation(kind="unsupported", rank=rank, field="op", found=kind.value, expected=expected)
+        raise refusal(kind.value, group_name, (violation,))
 
 
 def choose(machines: Sequence[str]) -> str:
@@ -135,22 +173,80 @@ def check_placement(name: str, machines: Sequence[str], group_name: str = "defau
     """
     backend = get(name, group_name)
     if backend.one_process and len(machines) > 1:
-        detail = f"backend {name!r} lives inside one process, and the group has {len(machines)} members"
+        detail = f"backend {backend.name!r} lives inside one process, and the group has {len(machines)} members"
     elif not backend.cross_host and len(set(machines)) > 1:
-        detail = f"backend {name!r} needs all members on one machine, and they are on {len(set(machines))}"
+        detail = f"backend {backend.name!r} needs all members on one machine, and they are on {len(set(machines))}"
     else:
         return
     raise BackendUnavailableError(group_name=group_name, detail=f"{detail}; backend='auto' picks one that fits")
 
 
+def register(capabilities: Capabilities) -> None:
+    """Adds a backend to this process's table. Every process of a group needs it.
+
+    Raises:
+        ValueError: Another backend of that name is there, or the name is one of torch's.
+    """
+    name = capabilities.name
+    if name.startswith(TORCH_PREFIX) or canonical(name) != name:
+        raise ValueError(f"the name {name!r} is taken: it means {canonical(name)!r} or a backend of torch.distributed")
+    if name in BACKENDS and BACKENDS[name].absent:
+        BACKENDS[name] = capabilities
+    elif BACKENDS.setdefault(name, capabilities) != capabilities:
+        raise ValueError(f"backend {name!r} is registered already, and is another one")
+
+
+def _torch_line(name: str) -> Capabilities | None:
+    try:
+        return torch_line(name)
+    except ValueError:
+        return None
+
+
+def _offered(name: str | None = None) -> tuple[EntryPoint, ...]:
+    """The backends that installed packages offer: all, or those of one name."""
+    return tuple(point for point in entry_points(group=ENTRY_POINTS) if name is None or canonical(point.name) == name)
+
+
+def _adopt_entry_point(name: str, offered: Sequence[EntryPoint], group_name: str) -> Capabilities:
+    """Loads the line that a package offers, and registers it.
+
+    Raises:
+        BackendNotInstalledError: It can't be loaded, is no line, has another name, or packages compete for the name.
+    """
+    said = ", ".join(sorted({f"{point.name} = {point.value} ({_package(point)})" for point in offered}))
+
+    def broken(why: object) -> BackendNotInstalledError:
+        detail = f"backend {name!r} comes from the entry point {said}, which fails: {why}. Correct or reinstall it"
+        return BackendNotInstalledError(group_name=group_name, detail=detail)
+
+    if len({point.value for point in offered}) > 1:
+        raise broken("several packages offer one name")
+    try:
+        line = offered[0].load()
+        if not isinstance(line, Capabilities) or line.name != name:
+            raise TypeError(f"it gives {line!r}, not the Capabilities of {name!r}")
+        register(line)
+    except Exception as exc:
+        raise broken(f"{type(exc).__name__}: {exc}") from exc
+    return line
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else "an unnamed package"
+
+
 def _missing(backend: Capabilities) -> str:
-    """What the imports of all its libraries said, or "" where one of them works or none is needed."""
+    """What this backend lacks here, or ""."""
+    if backend.absent:
+        return backend.absent
     said = []
     for library in backend.libraries:
         try:
             import_module(library)
-        except ImportError as exc:
+        except (ImportError, OSError) as exc:  # OSError: a shared object under it is not there
             said.append(f"{library}: {exc}")
         else:
-            return ""
-    return "; ".join(said)
+            said.clear()
+            break
+    return "; ".join(said) or (backend.probe() if backend.probe else "")

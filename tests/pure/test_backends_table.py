@@ -102,7 +102,7 @@ def test_is_tensor(value: object, expected: bool) -> None:
 def test_info_names_the_native_dtype_and_round_trips() -> None:
     found = arrays.info(np.zeros((2, 3), ">f4"))
     assert (found.shape, found.dtype, found.itemsize) == ((2, 3), "float32", 4)
-    made = arrays.empty_like(found)
+    made = arrays.empty(found)
     assert (made.shape, made.dtype) == ((2, 3), np.float32)
 
 

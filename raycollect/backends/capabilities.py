@@ -1,0 +1,190 @@
+"""The capability table: what each backend that comes with the package can do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+
+from raycollect.model import CommunicatorFactory, OpKind, ReduceOp
+
+__all__ = ["BUILT_IN", "TORCH_PREFIX", "Capabilities", "torch_line"]
+
+TORCH_PREFIX = "torch:"
+"""What stands before the name of a `torch.distributed` backend."""
+
+_NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do.
+
+    Attributes:
+        name: What users call it, in lower case.
+        module: The module with its factory `create`; or
+        factory: the factory itself.
+        absent: Why there is neither: a name that is known, and what to use meanwhile.
+        libraries: Modules of which it needs one; empty where it needs none.
+        install: The command that installs what is missing, or what to install.
+        probe: Says what else is missing on this machine, or "".
+        ops: The operations it runs itself; the planner makes some others of these.
+        reduce_ops: The reduce ops it runs.
+        devices: Where its tensors may live, as torch calls it: ``"cpu"``, ``"cuda"``; ``"any"`` where that is unknown.
+        interruptible: Whether an abort wakes a rank in mid-kernel.
+        bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
+        cross_host: Whether members may be on several machines.
+        one_process: Whether all ranks must be in one process.
+        tested: Whether this project's own tests run it.
+
+    Raises:
+        ValueError: The name can't be one, or it is not clear where the factory is.
+    """
+
+    name: str
+    module: str = ""
+    factory: CommunicatorFactory | None = None
+    absent: str = ""
+    libraries: tuple[str, ...] = ()
+    install: str = ""
+    probe: Callable[[], str] | None = field(default=None, compare=False)
+    ops: frozenset[OpKind] = frozenset(OpKind)
+    reduce_ops: frozenset[ReduceOp] = frozenset(ReduceOp)
+    devices: frozenset[str] = frozenset({"cpu"})
+    interruptible: bool
+    bitwise: bool
+    cross_host: bool
+    one_process: bool = False
+    tested: bool = False
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name) or self.name == "auto":
+            raise ValueError(
+                f"{self.name!r} can't name a backend: lower-case letters, digits, '_', '-', '.'; not 'auto'"
+            )
+        if bool(self.module) + (self.factory is not None) + bool(self.absent) != 1:
+            raise ValueError(f"backend {self.name!r} has a module, or a factory, or a reason why it has neither")
+
+
+def torch_line(name: str) -> Capabilities:
+    """Makes the line of a `torch.distributed` backend that the table does not know.
+
+    Args:
+        name: ``"torch:foo"``.
+
+    Raises:
+        ValueError: There can't be a backend of that name.
+    """
+    plain = name.removeprefix(TORCH_PREFIX)
+    install = f"pip install torch, and the package that registers {plain!r} with torch.distributed; import that package"
+    return _torch(plain, install=install, devices=frozenset({"any"}))
+
+
+def _torch(
+    name: str,
+    *,
+    install: str,
+    devices: frozenset[str],
+    library: str = "torch",
+    lacks: frozenset[OpKind] = frozenset(),
+    tested: bool = False,
+) -> Capabilities:
+    return Capabilities(
+        name=TORCH_PREFIX + name,
+        module="raycollect.backends.torch_dist",
+        libraries=(library,),
+        install=install,
+        probe=lambda: _not_in_torch(name),
+        ops=frozenset(OpKind) - lacks,
+        devices=devices,
+        interruptible=False,
+        bitwise=False,
+        cross_host=True,
+        tested=tested,
+    )
+
+
+def _not_in_torch(name: str) -> str:
+    """What torch itself says: it may be built without distributed, or without this backend."""
+    try:
+        distributed = import_module("torch.distributed")
+    except (ImportError, OSError) as exc:
+        return f"torch.distributed: {exc}"
+    if not distributed.is_available():
+        return "this torch was built without torch.distributed"
+    return "" if distributed.is_backend_available(name) else f"this torch has no distributed backend {name!r}"
+
+
+_CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+
+_LINES = (
+    Capabilities(
+        name="local",
+        module="raycollect.backends.local",
+        interruptible=True,
+        bitwise=True,
+        cross_host=False,
+        one_process=True,
+        tested=True,
+    ),
+    Capabilities(
+        name="shm",
+        module="raycollect.backends.shm",
+        interruptible=True,
+        bitwise=True,
+        cross_host=False,
+        tested=True,
+    ),
+    Capabilities(
+        name="gloo",
+        module="raycollect.backends.gloo",
+        libraries=("pygloo", "xoscar.collective.xoscar_pygloo"),
+        # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
+        install="pip install pygloo" if sys.version_info < (3, 11) else "pip install xoscar",
+        interruptible=False,
+        bitwise=False,
+        cross_host=True,
+        tested=True,
+    ),
+    Capabilities(
+        name="nccl",
+        absent="this release has no NCCL backend of its own. It will need cupy (pip install 'raycollect[cuda12]' or "
+        "'raycollect[cuda13]'); 'torch:nccl' reaches NCCL through a CUDA build of torch today",
+        ops=frozenset(),
+        devices=_CUDA,
+        interruptible=False,
+        bitwise=False,
+        cross_host=True,
+    ),
+    _torch("gloo", install="pip install torch", devices=_CPU, tested=True),
+    _torch(
+        "mpi",
+        install="a torch that was built from source with MPI; the wheels have none",
+        devices=_CPU,
+        lacks=frozenset({OpKind.REDUCESCATTER}),
+    ),
+    _torch("nccl", install="a CUDA build of torch (pip install torch, on Linux)", devices=_CUDA),
+    _torch(
+        "xccl",
+        install="a torch built for Intel XPU: pip install torch --index-url https://download.pytorch.org/whl/xpu",
+        devices=frozenset({"xpu"}),
+    ),
+    _torch(
+        "hccl",
+        library="torch_npu",
+        install="pip install torch_npu, the version that goes with your torch and CANN",
+        devices=frozenset({"npu"}),
+    ),
+    _torch(
+        "sccl",
+        library="torch_tpu",
+        install="the torch_tpu wheel of SOPHGO's SDK",
+        devices=frozenset({"tpu"}),
+        lacks=frozenset({OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER}),
+    ),
+)
+
+BUILT_IN: dict[str, Capabilities] = {line.name: line for line in _LINES}
+"""Name -> line, in the order of the documentation."""
