@@ -1,13 +1,27 @@
 """Backend `gloo`: members on any machines, over TCP, by `pygloo` or by xoscar's fork of it.
 
-Theory. An allreduce in a dtype that gloo knows is its ring: 2 (w - 1) / w x n bytes out of each rank, in chunks of
-`CHUNK_NBYTES`; the bits are equal on all ranks, but the fold does not go in rank order. Other dtypes move as bytes
-(allgather of a chunk, (w - 1) x n bytes out of each rank) and are folded in rank order by numpy.
+Theory, for w ranks and arrays of n bytes (what each rank sends, unless said otherwise):
+
+==============  ====================================================================================================
+ALLREDUCE       where gloo reduces as numpy does (`is_native`): its ring, 2 (w - 1) / w x n; the bits are equal on all
+                ranks, but the fold does not go in rank order. Else, folded in rank order: an allgather of bytes,
+                (w - 1) x n, or from `SLICED_FROM` on slices as in REDUCESCATTER and their allgather, 2 (w - 1) / w x n
+REDUCE          gloo's, or all bytes to the root, which folds them
+REDUCESCATTER   each slice goes straight to its rank, which folds in rank order: (w - 1) / w x n, the least there is
+ALLGATHER       gloo's ring up to the size of the smallest piece, a broadcast of what is left of each larger one
+GATHER,         a chunk from each giver to each taker in turn: exactly the bytes of the pieces
+SCATTER,
+ALLTOALL
+==============  ====================================================================================================
+
+A gloo send waits for its receive, whatever the size, so that the order matters. Pairs meet in rounds: in round k, rank
+i meets rank k - i (mod w), and the lower one sends first. Both of a pair know whether they have nothing to say, and all
+ranks go through chunks and rounds in one order, so that of the pairs that have yet to meet the first one can go.
 
 Both libraries hold the GIL while they block and can't be interrupted. So this adapter connects only when all members
 have said that they are ready, enters a kernel only after the ranks have agreed (over the injected exchange), and gives
 the GIL back between chunks, where it also sees an abort. A failure leaves the library's context dead, and the group
-with it. pygloo 0.2.1 can't be told a timeout (its binding lacks the conversion): there it is gloo's own 30 s.
+with it. Extra memory: at most 3 x `CHUNK_NBYTES` per rank (P8).
 """
 
 from __future__ import annotations
@@ -17,14 +31,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 
 from raycollect.errors import (
-    BackendNotInstalledError,
     BackendUnavailableError,
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -33,103 +43,32 @@ from raycollect.errors import (
 )
 from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
 
+from ._gloo_link import GlooLibrary, GlooLink, is_native
 from .arrays import Array, Flat, finish, fold
-from .completion import DONE, chunks, movement, reduce_op, reduction, translated
+from .completion import (
+    DONE,
+    chunks,
+    clipped,
+    keep_own,
+    movement,
+    reduce_op,
+    reduction,
+    scattered_reduction,
+    transfers,
+    translated,
+)
 
-__all__ = ["CHUNK_NBYTES", "GlooCommunicator", "GlooLibrary", "create"]
+__all__ = ["CHUNK_NBYTES", "GlooCommunicator", "create", "is_native"]
 
 CHUNK_NBYTES = 4 << 20
 """How much one call of the library moves: the GIL is held that long."""
 
 JOIN_TIMEOUT_S = 60.0
-KERNEL_TIMEOUT_S = 60.0
-"""The library's own limit for one chunk, where it can be set: a peer died without closing its connection."""
 
-NATIVE_DTYPES = {
-    "int8": "glooInt8",
-    "uint8": "glooUint8",
-    "int32": "glooInt32",
-    "uint32": "glooUint32",
-    "int64": "glooInt64",
-    "uint64": "glooUint64",
-    "float16": "glooFloat16",
-    "float32": "glooFloat32",
-    "float64": "glooFloat64",
-}
-"""numpy's dtype -> gloo's; both libraries reduce each of them by each of `NATIVE_OPS`."""
-
-NATIVE_OPS = {
-    ReduceOp.SUM: "SUM",
-    ReduceOp.PRODUCT: "PRODUCT",
-    ReduceOp.MIN: "MIN",
-    ReduceOp.MAX: "MAX",
-    ReduceOp.AVG: "SUM",
-}
-
-LIBRARIES = ("pygloo", "xoscar.collective.xoscar_pygloo")
-"""Modules to look for, in this order."""
+SLICED_FROM = (4, 1 << 20)
+"""(world size, bytes) from which on slices beat the allgather in a fold, as measured on one machine."""
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
-
-
-class GlooLibrary:
-    """The names that differ between the two libraries.
-
-    Attributes:
-        name: The module's name.
-        module: The module.
-        dtypes: Its enum of element types.
-        ring: Its ring algorithm.
-    """
-
-    def __init__(self, name: str, module: Any) -> None:
-        self.name = name
-        self.module = module
-        self.dtypes = getattr(module, "glooDataType_t", None) or module.GlooDataType_t
-        self.ring = (getattr(module, "allreduceAlgorithm", None) or module.AllreduceAlgorithm).RING
-
-    @classmethod
-    def load(cls, group_name: str) -> GlooLibrary:
-        """Imports whichever library there is.
-
-        Raises:
-            BackendNotInstalledError: There is none; what each import said is in the text.
-        """
-        said = []
-        for name in LIBRARIES:
-            try:
-                return cls(name, import_module(name))
-            except ImportError as exc:
-                said.append(f"{name}: {exc}")
-        raise BackendNotInstalledError(group_name=group_name, detail="backend 'gloo': " + "; ".join(said))
-
-
-class _Store:
-    """Our rendezvous as gloo's store. Each key is set by one rank and read by the others.
-
-    pygloo calls `set` and `get`, xoscar `set_tcp` and `get_tcp`; both call `wait` with a list of keys before `get`.
-    """
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self._rendezvous = rendezvous
-
-    def set(self, key: str, data: bytes) -> bool:
-        """Publishes a key."""
-        self._rendezvous.put(f"gloo.key.{key}", bytes(data))
-        return True
-
-    def get(self, key: str) -> bytes:
-        """Waits for a key."""
-        return self._rendezvous.get(f"gloo.key.{key}", JOIN_TIMEOUT_S)
-
-    def wait(self, keys: Sequence[str], timeout: Any = None) -> bool:
-        """Waits for keys."""
-        for key in keys:
-            self.get(key)
-        return True
-
-    set_tcp = set  # noqa: A003
-    get_tcp = get
 
 
 def create(
@@ -150,7 +89,7 @@ def create(
         CollectiveTimeoutError: A member did not come.
     """
     library = GlooLibrary.load(spec.name)
-    context = None
+    link = None
     if spec.world_size > 1:
         # Connecting holds the GIL until all are there, so it starts when all are.
         rendezvous.put(f"gloo.ready.{rank}", library.name.encode())
@@ -158,54 +97,22 @@ def create(
         if len(others) > 1:
             detail = f"backend 'gloo': the members have different libraries: {', '.join(sorted(others))}"
             raise BackendUnavailableError(group_name=spec.name, detail=detail)
-        context = _connect(library, spec, rank, rendezvous, host)
-    return GlooCommunicator(library, context, spec, rank, exchange)
-
-
-def _connect(library: GlooLibrary, spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str) -> tuple[Any, ...]:
-    """Connects to all; returns the context, and all that it needs and does not hold itself."""
-    gloo = library.module
-    try:
-        context = gloo.rendezvous.Context(rank, spec.world_size)
-        try:
-            context.setTimeout(timedelta(seconds=KERNEL_TIMEOUT_S))
-        except TypeError:  # pygloo 0.2.1 has the method, but not the conversion of its argument
-            pass
-        ours = _Store(rendezvous)
-        store = gloo.rendezvous.CustomStore(ours)
-        device = gloo.transport.tcp.CreateDevice(gloo.transport.tcp.attr(host))
-        context.connectFullMesh(store, device)
-    except RaycollectError:
-        raise
-    except Exception as exc:
-        detail = f"backend 'gloo': rank {rank} can't connect to the others from {host}: {exc}"
-        raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-    return context, device, store, ours
+        link = GlooLink(library, spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+    return GlooCommunicator(link, spec, rank, exchange)
 
 
 class GlooCommunicator:
     """One rank's membership; see `raycollect.model.Communicator`."""
 
-    def __init__(
-        self, library: GlooLibrary, connection: tuple[Any, ...] | None, spec: GroupSpec, rank: int, exchange: Exchange
-    ) -> None:
+    def __init__(self, link: GlooLink | None, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         self.rank = rank
         self.world_size = spec.world_size
         self._group_name = spec.name
-        self._gloo = library.module
-        self._library = library
-        self._connection = connection
+        self._link = link
         self._exchange = exchange
         self._aborted: set[int] = set()
         self._broken = ""
         self._lock = threading.Lock()
-        self._kernels: dict[OpKind, Callable[[Any, _Limit, Launch, Kernel], None]] = {
-            OpKind.ALLREDUCE: self._allreduce,
-            OpKind.BROADCAST: self._broadcast,
-            OpKind.SEND: self._send,
-            OpKind.RECV: self._recv,
-            OpKind.BARRIER: self._barrier,
-        }
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Does nothing: the library sends from the arrays themselves."""
@@ -218,11 +125,10 @@ class GlooCommunicator:
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
-        with self._lock:  # `close` lets go of the context only when nobody is in a kernel
+        with self._lock:  # `close` lets go of the link only when nobody is in a kernel
             self._check_whole()
             with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
-                context = self._connection[0] if self._connection else None
-                self._kernels[kernel.kind](context, _Limit(self, launch), launch, kernel)
+                _Run(self, self._link, launch).run(kernel)
         return DONE
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
@@ -242,9 +148,9 @@ class GlooCommunicator:
         self._broken = self._broken or "the communicator was closed"
         if self._lock.acquire(blocking=False):
             try:
-                connection, self._connection = self._connection, None
-                if connection is not None:
-                    connection[0].closeConnections()
+                link, self._link = self._link, None
+                if link is not None:
+                    link.close()
             finally:
                 self._lock.release()
 
@@ -277,84 +183,219 @@ class GlooCommunicator:
                 op=kernel.kind.value, group_name=self._group_name, timeout_s=launch.timeout_s, detail=str(exc.__cause__)
             ) from exc
 
-    def _barrier(self, context: Any, limit: _Limit, launch: Launch, kernel: Kernel) -> None:
-        """Waits for all; `agree` has done so already where only some take part."""
-        limit.check()
-        if context is not None and len(launch.ranks) == self.world_size:
-            self._gloo.barrier(context)
 
-    def _allreduce(self, context: Any, limit: _Limit, launch: Launch, kernel: Kernel) -> None:
-        """Reduces by the library where it knows the dtype, else by numpy."""
-        (src, dst), op = reduction(kernel), reduce_op(kernel)
-        native = context is not None and src.dtype.name in NATIVE_DTYPES
-        step, share = (self._ring, 1) if native else (self._gathered, self.world_size)
-        for lo, hi in chunks(src.size, CHUNK_NBYTES // share // src.dtype.itemsize):
-            limit.check()
-            out = dst.target(lo, hi)
-            step(context, op, np.ascontiguousarray(src.read(lo, hi)), out)
-            dst.commit(lo, hi, out)
+class _Run:
+    """One kernel under way, on one rank. Collectives run over all ranks of the group."""
 
-    def _ring(self, context: Any, op: ReduceOp, own: Array, out: Array) -> None:
-        dtype = getattr(self._library.dtypes, NATIVE_DTYPES[own.dtype.name])
-        reduce_by = getattr(self._gloo.ReduceOp, NATIVE_OPS[op])
-        self._gloo.allreduce(context, _pointer(own), _pointer(out), own.size, dtype, reduce_by, self._library.ring)
-        finish(op, out, self.world_size)
-
-    def _gathered(self, context: Any, op: ReduceOp, own: Array, out: Array) -> None:
-        if context is None:
-            fold(op, [own], out)
-            return
-        everyone = np.empty((self.world_size, own.size), own.dtype)
-        self._gloo.allgather(context, _pointer(own), _pointer(everyone), own.nbytes, self._library.dtypes.glooUint8)
-        fold(op, list(everyone), out)
-
-    def _broadcast(self, context: Any, limit: _Limit, launch: Launch, kernel: Kernel) -> None:
-        """Moves the root's bytes to all."""
-        src, dst, whole = movement(kernel, is_root=self.rank == kernel.peer)
-        uint8 = self._library.dtypes.glooUint8
-        for lo, hi in _byte_chunks(whole):
-            limit.check()
-            buffer = dst.target(lo, hi) if src is None and dst is not None else whole.read(lo, hi)
-            if context is not None:
-                pointer = _pointer(buffer)
-                self._gloo.broadcast(context, pointer, pointer, buffer.nbytes, uint8, kernel.peer)
-            if dst is not None:
-                dst.commit(lo, hi, buffer) if src is None else dst.write(lo, hi, buffer)
-
-    def _send(self, context: Any, limit: _Limit, launch: Launch, kernel: Kernel) -> None:
-        """Sends bytes to one rank."""
-        _, _, src = movement(kernel, is_root=True)
-        for lo, hi in _byte_chunks(src):
-            limit.check()
-            own = src.read(lo, hi)
-            self._gloo.send(context, _pointer(own), own.nbytes, self._library.dtypes.glooUint8, kernel.peer)
-
-    def _recv(self, context: Any, limit: _Limit, launch: Launch, kernel: Kernel) -> None:
-        """Receives bytes from one rank."""
-        _, _, dst = movement(kernel, is_root=False)
-        for lo, hi in _byte_chunks(dst):
-            limit.check()
-            out = dst.target(lo, hi)
-            self._gloo.recv(context, _pointer(out), out.nbytes, self._library.dtypes.glooUint8, kernel.peer)
-            dst.commit(lo, hi, out)
-
-
-class _Limit:
-    """When a kernel must stop: asked between two chunks."""
-
-    def __init__(self, communicator: GlooCommunicator, launch: Launch) -> None:
+    def __init__(self, communicator: GlooCommunicator, link: GlooLink | None, launch: Launch) -> None:
         self._communicator = communicator
+        self._link = link  # None: the only rank
         self._launch = launch
         self._until_s = time.monotonic() + launch.timeout_s
+        self._me = communicator.rank
+        self._ranks = tuple(range(communicator.world_size))
 
-    def check(self) -> None:
-        """Raises if the launch was aborted or takes too long."""
+    def run(self, kernel: Kernel) -> None:
+        """Runs it to its end."""
+        self._check()
+        _KERNELS[kernel.kind](self, kernel)
+
+    def _check(self) -> None:
         self._communicator.check_going(self._launch, self._until_s)
 
+    def _chunks(self, size: int, dtype: np.dtype[np.generic], share: int = 1) -> Iterator[tuple[int, int]]:
+        """Cuts elements into ranges of which `share` fit into a chunk."""
+        for lo, hi in chunks(size, CHUNK_NBYTES // share // dtype.itemsize):
+            self._check()
+            yield lo, hi
 
-def _byte_chunks(flat: Flat) -> Iterator[tuple[int, int]]:
-    return chunks(flat.size, CHUNK_NBYTES // flat.dtype.itemsize)
+    def _barrier(self, kernel: Kernel) -> None:
+        """Waits for all; `agree` has done so already where only some take part."""
+        if self._link and len(self._launch.ranks) == len(self._ranks):
+            self._link.barrier()
+
+    # ------------------------------------------------------------------------------------------ reductions
+
+    def _allreduce(self, kernel: Kernel) -> None:
+        """Reduces by the library where it has numpy's meaning, else by a fold."""
+        (src, dst), op = reduction(kernel), reduce_op(kernel)
+        world_size, least = SLICED_FROM
+        step, share = self._gathered, len(self._ranks)
+        if self._link and is_native(op, src.dtype.name):
+            step, share = self._ring, 1
+        elif len(self._ranks) >= world_size and src.size * src.dtype.itemsize >= least:
+            step, share = self._sliced, 1
+        for lo, hi in self._chunks(src.size, src.dtype, share):
+            out = dst.target(lo, hi)
+            step(op, np.ascontiguousarray(src.read(lo, hi)), out)
+            dst.commit(lo, hi, out)
+
+    def _ring(self, op: ReduceOp, own: Array, out: Array) -> None:
+        if self._link:
+            self._link.allreduce(op, own, out)
+        finish(op, out, len(self._ranks))
+
+    def _gathered(self, op: ReduceOp, own: Array, out: Array) -> None:
+        fold(op, list(self._everyone(own)), out)
+
+    def _sliced(self, op: ReduceOp, own: Array, out: Array) -> None:
+        """Each rank folds the slices that all bring it, and gives the result to all."""
+        width = -(-own.size // len(self._ranks))
+        give = [own[rank * width : (rank + 1) * width] for rank in self._ranks]
+        mine = np.zeros(width, own.dtype)  # the last slices are shorter, and padded
+        self._fold_mine(op, give, mine[: give[self._me].size])
+        out[...] = self._everyone(mine).reshape(-1)[: out.size]
+
+    def _reduce(self, kernel: Kernel) -> None:
+        """Reduces by the library where it has numpy's meaning, else by a fold on the root."""
+        is_root, op = kernel.peer == self._me, reduce_op(kernel)
+        src, dst = reduction(kernel) if is_root else (Flat(kernel.src), None)
+        native = self._link and is_native(op, src.dtype.name)
+        step, share = (self._tree, 1) if native else (self._collected, len(self._ranks))
+        for lo, hi in self._chunks(src.size, src.dtype, share):
+            own = np.ascontiguousarray(src.read(lo, hi))
+            out = dst.target(lo, hi) if dst else np.empty(0 if not native else own.size, own.dtype)
+            step(op, own, out, kernel.peer)
+            if dst:
+                dst.commit(lo, hi, out)
+
+    def _tree(self, op: ReduceOp, own: Array, out: Array, root: int) -> None:
+        if self._link:
+            self._link.reduce(op, own, out, root)
+        if self._me == root:
+            finish(op, out, len(self._ranks))
+
+    def _collected(self, op: ReduceOp, own: Array, out: Array, root: int) -> None:
+        if self._me != root:
+            self._send_bytes(own, root)
+            return
+        parts = np.empty((len(self._ranks), own.size), own.dtype)
+        parts[root] = own
+        for rank in self._ranks:
+            if rank != root:
+                self._recv_bytes(parts[rank], rank)
+        fold(op, list(parts), out)
+
+    def _reducescatter(self, kernel: Kernel) -> None:
+        """Folds what all bring this rank."""
+        op, (src, dst) = reduce_op(kernel), scattered_reduction(kernel, self._ranks, self._me)
+        for lo, hi in self._chunks(max(piece.size for piece in src), dst.dtype, len(src)):
+            span = clipped(dst, lo, hi)
+            out = dst.target(*span)
+            self._fold_mine(op, [piece.read(*clipped(piece, lo, hi)) for piece in src], out)
+            dst.commit(*span, out)
+
+    def _fold_mine(self, op: ReduceOp, give: Sequence[Array], out: Array) -> None:
+        """Gives each rank its array and folds what all give this one; `out` may be ``give[own rank]``."""
+        parts = np.empty((len(self._ranks), out.size), out.dtype)
+        parts[self._me] = give[self._me]
+        for rank in self._peers():
+            self._swap(rank, give[rank], parts[rank])
+        fold(op, list(parts), out)
+
+    # ------------------------------------------------------------------------------------------ movements
+
+    def _broadcast(self, kernel: Kernel) -> None:
+        """Moves the root's bytes to all."""
+        src, dst, whole = movement(kernel, is_root=self._me == kernel.peer)
+        self._spread(src, dst, whole, kernel.peer)
+
+    def _spread(self, src: Flat | None, dst: Flat | None, whole: Flat, root: int, at: int = 0) -> None:
+        """Moves what the root reads to all, from element `at` on; `src` and `dst` as `movement` gives them."""
+        for lo, hi in self._chunks(whole.size - at, whole.dtype):
+            span = lo + at, hi + at
+            buffer = dst.target(*span) if src is None and dst is not None else whole.read(*span)
+            if self._link:
+                self._link.broadcast(buffer, root)
+            if dst is not None:
+                dst.commit(*span, buffer) if src is None else dst.write(*span, buffer)
+
+    def _allgather(self, kernel: Kernel) -> None:
+        """Moves up to the size of the smallest piece by the library's allgather, and the rest by broadcasts."""
+        give, take = transfers(kernel, self._ranks, self._me)
+        src, least = give[self._me], min(piece.size for piece in take.values())
+        for lo, hi in self._chunks(least, src.dtype, len(take)):
+            everyone = self._everyone(np.ascontiguousarray(src.read(lo, hi)))
+            for rank, piece in take.items():
+                piece.write(lo, hi, everyone[rank])
+        for rank, piece in take.items():
+            own = src if rank == self._me else None
+            self._spread(own, piece, own or piece, rank, least)
+
+    def _everyone(self, own: Array) -> Array:
+        everyone = np.empty((len(self._ranks), own.size), own.dtype)
+        if self._link:
+            self._link.allgather(own, everyone)
+        else:
+            everyone[0] = own
+        return everyone
+
+    def _transfer(self, kernel: Kernel) -> None:
+        """Moves pieces from rank to rank: a chunk to and from each in turn, so that none waits for whole pieces."""
+        give, take = transfers(kernel, self._ranks, self._me)
+        most = max(flat.size for flat in (*give.values(), *take.values()))
+        dtype = next(iter((give or take).values())).dtype
+        keep_own(give, take, self._me, CHUNK_NBYTES // dtype.itemsize)
+        for lo, hi in self._chunks(most, dtype):
+            for rank in self._peers():
+                there, here = give.get(rank), take.get(rank)
+                out = there.read(*clipped(there, lo, hi)) if there else None
+                if here is None:
+                    self._swap(rank, out, None)
+                    continue
+                span = clipped(here, lo, hi)
+                into = here.target(*span)
+                # In place, the higher rank of a pair would receive over what it has yet to send.
+                self._swap(rank, out.copy() if out is not None and self._me > rank else out, into)
+                here.commit(*span, into)
+
+    def _peers(self) -> Iterator[int]:
+        """The other ranks, in an order in which all ranks can go through their pairs."""
+        for turn in self._ranks:
+            rank = (turn - self._me) % len(self._ranks)
+            if rank != self._me:
+                yield rank
+
+    def _swap(self, rank: int, out: Array | None, into: Array | None) -> None:
+        """Gives a rank an array and takes one from it; the lower of the two sends first."""
+        steps = [(self._send_bytes, out), (self._recv_bytes, into)]
+        for step, array in steps if self._me < rank else reversed(steps):
+            if array is not None:
+                step(array, rank)
+
+    def _send(self, kernel: Kernel) -> None:
+        """Sends bytes to one rank."""
+        src = Flat(kernel.src)
+        for lo, hi in self._chunks(src.size, src.dtype):
+            self._send_bytes(src.read(lo, hi), kernel.peer)
+
+    def _recv(self, kernel: Kernel) -> None:
+        """Receives bytes from one rank."""
+        dst = Flat(kernel.dst)
+        for lo, hi in self._chunks(dst.size, dst.dtype):
+            out = dst.target(lo, hi)
+            self._recv_bytes(out, kernel.peer)
+            dst.commit(lo, hi, out)
+
+    def _send_bytes(self, array: Array, rank: int) -> None:
+        if self._link and array.size:
+            self._link.send(np.ascontiguousarray(array), rank)
+
+    def _recv_bytes(self, array: Array, rank: int) -> None:
+        if self._link and array.size:
+            self._link.recv(array, rank)
 
 
-def _pointer(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
+_KERNELS: dict[OpKind, Callable[[_Run, Kernel], None]] = {
+    OpKind.ALLREDUCE: _Run._allreduce,
+    OpKind.REDUCE: _Run._reduce,
+    OpKind.BROADCAST: _Run._broadcast,
+    OpKind.ALLGATHER: _Run._allgather,
+    OpKind.REDUCESCATTER: _Run._reducescatter,
+    OpKind.GATHER: _Run._transfer,
+    OpKind.SCATTER: _Run._transfer,
+    OpKind.ALLTOALL: _Run._transfer,
+    OpKind.SEND: _Run._send,
+    OpKind.RECV: _Run._recv,
+    OpKind.BARRIER: _Run._barrier,
+}
