@@ -20,6 +20,8 @@ import msgpack
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.model import PIECES, OpKind, Structure, TensorInfo
 
+_CALLERS = {"plan": "a plan", "call": "an imperative call"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
@@ -34,6 +36,10 @@ class Side:
     structure: Structure
     tensors: tuple[TensorInfo, ...]
     loose: bool = False
+
+    def __post_init__(self) -> None:
+        if self.structure.count != len(self.tensors):
+            raise ValueError(f"{len(self.tensors)} tensors for a {self.structure}")
 
     def item(self, at: int) -> Side:
         """One piece."""
@@ -61,6 +67,11 @@ class Spec:
     root: int = -1
     gives: Side | None = None
     takes: Side | None = None
+
+    def __post_init__(self) -> None:
+        if self.caller not in _CALLERS:
+            raise ValueError(f"no such caller: {self.caller!r}")
+        OpKind(self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +133,9 @@ def _decode_side(value: Any) -> Side | None:
 
 # ---------------------------------------------------------------------------------------------- who gives whom what
 
+OUTPUT = " of output"
+"""How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant."""
+
 _Part = tuple[int, str, Side]
 """(position of a rank, what it is called in a message, the part of its gives or takes)."""
 
@@ -141,16 +155,16 @@ def _flows(specs: Sequence[Spec]) -> Iterator[list[_Part]]:
         for giver in everyone:
             for taker in everyone:
                 given = [(giver, f" of input {taker}", gives[giver].item(taker))] if giver in gives else []
-                taken = [(taker, f" of output {giver}", takes[taker].item(giver))] if taker in takes else []
+                taken = [(taker, f"{OUTPUT} {giver}", takes[taker].item(giver))] if taker in takes else []
                 yield given + taken
     elif out_pieces:
         for giver in everyone:
             given = [(giver, "", gives[giver])] if giver in gives else []
-            yield given + [(taker, f" of output {giver}", side.item(giver)) for taker, side in takes.items()]
+            yield given + [(taker, f"{OUTPUT} {giver}", side.item(giver)) for taker, side in takes.items()]
     else:
         for taker in everyone:
             given = [(giver, f" of input {taker}", side.item(taker)) for giver, side in gives.items()]
-            yield given + ([(taker, "", takes[taker])] if taker in takes else [])
+            yield given + ([(taker, OUTPUT, takes[taker])] if taker in takes else [])
 
 
 def largest(specs: Sequence[Spec]) -> tuple[int, ...]:
@@ -186,23 +200,27 @@ def learn(specs: Sequence[Spec], at: int, at_root: int) -> Side:
 # ---------------------------------------------------------------------------------------------- verdict
 
 _CALL_FIELDS: dict[str, Callable[[Spec], Any]] = {
-    "call": lambda spec: {"plan": "a plan", "call": "an imperative call"}[spec.caller],
+    "call": lambda spec: _CALLERS[spec.caller],
     "op": lambda spec: spec.op,
     "reduce op": lambda spec: spec.reduce_op,
     "root": lambda spec: spec.root,
 }
 """What must be equal on all ranks before their tensors can be compared."""
 
-_TENSOR_FIELDS: dict[str, Callable[[Side], Any]] = {
-    "structure": lambda side: str(side.structure),
+_KERNEL_FIELDS: dict[str, Callable[[Side], Any]] = {
     "tensor count": lambda side: len(side.tensors),
     "dtype": lambda side: [t.dtype for t in side.tensors],
-    "shape": lambda side: [list(t.shape) for t in side.tensors],
     "device": lambda side: [t.device.partition(":")[0] for t in side.tensors],
+}
+"""What must be equal of all parts that any rank gives or takes: one kernel moves them (`model.Kernel`)."""
+
+_FLOW_FIELDS: dict[str, Callable[[Side], Any]] = {
+    "structure": lambda side: str(side.structure),
+    "shape": lambda side: [list(t.shape) for t in side.tensors],
 }
 """What must be alike of what is given and what it is taken into."""
 
-_LOOSE_FIELDS = {**_TENSOR_FIELDS, "shape": lambda side: [t.size for t in side.tensors]}
+_LOOSE_FIELDS = {**_FLOW_FIELDS, "shape": lambda side: [t.size for t in side.tensors]}
 
 _LONGEST = 400
 """How many characters of a value a message shows."""
@@ -232,9 +250,12 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     """
     arrivals = [decode_arrival(blob) for blob in blobs]
     specs = tuple(arrival.spec for arrival in arrivals)
-    violations = decide(ranks, arrivals)
-    in_pieces = not violations and OpKind(specs[0].op) in PIECES
-    return Verdict(violations=violations, specs=specs, most=largest(specs) if in_pieces else ())
+    try:
+        violations = decide(ranks, arrivals)
+        in_pieces = not violations and OpKind(specs[0].op) in PIECES
+        return Verdict(violations=violations, specs=specs, most=largest(specs) if in_pieces else ())
+    except (ValueError, TypeError, LookupError) as exc:
+        raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:
@@ -254,20 +275,16 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
         found += _odd_ones(name, [(rank, read(spec)) for rank, spec in zip(ranks, specs, strict=True)])
     if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in found):
         return tuple(found)
-    for flow in _flows(specs):
-        fields = _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _TENSOR_FIELDS
+    flows = list(_flows(specs))
+    everything = [part for flow in flows for part in flow]
+    for parts, fields in [(everything, _KERNEL_FIELDS), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
-            found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in flow], [of for _, of, _ in flow])
-    if OpKind(specs[0].op) in PIECES:
-        found += _odd_ones("dtype", _dtypes(ranks, specs))
+            found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts])
     return tuple(dict.fromkeys(found))
 
 
-def _dtypes(ranks: Sequence[int], specs: Sequence[Spec]) -> list[tuple[int, Any]]:
-    """The dtypes of what each rank gives another; pieces may differ in size, not in this."""
-    in_pieces, _ = PIECES[OpKind(specs[0].op)]
-    given = [(rank, spec.gives) for rank, spec in zip(ranks, specs, strict=True) if spec.gives is not None]
-    return [(rank, [t.dtype for t in (side.item(0) if in_pieces else side).tensors]) for rank, side in given]
+def _fields(flow: Sequence[_Part]) -> dict[str, Callable[[Side], Any]]:
+    return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
 
 
 def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = ()) -> list[Violation]:

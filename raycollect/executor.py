@@ -19,6 +19,7 @@ from raycollect.errors import (
     KernelError,
     PlanAbortedError,
     RaycollectError,
+    RefusedError,
     Violation,
     refusal,
 )
@@ -112,7 +113,9 @@ class _Bound:
             structure = Structure("list", (), (TENSOR,) * len(self.leaves))
         elif self.pieces is not None:  # a list or a tuple: that is the same here
             structure = Structure("list", (), structure.items)
-        libraries = self._for_leaves([arrays.library(tensor) for tensor in self.container.tensors])
+        libraries = [arrays.library(tensor) for tensor in self.container.tensors]
+        if self.loose:
+            libraries *= len(self.leaves)
         infos = tuple(arrays.info(leaf, library) for leaf, library in zip(self.leaves, libraries, strict=True))
         return Side(structure=structure, tensors=infos, loose=self.loose)
 
@@ -123,12 +126,8 @@ class _Bound:
 
     @property
     def owners(self) -> list[object]:
-        """For each of `leaves`, the object that lives as long as its memory."""
-        return self._for_leaves([arrays.owner(tensor) for tensor in self.container.tensors])
-
-    def _for_leaves(self, found: list[Any]) -> list[Any]:
-        """What was found for each tensor, for each leaf."""
-        return found * len(self.leaves) if self.loose else found
+        """For each of `arrays`, the object that lives as long as its memory."""
+        return [arrays.owner(tensor) for tensor in self.container.tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +223,7 @@ class Execution:
         given = iter(self._operands or ())
         for index, buffer in enumerate(self._program.template.buffers):
             if buffer.role is Role.OPERAND:
-                container = self._find(next(keys)) if self._operands is None else next(given)
+                container = self._find(next(keys), index) if self._operands is None else next(given)
                 self._buffers.append(self._bind(index, container))
             elif buffer.role is Role.LEARNED:
                 self._buffers.append(None)
@@ -236,8 +235,17 @@ class Execution:
             if not self._violations and self._program.rounds == 1:
                 self._kernels = self._lower()
                 self._remember()
-        if self._kernels:
+        if self._kernels and self._fits(self._kernels[0]):
+            self._stage()
+
+    def _stage(self) -> None:
+        """Lets the backend prepare; what it refuses, all ranks hear of at the door."""
+        try:
             self._communicator.stage(self._launch, self._kernels[0])
+        except RefusedError as exc:
+            rank = self._program.rank
+            self._violations += [replace(v, rank=rank) if v.rank < 0 else v for v in exc.violations]
+            self._arrival = self._write_arrival()
 
     def _recall(self) -> bool:
         """Takes over what the last run of this program found, if its one operand is as it was."""
@@ -271,7 +279,7 @@ class Execution:
             arrival=self._arrival,
         )
 
-    def _find(self, key: Key) -> Container | None:
+    def _find(self, key: Key, index: int) -> Container | None:
         store = self._instruments.store
         found = store.look(key)
         if isinstance(found, Absence) and found.state is State.ABSENT and self._waiting:
@@ -283,7 +291,7 @@ class Execution:
         if isinstance(found, Container):
             return found
         kind, text, expected = _ABSENCES[found.state]
-        self._violate(kind, "operand", text.format(found.detail or "a value that is not kept"), expected, key)
+        self._violate(kind, "operand", text.format(found.detail or "a value that is not kept"), expected, index)
         return None
 
     def _bind(self, index: int, container: Container | None) -> _Bound | None:
@@ -293,13 +301,17 @@ class Execution:
         try:
             views = tuple(map(arrays.memory, container.tensors))
         except TypeError as exc:
-            self._violate("not_tensor", "operand", str(exc), "a tensor")
+            self._violate("not_tensor", "operand", str(exc), "a tensor", index)
             return None
         structure = container.structure
         if not self._is_in_pieces(index):
             return _Bound(container, views)
         count = len(self._program.ranks)
+        side = "output" if index == self._program.template.dst else "input"
         if structure.kind in ("list", "tuple") and len(structure.items) == count:
+            if len({item.count for item in structure.items}) > 1:
+                self._violate("mismatch", side, str(structure), "pieces of equally many tensors", index)
+                return None
             ends = accumulate((item.count for item in structure.items), initial=0)
             return _Bound(container, views, tuple(views[lo:hi] for lo, hi in pairwise(ends)))
         cut = arrays.split(views[0], count) if structure.kind == "tensor" else None
@@ -307,16 +319,18 @@ class Execution:
             return _Bound(container, views, tuple((piece,) for piece in cut), loose=True)
         found = str(arrays.describe(container.tensors[0])) if structure.kind == "tensor" else str(structure)
         expected = f"a list of {count}, one per rank, or one contiguous tensor that {count} divides"
-        self._violate("mismatch", "output" if index == self._program.template.dst else "input", found, expected)
+        self._violate("mismatch", side, found, expected, index)
         return None
 
     def _is_in_pieces(self, index: int) -> bool:
         """Whether a buffer of the operation, or a scratch like it, holds one piece per rank."""
+        if self._kind not in PIECES:
+            return False
         template = self._program.template
         buffer = template.buffers[index]
         if buffer.scratch and buffer.role is Role.LIKE:
             index = buffer.source
-        gives, takes = PIECES.get(self._kind, (False, False))
+        gives, takes = PIECES[self._kind]
         if index == template.src and gives:
             return True
         return takes and (index == template.dst or buffer.scratch)
@@ -337,36 +351,40 @@ class Execution:
             return self._bind(index, Container.build(structure, [arrays.empty(info) for info in infos]))
         except MemoryError as exc:
             wanted = sum(info.nbytes for info in infos)
-            self._violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes")
+            self._violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes", index)
             return None
 
     def _check(self) -> None:
         """Checks what the plan reads and writes."""
         steps = self._program.template.steps
-        read = {step.src for step in steps if step.src >= 0}
-        written = {step.dst for step in steps if step.dst >= 0}
+        read, written = set[int](), set[int]()
+        for step in steps:
+            read |= {step.src} - written  # what a step before has written whole need not be intact
+            written |= {step.dst} - {-1}
         store = self._instruments.store
         for index, bound in enumerate(self._buffers):
             if bound is None:
                 continue
             if index in read and store.is_dirty(_ranges(bound.arrays)):
-                self._violate("dirty", "operand", "half-written by a failed collective", "an intact tensor")
+                self._violate("dirty", "operand", "half-written by a failed collective", "an intact tensor", index)
             if index in written:
-                self._check_written(bound)
+                self._check_written(index, bound)
         self._check_aliases(written)
         for step in steps:
             if step.op is not None:
-                self._check_op(step.op, self._arrays(step.src))
+                self._check_op(step.op, step.src)
 
-    def _check_written(self, bound: _Bound) -> None:
-        self._written += bound.leaves
+    def _check_written(self, index: int, bound: _Bound) -> None:
+        self._written += bound.arrays
         self._owners += bound.owners
-        self._written_ranges += _ranges(bound.leaves)
+        self._written_ranges += _ranges(bound.arrays)
         for array in bound.arrays:
             if not arrays.is_writeable(array):
-                self._violate("read_only", "operand", "read-only", "a writable array")
+                self._violate("read_only", "operand", "read-only", "a writable array", index)
             if arrays.overlaps_itself(array):
-                self._violate("alias", "operand", "overlapping itself (broadcast strides)", "one element per address")
+                self._violate(
+                    "alias", "operand", "overlapping itself (broadcast strides)", "one element per address", index
+                )
 
     def _check_aliases(self, written: set[int]) -> None:
         """Written memory must not overlap anything else of this plan (P6), but for what works in place."""
@@ -389,7 +407,8 @@ class Execution:
                 ):
                     in_place += 1
                     continue
-                self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory")
+                both = max(index, other_index)
+                self._violate("alias", "operand", "overlapping another tensor of the plan", "separate memory", both)
                 return
         if (
             self._kind is OpKind.ALLTOALL
@@ -397,9 +416,10 @@ class Execution:
             and any(
                 arrays.place(a)[:4] != arrays.place(b)[:4]
                 for a, b in zip(self._leaves(0), self._leaves(1), strict=False)
+                if a.size
             )
         ):
-            self._violate("alias", "operand", "in place for some ranks only", "all pieces in place, or none")
+            self._violate("alias", "operand", "in place for some ranks only", "all pieces in place, or none", 1)
 
     def _is_in_place(self, leaves: dict[int, int]) -> bool:
         """Whether two tensors may be the same memory: (buffer -> which of its leaves) of both."""
@@ -415,11 +435,11 @@ class Execution:
             return dst == me * len(self._leaves(template.src)) + src
         return gives and src == me * len(self._leaves(template.dst)) + dst
 
-    def _check_op(self, op: ReduceOp, operands: Sequence[Any]) -> None:
-        for dtype in dict.fromkeys(arrays.info(array).dtype for array in operands):
+    def _check_op(self, op: ReduceOp, index: int) -> None:
+        for dtype in dict.fromkeys(arrays.info(array).dtype for array in self._leaves(index)):
             reason = arrays.refusal_reason(op, dtype)
             if reason:
-                self._violate("unsupported", "reduce op", reason, "")
+                self._violate("unsupported", "reduce op", reason, "", index)
 
     # ------------------------------------------------------------------------------------------ the door
 
@@ -474,7 +494,7 @@ class Execution:
             made = self._make(index, side.structure, side.tensors)
             self._buffers[index] = made
             if made is not None:
-                self._check_written(made)
+                self._check_written(index, made)
 
     # ------------------------------------------------------------------------------------------ after the door
 
@@ -499,11 +519,20 @@ class Execution:
         kernels = []
         for step in self._program.template.steps:
             reads, writes = self._filled(step)
+            if reads and writes and len(reads) != len(writes):
+                return []  # the door will refuse it
             for i in range(max(len(reads), len(writes), 1)):
                 src = reads[i] if reads else None
                 dst = writes[i] if writes else None
                 kernels.append(Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer))
         return kernels
+
+    def _fits(self, kernel: Kernel) -> bool:
+        """Whether this rank's own arrays fit each other: what does not, the door refuses, and no backend shall see."""
+        me = self._program.ranks.index(self._program.rank)
+        sides = [side if type(side) is tuple else (side,) for side in (kernel.src, kernel.dst) if side is not None]
+        sizes = {side[me if len(side) > 1 else 0].size for side in sides}
+        return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
 
     def _filled(self, step: Step) -> tuple[Sequence[Any], Sequence[Any]]:
         """What each kernel of a step reads and writes: arrays, or tuples of pieces."""
@@ -532,17 +561,20 @@ class Execution:
         bound = self._buffers[index] if index >= 0 else None
         return bound.leaves if bound else ()
 
-    def _arrays(self, index: int) -> tuple[Any, ...]:
-        bound = self._buffers[index] if index >= 0 else None
-        return bound.arrays if bound else ()
-
     # ------------------------------------------------------------------------------------------ notes
 
-    def _violate(self, kind: str, name: str, found: str, expected: str, key: Key | None = None) -> None:
-        keys = self._program.keys if self._operands is None else ()
-        ref = key.hex() if key else keys[0].hex() if keys else ""
-        rank = self._program.rank
+    def _violate(self, kind: str, name: str, found: str, expected: str, index: int) -> None:
+        """Notes what is wrong with a buffer."""
+        rank, ref = self._program.rank, self._refs().get(index, "")
         self._violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref))
+
+    def _refs(self) -> dict[int, str]:
+        """The refs of the operands that are in the store, by the index of their buffer."""
+        if self._operands is not None:
+            return {}
+        buffers = enumerate(self._program.template.buffers)
+        operands = (index for index, buffer in buffers if buffer.role is Role.OPERAND)
+        return {index: key.hex() for index, key in zip(operands, self._program.keys, strict=True)}
 
     def _located(self, error: RaycollectError) -> RaycollectError:
         self._record("failed", type(error).__name__)

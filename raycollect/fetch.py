@@ -145,9 +145,7 @@ def free(address: Address, keys: list[Key], *, actor: str) -> int:
 
 
 def _read_tensors(client: DataClient, answer: Any) -> Any:
-    found = _expect(answer, Fetched).found
-    structure = Structure.from_plain(found["structure"])
-    infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
+    structure, infos = _read_description(_expect(answer, Fetched).found)
     if sum(info.nbytes for info in infos) != answer.blob_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
     whole = np.empty(answer.blob_nbytes, np.uint8)
@@ -159,6 +157,22 @@ def _read_tensors(client: DataClient, answer: Any) -> Any:
         aligned = part if part.ctypes.data % max(info.itemsize, 1) == 0 else part.copy()
         tensors.append(arrays.restore(aligned.view(info.dtype).reshape(info.shape), info.library))
     return structure.build(tensors)
+
+
+def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo]]:
+    try:
+        structure = Structure.from_plain(found["structure"])
+        infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
+        samples = [np.empty(0, info.dtype) for info in infos]
+        sound = structure.count == len(infos) and all(
+            arrays.is_tensor(sample) and sample.itemsize == info.itemsize and min(info.shape, default=0) >= 0
+            for sample, info in zip(samples, infos, strict=True)
+        )
+    except (ValueError, TypeError, LookupError) as exc:
+        raise ProtocolError(detail=f"a malformed description of tensors: {exc}") from exc
+    if not sound:
+        raise ProtocolError(detail="a description of tensors that can't be")
+    return structure, infos
 
 
 def _expect(answer: Any, kind: type[Any]) -> Any:
@@ -219,6 +233,7 @@ def _serve_fetch(link: DataLink, store: Store, key: Key) -> None:
     container = find(store, key)
     views = [arrays.memory(tensor) for tensor in container.tensors]
     with store.reading([arrays.byte_range(view) for view in views]):
+        find(store, key)  # once more: the plan that was waited for may have failed
         # A copy, so that a slow reader never holds up a collective that writes this memory.
         copies = [arrays.copy_to_host(view) for view in views]
     infos = [arrays.info(copy, arrays.library(tensor)) for copy, tensor in zip(copies, container.tensors, strict=True)]

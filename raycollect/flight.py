@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.channel.messages import Abort, Arrivals
-from raycollect.door import Door, DoorState
+from raycollect.door import OUTPUT, Door, DoorState
 from raycollect.errors import (
     CollectiveTimeoutError,
     FaultError,
@@ -186,9 +186,14 @@ class Flight:
             return self._doors[max(self._doors)].missing if self._doors else ()
 
     def _named(self, violation: Any) -> Any:
-        keys = self.plan.keys(violation.rank) if violation.rank in self.plan.ranks else ()
-        ref = violation.ref or (keys[0].hex() if keys else "")
+        ref = violation.ref or self._ref(violation.rank, is_output=OUTPUT in violation.field)
         return replace(violation, actor=violation.actor or self._actor(violation.rank), ref=ref)
+
+    def _ref(self, rank: int, *, is_output: bool) -> str:
+        found = (keys for at, *keys in self.plan.request.operands if at == rank)
+        src, dst = next(found, (None, None))
+        key = dst if is_output or src is None else src
+        return key.hex() if key else ""
 
     def _actor(self, rank: int) -> str:
         return self.membership.members[rank].actor if 0 <= rank < len(self.membership.members) else ""

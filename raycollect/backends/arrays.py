@@ -1,11 +1,18 @@
-"""What backends know about numpy arrays: description, reduction rules, storage ranges, flat access by chunks."""
+"""What backends know about tensors: how each becomes a numpy array, storage ranges, reduction rules, access by chunks.
+
+A tensor of whatever library is worked on as a numpy array over its own memory; nothing is copied. bfloat16 and the
+8-bit floats are the dtypes of `ml_dtypes`. torch is never imported here: where nobody else did, nobody has its tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,19 +20,30 @@ from raycollect.model import ReduceOp, TensorInfo
 
 __all__ = [
     "FOLDS",
+    "NARROW",
     "Array",
+    "DeviceArray",
     "Flat",
     "byte_range",
-    "empty_like",
+    "copy_to_host",
+    "describe",
+    "empty",
     "finish",
     "fold",
     "info",
     "is_tensor",
+    "is_widened",
+    "is_writeable",
+    "library",
+    "memory",
     "overlap",
     "overlaps_itself",
     "owner",
     "place",
     "refusal_reason",
+    "restore",
+    "split",
+    "view",
 ]
 
 Array = NDArray[Any]
@@ -33,56 +51,308 @@ Array = NDArray[Any]
 KINDS = "biufc"
 """The numpy kinds that are tensors: bool, signed, unsigned, float, complex."""
 
-FOLDS: dict[ReduceOp, np.ufunc] = {
+NARROW: frozenset[np.dtype[Any]] = frozenset(
+    np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith(("bfloat16", "float8_"))
+)
+"""The floats that numpy itself lacks; it takes most of them for void types, so their kind says nothing."""
+
+WIDENED: frozenset[np.dtype[Any]] = NARROW | {np.dtype(np.float16)}
+"""What is reduced in float32 and rounded once: a sum of eight terms in 3 bits of mantissa would be noise."""
+
+FOLDS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.PRODUCT: np.multiply,
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.AVG: np.add,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
 }
 """How two ranks' elements become one. On bool numpy's add is a logical or, its multiply a logical and."""
 
+_NO_ORDER = "complex numbers have no order"
+_NO_BITS = "only bool and whole numbers have bits to combine"
+
 REFUSED: dict[ReduceOp, tuple[str, str]] = {
     ReduceOp.AVG: ("biu", "an average of whole numbers is no whole number"),
-    ReduceOp.MIN: ("c", "complex numbers have no order"),
-    ReduceOp.MAX: ("c", "complex numbers have no order"),
+    ReduceOp.MIN: ("c", _NO_ORDER),
+    ReduceOp.MAX: ("c", _NO_ORDER),
+    ReduceOp.BAND: ("fc", _NO_BITS),
+    ReduceOp.BOR: ("fc", _NO_BITS),
+    ReduceOp.BXOR: ("fc", _NO_BITS),
 }
 """Reduce op -> the kinds for which it has no meaning, and why."""
 
 OVERLAP_WORK = 10_000
 """How many candidates numpy may try to decide whether two strided views meet."""
 
+_FLOAT32_NBYTES = 4
+
+_BLOCK = 1 << 15
+"""Elements that are reduced in float32 at a time: they stay in the cache."""
+
+_DLPACK_CPU = 1
+_DLPACK_VIEW: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
+"""Before 2.1 numpy could not ask for a copy, nor forbid one."""
+
+_TORCH_DTYPES: dict[str, np.dtype[Any]] = {
+    dtype.name: dtype
+    for dtype in (*map(np.dtype, "?bhilqBHILQefdFD"), *NARROW)  # by their codes in C: all of them, some twice
+}
+"""torch's name of an element type, which is numpy's -> numpy's type."""
+
+
+# ---------------------------------------------------------------------------------------------- any library's tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceArray:
+    """A torch tensor in a device's memory, as far as it can be described from here; only its library reads it.
+
+    Attributes:
+        tensor: The tensor, detached.
+        dtype: The numpy dtype of its elements.
+        device: ``"cuda:0"``.
+        shadow: An array of the same address, shape and strides, whose elements must never be touched: it answers every
+            question about where elements lie. (With unified addressing no device has addresses of the host.)
+    """
+
+    tensor: Any
+    dtype: np.dtype[Any] = field(init=False)
+    device: str = field(init=False)
+    shadow: Array = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
+        object.__setattr__(self, "dtype", _TORCH_DTYPES[_torch_name(tensor.dtype)])
+        object.__setattr__(self, "device", str(tensor.device))
+        object.__setattr__(self, "shadow", _shown(tensor, tensor.element_size()))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extent of each dimension, in elements."""
+        return self.shadow.shape
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.shadow.size
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its elements."""
+        return self.shadow.nbytes
+
+
+class _Interface:
+    """Memory that somebody describes to numpy, and whom the array that comes of it keeps alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def view(value: object) -> Array | DeviceArray | None:
+    """Gives a tensor's memory as an array; None for what collectives don't work on.
+
+    Tensors are numpy arrays, torch tensors, and objects that show CPU memory by DLPack or numpy's array interface. Not
+    among them: subclasses (masked arrays, matrices), scalars, structured, object, text and date arrays, torch's sparse,
+    quantized, meta and lazily conjugated or negated tensors.
+    """
+    if type(value) in (np.ndarray, np.memmap):
+        array = cast("Array", value)
+        return array if _is_number(array.dtype) else None
+    tensor_type = _torch_type()
+    if tensor_type is not None and isinstance(value, tensor_type):
+        return _view_of_torch(value)
+    if isinstance(value, np.ndarray | np.generic | type):
+        return None
+    seen = _view_of_dlpack(value)
+    if seen is None:
+        seen = _view_of_interface(value)
+    return seen if seen is not None and _is_number(seen.dtype) else None
+
 
 def is_tensor(value: object) -> bool:
-    """Tells whether a value is an array that collectives work on: not masked, structured, of objects or text."""
-    return type(value) in (np.ndarray, np.memmap) and value.dtype.kind in KINDS  # type: ignore[attr-defined]
+    """Tells whether a value is a tensor that collectives work on; see `view`."""
+    return view(value) is not None
 
 
-def info(array: Array) -> TensorInfo:
-    """Describes an array; the byte order is left out, because kernels convert it."""
+def memory(tensor: object) -> Array | DeviceArray:
+    """Gives the memory, as of now, of what was a tensor when it was kept; see `view`.
+
+    Raises:
+        TypeError: It has become something else, such as a torch tensor whose storage was given back.
+    """
+    seen = view(tensor)
+    if seen is None:
+        raise TypeError(f"a {type(tensor).__module__}.{type(tensor).__qualname__} without memory of its own")
+    return seen
+
+
+def describe(tensor: object) -> TensorInfo:
+    """Describes a tensor of any library.
+
+    Raises:
+        TypeError: It has no memory; see `memory`.
+    """
+    return info(memory(tensor), library(tensor))
+
+
+def library(value: object) -> str:
+    """Names the library whose tensors `restore` and `empty` shall make for one who has this one."""
+    tensor_type = _torch_type()
+    is_torch = isinstance(value, DeviceArray) or (tensor_type is not None and isinstance(value, tensor_type))
+    return "torch" if is_torch else "numpy"
+
+
+def info(array: Array | DeviceArray, library: str = "numpy") -> TensorInfo:
+    """Describes a tensor as `view` gave it; the byte order is left out, because kernels convert it.
+
+    Args:
+        array: The tensor.
+        library: Whose tensor it was.
+    """
     dtype = array.dtype
-    return TensorInfo(shape=array.shape, dtype=_name(dtype), itemsize=dtype.itemsize)
+    device = array.device if isinstance(array, DeviceArray) else "cpu"
+    return TensorInfo(shape=array.shape, dtype=_name(dtype), itemsize=dtype.itemsize, device=device, library=library)
 
 
-def empty_like(tensor: TensorInfo) -> Array:
-    """Allocates an array of that shape and dtype, C order, contents undefined.
+def empty(tensor: TensorInfo) -> Any:
+    """Allocates a tensor of that shape, dtype and library, C order, contents undefined.
 
     Raises:
         MemoryError: There is no memory for it.
     """
-    return np.empty(tensor.shape, np.dtype(tensor.dtype))
+    torch = sys.modules.get("torch")
+    if tensor.device == "cpu" or torch is None:
+        return restore(np.empty(tensor.shape, np.dtype(tensor.dtype)), tensor.library)
+    try:
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=tensor.device)
+    except torch.cuda.OutOfMemoryError as exc:
+        raise MemoryError(str(exc)) from exc
+
+
+def restore(array: Array, library: str) -> Any:
+    """Turns a fresh array into a tensor of a library, over the same memory; where it can't, the array stays one."""
+    torch = sys.modules.get("torch")
+    if library != "torch" or torch is None or not hasattr(torch, _name(array.dtype)):
+        return array
+    if array.dtype not in NARROW:
+        return torch.from_numpy(array)
+    bits = array.view(np.int16 if array.itemsize > 1 else np.uint8)
+    return torch.from_numpy(bits).view(getattr(torch, array.dtype.name))
+
+
+def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, ...] | None:
+    """Cuts a contiguous tensor along its first axis into equal pieces, one per rank, that are views of it.
+
+    Args:
+        array: [count, ...], which gives pieces [...]; or [count * n, ...], which gives pieces [n, ...].
+        count: The number of pieces.
+
+    Returns:
+        The pieces; None where the tensor can't be cut so.
+    """
+    shape = array.shape
+    if not shape or shape[0] % count or not _shadow(array).flags.c_contiguous:
+        return None
+    whole = array.tensor if isinstance(array, DeviceArray) else array
+    each = shape[0] // count
+    rows = whole if each == 1 and len(shape) > 1 else whole.reshape(count, each, *shape[1:])
+    return tuple(DeviceArray(row) if isinstance(array, DeviceArray) else row for row in rows)
+
+
+def _torch_type() -> Any:
+    """The class of torch's tensors; None where torch was not imported, or not yet whole."""
+    return getattr(sys.modules.get("torch"), "Tensor", None)
+
+
+def _view_of_torch(tensor: Any) -> Array | DeviceArray | None:
+    torch: Any = sys.modules["torch"]
+    dtype = _TORCH_DTYPES.get(_torch_name(tensor.dtype))
+    if dtype is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return None
+    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.numel() and not tensor.untyped_storage().nbytes():  # its storage was given back
+        return None
+    plain = tensor.detach()
+    if plain.device.type != "cpu":
+        return DeviceArray(plain)
+    return _shown(plain, dtype.itemsize).view(dtype)
+
+
+def _shown(tensor: Any, itemsize: int) -> Array:
+    """The memory of a torch tensor as an array of bare elements.
+
+    Not by `Tensor.numpy`, after which torch refuses for good to resize the storage.
+    """
+    interface = {
+        "data": (tensor.data_ptr(), False),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(stride * itemsize for stride in tensor.stride()),
+        "typestr": f"|V{itemsize}",
+        "version": 3,
+    }
+    return np.asarray(_Interface(interface, tensor))
+
+
+@lru_cache(maxsize=64)
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _view_of_dlpack(value: Any) -> Array | None:
+    if not (hasattr(type(value), "__dlpack__") and hasattr(type(value), "__dlpack_device__")):
+        return None
+    try:
+        if value.__dlpack_device__()[0] != _DLPACK_CPU:
+            return None
+        try:
+            return np.from_dlpack(value, **_DLPACK_VIEW)
+        except TypeError:  # it is older than the argument, and than copies
+            return np.from_dlpack(value)
+    except Exception:  # noqa: BLE001 - foreign code that can't show its memory may say so by any exception
+        return None
+
+
+def _view_of_interface(value: Any) -> Array | None:
+    name = "__array_interface__"
+    if not hasattr(type(value), name) and name not in getattr(value, "__dict__", ()):  # asks no `__getattr__`
+        return None
+    try:
+        interface = value.__array_interface__
+        if not isinstance(interface.get("data"), tuple):  # a buffer, which may be a copy
+            return None
+        return np.asarray(_Interface(interface, value))
+    except Exception:  # noqa: BLE001 - as above
+        return None
+
+
+def _is_number(dtype: np.dtype[Any]) -> bool:
+    return dtype.kind in KINDS or dtype in NARROW
+
+
+# ---------------------------------------------------------------------------------------------- rules
 
 
 def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
     """Says why `op` has no meaning for elements of that dtype, or None where it has one."""
-    kinds, why = REFUSED.get(op, ("", ""))
-    if np.dtype(dtype).kind not in KINDS:
+    found = np.dtype(dtype)
+    if not _is_number(found):
         return f"{op.name} of {dtype}: elements are not numbers"
-    return f"{op.name} of {dtype}: {why}" if np.dtype(dtype).kind in kinds else None
+    kinds, why = REFUSED.get(op, ("", ""))
+    return f"{op.name} of {dtype}: {why}" if ("f" if found in NARROW else found.kind) in kinds else None
 
 
-def byte_range(array: Array) -> tuple[int, int]:
+# ---------------------------------------------------------------------------------------------- storage
+
+
+def byte_range(array: Array | DeviceArray) -> tuple[int, int]:
     """Gives the addresses [start, stop) that the array's elements lie in; empty for an array without elements."""
+    array = _shadow(array)
     start = stop = int(array.ctypes.data)
     if array.size == 0:
         return start, start
@@ -97,13 +367,20 @@ def byte_range(array: Array) -> tuple[int, int]:
     return start, stop + array.itemsize
 
 
-def place(array: Array) -> tuple[Any, ...]:
+def place(array: Array | DeviceArray) -> tuple[Any, ...]:
     """Where and how an array lies: equal as long as everything else here says the same of it."""
-    return array.ctypes.data, array.shape, array.strides, array.dtype, array.flags.writeable
+    dtype, array = array.dtype, _shadow(array)
+    return array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable
 
 
-def overlap(a: Array, b: Array) -> bool:
+def is_writeable(array: Array | DeviceArray) -> bool:
+    """Tells whether an array may be written."""
+    return _shadow(array).flags.writeable
+
+
+def overlap(a: Array | DeviceArray, b: Array | DeviceArray) -> bool:
     """Tells whether two arrays share an element's storage; where that is too hard to tell, whether they may."""
+    a, b = _shadow(a), _shadow(b)
     a_start, a_stop = byte_range(a)
     b_start, b_stop = byte_range(b)
     if max(a_start, b_start) >= min(a_stop, b_stop):
@@ -114,8 +391,9 @@ def overlap(a: Array, b: Array) -> bool:
         return True
 
 
-def overlaps_itself(array: Array) -> bool:
+def overlaps_itself(array: Array | DeviceArray) -> bool:
     """Tells whether two elements may share an address (broadcast strides); such an array can't be a target."""
+    array = _shadow(array)
     if array.size == 0:
         return False
     reach = array.itemsize
@@ -127,37 +405,92 @@ def overlaps_itself(array: Array) -> bool:
     return False
 
 
-def owner(array: Array) -> Array:
-    """Gives the array that owns the memory of a view."""
-    while isinstance(array.base, np.ndarray):
-        array = array.base
-    return array
+def owner(tensor: object) -> object:
+    """Gives the object that lives as long as a tensor's memory: the array under a numpy view, a torch storage."""
+    while isinstance(tensor, np.ndarray) and isinstance(tensor.base, np.ndarray):
+        tensor = tensor.base
+    tensor_type = _torch_type()
+    if tensor_type is not None and isinstance(tensor, tensor_type):
+        return tensor.untyped_storage()
+    return tensor
+
+
+def copy_to_host(array: Array | DeviceArray) -> Array:
+    """Copies a tensor as `view` gave it into a fresh array, C order."""
+    if isinstance(array, DeviceArray):
+        return cast("Array", view(array.tensor.cpu().contiguous()))
+    return np.array(array, order="C", copy=True, subok=False)
+
+
+def _shadow(array: Array | DeviceArray) -> Array:
+    return array.shadow if isinstance(array, DeviceArray) else array
+
+
+# ---------------------------------------------------------------------------------------------- reductions
 
 
 def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
     """Left-folds the ranks' parts in rank order into `out`, which may be the storage of ``parts[0]``.
 
-    This one expression defines the bits of a reduction (P7). For AVG it is the sum of `parts` over their number.
+    This one expression defines the bits of a reduction (P7). For AVG it is the sum of `parts` over their number. Floats
+    of 16 and 8 bits are folded in float32 and rounded once, at the end.
 
     Args:
         op: The reduce op.
-        parts: One native 1-D array per rank, [n] each, in rank order.
-        out: Native 1-D, [n].
+        parts: One native, contiguous 1-D array per rank, [n] each, in rank order.
+        out: Native, contiguous, 1-D, [n].
     """
-    ufunc = FOLDS[op]
+    dtype, combine = out.dtype, FOLDS[op]
+    if dtype.kind == "c":
+        if op is not ReduceOp.PRODUCT:  # a sum or an average: of real and imaginary parts
+            fold(op, [_as_real(part) for part in parts], _as_real(out))
+            return
+        combine = _times
     if len(parts) == 1:
         np.copyto(out, parts[0])
+    elif combine is _times or is_widened(dtype):
+        wide = np.float32 if is_widened(dtype) else dtype
+        for lo in range(0, out.size, _BLOCK):
+            block = slice(lo, lo + _BLOCK)
+            total = parts[0][block].astype(wide)
+            for part in parts[1:]:
+                combine(total, part[block].astype(wide, copy=False), out=total)
+            finish(op, total, len(parts))
+            out[block] = total
     else:
-        ufunc(parts[0], parts[1], out=out)
+        combine(parts[0], parts[1], out=out)
         for part in parts[2:]:
-            ufunc(out, part, out=out)
-    finish(op, out, len(parts))
+            combine(out, part, out=out)
+        finish(op, out, len(parts))
+
+
+def is_widened(dtype: np.dtype[Any]) -> bool:
+    """Tells whether elements are reduced in float32, which costs several times the copying of them."""
+    return dtype.itemsize < _FLOAT32_NBYTES and dtype in WIDENED
 
 
 def finish(op: ReduceOp, out: Array, world_size: int) -> None:
     """Turns the sum into the average, for AVG only."""
     if op is ReduceOp.AVG:
         np.divide(out, world_size, out=out)
+
+
+def _as_real(array: Array) -> Array:
+    return array.view(array.real.dtype)
+
+
+def _times(a: Array, b: Array, out: Array) -> None:
+    """Multiplies complex numbers, one rounding per step; `out` may be `a`.
+
+    numpy's own product gives other last bits with other strides, overlaps and processors (fused multiply-add or not).
+    """
+    real, imag = a.real * b.real, a.real * b.imag
+    real -= a.imag * b.imag
+    imag += a.imag * b.real
+    out.real, out.imag = real, imag
+
+
+# ---------------------------------------------------------------------------------------------- chunks
 
 
 @lru_cache(maxsize=64)
@@ -190,6 +523,11 @@ class Flat:
         self.direct = base.flags.c_contiguous and base.flags.aligned and base.dtype.isnative
         self._array = base
         self._line = base.reshape(-1) if self.direct else base[:0] if base.ndim else base.reshape(1)[:0]
+
+    @property
+    def address(self) -> int:
+        """Where the first element lies."""
+        return int(self._array.ctypes.data)
 
     def read(self, lo: int, hi: int) -> Array:
         """Gives elements [lo, hi): a view where `direct`, else a copy."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from functools import cached_property
 
 from raycollect.model import GroupSpec, Key, OpKind, ReduceOp
 
@@ -152,7 +153,7 @@ class Ticket:
     predecessor: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What every rank does.
 
@@ -166,12 +167,17 @@ class Plan:
     templates: tuple[Template, ...]
     parts: tuple[int, ...]
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
-        return tuple(rank for rank, _, _ in self.request.operands)
+        return tuple(self._places)
 
-    @property
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        """Rank -> its place in `parts` and in the request's operands."""
+        return {rank: at for at, (rank, _, _) in enumerate(self.request.operands)}
+
+    @cached_property
     def rounds(self) -> int:
         """How often the ranks meet at the door."""
         learned = any(b.role is Role.LEARNED for t in self.templates for b in t.buffers)
@@ -179,7 +185,7 @@ class Plan:
 
     def template(self, rank: int) -> Template:
         """The part of one rank."""
-        return self.templates[self.parts[self.ranks.index(rank)]]
+        return self.templates[self.parts[self._places[rank]]]
 
     def outputs(self, rank: int) -> int:
         """How many outputs the plan makes on that rank."""
@@ -187,7 +193,7 @@ class Plan:
 
     def keys(self, rank: int) -> tuple[Key, ...]:
         """The keys of one rank's operands, in the order of its OPERAND buffers."""
-        _, src, dst = self.request.operands[self.ranks.index(rank)]
+        _, src, dst = self.request.operands[self._places[rank]]
         return tuple(key for key in (src, dst) if key is not None)
 
     def uses(self) -> dict[Key, bool]:

@@ -33,6 +33,8 @@ def plan(request: Request) -> Plan:
 
 # ---------------------------------------------------------------------------------------------- validate
 
+_Operands = tuple[int, Key | None, Key | None]
+
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
@@ -100,8 +102,8 @@ def _rank_violations(request: Request) -> list[Violation]:
         for rank in sorted({rank for rank in given if given.count(rank) > 1})
     ]
     found += [
-        Violation(kind="mismatch", rank=rank, field=side, found=f"kept by rank {rank}", expected=f"kept by {whose}")
-        for rank, side, whose in _misplaced(request)
+        Violation(kind="mismatch", rank=rank, field=side, found=f"kept by rank {rank}", expected=expected)
+        for rank, side, expected in _misplaced(request)
     ]
     return found
 
@@ -117,28 +119,37 @@ def _who(request: Request, who: str) -> set[int]:
     }[who]
 
 
+def _placed(request: Request) -> list[_Operands]:
+    """The operands that are, or are not, where they belong: those of members, around roots that exist."""
+    roots = {OpKind.SEND: (request.root, request.peer)}.get(request.kind, (request.root,))
+    needs = _NEEDS.get(request.kind)
+    if needs is None or (needs.root and not all(0 <= root < request.group.world_size for root in roots)):
+        return []
+    return [operands for operands in request.operands if operands[0] in _members(request)]
+
+
 def _without_operand(request: Request) -> set[int]:
     """Ranks that bring nothing where something is needed."""
     needs = _NEEDS.get(request.kind, _Needs())
     gives, takes = _who(request, needs.src), set() if needs.made else _who(request, needs.dst)
     return {
         rank
-        for rank, src, dst in request.operands
+        for rank, src, dst in _placed(request)
         if (rank in gives and src is None) or (rank in takes and dst is None)
     }
 
 
 def _misplaced(request: Request) -> list[tuple[int, str, str]]:
-    """(rank, what, whose it should be) for what a rank brings and has no part in the operation."""
+    """(rank, what, who should bring it) for what a rank brings and has no part in the operation."""
     needs = _NEEDS.get(request.kind, _Needs())
     found = []
     for side, who in (("src", needs.src), ("dst", needs.dst)):
         allowed = _who(request, who)
-        for rank, src, dst in request.operands:
-            key: Key | None = src if side == "src" else dst
+        whose = f"rank {min(allowed)}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
+        for rank, src, dst in _placed(request):
+            key = src if side == "src" else dst
             if key is not None and rank not in allowed:
-                whose = f"rank {min(allowed)}" if len(allowed) == 1 else f"one of {sorted(allowed)}"
-                found.append((rank, "input" if side == "src" else "output", whose))
+                found.append((rank, "input" if side == "src" else "output", f"kept by {whose}" if allowed else "none"))
     return found
 
 
@@ -171,7 +182,6 @@ def _argument_violations(request: Request) -> list[Violation]:
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
 
-_Operands = tuple[int, Key | None, Key | None]
 _Part = Callable[[Request, _Operands], Template]
 """Writes the part of one rank."""
 
@@ -355,7 +365,7 @@ def _part(request: Request) -> _Part:
     wanted = (OpKind.SEND, OpKind.RECV) if kind is OpKind.SEND else (kind,)
     if all(one.value in ops for one in wanted):
         return _LOWER[kind]
-    made_of, part = SUBSTITUTES.get(kind, ((kind,), _LOWER[kind]))
+    made_of, part = SUBSTITUTES.get(kind, (wanted, _LOWER[kind]))
     if all(one.value in ops for one in made_of):
         return part
     can = sorted({*ops, *(k.value for k, (parts, _) in SUBSTITUTES.items() if all(p.value in ops for p in parts))})

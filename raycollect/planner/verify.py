@@ -33,6 +33,9 @@ def verify(plan: Plan) -> None:
     """
     request = plan.request
     problem = _run(request.kind, plan.ranks, request.root, plan.templates, plan.parts)
+    ops = {step.op for template in plan.templates for step in template.steps if step.kind in _REDUCTIONS}
+    if not problem and ops - {request.op}:
+        problem = f"reduces by {ops} where {request.op} is meant"
     if problem:
         raise InternalError(detail=f"the plan for {request.kind.value} over ranks {plan.ranks} {problem}")
 
@@ -61,7 +64,7 @@ def _run(
         found = memory[i].get(program.result)
         if found != expected:
             return f"leaves {found} on rank {rank} where {expected} is meant"
-        if program.src >= 0 and program.src != program.result and memory[i][program.src] != given[i]:
+        if program.src >= 0 and program.src != program.result and memory[i].get(program.src) != given[i]:
             return f"overwrites what rank {rank} gives"
     return ""
 
@@ -87,6 +90,11 @@ def _fire(ranks: tuple[int, ...], ready: list[Step | None], memory: Memory) -> l
         return []
     if any(step is None or (step.kind, step.op, step.peer) != (first.kind, first.op, first.peer) for step in ready):
         return []
+    if first.kind in _ROOTED and first.peer not in ranks:
+        return []
+    gives, takes = PIECES.get(first.kind, (False, False))
+    if gives != takes and any(step and step.src == step.dst for step in ready):
+        return []  # one buffer can't be one value and one per rank
     read = [memory[i].get(step.src, ()) for i, step in enumerate(ready) if step]
     written = _EFFECTS[first.kind](read, ranks.index(first.peer) if first.peer in ranks else -1)
     for i, step in enumerate(ready):
@@ -113,6 +121,10 @@ def _everywhere(cell: Cell, read: list[Cell]) -> list[Cell]:
     return [cell] * len(read)
 
 
+def _at(root: int, cell: Cell, read: list[Cell]) -> list[Cell]:
+    return [cell if i == root else () for i in range(len(read))]
+
+
 def _turned(read: list[Cell]) -> list[Cell]:
     """Gives each rank the pieces meant for it, by who gave them; nothing sensible where one has not one per rank."""
     count = len(read)
@@ -123,10 +135,10 @@ def _turned(read: list[Cell]) -> list[Cell]:
 
 _EFFECTS: dict[OpKind, Callable[[list[Cell], int], list[Cell]]] = {
     OpKind.ALLREDUCE: lambda read, root: _everywhere(_fold_cells(read), read),
-    OpKind.REDUCE: lambda read, root: _everywhere(_fold_cells(read), read),
+    OpKind.REDUCE: lambda read, root: _at(root, _fold_cells(read), read),
     OpKind.BROADCAST: lambda read, root: _everywhere(read[root], read),
     OpKind.ALLGATHER: lambda read, root: _everywhere(tuple(symbol for cell in read for symbol in cell), read),
-    OpKind.GATHER: lambda read, root: _everywhere(tuple(symbol for cell in read for symbol in cell), read),
+    OpKind.GATHER: lambda read, root: _at(root, tuple(symbol for cell in read for symbol in cell), read),
     OpKind.SCATTER: lambda read, root: (
         [(symbol,) for symbol in read[root]] if len(read[root]) == len(read) else [()] * len(read)
     ),
@@ -135,6 +147,9 @@ _EFFECTS: dict[OpKind, Callable[[list[Cell], int], list[Cell]]] = {
     OpKind.BARRIER: lambda read, root: _everywhere((), read),
 }
 """A kernel in which all ranks take part: (what each reads, the root's position) -> what each that writes then holds."""
+
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+_ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
 
 _Post = Callable[[int, tuple[int, ...], int], Cell | None]
 

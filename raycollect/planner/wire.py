@@ -71,7 +71,7 @@ def decode_program(data: bytes) -> Program:
         if any(len(key) != KEY_NBYTES for key in keys):
             raise ProtocolError(detail="a key of the wrong length")
         return Program(
-            op=op,
+            op=OpKind(op).value,
             group_id=group_id,
             rank=rank,
             ranks=tuple(ranks),

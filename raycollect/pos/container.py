@@ -8,6 +8,9 @@ from typing import Any
 
 from raycollect.model import TENSOR, Structure
 
+DEEPEST = 32
+"""How often lists, tuples and dicts may be nested: what messages can carry, and where one that holds itself ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Container:
@@ -35,12 +38,13 @@ class Container:
 
         Returns:
             None for what goes by value: anything that is neither a tensor nor a non-empty list, tuple or dict (with
-            string or integer keys) that holds tensors, or such lists, tuples and dicts of tensors, only.
+            string or integer keys) that holds tensors, or such lists, tuples and dicts of tensors, only; and what is
+            nested more than `DEEPEST` times.
         """
         if is_tensor(value):
             return Container(TENSOR, (value,), value)
         tensors: list[Any] = []
-        structure = _take_apart(value, is_tensor, tensors, ())
+        structure = _take_apart(value, is_tensor, tensors, 0)
         return None if structure is None else Container(structure, tuple(tensors), value)
 
     @staticmethod
@@ -49,10 +53,8 @@ class Container:
         return Container(structure, tuple(tensors), structure.build(tensors))
 
 
-def _take_apart(
-    value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any], above: tuple[int, ...]
-) -> Structure | None:
-    """Appends the tensors of a value, in order; None where it holds anything else, nothing, or itself."""
+def _take_apart(value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any], depth: int) -> Structure | None:
+    """Appends the tensors of a value, in order; None where it holds anything else, nothing, or too much in itself."""
     if is_tensor(value):
         tensors.append(value)
         return TENSOR
@@ -63,12 +65,25 @@ def _take_apart(
         kind, names, children = "dict", tuple(value), tuple(value.values())
     else:
         return None
-    if not children or id(value) in above or not all(type(name) in (str, int) for name in names):
+    if not children or depth == DEEPEST or not all(map(_can_travel, names)):
         return None
     items = []
     for child in children:
-        item = _take_apart(child, is_tensor, tensors, (*above, id(value)))
+        item = _take_apart(child, is_tensor, tensors, depth + 1)
         if item is None:
             return None
         items.append(item)
     return Structure(kind, names, tuple(items))
+
+
+def _can_travel(name: Any) -> bool:
+    """Whether messages can carry the key of a dict."""
+    if type(name) is int:
+        return -(1 << 63) <= name < 1 << 64
+    if type(name) is not str:
+        return False
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True

@@ -110,6 +110,11 @@ class Store:
         self._writing: list[Sequence[Range]] = []
         self._dirty: dict[Range, Callable[[], Any]] = {}
 
+    def limit(self, count: int | None) -> None:
+        """Changes the most keys held at a time."""
+        with self._changed:
+            self._limit = count
+
     # ------------------------------------------------------------------------------------------ entries
 
     def put(self, key: Key, container: Container) -> bool:
@@ -232,8 +237,11 @@ class Store:
 
     def mark_written(self, ranges: Sequence[Range]) -> None:
         """Notes that these ranges were written whole: dirt inside them is gone."""
+        if not self._dirty:
+            return
         with self._changed:
-            for span in [d for d in self._dirty if any(r[0] <= d[0] and d[1] <= r[1] for r in ranges)]:
+            whole = _joined(ranges)
+            for span in [d for d in self._dirty if any(r[0] <= d[0] and d[1] <= r[1] for r in whole)]:
                 del self._dirty[span]
 
     def is_dirty(self, ranges: Sequence[Range]) -> bool:
@@ -276,6 +284,17 @@ class _Claim:
         with self._changed:
             del self._mine[next(i for i, held in enumerate(self._mine) if held is self._ranges)]
             self._changed.notify_all()
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """The ranges, with those that touch made one."""
+    joined: list[Range] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> bool:

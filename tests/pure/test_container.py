@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict
 from typing import Any, NamedTuple
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.backends.arrays import is_tensor
-from raycollect.pos import Container, Structure
+from raycollect.model import TENSOR, Structure
+from raycollect.pos import Container
+from raycollect.pos.container import DEEPEST
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
@@ -50,7 +53,8 @@ def test_is_kept(name: str) -> None:
     value, kind, names, tensors = KEPT[name]
     container = _of(value)
     assert container is not None
-    assert container.structure == Structure(kind, names)
+    items = () if kind == "tensor" else (TENSOR,) * len(tensors)
+    assert container.structure == Structure(kind, names, items)
     assert [id(t) for t in container.tensors] == [id(t) for t in tensors]
     assert container.value is value, "the very object that the method returned"
 
@@ -83,8 +87,11 @@ class MyList(list):  # type: ignore[type-arg]
         {1.5: A},
         {b"a": A},
         {None: A},
-        [[A]],
-        {"x": [A]},
+        [[A], []],
+        [[A], [1]],
+        {"x": [A, (B, {"y": {}})]},
+        {"x": {1.5: A}},
+        [MyList([A])],
         {A},
         iter([A]),
         Pair(A, B),
@@ -117,17 +124,89 @@ def test_what_was_taken_apart_is_put_together_again(kind: str, names: list[Any])
         assert list(again.value) == list(value), "in the same order"
 
 
+NESTED: dict[str, tuple[Any, str]] = {
+    "lists": ([[A, B], [C]], "list[2] of list[2], list[1]"),
+    "mixed": ({"w": [A, (B,)], 3: C}, "dict['w', 3] of list[2] of tensor, tuple[1], tensor"),
+    "deep": ((((A,),),), "tuple[1] of tuple[1] of tuple[1]"),
+    "a list used twice": ([[A], [A]], "list[2] of list[1], list[1]"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_values_are_kept_whole(name: str) -> None:
+    value, text = NESTED[name]
+    container = _of(value)
+    assert container is not None
+    assert str(container.structure) == text
+    assert container.structure.count == len(container.tensors)
+    again = Container.build(container.structure, container.tensors)
+    assert again.value == value
+    assert again.value is not value
+
+
+def test_tensors_of_nested_values_come_in_the_order_of_the_value() -> None:
+    container = _of({"b": [A, (B,)], "a": C})
+    assert container is not None
+    assert container.tensors == (A, B, C)
+
+
+def test_what_is_nested_too_deep_goes_by_value() -> None:
+    deep: Any = A
+    for _ in range(DEEPEST):
+        deep = [deep]
+    container = _of(deep)
+    assert container is not None
+    assert Structure.from_plain(msgpack.unpackb(msgpack.packb(container.structure.to_plain()))) == container.structure
+    assert str(container.structure).count("list") == DEEPEST
+    assert _of([deep]) is None
+
+
+def test_a_list_that_holds_itself_goes_by_value() -> None:
+    value: list[Any] = [A]
+    value.append({"x": (value,)})
+    assert _of(value) is None
+    both: list[Any] = []
+    both += [both, both]
+    assert _of(both) is None
+
+
+_TREES: st.SearchStrategy[Any] = st.recursive(
+    st.builds(T),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.lists(inner, min_size=1, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-3, 3), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@CALM
+@given(_TREES, _TREES)
+def test_any_tree_is_put_together_again_travels_and_is_told_from_any_other(one: Any, other: Any) -> None:
+    first, second = _of(one), _of(other)
+    assert first is not None
+    assert second is not None
+    assert first.structure.build(first.tensors) == one
+    plain = msgpack.unpackb(msgpack.packb(first.structure.to_plain()), strict_map_key=False)
+    assert Structure.from_plain(plain) == first.structure
+    assert hash(Structure.from_plain(plain)) == hash(first.structure)
+    assert (first.structure == second.structure) == (str(first.structure) == str(second.structure))
+
+
 def test_building_with_new_tensors_keeps_the_form() -> None:
-    structure = Structure("dict", ("w", "b"))
-    assert structure.build([A, B]) == {"w": A, "b": B}
-    assert Structure("list").build((A, B)) == [A, B]
-    assert Structure("tuple").build([A, B]) == (A, B)
-    assert Structure().build([A]) is A
+    two = (TENSOR, TENSOR)
+    assert Structure("dict", ("w", "b"), two).build([A, B]) == {"w": A, "b": B}
+    assert Structure("list", (), two).build((A, B)) == [A, B]
+    assert Structure("tuple", (), two).build([A, B]) == (A, B)
+    assert TENSOR.build([A]) is A
 
 
-def test_a_dict_of_another_count_is_not_built() -> None:
+def test_a_structure_with_too_few_tensors_or_names_is_not_built() -> None:
+    with pytest.raises(IndexError):
+        Structure("dict", ("w", "b"), (TENSOR, TENSOR)).build([A])
     with pytest.raises(ValueError, match="zip"):
-        Structure("dict", ("w", "b")).build([A])
+        Structure("dict", ("w",), (TENSOR, TENSOR)).build([A, B])
 
 
 def test_a_later_change_of_the_callers_list_does_not_change_the_container() -> None:
@@ -139,8 +218,9 @@ def test_a_later_change_of_the_callers_list_does_not_change_the_container() -> N
 
 
 def test_structures_are_shown_with_their_names() -> None:
-    assert str(Structure("list")) == "list"
-    assert str(Structure("dict", ("a", 1))) == "dict['a', 1]"
+    assert str(TENSOR) == "tensor"
+    assert str(Structure("list", (), (TENSOR, TENSOR))) == "list[2]"
+    assert str(Structure("dict", ("a", 1), (TENSOR, TENSOR))) == "dict['a', 1]"
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,40 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from raycollect.door import (
-    _NEXT,
     Arrival,
-    Door,
-    DoorState,
+    Side,
     Spec,
     decide,
     decode_arrival,
     encode_arrival,
+    judge,
 )
-from raycollect.errors import REFUSALS, InternalError, ProtocolError, Violation
-from raycollect.model import TensorInfo
+from raycollect.errors import REFUSALS, ProtocolError, Violation
+from raycollect.model import PIECES, TENSOR, OpKind, Structure, TensorInfo
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
 INFO = TensorInfo(shape=(2, 3), dtype="float32", itemsize=4)
-SPEC = Spec(op="allreduce", reduce_op="SUM", root=-1, structure="tensor", tensors=(INFO,))
-DICT = replace(SPEC, structure="dict", names=("a", "b"), tensors=(INFO, INFO))
+
+
+def _one(*infos: TensorInfo, loose: bool = False) -> Side:
+    """One tensor."""
+    return Side(structure=TENSOR, tensors=infos or (INFO,), loose=loose)
+
+
+def _list(*infos: TensorInfo, kind: str = "list", names: tuple[str | int, ...] = (), loose: bool = False) -> Side:
+    """A list, tuple or dict of tensors."""
+    return Side(structure=Structure(kind, names, (TENSOR,) * len(infos)), tensors=infos, loose=loose)
+
+
+SPEC = Spec(op="allreduce", reduce_op="SUM", root=-1, gives=_one())
+LIST = replace(SPEC, gives=_list(INFO, INFO))
+DICT = replace(SPEC, gives=_list(INFO, INFO, kind="dict", names=("a", "b")))
+
+
+def _with(**changes: Any) -> Spec:
+    """An allreduce of another tensor."""
+    return replace(SPEC, gives=_one(replace(INFO, **changes)))
 
 
 def _decide(*specs: Spec) -> tuple[Violation, ...]:
@@ -43,31 +60,37 @@ def _named(violations: tuple[Violation, ...]) -> list[tuple[int, str, str, str]]
 
 
 @pytest.mark.parametrize("world", range(1, 9))
-@pytest.mark.parametrize("spec", [SPEC, DICT, replace(SPEC, tensors=None, structure="")])
+@pytest.mark.parametrize("spec", [SPEC, DICT, replace(SPEC, gives=None), Spec(op="barrier")])
 def test_equal_arrivals_open_the_door(world: int, spec: Spec) -> None:
     assert _decide(*[spec] * world) == ()
 
 
+def test_the_library_of_a_tensor_need_not_be_the_same() -> None:
+    assert _decide(SPEC, _with(library="torch"), SPEC) == ()
+
+
 ODD: dict[str, tuple[Spec, Spec, list[tuple[str, str, str]]]] = {
     "op": (SPEC, replace(SPEC, op="broadcast"), [("op", "broadcast", "allreduce")]),
+    "a send among barriers": (
+        Spec(op="barrier"),
+        Spec(op="send", root=0),
+        [("op", "send", "barrier"), ("root", "0", "-1")],
+    ),
     "reduce op": (SPEC, replace(SPEC, reduce_op="MAX"), [("reduce op", "MAX", "SUM")]),
     "root": (replace(SPEC, root=0), replace(SPEC, root=2), [("root", "2", "0")]),
-    "shape": (SPEC, replace(SPEC, tensors=(replace(INFO, shape=(3, 2)),)), [("shape", "[3, 2]", "[2, 3]")]),
-    "no dimensions": (SPEC, replace(SPEC, tensors=(replace(INFO, shape=()),)), [("shape", "[]", "[2, 3]")]),
-    "dtype": (
-        SPEC,
-        replace(SPEC, tensors=(replace(INFO, dtype="int32"),)),
-        [("dtype", "int32", "float32")],
-    ),
-    "device": (SPEC, replace(SPEC, tensors=(replace(INFO, device="cuda:1"),)), [("device", "cuda", "cpu")]),
+    "call": (SPEC, replace(SPEC, caller="call"), [("call", "an imperative call", "a plan")]),
+    "shape": (SPEC, _with(shape=(3, 2)), [("shape", "[3, 2]", "[2, 3]")]),
+    "no dimensions": (SPEC, _with(shape=()), [("shape", "[]", "[2, 3]")]),
+    "dtype": (SPEC, _with(dtype="int32"), [("dtype", "int32", "float32")]),
+    "device": (SPEC, _with(device="cuda:1"), [("device", "cuda", "cpu")]),
     "structure": (
-        replace(SPEC, structure="list"),
-        replace(SPEC, structure="tuple"),
-        [("structure", "tuple", "list")],
+        LIST,
+        replace(SPEC, gives=_list(INFO, INFO, kind="tuple")),
+        [("structure", "tuple[2]", "list[2]")],
     ),
     "two of the fields of one rank": (
         SPEC,
-        replace(SPEC, tensors=(replace(INFO, dtype="int8", shape=(9,)),)),
+        _with(dtype="int8", shape=(9,)),
         [("dtype", "int8", "float32"), ("shape", "[9]", "[2, 3]")],
     ),
 }
@@ -86,39 +109,38 @@ def test_the_odd_rank_alone_is_named_with_what_it_has_and_what_was_expected(name
 
 def test_names_of_a_dict_are_compared_in_order() -> None:
     for names in (("a", "c"), ("b", "a")):
-        (violation,) = _decide(DICT, replace(DICT, names=names), DICT)
-        assert (violation.rank, violation.field) == (1, "names")
+        (violation,) = _decide(DICT, replace(SPEC, gives=_list(INFO, INFO, kind="dict", names=names)), DICT)
+        assert (violation.rank, violation.field) == (1, "structure")
         for name in names:
             assert name in violation.found
 
 
 def test_a_name_is_not_its_number() -> None:
-    one = replace(DICT, names=("1",), tensors=(INFO,))
-    (violation,) = _decide(one, replace(one, names=(1,)), one)
-    assert (violation.rank, violation.field) == (1, "names")
+    one = replace(SPEC, gives=_list(INFO, kind="dict", names=("1",)))
+    (violation,) = _decide(one, replace(SPEC, gives=_list(INFO, kind="dict", names=(1,))), one)
+    assert (violation.rank, violation.field) == (1, "structure")
     assert violation.found != violation.expected
 
 
 def test_another_count_of_tensors_is_named() -> None:
-    lists = replace(SPEC, structure="list", tensors=(INFO, INFO))
-    violations = _decide(lists, lists, replace(lists, tensors=(INFO,)))
+    violations = _decide(LIST, LIST, replace(SPEC, gives=_list(INFO)))
     assert (2, "tensor count", "1", "2") in _named(violations)
     assert {v.rank for v in violations} == {2}
 
 
 def test_a_tensor_among_lists_is_named() -> None:
-    lists = replace(SPEC, structure="list")
-    assert (0, "structure", "tensor", "list") in _named(_decide(SPEC, lists, lists))
+    one = replace(SPEC, gives=_list(INFO))
+    assert _named(_decide(SPEC, one, one)) == [(0, "structure", "tensor", "list[1]")]
 
 
 @pytest.mark.parametrize("count", [2, 100, 1000])
 def test_a_difference_deep_in_a_long_list_is_seen_and_shown(count: int) -> None:
     """Texts are shortened for people; the comparison isn't."""
-    common = replace(SPEC, structure="list", tensors=(INFO,) * count)
+    common = replace(SPEC, gives=_list(*[INFO] * count))
     for at in {0, count // 2, count - 1}:
         tensors = [INFO] * count
         tensors[at] = replace(INFO, shape=(77,))
-        (violation,) = _decide(common, replace(common, tensors=tuple(tensors)), common)
+        (violation,) = _decide(common, replace(common, gives=_list(*tensors)), common)
         assert (violation.rank, violation.field) == (1, "shape")
         assert "77" in violation.found
         assert "77" not in violation.expected
@@ -127,13 +149,13 @@ def test_a_difference_deep_in_a_long_list_is_seen_and_shown(count: int) -> None:
 
 
 def test_most_ranks_are_right() -> None:
-    wide = replace(SPEC, tensors=(replace(INFO, shape=(9,)),))
+    wide = _with(shape=(9,))
     assert [v.rank for v in _decide(wide, SPEC, SPEC, wide, SPEC)] == [0, 3]
     assert [v.rank for v in _decide(wide, SPEC, wide, wide, SPEC)] == [1, 4]
 
 
 def test_where_no_most_exist_the_lowest_rank_is_right() -> None:
-    wide = replace(SPEC, tensors=(replace(INFO, shape=(9,)),))
+    wide = _with(shape=(9,))
     assert _named(_decide(SPEC, wide)) == [(1, "shape", "[9]", "[2, 3]")]
     assert _named(_decide(wide, SPEC)) == [(1, "shape", "[2, 3]", "[9]")]
     assert [v.rank for v in _decide(wide, SPEC, SPEC, wide)] == [1, 2]
@@ -157,8 +179,8 @@ DIRTY = Violation(kind="dirty", rank=2, field="operand", found="half-written")
 
 
 def test_what_ranks_found_themselves_comes_first() -> None:
-    wide = replace(SPEC, tensors=(replace(INFO, shape=(9,)),))
-    absent = replace(SPEC, structure="", tensors=None)
+    wide = _with(shape=(9,))
+    absent = replace(SPEC, gives=None)
     arrivals = [
         Arrival(spec=SPEC),
         Arrival(spec=absent, violations=(FREED,)),
@@ -170,17 +192,17 @@ def test_what_ranks_found_themselves_comes_first() -> None:
     assert _named(violations[2:]) == [(3, "shape", "[9]", "[2, 3]")]
 
 
-def test_a_rank_without_operand_is_not_compared() -> None:
+def test_the_tensors_of_a_rank_without_operand_are_not_compared() -> None:
     """It could not say what it has: calling that a mismatch would hide what is wrong."""
-    for op, root in (("allreduce", -1), ("", -1), ("broadcast", 3)):
-        absent = Arrival(spec=Spec(op=op, root=root), violations=(FREED,))
-        assert decide((0, 1, 2), [Arrival(spec=SPEC), absent, Arrival(spec=SPEC)]) == (FREED,)
+    absent = Arrival(spec=replace(SPEC, gives=None), violations=(FREED,))
+    assert decide((0, 1, 2), [Arrival(spec=SPEC), absent, Arrival(spec=SPEC)]) == (FREED,)
 
 
-def test_a_rank_without_operand_has_no_vote() -> None:
-    absent = Arrival(spec=Spec(op="other"), violations=(FREED,))
-    arrivals = [Arrival(spec=SPEC), absent, absent, absent, Arrival(spec=replace(SPEC, op="broadcast"))]
-    assert [v.rank for v in decide(range(5), arrivals) if v.field == "op"] == [4]
+def test_a_rank_without_operand_has_to_agree_on_the_operation() -> None:
+    absent = Arrival(spec=Spec(op="broadcast", root=3), violations=(FREED,))
+    violations = decide((0, 1, 2), [Arrival(spec=SPEC), absent, Arrival(spec=SPEC)])
+    assert violations[0] == FREED
+    assert {(v.rank, v.field) for v in violations[1:]} == {(1, "op"), (1, "reduce op"), (1, "root")}
 
 
 def test_ranks_are_named_by_rank_not_by_position() -> None:
@@ -198,7 +220,7 @@ def test_exactly_those_who_differ_from_the_majority_are_named(seed: int) -> None
     rng = random.Random(seed)
     world = rng.randint(3, 9)
     odd = set(rng.sample(range(world), (world - 1) // 2))
-    changed = replace(SPEC, tensors=(replace(INFO, shape=(seed + 4,)),))
+    changed = _with(shape=(seed + 4,))
     violations = _decide(*[changed if rank in odd else SPEC for rank in range(world)])
     assert {v.rank for v in violations} == odd
 
@@ -212,15 +234,35 @@ _INFOS = st.builds(
     dtype=st.text(min_size=1, max_size=10),
     itemsize=st.integers(1, 32),
     device=st.sampled_from(["cpu", "cuda:0"]),
+    library=st.sampled_from(["numpy", "torch"]),
 )
+_STRUCTURES: st.SearchStrategy[Structure] = st.recursive(
+    st.just(TENSOR),
+    lambda inner: (
+        st.builds(Structure, st.sampled_from(["list", "tuple"]), st.just(()), st.lists(inner, max_size=3).map(tuple))
+        | st.dictionaries(_TEXT | st.integers(-9, 9), inner, max_size=3).map(
+            lambda items: Structure("dict", tuple(items), tuple(items.values()))
+        )
+    ),
+    max_leaves=5,
+)
+
+
+@st.composite
+def _sides(draw: st.DrawFn) -> Side:
+    structure = draw(_STRUCTURES)
+    infos = draw(st.lists(_INFOS, min_size=structure.count, max_size=structure.count))
+    return Side(structure=structure, tensors=tuple(infos), loose=draw(st.booleans()))
+
+
 _SPECS = st.builds(
     Spec,
-    op=_TEXT,
+    op=st.sampled_from([kind.value for kind in OpKind]),
+    caller=st.sampled_from(["plan", "call"]),
     reduce_op=_TEXT,
     root=st.integers(-1, 100),
-    structure=_TEXT,
-    names=st.lists(_TEXT | st.integers(-9, 9), max_size=4).map(tuple),
-    tensors=st.none() | st.lists(_INFOS, max_size=4).map(tuple),
+    gives=st.none() | _sides(),
+    takes=st.none() | _sides(),
 )
 _VIOLATIONS = st.builds(
     Violation,
@@ -242,20 +284,32 @@ def test_an_arrival_survives_the_wire(arrival: Arrival) -> None:
 
 
 @CALM
-@given(st.lists(_ARRIVALS, min_size=1, max_size=5))
+@given(st.lists(_ARRIVALS.filter(lambda arrival: OpKind(arrival.spec.op) not in PIECES), min_size=1, max_size=5))
 def test_the_verdict_refuses_if_and_only_if_there_is_a_reason(arrivals: list[Arrival]) -> None:
     violations = decide(range(len(arrivals)), arrivals)
-    own = [v for arrival in arrivals for v in arrival.violations]
-    assert list(violations[: len(own)]) == own
-    assert all(v.kind == "mismatch" and v.found != v.expected for v in violations[len(own) :])
-    able = {a.spec for a in arrivals if not (a.violations and a.spec.tensors is None)}
-    if len(able) == 1:
-        assert violations == tuple(own)
-    if len({(spec.op, spec.reduce_op, spec.root) for spec in able}) > 1:
-        assert len(violations) > len(own)
-    with_tensors = {spec.tensors and tuple((t.shape, t.dtype) for t in spec.tensors) for spec in able} - {None}
-    if len(with_tensors) > 1:
-        assert len(violations) > len(own)
+    own = list(dict.fromkeys(v for arrival in arrivals for v in arrival.violations))
+    assert list(dict.fromkeys(violations))[: len(own)] == own
+    assert all(v.kind == "mismatch" and v.found != v.expected for v in violations if v not in own)
+    specs = {arrival.spec for arrival in arrivals}
+    calls = {(spec.op, spec.caller, spec.reduce_op, spec.root) for spec in specs}
+    sides = {side for spec in specs for side in (spec.gives, spec.takes) if side is not None}
+    devices = {(tuple((t.dtype, t.device.partition(":")[0]) for t in side.tensors), side.structure) for side in sides}
+    sizes = {tuple(t.size for t in side.tensors) for side in sides}
+    assert (len(calls) > 1 or len(devices) > 1 or len(sizes) > 1) <= (set(violations) > set(own))
+    if len(calls) == 1 and len(sides) < 2:
+        assert set(violations) == set(own)
+
+
+@CALM
+@given(st.lists(_ARRIVALS, min_size=1, max_size=4))
+def test_whatever_arrives_is_judged_or_a_protocol_error(arrivals: list[Arrival]) -> None:
+    """Sides of operations in pieces may have no piece for a rank."""
+    try:
+        verdict = judge(tuple(range(len(arrivals))), tuple(map(encode_arrival, arrivals)))
+    except ProtocolError:
+        return
+    assert verdict.specs == tuple(arrival.spec for arrival in arrivals)
+    assert bool(verdict.violations) >= any(arrival.violations for arrival in arrivals)
 
 
 @CALM
@@ -279,8 +333,10 @@ _VALUES = msgpack.unpackb(encode_arrival(Arrival(spec=DICT, violations=(FREED,))
 @given(at=st.integers(0, 6), value=_PLAIN)
 def test_a_field_of_any_other_value_gives_an_arrival_or_a_protocol_error(at: int, value: Any) -> None:
     values = [*_VALUES[:at], value, *_VALUES[at + 1 :]]
+    data = msgpack.packb(values)
     try:
-        assert isinstance(decode_arrival(msgpack.packb(values)), Arrival)
+        assert isinstance(decode_arrival(data), Arrival)
+        assert judge((0, 1), (data, encode_arrival(Arrival(spec=DICT)))).specs[1] == DICT
     except ProtocolError:
         pass
 
@@ -290,81 +346,3 @@ def test_an_arrival_cut_short_is_a_protocol_error() -> None:
     for cut in range(len(data)):
         with pytest.raises(ProtocolError):
             decode_arrival(data[:cut])
-
-
-# ---------------------------------------------------------------------------------------------- gathering
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("world", range(1, 9))
-def test_the_last_rank_completes_the_door_in_any_order(world: int, seed: int) -> None:
-    ranks = sorted(random.Random(seed).sample(range(20), world))
-    order = random.Random(seed + 1).sample(ranks, world)
-    door = Door(ranks)
-    for at, rank in enumerate(order):
-        assert door.missing == tuple(r for r in ranks if r not in order[:at])
-        state = door.arrive(rank, bytes([rank]))
-        assert state is door.state
-        assert state is (DoorState.COMPLETE if at == world - 1 else DoorState.OPEN)
-    assert door.missing == ()
-    assert door.blobs == tuple(bytes([rank]) for rank in ranks), "in the order of the ranks, not of their coming"
-
-
-def test_blobs_of_a_door_that_is_not_complete_are_our_bug() -> None:
-    door = Door((0, 1))
-    door.arrive(1, b"")
-    with pytest.raises(InternalError, match=r"open, ranks \(0,\) are missing"):
-        _ = door.blobs
-    door.abort()
-    with pytest.raises(InternalError, match="aborted"):
-        _ = door.blobs
-
-
-def test_coming_twice_is_a_protocol_error_and_changes_nothing() -> None:
-    door = Door((0, 1))
-    door.arrive(0, b"first")
-    with pytest.raises(ProtocolError, match="rank 0 came to the door twice"):
-        door.arrive(0, b"second")
-    assert door.arrive(1, b"other") is DoorState.COMPLETE
-    assert door.blobs == (b"first", b"other")
-    with pytest.raises(ProtocolError, match="twice"):
-        door.arrive(1, b"again")
-
-
-@pytest.mark.parametrize("rank", [-1, 1, 3, 99])
-def test_a_stranger_is_a_protocol_error(rank: int) -> None:
-    door = Door((0, 2))
-    with pytest.raises(ProtocolError, match=rf"rank {rank} has no part"):
-        door.arrive(rank, b"")
-    assert door.missing == (0, 2)
-
-
-def test_an_aborted_door_never_completes() -> None:
-    door = Door((0, 1, 2))
-    door.arrive(0, b"")
-    assert door.abort() is DoorState.ABORTED
-    assert door.arrive(1, b"") is DoorState.ABORTED
-    assert door.arrive(2, b"") is DoorState.ABORTED
-    assert door.abort() is DoorState.ABORTED
-    assert door.missing == ()
-
-
-def test_a_complete_door_is_not_aborted() -> None:
-    door = Door((0,))
-    door.arrive(0, b"x")
-    assert door.abort() is DoorState.COMPLETE
-    assert door.blobs == (b"x",)
-
-
-def test_every_move_of_the_table_and_no_other_is_legal() -> None:
-    for state in DoorState:
-        for event in ("arrive", "last", "abort"):
-            door = Door((0,))
-            door.state = state
-            if (state, event) in _NEXT:
-                assert door._move(event) is _NEXT[state, event]
-            else:
-                with pytest.raises(ProtocolError, match=state.value):
-                    door._move(event)
-                assert door.state is state
-    assert {key for key in _NEXT if key[0] is DoorState.COMPLETE} == {(DoorState.COMPLETE, "abort")}

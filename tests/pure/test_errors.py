@@ -157,7 +157,7 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
         if not names:
             continue
         column = names[0].start()
-        parent = next((above[c] for c in sorted(above, reverse=True) if c < column), "Exception")
+        parent = next((above[c] for c in sorted(above, reverse=True) if c < column), "RuntimeError")
         above = {c: name for c, name in above.items() if c < column}
         above[column] = names[0].group()
         drawn |= {(name.group(), parent) for name in names}

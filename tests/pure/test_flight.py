@@ -6,6 +6,7 @@ import itertools
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,10 +59,10 @@ def _flight(world: int = 4, ranks: tuple[int, int] | None = None) -> Flight:
     group = GroupSpec(name="ring", group_id="0123", backend="gloo", world_size=world)
     membership = Membership(spec=group, members=tuple(_member(rank) for rank in range(world)))
     if ranks is None:
-        operands = tuple((rank, _key(rank)) for rank in range(world))
+        operands = tuple((rank, _key(rank), None) for rank in range(world))
         request = Request(kind=OpKind.ALLREDUCE, group=group, operands=operands, op=ReduceOp.SUM)
     else:
-        operands = tuple((rank, _key(rank)) for rank in sorted(ranks))
+        operands = tuple((r, *((_key(r), None) if r == ranks[0] else (None, _key(r)))) for r in sorted(ranks))
         request = Request(kind=OpKind.SEND, group=group, operands=operands, root=ranks[0], peer=ranks[1])
     return Flight(SEQ, plan(request), membership, {})
 
@@ -168,6 +169,42 @@ def test_a_refusal_gets_the_groups_name_the_actor_and_the_ref() -> None:
     assert (third.actor, third.ref) == ("", "")
     for part in ("'ring'", "rank 1", "Worker(1)", _key(1).hex()):
         assert part in str(flight.error)
+
+
+@pytest.mark.parametrize(
+    ("rank", "field", "side"),
+    [
+        (0, "shape", 0),
+        (0, "dtype of input 1", 0),
+        (1, "dtype of output 0", 1),
+        (1, "shape of output", 1),
+        (1, "op", 0),
+        (2, "shape of output 1", 1),
+        (2, "shape", 1),
+    ],
+)
+def test_a_violation_gets_the_ref_of_the_end_that_it_is_about(rank: int, field: str, side: int) -> None:
+    keys = [(task_key(bytes([r, 0]) * 12, 1), task_key(bytes([r, 1]) * 12, 1)) for r in range(3)]
+    group = GroupSpec(name="ring", group_id="0123", backend="gloo", world_size=3)
+    request = Request(kind=OpKind.ALLGATHER, group=group, operands=tuple((r, *keys[r]) for r in range(3)))
+    if rank == 2:
+        request = replace(
+            request, kind=OpKind.SCATTER, root=0, operands=((0, *keys[0]), *((r, None, keys[r][1]) for r in (1, 2)))
+        )
+    membership = Membership(spec=group, members=tuple(_member(r) for r in range(3)))
+    flight = Flight(SEQ, plan(request), membership, {})
+    flight.done(rank, _refused(Violation(kind="mismatch", rank=rank, field=field, found="x")), [])
+    assert isinstance(flight.error, RefusedError)
+    assert flight.error.violations[0].ref == keys[rank][side].hex()
+
+
+def test_a_rank_without_operand_has_no_ref() -> None:
+    group = GroupSpec(name="ring", group_id="0123", backend="gloo", world_size=2)
+    request = Request(kind=OpKind.BARRIER, group=group, operands=((0, None, None), (1, None, None)))
+    flight = Flight(SEQ, plan(request), Membership(spec=group, members=(_member(0), _member(1))), {})
+    flight.done(0, _refused(), [])
+    assert isinstance(flight.error, RefusedError)
+    assert flight.error.violations[0].ref == ""
 
 
 def test_a_refusal_keeps_its_class() -> None:

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.errors import StoreFullError
-from raycollect.model import Key, task_key
-from raycollect.pos import Absence, Container, Range, State, Store, StoreStatistics, Structure
+from raycollect.model import TENSOR, Key, task_key
+from raycollect.pos import Absence, Container, Range, State, Store, StoreStatistics
 from raycollect.pos.store import _NEXT
 from tests.pure.watched import WAIT_S, WatchedCondition
 
@@ -41,7 +41,7 @@ def _key(number: int, index: int = 1) -> Key:
 
 
 def _container(value: Any = None) -> Container:
-    return Container(Structure(), (value,), value)
+    return Container(TENSOR, (value,), value)
 
 
 def _watched() -> tuple[Store, WatchedCondition]:

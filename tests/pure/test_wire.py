@@ -35,15 +35,19 @@ _INDEX = st.integers(-1, 5)
 _OPS = st.none() | st.sampled_from(ReduceOp)
 _TEMPLATES = st.builds(
     Template,
-    buffers=st.lists(st.builds(Buffer, role=st.sampled_from(Role), source=_INDEX), max_size=3).map(tuple),
+    buffers=st.lists(
+        st.builds(Buffer, role=st.sampled_from(Role), source=_INDEX, scratch=st.booleans()), max_size=3
+    ).map(tuple),
     steps=st.lists(
         st.builds(Step, kind=st.sampled_from(OpKind), src=_INDEX, dst=_INDEX, op=_OPS, peer=_INDEX), max_size=3
     ).map(tuple),
+    src=_INDEX,
+    dst=_INDEX,
     result=_INDEX,
 )
 _PROGRAMS = st.builds(
     Program,
-    op=st.text(max_size=12),
+    op=st.sampled_from([kind.value for kind in OpKind]),
     group_id=st.text(max_size=16),
     rank=_INTS,
     ranks=st.lists(_INTS, max_size=70).map(tuple),
@@ -58,7 +62,7 @@ _PROGRAMS = st.builds(
 
 def _typical() -> Program:
     group = GroupSpec(name="default", group_id="0123456789abcdef", backend="shm", world_size=4)
-    operands = tuple((rank, task_key(bytes([rank + 1] * 24), 1)) for rank in range(4))
+    operands = tuple((rank, task_key(bytes([rank + 1] * 24), 1), None) for rank in range(4))
     request = Request(kind=OpKind.ALLREDUCE, group=group, operands=operands, op=ReduceOp.AVG, inplace=False)
     return plan(request).program(2)
 
@@ -76,7 +80,7 @@ def test_types_survive_the_wire() -> None:
     assert type(found.keys[0]) is bytes
     assert found.reduce_op is ReduceOp.AVG
     assert found.template.steps[0].kind is OpKind.ALLREDUCE
-    assert found.template.buffers[1].role is Role.OUTPUT_LIKE
+    assert found.template.buffers[1].role is Role.LIKE
 
 
 def test_a_typical_program_takes_about_a_hundred_bytes() -> None:
@@ -102,6 +106,12 @@ def test_a_truncated_program_is_refused_wherever_it_ends() -> None:
     for cut in range(len(data)):
         with pytest.raises(ProtocolError):
             decode_program(data[:cut])
+
+
+@pytest.mark.parametrize("op", ["", "allreduce_", "ALLREDUCE"])
+def test_an_operation_that_nobody_knows_is_refused(op: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode_program(encode_program(replace(_typical(), op=op)))
 
 
 def test_bytes_after_the_program_are_refused() -> None:

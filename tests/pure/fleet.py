@@ -1,0 +1,237 @@
+"""Ranks in threads that run programs as they come off the wire, over the backend `local`; faults, and a false clock."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.errors import KernelError
+from raycollect.executor import POINTS, Execution, Instruments, Outcome
+from raycollect.model import (
+    Communicator,
+    Completion,
+    Faults,
+    GroupSpec,
+    Kernel,
+    Key,
+    Launch,
+    NoFaults,
+    OpKind,
+    ReduceOp,
+    task_key,
+)
+from raycollect.observe import Recorder
+from raycollect.planner import Plan, Request, decode_program, encode_program, plan
+from raycollect.pos import Container, Store
+
+from .meaning import REDUCTIONS
+
+WAIT_S = 20.0
+"""How long a test waits for what must happen."""
+
+_ids = itertools.count(1)
+
+
+class FailAt:
+    """Raises once, at one point of one rank; `consumed` tells that it did."""
+
+    def __init__(self, *, point: str, rank: int, error: Callable[[], BaseException] | None = None) -> None:
+        assert point in POINTS
+        self.consumed = 0
+        self._where = (point, rank)
+        self._error = error or (lambda: KernelError(detail="injected"))
+
+    def at(self, point: str, seq: int, rank: int) -> None:
+        if (point, rank) == self._where and not self.consumed:
+            self.consumed += 1
+            raise self._error()
+
+
+class HoldAt:
+    """Holds one rank at a point until it is let go."""
+
+    def __init__(self, *, point: str, rank: int) -> None:
+        assert point in POINTS
+        self._where = (point, rank)
+        self.came = threading.Event()
+        self.go = threading.Event()
+
+    def at(self, point: str, seq: int, rank: int) -> None:
+        if (point, rank) == self._where:
+            self.came.set()
+            assert self.go.wait(WAIT_S)
+
+
+class Ticks:
+    """A clock that goes on by one each time it is read."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count(1)
+
+    def __call__(self) -> float:
+        return float(next(self._count))
+
+
+def contain(value: Any) -> Container:
+    """What the store keeps of a value."""
+    container = Container.of(value, arrays.is_tensor)
+    assert container is not None
+    return container
+
+
+def numbers(seed: int, world: int, shape: Any = (5,), dtype: str = "float64") -> list[Any]:
+    """For each rank an array of small whole numbers."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 50, shape).astype(dtype) for _ in range(world)]
+
+
+_By = Mapping[int, Any] | Sequence[Any]
+"""By rank; None: nothing."""
+
+
+def _by_rank(values: _By | None) -> dict[int, Any]:
+    return dict(values if isinstance(values, Mapping) else enumerate(values or ()))
+
+
+class Fleet:
+    """Ranks in threads, each with a store, a recorder and a communicator of its own.
+
+    Operands are given by rank, as a list or a dict: what each gives, then what each takes. A BROADCAST or SEND has one
+    operand per rank, of which only the root's is given.
+    """
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.spec = GroupSpec(name="fleet", group_id="0123", backend="local", world_size=world)
+        shared = LocalWorld(world, "fleet")
+        self.communicators: list[Communicator] = [LocalCommunicator(shared, rank) for rank in range(world)]
+        self.stores = [Store() for _ in range(world)]
+        self.recorders = [Recorder(Ticks()) for _ in range(world)]
+        self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
+        self.waiting: list[Callable[[Key], None] | None] = [None] * world
+        self.faults: Faults = NoFaults()
+        self.seq = 0
+        self._threads = ThreadPoolExecutor(world)
+
+    def close(self) -> None:
+        for communicator in self.communicators:
+            communicator.close()
+        self._threads.shutdown()
+
+    # ---------------------------------------------------------------------------------------- operands
+
+    def new_key(self) -> Key:
+        return task_key(next(_ids).to_bytes(24, "little"), 1)
+
+    def keep(self, rank: int, value: Any) -> Key:
+        key = self.new_key()
+        self.stores[rank].put(key, contain(value))
+        return key
+
+    def keep_all(self, values: Sequence[Any]) -> list[Key]:
+        return [self.keep(rank, value) for rank, value in enumerate(values)]
+
+    # ---------------------------------------------------------------------------------------- running
+
+    def plan(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> Plan:
+        """Plans a request over keys."""
+        gives, takes, root = _by_rank(src), _by_rank(dst), arguments.get("root", -1)
+        if kind in (OpKind.BROADCAST, OpKind.SEND) and dst is None:
+            gives, takes = {root: gives.get(root)}, {rank: key for rank, key in gives.items() if rank != root}
+        ranks = {root, arguments["peer"]} if kind is OpKind.SEND else set(range(self.world))
+        operands = tuple((rank, gives.get(rank), takes.get(rank)) for rank in sorted(ranks))
+        if kind in REDUCTIONS:
+            arguments.setdefault("op", ReduceOp.SUM)
+        arguments.setdefault("timeout_s", WAIT_S)
+        return plan(Request(kind=kind, group=self.spec, operands=operands, **arguments))
+
+    def start(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> list[Future[Outcome]]:
+        """Plans a request over keys and starts its programs, as they come off the wire."""
+        planned = self.plan(kind, src, dst, **arguments)
+        self.seq += 1
+        return [self._threads.submit(self.run_one, planned, rank, self.seq) for rank in planned.ranks]
+
+    def run_one(self, planned: Plan, rank: int, seq: int, operands: Sequence[Container] | None = None) -> Outcome:
+        """Runs one rank's half in the caller's thread."""
+        execution = Execution(
+            decode_program(encode_program(planned.program(rank))),
+            self.communicators[rank],
+            Instruments(store=self.stores[rank], recorder=self.recorders[rank], clock=Ticks(), faults=self.faults),
+            seq=seq,
+            aborted=lambda: self.aborts[rank].get(seq),
+            waiting=self.waiting[rank],
+            operands=operands,
+        )
+        return execution.run()
+
+    def run(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> list[Outcome]:
+        return [future.result(WAIT_S) for future in self.start(kind, src, dst, **arguments)]
+
+    def must(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> list[Outcome]:
+        """Like `run`; raises the first error."""
+        return _raised(self.run(kind, src, dst, **arguments))
+
+    def call(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> list[Outcome]:
+        """Runs an operation over values that each rank gives itself, as an imperative call does."""
+        gives, takes = _by_rank(src), _by_rank(dst)
+        keys = [{rank: self.new_key() for rank in side if side[rank] is not None} for side in (gives, takes)]
+        planned = self.plan(kind, *keys, **arguments)
+        self.seq += 1
+        futures = []
+        for rank in planned.ranks:
+            given = [contain(side[rank]) for side in (gives, takes) if side.get(rank) is not None]
+            futures.append(self._threads.submit(self.run_one, planned, rank, self.seq, given))
+        return [future.result(WAIT_S) for future in futures]
+
+    def story(self, rank: int, seq: int | None = None) -> list[str]:
+        return [event.what for event in self.recorders[rank].story(self.seq if seq is None else seq)]
+
+    @property
+    def dirty(self) -> list[int]:
+        """How many memory ranges are half-written, by rank."""
+        return [store.statistics().dirty for store in self.stores]
+
+    def works_on(self) -> None:
+        """The next collective of the group succeeds."""
+        values = [np.full(3, rank + 1.0) for rank in range(self.world)]
+        self.faults = NoFaults()
+        self.must(OpKind.ALLREDUCE, self.keep_all(values))
+        for value in values:
+            np.testing.assert_array_equal(value, np.full(3, self.world * (self.world + 1) / 2))
+
+
+class _Launched:
+    """A communicator that tells of each kernel before it runs it."""
+
+    def __init__(self, inner: Communicator, tell: Callable[[Kernel], None]) -> None:
+        self._inner = inner
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        self._tell(kernel)
+        return self._inner.launch(launch, kernel)
+
+
+def launched(inner: Communicator, tell: Callable[[Kernel], None]) -> Communicator:
+    """The communicator, with an ear to what it launches."""
+    return _Launched(inner, tell)
+
+
+MakeFleet = Callable[[int], Fleet]
+
+
+def _raised(outcomes: list[Outcome]) -> list[Outcome]:
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return outcomes

@@ -1,0 +1,159 @@
+"""Fetching: what a holder describes and sends is what the other end builds; nothing else is believed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.channel.messages import Failed, Fetch, Fetched
+from raycollect.errors import ProtocolError, RefusedError, TensorDirtyError, from_wire
+from raycollect.fetch import _read_tensors, find, serve
+from raycollect.model import Key, task_key
+from raycollect.pos import Store
+
+from .fleet import contain
+from .watched import WAIT_S, WatchedCondition
+
+KEY = task_key(bytes(24), 1)
+
+
+class Wire:
+    """Both ends of a data connection: the holder's reads requests and keeps what it sends, the other's reads that."""
+
+    def __init__(self, *requests: Any) -> None:
+        self._requests = list(requests)
+        self.answers: list[Any] = []
+        self.blob = b""
+
+    def receive(self) -> Any:
+        return self._requests.pop(0) if self._requests else None
+
+    def send(self, message: Any, blobs: Any = ()) -> None:
+        self.answers.append(message)
+        self.blob += b"".join(bytes(blob) for blob in blobs)
+
+    def receive_blob(self, into: memoryview) -> None:
+        into[:] = self.blob
+
+
+def _fetched(value: Any) -> Any:
+    """What another process gets of a value."""
+    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0))
+    store.put(KEY, contain(value))
+    serve(wire, store)  # type: ignore[arg-type]
+    (answer,) = wire.answers
+    found = msgpack.unpackb(msgpack.packb(answer.found))
+    return _read_tensors(wire, Fetched(found=found, blob_nbytes=answer.blob_nbytes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3).T,
+        np.array(7, "int16"),
+        np.zeros((0, 4), "float32"),
+        np.arange(5, dtype=">i4")[::-2],
+        np.ones(3, ml_dtypes.bfloat16),
+        np.ones(3, ml_dtypes.float8_e4m3fn),
+        [np.ones(1, bool), np.ones(3, "complex128"), np.ones(1, "int8"), np.arange(2.0)],
+        {"layers": [(np.ones(3), np.zeros((2, 2), "int32"))], 7: np.ones(1, "float16")},
+    ],
+    ids=["transposed", "scalar", "empty", "big-endian", "bfloat16", "float8", "unaligned", "nested"],
+)
+def test_a_value_arrives_as_it_was(value: Any) -> None:
+    found = contain(_fetched(value))
+    assert found.structure == contain(value).structure
+    for got, sent in zip(found.tensors, contain(value).tensors, strict=True):
+        assert (got.shape, got.dtype) == (sent.shape, sent.dtype.newbyteorder("="))
+        np.testing.assert_array_equal(got, sent)
+        assert got.flags.aligned
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_a_torch_tensor_arrives_as_one(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    value = torch.arange(4).to(getattr(torch, dtype))[::2]
+    found = _fetched([value, np.ones(2)])
+    assert torch.equal(found[0], value)
+    assert type(found[1]) is np.ndarray
+
+
+def test_a_fetch_waits_for_the_plan_that_writes_it() -> None:
+    store, value = Store(), np.zeros(4)
+    store._changed = watched = WatchedCondition()
+    store.put(KEY, contain(value))
+    wire = Wire(Fetch(key=KEY, timeout_s=1.0))
+    with store.writing([arrays.byte_range(value)]):
+        thread = threading.Thread(target=serve, args=(wire, store))
+        thread.start()
+        assert watched.someone_waits()
+        value[:] = 1
+    thread.join(WAIT_S)
+    assert wire.blob == np.ones(4).tobytes()
+
+
+def test_a_fetch_that_waited_for_a_plan_which_failed_is_refused() -> None:
+    store, value = Store(), np.zeros(4)
+    store._changed = watched = WatchedCondition()
+    store.put(KEY, contain(value))
+    wire = Wire(Fetch(key=KEY, timeout_s=1.0))
+    with store.writing([arrays.byte_range(value)]):
+        thread = threading.Thread(target=serve, args=(wire, store))
+        thread.start()
+        assert watched.someone_waits()
+        store.mark_dirty([arrays.byte_range(value)], [value])
+    thread.join(WAIT_S)
+    (answer,) = wire.answers
+    assert isinstance(answer, Failed)
+    assert isinstance(from_wire(answer.error), TensorDirtyError)
+
+
+def test_a_half_written_or_missing_value_is_refused_on_the_wire() -> None:
+    store, value = Store(), np.zeros(4)
+    store.put(KEY, contain([np.ones(1), value]))
+    store.mark_dirty([arrays.byte_range(value[1:2])], [value])
+    other = Key(bytes(28))
+    wire = Wire(Fetch(key=KEY, timeout_s=1.0), Fetch(key=other, timeout_s=1.0))
+    serve(wire, store)  # type: ignore[arg-type]
+    kinds = []
+    for answer in wire.answers:
+        assert isinstance(answer, Failed)
+        error = from_wire(answer.error)
+        assert isinstance(error, RefusedError)
+        kinds += [violation.kind for violation in error.violations]
+    assert kinds == ["dirty", "lost"]
+    with pytest.raises(RefusedError):
+        find(store, KEY)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"structure": None},
+        {"structure": None, "infos": 3},
+        {"structure": None, "infos": []},
+        {"structure": None, "infos": [[[1], "float64", 8]]},
+        {"structure": None, "infos": [[["1"], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"], [[0], "float64", 8, "numpy"]]},
+        {"structure": ["list", []], "infos": [[[1], "float64", 8, "numpy"]]},
+        {"structure": ["list", [], [None, None]], "infos": [[[1], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[2], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[1], "float65", 8, "numpy"]]},
+        {"structure": None, "infos": [[[2], "float64", 4, "numpy"]]},
+        {"structure": None, "infos": [[[1], "object", 8, "numpy"]]},
+        {"structure": None, "infos": [[[-1, -1], "float64", 8, "numpy"]]},
+    ],
+    ids=repr,
+)
+def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> None:
+    wire = Wire()
+    wire.blob = bytes(8)
+    with pytest.raises(ProtocolError):
+        _read_tensors(wire, Fetched(found=found, blob_nbytes=8))  # type: ignore[arg-type]
