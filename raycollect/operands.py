@@ -1,0 +1,352 @@
+"""The buffers of one program on one rank: their memory, what is wrong with it, and the kernels over it.
+
+Everything here happens before any tensor is written. What is wrong is noted, not raised: the door tells all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.door import Side, Spec, learn
+from raycollect.errors import Violation
+from raycollect.model import PIECES, TENSOR, Kernel, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.planner import Program, Role, Step
+from raycollect.pos import Container, Range, Store
+
+__all__ = ["Bound", "Operands", "ranges_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A buffer with its memory.
+
+    Attributes:
+        container: The value.
+        arrays: The memory of its tensors, in order.
+        pieces: For each rank the memory of the tensors of its piece; None where the buffer is one value.
+        loose: Whether the pieces are cut from one tensor.
+    """
+
+    container: Container
+    arrays: tuple[Any, ...]
+    pieces: tuple[tuple[Any, ...], ...] | None = None
+    loose: bool = False
+
+    @cached_property
+    def side(self) -> Side:
+        """What the door hears of it."""
+        structure = self.container.structure
+        if self.loose:
+            structure = Structure("list", (), (TENSOR,) * len(self.leaves))
+        elif self.pieces is not None:  # a list or a tuple: that is the same here
+            structure = Structure("list", (), structure.items)
+        libraries = [arrays.library(tensor) for tensor in self.container.tensors]
+        if self.loose:
+            libraries *= len(self.leaves)
+        infos = tuple(arrays.info(leaf, library) for leaf, library in zip(self.leaves, libraries, strict=True))
+        return Side(structure=structure, tensors=infos, loose=self.loose)
+
+    @property
+    def leaves(self) -> tuple[Any, ...]:
+        """All memory that kernels see: pieces cut from one tensor count, not that tensor."""
+        return self.arrays if self.pieces is None else tuple(array for piece in self.pieces for array in piece)
+
+    @property
+    def owners(self) -> list[object]:
+        """For each of `arrays`, the object that lives as long as its memory."""
+        return [arrays.owner(tensor) for tensor in self.container.tensors]
+
+
+class Operands:
+    """The buffers of one program on one rank.
+
+    Args:
+        program: The program.
+        given: Whether an imperative call gave the operands itself; else the store has them, under the program's keys.
+
+    Attributes:
+        buffers: By index; None where there is none (yet).
+        violations: What is wrong, so far.
+        written: The memory that the plan writes.
+        ranges: Its addresses.
+        owners: For each, the object that lives as long as it.
+    """
+
+    def __init__(self, program: Program, *, given: bool) -> None:
+        self.buffers: list[Bound | None] = [None] * len(program.template.buffers)
+        self.violations: list[Violation] = []
+        self.written: list[Any] = []
+        self.ranges: list[Range] = []
+        self.owners: list[object] = []
+        self._program = program
+        self._template = program.template
+        self._kind = OpKind(program.op)
+        self._given = given
+
+    def bind(self, index: int, container: Container | None) -> None:
+        """Puts a value into a buffer; None: there is none, which was noted."""
+        self.buffers[index] = None if container is None else self._bound(index, container)
+
+    def make(self, index: int) -> None:
+        """Makes an output or scratch whose infos this rank knows by itself; what it has to learn, it can't yet."""
+        buffer = self._template.buffers[index]
+        like = self.buffers[buffer.source] if buffer.role is not Role.LEARNED else None
+        if like is None:
+            return
+        if buffer.role is Role.PIECE:
+            side = like.side.item(self._program.ranks.index(self._program.rank))
+            self._allocate(index, side.structure, side.tensors)
+        else:
+            infos = tuple(map(arrays.describe, like.container.tensors))
+            self._allocate(index, like.container.structure, infos)
+
+    def learn(self, specs: Sequence[Spec]) -> None:
+        """Makes the outputs whose shapes follow from what the ranks brought to the first round."""
+        program = self._program
+        for index, buffer in enumerate(self._template.buffers):
+            if buffer.role is not Role.LEARNED:
+                continue
+            root = program.ranks.index(program.root) if program.root in program.ranks else -1
+            side = learn(specs, program.ranks.index(program.rank), root)
+            self._allocate(index, side.structure, side.tensors)
+            made = self.buffers[index]
+            if made is not None:
+                self._check_written(index, made)
+
+    def made(self) -> tuple[Container, ...]:
+        """What was made for the user, in the order of the buffers."""
+        buffers = zip(self.buffers, self._template.buffers, strict=True)
+        return tuple(bound.container for bound, buffer in buffers if buffer.is_output and bound is not None)
+
+    def _bound(self, index: int, container: Container) -> Bound | None:
+        """Looks at a value's memory, in pieces where the operation takes it so."""
+        try:
+            views = tuple(map(arrays.memory, container.tensors))
+        except TypeError as exc:
+            self.violate("not_tensor", "operand", str(exc), "a tensor", index)
+            return None
+        structure = container.structure
+        if not self._is_in_pieces(index):
+            return Bound(container, views)
+        count = len(self._program.ranks)
+        side = "output" if index == self._template.dst else "input"
+        if structure.kind in ("list", "tuple") and len(structure.items) == count:
+            if len({item.count for item in structure.items}) > 1:
+                self.violate("mismatch", side, str(structure), "pieces of equally many tensors", index)
+                return None
+            ends = accumulate((item.count for item in structure.items), initial=0)
+            return Bound(container, views, tuple(views[lo:hi] for lo, hi in pairwise(ends)))
+        cut = arrays.split(views[0], count) if structure.kind == "tensor" else None
+        if cut is not None:
+            return Bound(container, views, tuple((piece,) for piece in cut), loose=True)
+        found = str(arrays.describe(container.tensors[0])) if structure.kind == "tensor" else str(structure)
+        expected = f"a list of {count}, one per rank, or one contiguous tensor that {count} divides"
+        self.violate("mismatch", side, found, expected, index)
+        return None
+
+    def _is_in_pieces(self, index: int) -> bool:
+        """Whether a buffer of the operation, or a scratch like it, holds one piece per rank."""
+        if self._kind not in PIECES:
+            return False
+        template = self._template
+        buffer = template.buffers[index]
+        if buffer.scratch and buffer.role is Role.LIKE:
+            index = buffer.source
+        gives, takes = PIECES[self._kind]
+        if index == template.src and gives:
+            return True
+        return takes and (index == template.dst or buffer.scratch)
+
+    def _allocate(self, index: int, structure: Structure, infos: Sequence[TensorInfo]) -> None:
+        try:
+            self.bind(index, Container.build(structure, [arrays.empty(info) for info in infos]))
+        except MemoryError as exc:
+            wanted = sum(info.nbytes for info in infos)
+            self.violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes", index)
+
+    # ------------------------------------------------------------------------------------------ what is wrong with it
+
+    def check(self, store: Store) -> None:
+        """Checks what the plan reads and writes, before any of it is touched."""
+        steps = self._template.steps
+        read, written = set[int](), set[int]()
+        for step in steps:
+            read |= {step.src} - written  # what a step before has written whole need not be intact
+            written |= {step.dst} - {-1}
+        for index, bound in enumerate(self.buffers):
+            if bound is None:
+                continue
+            if index in read and store.is_dirty(ranges_of(bound.arrays)):
+                self.violate("dirty", "operand", "half-written by a failed collective", "an intact tensor", index)
+            if index in written:
+                self._check_written(index, bound)
+        self._check_aliases(written)
+        for step in steps:
+            if step.op is not None:
+                self._check_op(step.op, step.src)
+
+    def write(self, bound: Bound, ranges: Sequence[Range]) -> None:
+        """Notes that the plan writes a buffer, which lies at these addresses."""
+        self.written += bound.arrays
+        self.owners += bound.owners
+        self.ranges += ranges
+
+    def dense(self) -> list[Range]:
+        """The addresses that the plan writes whole: not those of a view with gaps."""
+        spans = zip(self.written, self.ranges, strict=True)
+        return [span for array, span in spans if span[1] - span[0] == array.nbytes]
+
+    def _check_written(self, index: int, bound: Bound) -> None:
+        self.write(bound, ranges_of(bound.arrays))
+        for array in bound.arrays:
+            if not arrays.is_writeable(array):
+                self.violate("read_only", "operand", "read-only", "a writable array", index)
+            if arrays.overlaps_itself(array):
+                self.violate(
+                    "alias", "operand", "overlapping itself (broadcast strides)", "one element per address", index
+                )
+
+    def _check_aliases(self, written: set[int]) -> None:
+        """Written memory must not overlap anything else of this plan (P6), but for what works in place."""
+        found = [
+            (*arrays.byte_range(array), index, at, array)
+            for index, bound in enumerate(self.buffers)
+            if bound
+            for at, array in enumerate(bound.leaves)
+        ]
+        found.sort(key=lambda one: one[:2])
+        in_place = 0
+        for i, (_, stop, index, at, array) in enumerate(found):
+            for start, _, other_index, other_at, other in found[i + 1 :]:
+                if start >= stop:
+                    break
+                if not (index in written or other_index in written) or not arrays.overlap(array, other):
+                    continue
+                if arrays.place(array)[:4] == arrays.place(other)[:4] and self._is_in_place(
+                    {index: at, other_index: other_at}
+                ):
+                    in_place += 1
+                    continue
+                both = max(index, other_index)
+                self.violate("alias", "operand", "overlapping another tensor of the plan", "separate memory", both)
+                return
+        if (
+            self._kind is OpKind.ALLTOALL
+            and in_place
+            and any(
+                arrays.place(a)[:4] != arrays.place(b)[:4]
+                for a, b in zip(self._leaves(0), self._leaves(1), strict=False)
+                if a.size
+            )
+        ):
+            self.violate("alias", "operand", "in place for some ranks only", "all pieces in place, or none", 1)
+
+    def _is_in_place(self, leaves: dict[int, int]) -> bool:
+        """Whether two tensors may be the same memory: (buffer -> which of its leaves) of both."""
+        template = self._template
+        src, dst = leaves.get(template.src), leaves.get(template.dst)
+        if src is None or dst is None:
+            return False
+        gives, takes = PIECES.get(self._kind, (False, False))
+        me = self._program.ranks.index(self._program.rank)
+        if gives and takes:
+            return src == dst
+        if takes:
+            return dst == me * len(self._leaves(template.src)) + src
+        return gives and src == me * len(self._leaves(template.dst)) + dst
+
+    def _check_op(self, op: ReduceOp, index: int) -> None:
+        for dtype in dict.fromkeys(arrays.info(array).dtype for array in self._leaves(index)):
+            reason = arrays.refusal_reason(op, dtype)
+            if reason:
+                self.violate("unsupported", "reduce op", reason, "", index)
+
+    def violate(self, kind: str, name: str, found: str, expected: str, index: int) -> None:
+        """Notes what is wrong with a buffer."""
+        rank, ref = self._program.rank, self._refs().get(index, "")
+        self.violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref))
+
+    def _refs(self) -> dict[int, str]:
+        """The refs of the operands that are in the store, by the index of their buffer."""
+        if self._given:
+            return {}
+        buffers = enumerate(self._template.buffers)
+        operands = (index for index, buffer in buffers if buffer.role is Role.OPERAND)
+        return {index: key.hex() for index, key in zip(operands, self._program.keys, strict=True)}
+
+    # ------------------------------------------------------------------------------------------ what becomes of it
+
+    def spec(self) -> Spec:
+        """What this rank is about to do."""
+        program = self._program
+        template = program.template
+        gives, takes = (self.buffers[index] if index >= 0 else None for index in (template.src, template.dst))
+        return Spec(
+            op=program.op,
+            caller="call" if self._given else "plan",
+            reduce_op=program.reduce_op.name if program.reduce_op else "",
+            root=program.root,
+            gives=gives.side if gives else None,
+            takes=takes.side if takes else None,
+        )
+
+    def kernels(self) -> list[Kernel]:
+        """The steps with their arrays filled in: one kernel per step and tensor."""
+        kernels = []
+        for step in self._template.steps:
+            reads, writes = self._filled(step)
+            if reads and writes and len(reads) != len(writes):
+                return []  # the door will refuse it
+            for i in range(max(len(reads), len(writes), 1)):
+                src = reads[i] if reads else None
+                dst = writes[i] if writes else None
+                kernels.append(Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer))
+        return kernels
+
+    def fit(self, kernel: Kernel) -> bool:
+        """Whether this rank's own arrays fit each other: what does not, the door refuses, and no backend shall see."""
+        me = self._program.ranks.index(self._program.rank)
+        sides = [side if type(side) is tuple else (side,) for side in (kernel.src, kernel.dst) if side is not None]
+        sizes = {side[me if len(side) > 1 else 0].size for side in sides}
+        return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
+
+    def _filled(self, step: Step) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What each kernel of a step reads and writes: arrays, or tuples of pieces."""
+        sides = zip((step.src, step.dst), PIECES.get(step.kind, (False, False)), strict=True)
+        reads, writes = (
+            list(zip(*self._pieces(index), strict=True)) if in_pieces else self._leaves(index)
+            for index, in_pieces in sides
+        )
+        return reads, writes
+
+    def with_sizes(self, kernels: Sequence[Kernel], most: Sequence[int]) -> list[Kernel]:
+        """Kernels, told the size of the largest piece of their tensor."""
+        each = {step.kind for step in self._template.steps if step.kind in PIECES}
+        sized, at = [], dict.fromkeys(each, 0)
+        for kernel in kernels:
+            if kernel.kind in each:
+                kernel, at[kernel.kind] = replace(kernel, most=most[at[kernel.kind]]), at[kernel.kind] + 1
+            sized.append(kernel)
+        return sized
+
+    def sole(self) -> Bound | None:
+        """The one buffer of a program that has no other, and no pieces, whose sizes are other ranks' business too."""
+        return self.buffers[0] if len(self.buffers) == 1 and self._kind not in PIECES else None
+
+    def _pieces(self, index: int) -> tuple[tuple[Any, ...], ...]:
+        bound = self.buffers[index] if index >= 0 else None
+        return () if bound is None or bound.pieces is None else bound.pieces
+
+    def _leaves(self, index: int) -> tuple[Any, ...]:
+        bound = self.buffers[index] if index >= 0 else None
+        return bound.leaves if bound else ()
+
+
+def ranges_of(views: Sequence[Any]) -> list[Range]:
+    """The addresses of arrays."""
+    return [arrays.byte_range(view) for view in views]
