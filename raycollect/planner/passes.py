@@ -88,9 +88,10 @@ def _members(request: Request) -> set[int]:
 def _rank_violations(request: Request) -> list[Violation]:
     world, expected = request.group.world_size, _members(request)
     given = [rank for rank, _, _ in request.operands]
+    misplaced = _misplaced(request)
     found = [
         Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref")
-        for rank in sorted((expected - set(given)) | _without_operand(request))
+        for rank in sorted((expected - set(given)) | _without_operand(request, {side for _, side, _ in misplaced}))
         if 0 <= rank < world
     ]
     found += [
@@ -103,7 +104,7 @@ def _rank_violations(request: Request) -> list[Violation]:
     ]
     found += [
         Violation(kind="mismatch", rank=rank, field=side, found=f"kept by rank {rank}", expected=expected)
-        for rank, side, expected in _misplaced(request)
+        for rank, side, expected in misplaced
     ]
     return found
 
@@ -128,14 +129,15 @@ def _placed(request: Request) -> list[_Operands]:
     return [operands for operands in request.operands if operands[0] in _members(request)]
 
 
-def _without_operand(request: Request) -> set[int]:
-    """Ranks that bring nothing where something is needed."""
+def _without_operand(request: Request, misplaced: set[str]) -> set[int]:
+    """Ranks that bring nothing where something is needed; not where it was brought by another one, as that is said."""
     needs = _NEEDS.get(request.kind, _Needs())
     gives, takes = _who(request, needs.src), set() if needs.made else _who(request, needs.dst)
     return {
         rank
         for rank, src, dst in _placed(request)
-        if (rank in gives and src is None) or (rank in takes and dst is None)
+        if (rank in gives and src is None and "input" not in misplaced)
+        or (rank in takes and dst is None and "output" not in misplaced)
     }
 
 
