@@ -16,21 +16,57 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycollect.api import Group as Group
-    from raycollect.api import GroupStatus as GroupStatus
-    from raycollect.api import MemberStatus as MemberStatus
+    from raycollect.api import allgather_refs as allgather_refs
     from raycollect.api import allreduce_refs as allreduce_refs
+    from raycollect.api import alltoall_refs as alltoall_refs
     from raycollect.api import barrier as barrier
     from raycollect.api import broadcast_refs as broadcast_refs
-    from raycollect.api import create_collective_group as create_collective_group
-    from raycollect.api import declare_collective_group as declare_collective_group
-    from raycollect.api import destroy_collective_group as destroy_collective_group
+    from raycollect.api import gather_refs as gather_refs
     from raycollect.api import recv_ref as recv_ref
+    from raycollect.api import reduce_refs as reduce_refs
+    from raycollect.api import reducescatter_refs as reducescatter_refs
+    from raycollect.api import scatter_refs as scatter_refs
     from raycollect.api import send_ref as send_ref
+    from raycollect.backends.adopted import register_collective_backend as register_collective_backend
+    from raycollect.bulletin import DirectoryBulletin as DirectoryBulletin
+    from raycollect.declared import Group as Group
+    from raycollect.declared import GroupStatus as GroupStatus
+    from raycollect.declared import MemberStatus as MemberStatus
+    from raycollect.declared import create_collective_group as create_collective_group
+    from raycollect.declared import declare_collective_group as declare_collective_group
+    from raycollect.declared import destroy_collective_group as destroy_collective_group
+    from raycollect.declared import destroy_group as destroy_group
     from raycollect.handle import Handle as Handle
+    from raycollect.imperative import allgather as allgather
+    from raycollect.imperative import allreduce as allreduce
+    from raycollect.imperative import alltoall as alltoall
+    from raycollect.imperative import broadcast as broadcast
+    from raycollect.imperative import gather as gather
+    from raycollect.imperative import get_collective_group_size as get_collective_group_size
+    from raycollect.imperative import get_group_handle as get_group_handle
+    from raycollect.imperative import get_rank as get_rank
+    from raycollect.imperative import gloo_available as gloo_available
+    from raycollect.imperative import init_collective_group as init_collective_group
+    from raycollect.imperative import is_backend_available as is_backend_available
+    from raycollect.imperative import is_group_initialized as is_group_initialized
+    from raycollect.imperative import nccl_available as nccl_available
+    from raycollect.imperative import recv as recv
+    from raycollect.imperative import reduce as reduce
+    from raycollect.imperative import reducescatter as reducescatter
+    from raycollect.imperative import scatter as scatter
+    from raycollect.imperative import send as send
     from raycollect.model import ReduceOp as ReduceOp
+    from raycollect.multigpu import allgather_multigpu as allgather_multigpu
+    from raycollect.multigpu import allreduce_multigpu as allreduce_multigpu
+    from raycollect.multigpu import broadcast_multigpu as broadcast_multigpu
+    from raycollect.multigpu import recv_multigpu as recv_multigpu
+    from raycollect.multigpu import reduce_multigpu as reduce_multigpu
+    from raycollect.multigpu import reducescatter_multigpu as reducescatter_multigpu
+    from raycollect.multigpu import send_multigpu as send_multigpu
+    from raycollect.multigpu import synchronize as synchronize
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.participant import by_value as by_value
+    from raycollect.rank_table import RankTable as RankTable
     from raycollect.runtime import mark_written as mark_written
     from raycollect.values import free as free
     from raycollect.values import get as get
@@ -40,25 +76,62 @@ __version__ = "0.1.0"
 
 _HOMES: dict[str, str] = {
     "CollectiveParticipant": "participant",
-    "Group": "api",
-    "GroupStatus": "api",
+    "DirectoryBulletin": "bulletin",
+    "Group": "declared",
+    "GroupStatus": "declared",
     "Handle": "handle",
-    "MemberStatus": "api",
+    "MemberStatus": "declared",
+    "RankTable": "rank_table",
     "ReduceOp": "model",
     "Work": "work",
+    "allgather": "imperative",
+    "allgather_multigpu": "multigpu",
+    "allgather_refs": "api",
+    "allreduce": "imperative",
+    "allreduce_multigpu": "multigpu",
     "allreduce_refs": "api",
+    "alltoall": "imperative",
+    "alltoall_refs": "api",
     "barrier": "api",
+    "broadcast": "imperative",
+    "broadcast_multigpu": "multigpu",
     "broadcast_refs": "api",
     "by_value": "participant",
-    "create_collective_group": "api",
-    "declare_collective_group": "api",
-    "destroy_collective_group": "api",
+    "create_collective_group": "declared",
+    "declare_collective_group": "declared",
+    "destroy_collective_group": "declared",
+    "destroy_group": "declared",
     "errors": "errors",
     "free": "values",
+    "gather": "imperative",
+    "gather_refs": "api",
     "get": "values",
+    "get_collective_group_size": "imperative",
+    "get_group_handle": "imperative",
+    "get_rank": "imperative",
+    "gloo_available": "imperative",
+    "init_collective_group": "imperative",
+    "is_backend_available": "imperative",
+    "is_group_initialized": "imperative",
     "mark_written": "runtime",
+    "nccl_available": "imperative",
+    "recv": "imperative",
+    "recv_multigpu": "multigpu",
     "recv_ref": "api",
+    "reduce": "imperative",
+    "reduce_multigpu": "multigpu",
+    "reduce_refs": "api",
+    "reducescatter": "imperative",
+    "reducescatter_multigpu": "multigpu",
+    "reducescatter_refs": "api",
+    "register_collective_backend": "backends.adopted",
+    "scatter": "imperative",
+    "scatter_refs": "api",
+    "send": "imperative",
+    "send_multigpu": "multigpu",
     "send_ref": "api",
+    "synchronize": "multigpu",
+    "types": "types",
 }
 """Public name -> the module it lives in."""
 

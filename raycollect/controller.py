@@ -17,18 +17,23 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from raycollect import backends, fetch, ray_internals
+from raycollect import backends, fetch, plain, ray_internals
 from raycollect.channel import Hub
 from raycollect.channel.messages import (
     Arrive,
     Bye,
     Done,
+    Drop,
     Join,
     Joined,
     Leave,
+    Meet,
+    Publish,
     Store,
     Stored,
+    Stuck,
     Waiting,
+    Withdraw,
 )
 from raycollect.errors import (
     ActorGoneError,
@@ -45,10 +50,11 @@ from raycollect.errors import (
     from_wire,
     refusal,
 )
-from raycollect.flight import Flight, Orders
-from raycollect.group import Declaration, Membership
+from raycollect.flight import Flight
+from raycollect.gate import Gate, Orders
+from raycollect.group import Declaration, Membership, is_participant
 from raycollect.handle import Handle
-from raycollect.model import GroupSpec, Member
+from raycollect.model import Key, Member
 from raycollect.peer import Peer
 
 DERIVED_LIMIT = 16
@@ -97,6 +103,7 @@ class Controller:
         self._joining: dict[int, _Joining] = {}
         self._held: dict[str, tuple[Any, ...]] = {}  # group id -> its actors' handles, which keep them alive (P5)
         self._flights: dict[int, Flight] = {}
+        self._gates: dict[str, tuple[Gate, Membership]] = {}  # group id -> where its members' own calls meet
 
     def close(self) -> None:
         """Gives back all leases."""
@@ -129,7 +136,7 @@ class Controller:
                 self._dissolve(self._derived.pop(actor_ids))
             name = f"derived-{secrets.token_hex(3)}"
             actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
-            declaration = Declaration(name=name, backend="auto", actors=actors, ordering="program", timeout_s=timeout_s)
+            declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
             membership = self._form(declaration)
             self._derived[actor_ids] = membership
             if len(self._derived) > DERIVED_LIMIT:
@@ -188,19 +195,15 @@ class Controller:
         if declaration.backend != "auto":
             backends.get(declaration.backend, declaration.name)  # unknown names are refused before anybody is asked
         infos = _describe(declaration, deadline)
-        members = tuple(Member(rank=rank, **info) for rank, info in enumerate(infos))
-        backend = _choose_backend(declaration, members)
-        spec = GroupSpec(
-            name=declaration.name,
-            group_id=secrets.token_hex(8),
-            backend=backend,
-            world_size=len(members),
-            ordering=declaration.ordering,
-        )
+        members = declaration.ranked(infos)
+        spec = declaration.spec(secrets.token_hex(8), _choose_backend(declaration, members))
         membership = Membership(spec=spec, members=members)
+        actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
+        self._gates[spec.group_id] = (Gate(spec.group_id, spec.world_size, spec.name), membership)
         try:
-            for member, actor, info in zip(members, declaration.actors, infos, strict=True):
-                self._lease(member, actor, info, deadline).group_ids.add(spec.group_id)
+            for info in infos:
+                member = members[membership.rank_of(info["actor_id"])]
+                self._lease(member, actors[member.actor_id], info, deadline).group_ids.add(spec.group_id)
             self._join(membership, deadline)
         except BaseException:
             self._dissolve(membership)
@@ -211,7 +214,7 @@ class Controller:
         peer = self._peers.get(member.actor_id)
         if peer is not None and peer.info["incarnation"] == member.incarnation:
             return peer
-        peer = Peer(self, info, actor)
+        peer = Peer(self, info, actor, plain.run_program)
         hello = {"controller": self.controller_id, "description": ray_internals.describe_process()}
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline - monotonic(), 0.1))
@@ -267,6 +270,7 @@ class Controller:
                 del self._peers[member.actor_id]
                 if peer.link is not None:
                     peer.link.close()
+        self._gates.pop(group_id, None)
         self._broken.pop(group_id, None)
         self._held.pop(group_id, None)
 
@@ -284,12 +288,15 @@ class Controller:
 
     def send(self, flight: Flight, orders: Orders) -> None:
         """Carries out what a flight wants said, and forgets it once it has landed."""
-        for rank, message in orders:
-            peer = self._peers.get(flight.membership.members[rank].actor_id)
-            if peer is not None:
-                peer.send(message)
+        self._deliver(flight.membership, orders)
         if flight.landed:
             self._flights.pop(flight.seq, None)
+
+    def _deliver(self, membership: Membership, orders: Orders) -> None:
+        for rank, message in orders:
+            peer = self._peers.get(membership.members[rank].actor_id)
+            if peer is not None:
+                peer.send(message)
 
     # ------------------------------------------------------------------------------------------ channel
 
@@ -309,6 +316,9 @@ class Controller:
         peer.link = None
         for group_id in peer.group_ids:
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
+            if group_id in self._gates:
+                gate, membership = self._gates[group_id]
+                self._deliver(membership, gate.lost(membership.rank_of(actor_id), reason))
         gone = ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})")
         if any(one.member.actor_id == actor_id for one in list(self._joining.values())):
             self._fail_join(gone)
@@ -337,6 +347,13 @@ class Controller:
             if message.group_id in other.group_ids and other is not peer:
                 other.send(stored)
 
+    def _meet(self, peer: Peer, message: Any) -> None:
+        """What a member says to the hub of its group; only this thread uses the gates."""
+        found = self._gates.get(message.group_id)
+        if found is not None:  # else the group was destroyed meanwhile
+            gate, membership = found
+            self._deliver(membership, gate.receive(membership.rank_of(peer.info["actor_id"]), message))
+
     def _arrive(self, peer: Peer, message: Arrive) -> None:
         flight = self._flights.get(message.seq)
         if flight is not None:
@@ -355,7 +372,7 @@ class Controller:
     def _waiting(self, peer: Peer, message: Waiting) -> None:
         """A rank waits for a method that has not ended: watch its ref, which may hold an error instead."""
         flight = self._flights.get(message.seq)
-        ref = flight.refs.get(message.rank) if flight is not None else None
+        ref = flight.refs.get(Key(message.key)) if flight is not None else None
         if flight is None or ref is None:
             return
 
@@ -376,12 +393,16 @@ _HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {
     Arrive: Controller._arrive,
     Done: Controller._done,
     Waiting: Controller._waiting,
+    **dict.fromkeys((Drop, Meet, Publish, Stuck, Withdraw), Controller._meet),
 }
 
 
 def _describe(declaration: Declaration, deadline: float) -> list[dict[str, Any]]:
     """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for."""
-    refs = [actor._raycollect_describe.remote() for actor in declaration.actors]
+    refs = [
+        actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(plain.describe)
+        for actor in declaration.actors
+    ]
     _, late = ray.wait(refs, num_returns=len(refs), timeout=max(deadline - monotonic(), 0))
     names = [ray_internals.describe_actor(actor) for actor in declaration.actors]
     if late:

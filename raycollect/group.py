@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
-from raycollect import ray_internals
+from raycollect import backends, options, ray_internals
 from raycollect.errors import InvalidGroupError, Violation
 from raycollect.handle import Handle
 from raycollect.model import GroupSpec, Key, Member
+from raycollect.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
+
+_WITH_CHIP_MAP = ("torch:sccl",)
+"""The backends that take the devices of a rank table as their option ``chip_map``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +81,18 @@ def _foreign(position: int, found: str, ref: str) -> Violation:
     return Violation(kind="foreign", rank=position, field="ref", found=found, expected=expected, ref=ref)
 
 
-def bind(operands: Sequence[Operand], membership: Membership) -> list[tuple[int, Operand]] | list[Violation]:
+def bind(
+    operands: Sequence[Operand], membership: Membership, *, whole: bool = False
+) -> dict[int, Operand] | list[Violation]:
     """Gives each operand its rank.
 
+    Args:
+        operands: What one parameter of a verb was given.
+        membership: The group.
+        whole: True where there must be one for every rank.
+
     Returns:
-        (rank, operand), ascending; or every reason why that can't be.
+        rank -> operand; or every reason why that can't be.
     """
     ranked: dict[int, Operand] = {}
     found: list[Violation] = []
@@ -88,11 +100,16 @@ def bind(operands: Sequence[Operand], membership: Membership) -> list[tuple[int,
         rank = membership.rank_of(one.actor_id)
         if rank < 0:
             found.append(_outsider(one, membership))
+        elif not membership.members[rank].participant:
+            found.append(_no_participant(one, rank, membership.members[rank].actor))
         elif rank in ranked:
             found.append(_second_ref(one, rank, membership.members[rank].actor))
         else:
             ranked[rank] = one
-    return found or sorted(ranked.items(), key=lambda item: item[0])
+    if whole and not found:
+        absent = (member for member in membership.members if member.rank not in ranked)
+        found = [_absent(member.rank, member.actor) for member in absent]
+    return found or ranked
 
 
 def repeated(operands: Sequence[Operand]) -> list[Violation]:
@@ -108,6 +125,10 @@ def _second_ref(one: Operand, rank: int, actor: str = "") -> Violation:
     )
 
 
+def _absent(rank: int, actor: str) -> Violation:
+    return Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref", actor=actor)
+
+
 def _outsider(one: Operand, membership: Membership) -> Violation:
     stranger = strangers([one])
     if stranger:
@@ -118,20 +139,27 @@ def _outsider(one: Operand, membership: Membership) -> Violation:
 
 
 def strangers(operands: Sequence[Operand]) -> list[Violation]:
-    """Operands whose actors can't take part in any group: without the mixin, or unknown to this process."""
+    """Operands whose actors can't take part in any plan: without the mixin, or unknown to this process."""
     found = []
     for position, one in enumerate(operands):
         handle = ray_internals.actor_handle(one.actor_id)
         if handle is None:
-            kind, what = "not_member", f"actor {one.actor_id[:6]}, of which this process has no handle"
+            what = f"actor {one.actor_id[:6]}, of which this process has no handle"
+            found.append(
+                Violation(
+                    kind="not_member", rank=position, field="actor", found=what, expected="a participant", ref=_hex(one)
+                )
+            )
         elif not is_participant(handle):
-            kind, what = "not_participant", f"{ray_internals.describe_actor(handle)}, without the mixin"
-        else:
-            continue
-        found.append(
-            Violation(kind=kind, rank=position, field="actor", found=what, expected="a participant", ref=_hex(one))
-        )
+            found.append(_no_participant(one, position, ray_internals.describe_actor(handle)))
     return found
+
+
+def _no_participant(one: Operand, rank: int, actor: str) -> Violation:
+    found = f"{actor}, without the mixin"
+    return Violation(
+        kind="not_participant", rank=rank, field="actor", found=found, expected="a participant", ref=_hex(one)
+    )
 
 
 def _hex(one: Operand) -> str:
@@ -152,67 +180,169 @@ class Declaration:
 
     Attributes:
         name: The group's name.
-        backend: A backend's name, or ``"auto"``.
-        actors: The actor handles by rank.
+        backend: A backend's name in its one spelling, or ``"auto"``.
+        actors: The actor handles by rank; as they were given where a rank table says the ranks.
         ordering: Always ``"program"`` for now.
         timeout_s: How long to wait for all members, in seconds.
+        call_timeout_s: How long imperative calls of the members wait for each other, in seconds.
+        options: `pg_options`, as `GroupSpec.options` has them.
+        rank_table: The rank table, if there is one.
+        rank_table_from: Where it is from, for a message.
     """
 
     name: str
     backend: str
     actors: tuple[Any, ...]
-    ordering: str
-    timeout_s: float
+    ordering: str = "program"
+    timeout_s: float = 60.0
+    call_timeout_s: float = 30.0
+    options: tuple[tuple[str, Any], ...] = ()
+    rank_table: RankTable | None = None
+    rank_table_from: str = ""
 
     @classmethod
     def of(
         cls,
         actors: Any,
-        world_size: int | None,
+        world_size: Any,
         ranks: Any,
-        backend: str,
-        group_name: str,
+        backend: Any,
+        group_name: Any,
         *,
         ordering: str = "program",
         timeout_s: float = 60.0,
+        gloo_timeout: float = 30_000,
+        pg_options: Any = None,
+        rank_table: Any = None,
+        environ: Mapping[str, str] = os.environ,
     ) -> Declaration:
         """Checks the arguments of `declare_collective_group`.
 
         Raises:
             InvalidGroupError: With every reason.
         """
-        given = list(actors) if isinstance(actors, (list, tuple)) else None
-        problems = ["actors is not a list"] if given is None else _problems(given, world_size, ranks)
-        if not isinstance(group_name, str) or not group_name:
-            problems.append(f"group_name is {group_name!r}, not a non-empty string")
+        problems = [*_actor_problems(actors), *_rank_problems(actors, world_size, ranks, backend)]
+        for what, value in (("group_name", group_name), ("backend", backend)):
+            if not isinstance(value, str) or not value:
+                problems.append(f"{what} is {value!r}, not a non-empty string")
         if ordering != "program":
             problems.append(f"ordering is {ordering!r}; 'program' is what there is")
-        if not 0 < timeout_s < math.inf:
-            problems.append(f"timeout_s is {timeout_s}, not a positive, finite number of seconds")
-        if problems or given is None:
+        for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):
+            if not isinstance(number, (int, float)) or not 0 < number < math.inf:
+                problems.append(f"{what} is {number!r}, not a positive, finite number of {unit}")
+        given, strange = options.read(pg_options)
+        problems += strange
+        table, source = _rank_table(actors, ranks, rank_table, environ, problems)
+        if problems:
             raise InvalidGroupError(group_name=str(group_name), detail="; ".join(problems))
-        order = list(ranks) if ranks is not None else list(range(len(given)))
-        by_rank = tuple(given[order.index(rank)] for rank in range(len(given)))
-        return cls(name=group_name, backend=backend, actors=by_rank, ordering=ordering, timeout_s=timeout_s)
+        order = list(range(len(actors))) if ranks is None else list(ranks)
+        return cls(
+            name=group_name,
+            backend=backends.canonical(backend),
+            actors=tuple(actors[order.index(rank)] for rank in range(len(actors))),
+            ordering=ordering,
+            timeout_s=timeout_s,
+            call_timeout_s=gloo_timeout / 1000,
+            options=given,
+            rank_table=table,
+            rank_table_from=source,
+        )
+
+    def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
+        """Makes the members, by rank, of what the actors said of themselves.
+
+        Args:
+            infos: What each of `actors` said, in their order: the fields of `Member`, less the rank.
+
+        Raises:
+            InvalidGroupError: The actors are not where the rank table wants them.
+        """
+        ranks: Sequence[int] = range(len(infos))
+        if self.rank_table is not None:
+            places = [Place.of(one["node_id"], dict(one["accelerators"]), one["actor"]) for one in infos]
+            try:
+                ranks = assign(self.rank_table, places, group_name=self.name)
+            except InvalidGroupError as exc:
+                detail = f"{exc.detail}\nThe table is from {self.rank_table_from}"
+                raise InvalidGroupError(group_name=self.name, detail=detail) from exc
+        members = [Member(rank=rank, **info) for rank, info in zip(ranks, infos, strict=True)]
+        return tuple(sorted(members, key=lambda member: member.rank))
+
+    def spec(self, group_id: str, backend: str) -> GroupSpec:
+        """The group, once its backend is chosen."""
+        given = dict(self.options)
+        if self.rank_table is not None and backend in _WITH_CHIP_MAP:
+            given.setdefault("chip_map", self.rank_table.chip_map)
+        return GroupSpec(
+            name=self.name,
+            group_id=group_id,
+            backend=backend,
+            world_size=len(self.actors),
+            ordering=self.ordering,
+            ops=backends.ops_of(backend),
+            options=tuple(sorted(given.items())),
+            timeout_s=self.call_timeout_s,
+        )
 
 
-def _problems(actors: list[Any], world_size: int | None, ranks: Any) -> list[str]:
-    problems = []
-    if not actors:
-        problems.append("the list of actors is empty")
+def _actor_problems(actors: Any) -> list[str]:
+    if not isinstance(actors, (list, tuple)):
+        return ["actors is not a list"]
+    problems = [] if actors else ["the list of actors is empty"]
     strangers = [type(a).__name__ for a in actors if not isinstance(a, ray.actor.ActorHandle)]
     if strangers:
-        problems.append(f"not an actor handle: {', '.join(strangers)} (call Class.remote(...) first)")
-        return problems
+        return [f"not an actor handle: {', '.join(strangers)} (call Class.remote(...) first)"]
     ids = [actor._actor_id.hex() for actor in actors]
     doubled = sorted({ray_internals.describe_actor(a) for a, i in zip(actors, ids, strict=True) if ids.count(i) > 1})
     if doubled:
         problems.append(f"{', '.join(doubled)} more than once")
-    outside = [ray_internals.describe_actor(actor) for actor in actors if not is_participant(actor)]
-    if outside:
-        problems.append(f"{', '.join(outside)} without the mixin: let the class inherit CollectiveParticipant")
-    if world_size is not None and world_size != len(actors):
-        problems.append(f"world_size is {world_size}, but there are {len(actors)} actors")
-    if ranks is not None and sorted(ranks) != list(range(len(actors))):
-        problems.append(f"ranks are {list(ranks)}, not a permutation of 0 to {len(actors) - 1}")
     return problems
+
+
+def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> list[str]:
+    if not isinstance(actors, (list, tuple)):
+        return []
+    if isinstance(world_size, str):
+        name = f", group_name={ranks!r}" if isinstance(ranks, str) else ""
+        said = "the second argument of ray.experimental.collective.create_collective_group is the backend"
+        here = "here, as in ray.util.collective, it is the world size"
+        call = f"create_collective_group(actors, backend={world_size!r}{name})"
+        return [f"world_size is {world_size!r}: {said}; {here}. Call {call}"]
+    problems = []
+    if world_size is not None and (type(world_size) is bool or world_size != len(actors)):
+        problems.append(f"world_size is {world_size!r}, but there are {len(actors)} actors")
+    if ranks is not None and not _is_permutation(ranks, len(actors)):
+        problems.append(f"ranks are {ranks!r}, not a permutation of 0 to {len(actors) - 1}")
+    return problems
+
+
+def _is_permutation(ranks: Any, count: int) -> bool:
+    try:
+        return not isinstance(ranks, (str, bytes)) and sorted(ranks) == list(range(count))
+    except TypeError:
+        return False
+
+
+def _rank_table(
+    actors: Any, ranks: Any, rank_table: Any, environ: Mapping[str, str], problems: list[str]
+) -> tuple[RankTable | None, str]:
+    """The table that says the ranks, and where it is from; where none is given, the environment may name one."""
+    source = "the argument rank_table"
+    try:
+        if rank_table is not None:
+            table: RankTable | None = RankTable.coerce(rank_table)
+        elif ranks is None:
+            table = RankTable.from_environment(environ)
+            source = f"{ENVIRONMENT_VARIABLE}={environ.get(ENVIRONMENT_VARIABLE, '')} (pass ranks to go without it)"
+        else:
+            return None, ""
+    except InvalidGroupError as exc:
+        problems.append(exc.detail)
+        return None, ""
+    if table is None:
+        return None, ""
+    if ranks is not None:
+        problems.append("ranks and rank_table both say the ranks: give one of them")
+    if isinstance(actors, (list, tuple)) and actors and table.world_size != len(actors):
+        problems.append(f"the rank table is of {table}, but there are {len(actors)} actors; it is from {source}")
+    return table, source

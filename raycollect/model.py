@@ -201,6 +201,8 @@ class Member:
         pid: Its process id.
         incarnation: Which start of the actor this is; it changes when Ray restarts the actor.
         ordered: True where methods run one by one in submission order (P2).
+        participant: True where the actor's class has the mixin, so that plans may use its tensors.
+        accelerators: (kind, ids) of the accelerators that Ray gave it, as ``("GPU", ("0",))``.
     """
 
     rank: int
@@ -212,6 +214,11 @@ class Member:
     pid: int
     incarnation: str
     ordered: bool
+    participant: bool = True
+    accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +232,9 @@ class GroupSpec:
         world_size: The number of ranks.
         ordering: ``"program"``: collectives run in the order of the actor's queue (P2).
         ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
-        options: What the user passes through to the backend (`pg_options`): plain values only.
+        options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
+            strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
+        timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
     """
 
     name: str
@@ -235,10 +244,18 @@ class GroupSpec:
     ordering: str = "program"
     ops: tuple[str, ...] = tuple(kind.value for kind in OpKind)
     options: tuple[tuple[str, Any], ...] = ()
+    timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"a group has at least one rank, not {self.world_size}")
+        for name in ("ops", "options"):  # lists, where it has travelled
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+
+
+def _frozen(value: Any) -> Any:
+    """The value with its lists as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from raycollect import ray_internals
+from raycollect import plain, ray_internals
 from raycollect.backends import arrays
 from raycollect.handle import Handle
 from raycollect.model import task_key
@@ -53,8 +53,7 @@ class CollectiveParticipant:
 
     def _raycollect_describe(self) -> dict[str, Any]:
         """Who this is; called by the controller when a group is formed."""
-        methods = (inspect.getattr_static(type(self), name) for name in dir(type(self)))
-        return Runtime.current().describe(ordered=not any(hasattr(m, "__ray_concurrency_group__") for m in methods))
+        return {**plain.describe(self), "participant": True}
 
     def _raycollect_run(self, payload: bytes) -> Any:
         """Runs this rank's half of a plan; called by the controller."""

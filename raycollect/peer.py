@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from raycollect.channel import Link
@@ -29,9 +30,10 @@ class Peer:
         owner: Who leased it.
         info: What it said of itself (`Runtime.describe`).
         actor: Its actor handle; does not keep the actor alive where the group was derived.
+        run: What an actor without the mixin runs programs with; a function of the actor and the program.
     """
 
-    def __init__(self, owner: PeerOwner, info: dict[str, Any], actor: Any) -> None:
+    def __init__(self, owner: PeerOwner, info: dict[str, Any], actor: Any, run: Callable[[Any, bytes], None]) -> None:
         self.info = info
         self.actor = actor
         self.last_seq = 0
@@ -41,6 +43,7 @@ class Peer:
         self._answer: RaycollectError | None = None
         self._answered = threading.Event()
         self._submits: dict[int, Any] = {}
+        self._run = () if info["participant"] else (run,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
         """Submits a program as one actor task; returns the refs of its outputs."""
@@ -48,11 +51,10 @@ class Peer:
         if method is None:
             # Not retried: a second run would work on data that the first has changed. No task events: the story and
             # the flight know more of a plan than Ray's dashboard could, and they cost 3% of a small one.
-            method = self.actor._raycollect_run.options(
-                num_returns=outputs, max_task_retries=0, enable_task_events=False
-            )
+            method = self.actor.__ray_call__ if self._run else self.actor._raycollect_run
+            method = method.options(num_returns=outputs, max_task_retries=0, enable_task_events=False)
             self._submits[outputs] = method
-        refs = method.remote(payload)
+        refs = method.remote(*self._run, payload)
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
 
     def welcome(self, timeout_s: float) -> None:

@@ -119,8 +119,8 @@ def machine_id() -> str:
         parts += [str(Path("/proc/self/ns", name).readlink()) for name in ("ipc", "net", "mnt")]
     except OSError:
         parts.append(socket.gethostname())
-    # Nodes of a test cluster share a machine and yet stand for hosts of their own.
-    parts.append(ray.get_runtime_context().get_node_id())
+    if ray.is_initialized():  # nodes of a test cluster share a machine and yet stand for hosts of their own
+        parts.append(ray.get_runtime_context().get_node_id())
     return "/".join(parts)
 
 
@@ -128,6 +128,11 @@ def node_address() -> str:
     """The IP address of this Ray node."""
     address: str = ray.util.get_node_ip_address()
     return address
+
+
+def is_worker() -> bool:
+    """True inside an actor or a task."""
+    return bool(global_worker.connected) and global_worker.mode == ray.WORKER_MODE
 
 
 def session() -> Any:

@@ -10,11 +10,10 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +26,20 @@ from raycollect.channel.messages import (
     Abort,
     Arrivals,
     Bye,
+    Deny,
     Done,
+    Drop,
+    Gone,
     Join,
     Joined,
     Leave,
     Message,
+    Met,
+    Missed,
+    Publish,
     Refused,
     Stored,
+    Stuck,
     Waiting,
     Welcome,
 )
@@ -42,21 +48,25 @@ from raycollect.errors import (
     ConnectionLostError,
     ControllerConflictError,
     GroupBrokenError,
+    GroupExistsError,
     InternalError,
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
     to_wire,
 )
-from raycollect.executor import Execution, Instruments, Outcome
+from raycollect.executor import Execution, Outcome
 from raycollect.handle import Handle
+from raycollect.lane import Lane
 from raycollect.ledger import Ledger
-from raycollect.model import Communicator, GroupSpec, Key, NoFaults, task_key
-from raycollect.observe import Recorder
+from raycollect.model import Communicator, GroupSpec, Key, task_key
 from raycollect.planner import Program, Ticket, decode_order
-from raycollect.pos import Container, Store
+from raycollect.pos import Container
 from raycollect.rendezvous import ChannelRendezvous, StarExchange
+from raycollect.seat import Seat
+from raycollect.seats import Seats
 from raycollect.tokens import TokenPool
+from raycollect.watch import Watch
 
 log = logging.getLogger("raycollect")
 
@@ -77,6 +87,7 @@ class _Membership:
 
     spec: GroupSpec
     rank: int
+    seat: Seat
     rendezvous: ChannelRendezvous
     exchange: StarExchange
     ledger: Ledger
@@ -101,17 +112,19 @@ class Runtime:
 
     def __init__(self) -> None:
         self._tokens = TokenPool(self._forget)
-        self.store = Store(limit=None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
-        self.recorder = Recorder(time.monotonic)
-        self.instruments = Instruments(
-            store=self.store, recorder=self.recorder, clock=time.monotonic, faults=NoFaults()
-        )
+        self._seats = Seats.current()
+        self.instruments = self._seats.instruments
+        self.store = self.instruments.store
+        self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
+        self.recorder = self.instruments.recorder
         self.kernel_thread = ThreadPoolExecutor(1, thread_name_prefix="raycollect-kernel")
         self.actor_id = ray_internals.current_actor_id()
         self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self._groups: dict[str, _Membership] = {}
         self._ledger = Ledger()
+        self._begun = 0  # the latest plan that has begun here
+        self._watch = Watch()
         self._lease: tuple[str, str, Link] | None = None  # controller's id, its description, its link
         self._lock = threading.Lock()
         secret = secrets.token_bytes(32)
@@ -136,6 +149,8 @@ class Runtime:
             "pid": os.getpid(),
             "incarnation": context.get_worker_id(),
             "ordered": ordered and ray_internals.is_ordered(),
+            "participant": False,
+            "accelerators": tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
         }
 
     def keep(self, key: Key, container: Container, *, streamed: bool = False) -> Handle:
@@ -146,7 +161,7 @@ class Runtime:
             actor=self.actor,
             address=self._server.address,
             structure=container.structure,
-            infos=tuple(arrays.info(tensor) for tensor in container.tensors),
+            infos=tuple(map(arrays.describe, container.tensors)),
             token=self._tokens.take(key),
         )
         self.store.put(key, container)
@@ -178,6 +193,7 @@ class Runtime:
             raise GroupBrokenError(group_name=program.group_id, detail="its controller is gone")
         ledger = membership.ledger
         reason = ledger.start(ticket.seq, ticket.predecessor)
+        self._begun = max(self._begun, ticket.seq)
         handles = []
         try:
             outcome = self._run(ticket, program, membership, reason)
@@ -214,7 +230,20 @@ class Runtime:
             aborted=lambda: ledger.reason(ticket.seq),
             waiting=None if membership.ordered else tell_waiting,
         )
-        return execution.run()
+        with self._stuck(program.group_id, "", program.op, program.ranks, seq=ticket.seq, call=lambda: 0):
+            return execution.run()
+
+    def _stuck(
+        self, group_id: str, lane: str, op: str, ranks: Sequence[int], *, seq: int, call: Callable[[], int]
+    ) -> AbstractContextManager[None]:
+        """Around a wait, of which the controller hears if it lasts: it may be for one who waits for this one."""
+
+        def tell(lane: str, op: str, seq: int, number: int) -> None:
+            self._tell(
+                Stuck(group_id=group_id, lane=lane, call=number, seq=seq, op=op, ranks=list(ranks), begun=self._begun)
+            )
+
+        return self._watch.waiting(lambda: tell(lane, op, seq, call()), lambda: tell("", "", 0, 0))
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
         """Tells how a plan ended here; where ranks see each other, the last one tells for all that went well."""
@@ -224,12 +253,20 @@ class Runtime:
         elif not outcome.ended or len(outcome.ended) == len(program.ranks):
             self._tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
-    def _tell(self, message: Message) -> None:
+    def _send(self, message: Message) -> None:
+        """Sends to the controller.
+
+        Raises:
+            ConnectionLostError: There is none.
+        """
         lease = self._lease
         if lease is None:
-            return
+            raise ConnectionLostError(detail="the controller is gone")
+        lease[2].send(message)
+
+    def _tell(self, message: Message) -> None:
         with suppress(ConnectionLostError):  # `closed` deals with a controller that is gone
-            lease[2].send(message)
+            self._send(message)
 
     # ------------------------------------------------------------------------------------------ channel
 
@@ -267,15 +304,38 @@ class Runtime:
         membership = _Membership(
             spec=spec,
             rank=message.rank,
+            seat=self._make_seat(spec, message),
             rendezvous=ChannelRendezvous(spec.group_id, self._tell),
             exchange=StarExchange(spec.group_id, message.rank, self._tell),
             ledger=self._ledger,
             ordered=message.members[message.rank]["ordered"],
         )
+        try:
+            self._seats.adopt(membership.seat)
+        except GroupExistsError as exc:
+            self._tell(Joined(request=message.request, error=to_wire(exc)))
+            return
         self._groups[spec.group_id] = membership
         threading.Thread(
             target=self._make_communicator, args=(membership, message.request), name="raycollect-join", daemon=True
         ).start()
+
+    def _make_seat(self, spec: GroupSpec, message: Join) -> Seat:
+        """This participant's place in the group, for the calls that its methods make."""
+
+        def watch(lane: Lane, op: str) -> AbstractContextManager[None]:
+            return self._stuck(spec.group_id, lane.name, op, lane.ranks, seq=0, call=lambda: lane.call)
+
+        return Seat(
+            spec,
+            message.rank,
+            self._send,
+            members=[member["actor"] for member in message.members],
+            host=ray_internals.node_address(),
+            timeout_s=spec.timeout_s,
+            declared=True,
+            watch=watch,
+        )
 
     def _make_communicator(self, membership: _Membership, request: int) -> None:
         spec = membership.spec
@@ -304,6 +364,8 @@ class Runtime:
         if membership is None:
             return
         membership.rendezvous.close(reason)
+        self._seats.remove(membership.seat)
+        membership.seat.close(reason)
         if membership.communicator is not None:
             membership.communicator.close()
 
@@ -326,6 +388,11 @@ class Runtime:
         membership = self._groups.get(message.group_id)
         if membership is not None:
             membership.exchange.arrived(message.seq, message.round, message.blobs)
+
+    def _for_seat(self, message: Any) -> None:
+        membership = self._groups.get(message.group_id)
+        if membership is not None:
+            membership.seat.received(message)
 
     def _stored(self, message: Stored) -> None:
         membership = self._groups.get(message.group_id)
@@ -353,6 +420,7 @@ _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
     Arrivals: Runtime._arrivals,
     Stored: Runtime._stored,
     Bye: Runtime._bye,
+    **dict.fromkeys((Deny, Drop, Gone, Met, Missed, Publish), Runtime._for_seat),
 }
 
 
@@ -364,4 +432,4 @@ def mark_written(tensor: Any) -> None:
     """
     container = Container.of(tensor, arrays.is_tensor)
     if container is not None:
-        Runtime.current().store.mark_written([arrays.byte_range(array) for array in container.tensors])
+        Seats.current().instruments.store.mark_written([arrays.byte_range(arrays.memory(t)) for t in container.tensors])

@@ -30,7 +30,8 @@ class Work:
     Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the collective goes on.
 
     Attributes:
-        refs: The result: a list of refs in rank order, or the one ref of a send. Usable at once: what uses them waits.
+        refs: The result: a list of refs in rank order, or the one ref of a send, reduce or gather; None for a barrier.
+            Usable at once: what uses them waits.
     """
 
     def __init__(self, controller: Controller, flight: Flight, refs: Any) -> None:

@@ -1,9 +1,10 @@
-"""Kernels that end before `launch` returns, and what backends share around a kernel."""
+"""Kernels that end before `launch` returns, and what backends share around a kernel: whose arrays go where."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,20 @@ from raycollect.model import Kernel, OpKind, ReduceOp
 
 from .arrays import Flat
 
-__all__ = ["DONE", "Done", "chunks", "movement", "reduce_op", "reduction", "translated"]
+__all__ = [
+    "DONE",
+    "Done",
+    "chunks",
+    "clipped",
+    "keep_own",
+    "movement",
+    "pieces",
+    "reduce_op",
+    "reduction",
+    "scattered_reduction",
+    "transfers",
+    "translated",
+]
 
 
 class Done:
@@ -34,16 +48,94 @@ def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:
         yield lo, min(lo + step, size)
 
 
+def clipped(flat: Flat, lo: int, hi: int) -> tuple[int, int]:
+    """Cuts a range of the largest piece down to what this one has of it; perhaps nothing."""
+    hi = min(hi, flat.size)
+    return min(lo, hi), hi
+
+
 def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
-    """Gives source and target of a reduction.
+    """Gives source and target of a reduction to an array of the same size.
 
     Raises:
         InternalError: They differ in size or dtype; the planner should have seen it.
     """
     src, dst = Flat(kernel.src), Flat(kernel.dst)
-    if src.size != dst.size or src.dtype != dst.dtype:
-        raise InternalError(detail=f"allreduce of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
+    _check_fit(kernel, src, dst)
     return src, dst
+
+
+def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[tuple[Flat, ...], Flat]:
+    """Gives the pieces, in rank order, and the target of a REDUCESCATTER, which may be the storage of one's own piece.
+
+    Raises:
+        InternalError: They don't fit.
+    """
+    src, dst = pieces(kernel, kernel.src, ranks), Flat(kernel.dst)
+    _check_fit(kernel, src[ranks.index(rank)], dst)
+    return src, dst
+
+
+def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int, Flat], dict[int, Flat]]:
+    """Gives what a rank gives to each rank, and what it takes from each, in a kernel that moves pieces.
+
+    That is an ALLGATHER, GATHER, SCATTER or ALLTOALL. Ranks that it gives nothing, or takes nothing from, are not
+    there. What it gives itself is; see `keep_own`.
+
+    Args:
+        kernel: The kernel.
+        ranks: Those of the launch.
+        rank: One's own.
+
+    Raises:
+        InternalError: The number of pieces is not that of the ranks, what a rank gives itself does not fit, or a piece
+            is larger than `Kernel.most`.
+    """
+    is_root, root = rank == kernel.peer, (kernel.peer,)
+
+    def one(array: Any, peers: Sequence[int]) -> dict[int, Flat]:
+        return dict.fromkeys(peers, Flat(array))
+
+    def each(side: Any) -> dict[int, Flat]:
+        return dict(zip(ranks, pieces(kernel, side, ranks), strict=True))
+
+    if kernel.kind is OpKind.ALLGATHER:
+        give, take = one(kernel.src, ranks), each(kernel.dst)
+    elif kernel.kind is OpKind.GATHER:
+        give, take = one(kernel.src, root), each(kernel.dst) if is_root else {}
+    elif kernel.kind is OpKind.SCATTER:
+        give, take = each(kernel.src) if is_root else {}, one(kernel.dst, root)
+    else:
+        give, take = each(kernel.src), each(kernel.dst)
+    if rank in give and rank in take:
+        _check_fit(kernel, give[rank], take[rank])
+    for flats in (give, take):
+        if any(flat.size > kernel.most for peer, flat in flats.items() if peer != rank):
+            raise InternalError(detail=f"{kernel.kind.value} of a piece with more than {kernel.most} elements")
+    return give, take
+
+
+def pieces(kernel: Kernel, side: Any, ranks: Sequence[int]) -> tuple[Flat, ...]:
+    """Gives the arrays of a kernel's side that has one per rank.
+
+    Raises:
+        InternalError: It has another number of them, or several dtypes.
+    """
+    if type(side) is not tuple or len(side) != len(ranks):
+        raise InternalError(detail=f"{kernel.kind.value} among {len(ranks)} ranks without a piece for each")
+    flats = tuple(map(Flat, side))
+    if any(flat.dtype != flats[0].dtype for flat in flats):
+        raise InternalError(detail=f"{kernel.kind.value} of pieces of several dtypes")
+    return flats
+
+
+def keep_own(give: dict[int, Flat], take: dict[int, Flat], rank: int, step: int) -> None:
+    """Copies what a rank gives itself, unless that is where it is to be; at most `step` elements at a time."""
+    src, dst = give.get(rank), take.get(rank)
+    if src is None or dst is None or src.address == dst.address:
+        return
+    for lo, hi in chunks(src.size, step):
+        dst.write(lo, hi, src.read(lo, hi))
 
 
 def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None, Flat]:
@@ -62,8 +154,8 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
         dst = Flat(write)
         return None, dst, dst
     src, other = Flat(read), Flat(write) if write is not read else None
-    if other is not None and (src.size != other.size or src.dtype != other.dtype):
-        raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {other.size} x {other.dtype}")
+    if other is not None:
+        _check_fit(kernel, src, other)
     return src, other, src
 
 
@@ -76,6 +168,11 @@ def reduce_op(kernel: Kernel) -> ReduceOp:
     if kernel.op is None:
         raise InternalError(detail=f"{kernel.kind.value} without a reduce op")
     return kernel.op
+
+
+def _check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
+    if src.size != dst.size or src.dtype != dst.dtype:
+        raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
 
 
 class translated:  # noqa: N801 - used like a function

@@ -1,7 +1,7 @@
 """Backend `local`: ranks are threads of one process. It defines what every verb means; the others must agree with it.
 
 Each verb is one meeting, where every rank gives a value and gets everybody's in rank order, then plain numpy on the
-result. Nothing is chunked or overlapped. Memory: one copy of each operand.
+result. Nothing is chunked or overlapped. Memory: one copy of what each rank gives.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from raycollect.errors import (
 )
 from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
 
-from .arrays import Array, fold
-from .completion import DONE, movement, reduce_op, reduction, translated
+from .arrays import Array, Flat, fold
+from .completion import DONE, movement, reduce_op, translated
 
 __all__ = ["LocalCommunicator", "LocalWorld", "create"]
 
@@ -141,7 +141,13 @@ class LocalCommunicator:
         self._closed = False
         self._kernels: dict[OpKind, Callable[[Launch, Kernel], None]] = {
             OpKind.ALLREDUCE: self._allreduce,
+            OpKind.REDUCE: self._reduce,
             OpKind.BROADCAST: self._copy,
+            OpKind.ALLGATHER: self._allgather,
+            OpKind.GATHER: self._gather,
+            OpKind.SCATTER: self._scatter,
+            OpKind.REDUCESCATTER: self._reducescatter,
+            OpKind.ALLTOALL: self._alltoall,
             OpKind.SEND: self._copy,
             OpKind.RECV: self._copy,
             OpKind.BARRIER: self._barrier,
@@ -203,22 +209,76 @@ class LocalCommunicator:
             return "the communicator was closed"
         return f"launch {self._seq} was aborted" if self._seq in self._aborted else ""
 
+    def _give(self, launch: Launch, src: Any) -> list[Any]:
+        """Gives a copy of an array, of each of its pieces, or nothing; and gets what every rank gave, in rank order."""
+        return self._meet(launch, tuple(map(_copied, src)) if type(src) is tuple else _copied(src))
+
     def _barrier(self, launch: Launch, kernel: Kernel) -> None:
         """A barrier: nobody goes on before all have come."""
-        self._meet(launch, None)
+        self._give(launch, None)
 
     def _allreduce(self, launch: Launch, kernel: Kernel) -> None:
         """An allreduce: every rank's `dst` becomes the left fold, in rank order, of all ranks' `src`."""
-        (src, dst), op = reduction(kernel), reduce_op(kernel)
-        parts: list[Array] = self._meet(launch, np.array(src.read(0, src.size)))
-        out = np.empty(dst.size, dst.dtype)
-        fold(op, parts, out)
-        dst.write(0, dst.size, out)
+        _write(kernel.dst, _folded(kernel, self._give(launch, kernel.src)))
+
+    def _reduce(self, launch: Launch, kernel: Kernel) -> None:
+        """A reduce: the root's `dst` becomes the left fold of all ranks' `src`."""
+        parts = self._give(launch, kernel.src)
+        if self.rank == kernel.peer:
+            _write(kernel.dst, _folded(kernel, parts))
 
     def _copy(self, launch: Launch, kernel: Kernel) -> None:
         """A broadcast (or send and receive): every `dst` becomes the root's `src`."""
         root = self.rank if kernel.kind is OpKind.SEND else kernel.peer
         src, dst, _ = movement(kernel, is_root=self.rank == root)
-        values = self._meet(launch, None if src is None else np.array(src.read(0, src.size)))
+        given = self._meet(launch, None if src is None else np.array(src.read(0, src.size)))
         if dst is not None:
-            dst.write(0, dst.size, values[launch.ranks.index(root)])
+            dst.write(0, dst.size, given[launch.ranks.index(root)])
+
+    def _allgather(self, launch: Launch, kernel: Kernel) -> None:
+        """An allgather: every rank's ``dst[r]`` becomes the `src` of rank r."""
+        _write_each(kernel.dst, self._give(launch, kernel.src))
+
+    def _gather(self, launch: Launch, kernel: Kernel) -> None:
+        """A gather: the root's ``dst[r]`` becomes the `src` of rank r."""
+        given = self._give(launch, kernel.src)
+        if self.rank == kernel.peer:
+            _write_each(kernel.dst, given)
+
+    def _scatter(self, launch: Launch, kernel: Kernel) -> None:
+        """A scatter: every `dst` becomes the root's piece for that rank."""
+        given = self._give(launch, kernel.src if self.rank == kernel.peer else None)
+        _write(kernel.dst, given[launch.ranks.index(kernel.peer)][launch.ranks.index(self.rank)])
+
+    def _reducescatter(self, launch: Launch, kernel: Kernel) -> None:
+        """A reduce-scatter: every `dst` becomes the left fold of all ranks' pieces for that rank."""
+        mine = launch.ranks.index(self.rank)
+        _write(kernel.dst, _folded(kernel, [given[mine] for given in self._give(launch, kernel.src)]))
+
+    def _alltoall(self, launch: Launch, kernel: Kernel) -> None:
+        """An all-to-all: ``dst[r]`` becomes the piece of rank r for this rank."""
+        mine = launch.ranks.index(self.rank)
+        _write_each(kernel.dst, [given[mine] for given in self._give(launch, kernel.src)])
+
+
+def _copied(array: Array | None) -> Array | None:
+    """A flat copy that outlives what its owner does next."""
+    return None if array is None else np.array(Flat(array).read(0, array.size))
+
+
+def _folded(kernel: Kernel, parts: Sequence[Array]) -> Array:
+    out = np.empty_like(parts[0])
+    fold(reduce_op(kernel), parts, out)
+    return out
+
+
+def _write(dst: Array, values: Array) -> None:
+    flat = Flat(dst)
+    if flat.size != values.size or flat.dtype != values.dtype:
+        raise InternalError(detail=f"{values.size} x {values.dtype} for an array of {flat.size} x {flat.dtype}")
+    flat.write(0, flat.size, values)
+
+
+def _write_each(dst: Sequence[Array], given: Sequence[Array]) -> None:
+    for array, values in zip(dst, given, strict=True):
+        _write(array, values)

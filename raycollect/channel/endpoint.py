@@ -82,6 +82,11 @@ class Link:
 
     # ------------------------------------------------------------------------------------------ any thread
 
+    @property
+    def queued_nbytes(self) -> int:
+        """How many bytes wait for the socket to take them; 0 once the link has ended."""
+        return self._queued_nbytes if self._phase is not _Phase.CLOSED else 0
+
     def send(self, message: Message) -> None:
         """Sends a message, or queues what the socket doesn't take at once; never blocks.
 

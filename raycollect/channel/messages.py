@@ -6,8 +6,12 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 ==========  ===============================================================
 control     controller -> participant: Join Leave Abort Arrivals Stored Bye
 control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done
+control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
+control     member -> hub -> other members: Drop Publish
 data        client -> server: Fetch Free; server -> client: Fetched Freed Failed
 ==========  ===============================================================
+
+The hub of a group is its controller, or rank 0 where the members made the group themselves (`raycollect.gate`).
 
 `seq` is always a plan's number in its controller's one order; `error` what `raycollect.errors.to_wire` made.
 """
@@ -29,21 +33,31 @@ __all__ = [
     "Arrivals",
     "Arrive",
     "Bye",
+    "Deny",
+    "Depart",
     "Done",
+    "Drop",
     "Failed",
     "Fetch",
     "Fetched",
     "Free",
     "Freed",
+    "Gone",
     "Join",
     "Joined",
     "Leave",
+    "Meet",
     "Message",
+    "Met",
+    "Missed",
+    "Publish",
     "Refused",
     "Store",
     "Stored",
+    "Stuck",
     "Waiting",
     "Welcome",
+    "Withdraw",
     "decode",
     "encode",
 ]
@@ -299,6 +313,126 @@ class Done(Message):
     ranks: list[int]
     error: dict[str, Any] | None = None
     story: list[str]
+
+
+# ---------------------------------------------------------------------------------------------- members and their hub
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meet(Message):
+    """A member waits at `place` of a lane, with what it brings; answered by `Met` or `Missed` with the same `call`."""
+
+    group_id: str
+    lane: str
+    place: str
+    call: int
+    blob: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdraw(Message):
+    """A member gives up waiting; `timed_out`: and so ends the meeting for all who wait at its place."""
+
+    group_id: str
+    lane: str
+    call: int
+    timed_out: bool
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Met(Message):
+    """All members of the lane are there; what they brought, in rank order."""
+
+    group_id: str
+    lane: str
+    call: int
+    blobs: list[bytes]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missed(Message):
+    """The meeting is off; the ranks in `missing` had not come to it."""
+
+    group_id: str
+    lane: str
+    call: int
+    missing: list[int]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop(Message):
+    """A member has given up the communicator of one generation of a lane, when launch `seq` of it failed by `error`."""
+
+    group_id: str
+    lane: str
+    generation: str
+    seq: int
+    rank: int
+    error: dict[str, Any]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish(Message):
+    """A value of the rendezvous of one generation of a lane."""
+
+    group_id: str
+    lane: str
+    generation: str
+    name: str
+    value: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Depart(Message):
+    """A member has destroyed the group on its side."""
+
+    group_id: str
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gone(Message):
+    """A member will not take part any more: its process has ended, or it has departed."""
+
+    group_id: str
+    rank: int
+    died: bool
+    detail: str
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stuck(Message):
+    """A member has waited for long: in a call on a lane, in plan `seq` (no lane), or no more (neither).
+
+    `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in.
+    """
+
+    group_id: str
+    lane: str
+    call: int
+    seq: int
+    op: str
+    ranks: list[int]
+    begun: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deny(Message):
+    """A call on a lane can't come about: those it waits for wait for the caller."""
+
+    group_id: str
+    lane: str
+    call: int
+    error: dict[str, Any]
 
 
 # ---------------------------------------------------------------------------------------------- data

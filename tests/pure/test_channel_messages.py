@@ -19,6 +19,7 @@ _INTS = st.integers(-(2**63), 2**64 - 1)
 _TEXT = st.text(max_size=20)
 _PLAIN = st.dictionaries(_TEXT, st.none() | st.booleans() | _INTS | _TEXT | st.binary() | st.lists(_INTS), max_size=4)
 _BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
     int: _INTS,
     str: _TEXT,
     bytes: st.binary(max_size=50),

@@ -56,7 +56,7 @@ def test_a_request_is_planned_without_ray() -> None:
 from raycollect import ReduceOp, planner
 from raycollect.model import GroupSpec, OpKind, task_key
 group = GroupSpec(name="g", group_id="1", backend="local", world_size=2)
-keys = tuple((rank, task_key(bytes([rank] * 24), 1)) for rank in range(2))
+keys = tuple((rank, task_key(bytes([rank] * 24), 1), None) for rank in range(2))
 request = planner.Request(kind=OpKind.ALLREDUCE, group=group, operands=keys, op=ReduceOp.SUM)
 program = planner.plan(request).program(1)
 assert planner.decode_program(planner.encode_program(program)) == program
@@ -98,14 +98,17 @@ def test_every_name_resolves_and_is_what_it_is_called(name: str) -> None:
     value = getattr(raycollect, name)
     if inspect.isclass(value) or inspect.isfunction(value):
         assert value.__module__.startswith("raycollect.")
-        aliases = {"create_collective_group": "declare_collective_group"}
+        aliases = {
+            "create_collective_group": "declare_collective_group",
+            "destroy_group": "destroy_collective_group",
+        }
         assert value.__name__ in (name, aliases.get(name))
     else:
-        assert name in ("errors", "__version__")
+        assert name in ("errors", "types", "__version__")
     assert vars(raycollect)[name] is value, "kept after the first use"
 
 
 def test_the_type_checker_sees_the_names_that_exist() -> None:
     source = inspect.getsource(raycollect).split("if TYPE_CHECKING:", 1)[1].split("__version__", 1)[0]
     typed = {line.rpartition(" as ")[2] for line in source.splitlines() if " as " in line}
-    assert typed == set(raycollect.__all__) - {"errors", "__version__"}
+    assert typed == set(raycollect.__all__) - {"errors", "types", "__version__"}

@@ -23,7 +23,11 @@ FOLDS = {
     ReduceOp.MIN: np.minimum,
     ReduceOp.MAX: np.maximum,
     ReduceOp.AVG: operator.add,
+    ReduceOp.BAND: operator.and_,
+    ReduceOp.BOR: operator.or_,
+    ReduceOp.BXOR: operator.xor,
 }
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
 DTYPES = ["bool", *INTEGERS, "float16", "float32", "float64", "complex64"]
 
@@ -52,7 +56,8 @@ def group(request, actors):
 
 @pytest.mark.parametrize("op", ReduceOp)
 def test_allreduce_in_place(group, op):
-    cases = [((7,), "float32"), ((2, 3), "float64"), ((), "float16"), ((0,), "float32"), ((1 << 18,), "float32")]
+    kinds = ("int32", "uint8", "bool") if op in BITWISE else ("float32", "float64", "float16")
+    cases = [((7,), kinds[0]), ((2, 3), kinds[1]), ((), kinds[2]), ((0,), kinds[0]), ((1 << 18,), kinds[0])]
     for seed, (shape, dtype) in enumerate(cases):
         arrays = inputs(3, shape, dtype, seed)
         refs = hold(group.actors, arrays)

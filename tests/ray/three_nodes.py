@@ -32,10 +32,92 @@ def across_nodes():
     np.testing.assert_array_equal(np.asarray(ray.get(made)), np.full(10, 4))
     ray.get(c.set_buffer.remote(made))  # fetched from another node
     col.barrier()
+    col.destroy_collective_group()
+    every_verb(col.declare_collective_group([a, c, b]).actors)
+    ray.get([actor.call.remote(every_call) for actor in (a, c, b)])
+    col.barrier()
     near = col.declare_collective_group([a, b], group_name="near")
     assert near.backend == "shm", near.backend
     with pytest.raises(col.errors.BackendUnavailableError, match="one machine"):
         col.declare_collective_group([a, c], group_name="far", backend="shm")
+
+
+SIZES = (4, 0, 300_001)
+
+
+def part(giver, taker):
+    """What a rank gives another."""
+    return np.arange(SIZES[taker], dtype=np.float32) + giver
+
+
+def every_verb(actors):
+    """The core of the conformance suite: ranks 0 and 2 on one node, rank 1 on another; sizes differ."""
+    world = len(actors)
+
+    def keep(function):
+        made = [function(rank) for rank in range(world)]
+        return [a.make.remote(lambda self, value: value, value) for a, value in zip(actors, made, strict=True)]
+
+    def check(refs, expected):
+        for found, wanted in zip(col.get(refs), expected, strict=True):
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+    same = keep(lambda rank: part(rank, 2))
+    uneven = keep(lambda rank: part(rank, rank))
+    lists = keep(lambda rank: [part(rank, taker) for taker in range(world)])
+    everything = [part(rank, rank) for rank in range(world)]
+    total = part(0, 2) + part(1, 2) + part(2, 2)
+    check(col.allreduce_refs(same, inplace=False), [total] * world)
+    for root in range(world):
+        check([col.reduce_refs(same, root, inplace=False)], [total])
+        check([col.gather_refs(None, uneven, root)], [everything])
+        check(col.scatter_refs(None, lists[root], root), [part(root, taker) for taker in range(world)])
+    check(col.allgather_refs(None, uneven), [everything] * world)
+    check(col.reducescatter_refs(None, lists), [part(0, t) + part(1, t) + part(2, t) for t in range(world)])
+    check(col.alltoall_refs(None, lists), [[part(giver, taker) for giver in range(world)] for taker in range(world)])
+
+
+def every_call(self):
+    """The same by imperative calls inside each member, of the driver's group and of one of their own."""
+    rank, world = col.get_rank(), col.get_collective_group_size()
+    col.init_collective_group(world, rank, "gloo", "own")
+    for name in ("default", "own"):
+        total = part(0, 2) + part(1, 2) + part(2, 2)
+        tensor = part(rank, 2)
+        col.allreduce(tensor, name)
+        np.testing.assert_array_equal(tensor, total)
+        for root in range(world):
+            tensor = part(rank, 2)
+            col.reduce(tensor, root, name)
+            np.testing.assert_array_equal(tensor, total if rank == root else part(rank, 2))
+            col.broadcast(tensor, root, name)
+            np.testing.assert_array_equal(tensor, total)
+            blank = [np.zeros_like(part(r, r)) for r in range(world)]
+            col.gather(blank if rank == root else None, part(rank, rank), root, name)
+            np.testing.assert_array_equal(blank[2], part(2, 2) if rank == root else np.zeros_like(blank[2]))
+            mine = np.zeros_like(part(0, rank))
+            col.scatter(mine, [part(root, r) for r in range(world)] if rank == root else None, root, name)
+            np.testing.assert_array_equal(mine, part(root, rank))
+        blank = [np.zeros_like(part(r, r)) for r in range(world)]
+        col.allgather(blank, part(rank, rank), name)
+        for r in range(world):
+            np.testing.assert_array_equal(blank[r], part(r, r))
+        mine, given = np.zeros_like(part(0, rank)), [part(rank, r) for r in range(world)]
+        col.reducescatter(mine, given, name)
+        np.testing.assert_array_equal(mine, part(0, rank) + part(1, rank) + part(2, rank))
+        blank = [np.zeros_like(part(r, rank)) for r in range(world)]
+        col.alltoall(blank, given, name)
+        for r in range(world):
+            np.testing.assert_array_equal(blank[r], part(r, rank))
+        if rank == 0:
+            col.send(given[2], 1, name)
+        elif rank == 1:
+            got = np.zeros_like(part(0, 2))
+            col.recv(got, 0, name)
+            np.testing.assert_array_equal(got, part(0, 2))
+        col.barrier(name)
+    col.destroy_collective_group("own")
 
 
 def main():

@@ -1,0 +1,215 @@
+"""A declared group, as the process that declared it holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycollect import group as groups
+from raycollect import imperative
+from raycollect.controller import Controller
+from raycollect.errors import InvalidGroupError
+from raycollect.group import Declaration, Membership
+from raycollect.rank_table import Place, RankTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """One rank, at the moment of asking.
+
+    Attributes:
+        rank: Its rank.
+        actor: What a person calls it.
+        node_id: The Ray node that it runs on.
+        pid: Its process.
+        ordered: True: collectives run in program order with its methods. False (async and threaded actors): after
+            their operands' methods and after earlier collectives, and may overlap other methods.
+        plans: The collectives of this controller that it has not ended.
+    """
+
+    rank: int
+    actor: str
+    node_id: str
+    pid: int
+    ordered: bool
+    plans: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatus:
+    """A group, at the moment of asking.
+
+    Attributes:
+        state: ``"alive"``, ``"broken"`` or ``"destroyed"``.
+        detail: Why it is broken.
+        members: By rank.
+    """
+
+    state: str
+    detail: str
+    members: tuple[MemberStatus, ...]
+
+
+class Group:
+    """A declared group, in the process that declared it. Holds its actors' handles."""
+
+    def __init__(self, controller: Controller, membership: Membership, actors: Sequence[Any]) -> None:
+        self._controller = controller
+        self._membership = membership
+        by_id = {actor._actor_id.hex(): actor for actor in actors}
+        self._actors = tuple(by_id[member.actor_id] for member in membership.members)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._membership.spec.name
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return self._membership.spec.world_size
+
+    @property
+    def backend(self) -> str:
+        """The backend that it uses, never ``"auto"``."""
+        return self._membership.spec.backend
+
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """The actor handles by rank."""
+        return self._actors
+
+    def rank_table(self) -> RankTable:
+        """Which rank runs on which device of which node; ``group.rank_table().write(path)`` writes the file.
+
+        A device is the accelerator that Ray gave the actor; where the actors of a node do not have one each, devices
+        are counted from 0 on.
+        """
+        members = self._membership.members
+        return RankTable.of_places([Place.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
+
+    def status(self) -> GroupStatus:
+        """Where it stands."""
+        membership, controller = self._membership, self._controller
+        flights = [flight for flight in controller.flights() if flight.membership is membership and not flight.landed]
+        members = tuple(
+            MemberStatus(
+                rank=m.rank,
+                actor=m.actor,
+                node_id=m.node_id,
+                pid=m.pid,
+                ordered=m.ordered,
+                plans=tuple(flight.seq for flight in flights if flight.is_pending(m.rank)),
+            )
+            for m in membership.members
+        )
+        detail = controller.why_broken(membership)
+        state = groups.BROKEN if detail else groups.ALIVE
+        if not controller.exists(membership):
+            state, detail = groups.DESTROYED, ""
+        return GroupStatus(state=state, detail=detail, members=members)
+
+    def destroy(self) -> None:
+        """Ends the group; the actors live on. Collectives of it under way are aborted."""
+        self._controller.destroy(self.name)
+
+    def __repr__(self) -> str:
+        members = ", ".join(member.actor for member in self._membership.members)
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {self.status().state}>"
+
+
+def declare_collective_group(
+    actors: Sequence[Any],
+    world_size: int | None = None,
+    ranks: Sequence[int] | None = None,
+    backend: str = "auto",
+    group_name: str = "default",
+    gloo_timeout: float = 30_000,
+    *,
+    options: Mapping[str, Any] | None = None,
+    rank_table: Any = None,
+    pg_options: Any = None,
+    ordering: str = "program",
+    timeout_s: float = 60.0,
+) -> Group:
+    """Declares actors to be a group; returns when every member has joined.
+
+    Actors whose classes inherit `CollectiveParticipant` can do all that there is. Any other actor can be a member, too:
+    it makes imperative calls and takes part in barriers, but has no tensors that refs could stand for.
+
+    Args:
+        actors: The actor handles.
+        world_size: The number of actors, if given.
+        ranks: The rank of each actor, a permutation of 0 to n-1; by default their order.
+        backend: ``"auto"`` takes shared memory where all members share a host and gloo otherwise; others by name.
+        group_name: What to call it; the verbs use ``"default"`` unless told otherwise.
+        gloo_timeout: How long imperative calls of the members wait for each other where they do not say, in
+            milliseconds; on every backend, for all its name.
+        options: The same arguments as a dict, ``rank`` for ``ranks`` too.
+        rank_table: The ranks by node and device instead: the path of a file, its content as a dict, or a `RankTable`.
+            Where neither this nor `ranks` is given, the file that ``RANK_TABLE_FILE`` names is used.
+        pg_options: Options for the backend: a dict of plain values, or an object with such attributes. To
+            ``"torch:sccl"`` a rank table's ``chip_map`` is added.
+        ordering: ``"program"``: collectives take their place in each actor's queue.
+        timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named.
+
+    Returns:
+        The group.
+
+    Raises:
+        InvalidGroupError: The arguments can't form a group; with every reason.
+        GroupExistsError: A group of that name is declared.
+        UnknownBackendError, BackendNotInstalledError, BackendUnavailableError: The backend can't be used.
+        ActorGoneError, ParticipantDiedError, CollectiveTimeoutError: A member did not join.
+        ControllerConflictError: Another process drives one of the actors.
+        SelfDrivenError: The calling actor is among them.
+        RayClientError: This process is connected by ray://.
+    """
+    asked: dict[str, Any] = {
+        "world_size": world_size,
+        "ranks": ranks,
+        "backend": backend,
+        "group_name": group_name,
+        "gloo_timeout": gloo_timeout,
+        "rank_table": rank_table,
+        "pg_options": pg_options,
+        "ordering": ordering,
+        "timeout_s": timeout_s,
+    }
+    controller = Controller.current()
+    declaration = Declaration.of(actors, **_with_options(asked, options))
+    membership = controller.declare(declaration)
+    return Group(controller, membership, declaration.actors)
+
+
+create_collective_group = declare_collective_group
+
+
+def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(options or {})
+    if "rank" in given:
+        given["ranks"] = given.pop("rank")
+    strange = sorted(set(given) - set(asked))
+    if strange:
+        detail = f"unknown options {strange}; there are {sorted([*asked, 'rank'])}"
+        raise InvalidGroupError(group_name=str(asked["group_name"]), detail=detail)
+    return {**asked, **given}
+
+
+def destroy_collective_group(group_name: str = "default") -> None:
+    """Ends a declared group; the actors live on. Collectives of it under way are aborted.
+
+    Inside a member of a group that its members made it leaves that group.
+
+    Raises:
+        UnknownGroupError: There is none of that name.
+        InvalidGroupError: This process is a member, and the driver declared the group.
+    """
+    if imperative.is_group_initialized(group_name):
+        imperative.destroy_collective_group(group_name)
+    else:
+        Controller.current().destroy(group_name)
+
+
+destroy_group = destroy_collective_group

@@ -1,0 +1,262 @@
+"""The verbs of members: each calls its half of a collective itself, as with `ray.util.collective`.
+
+Inside an actor or task, with or without the mixin; or in any process, with ``rendezvous=``. A group comes from
+`init_collective_group`, which every member calls, or was declared by the driver. All members of a collective must call
+it; before anything is moved they agree at the door on op, reduce op, root, dtypes and shapes, so that a mismatch
+raises on all of them, leaves all tensors as they are, and the group works on. A call that failed is withdrawn: what a
+late rank calls is matched with what the others call next.
+
+A tensor is a numpy array, a torch tensor, anything with DLPack or the array interface; or a list, tuple or dict of
+them, which counts as one. Where a list with one tensor per rank is asked for, one contiguous tensor that the number of
+ranks divides does as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.member_call import MemberCall
+from raycollect.member_work import MemberWork
+from raycollect.members import (
+    destroy_collective_group,
+    destroy_group,
+    get_collective_group_size,
+    get_group_handle,
+    get_rank,
+    gloo_available,
+    init_collective_group,
+    is_backend_available,
+    is_group_initialized,
+    nccl_available,
+)
+from raycollect.model import OpKind, ReduceOp
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "destroy_collective_group",
+    "destroy_group",
+    "gather",
+    "get_collective_group_size",
+    "get_group_handle",
+    "get_rank",
+    "gloo_available",
+    "init_collective_group",
+    "is_backend_available",
+    "is_group_initialized",
+    "nccl_available",
+    "recv",
+    "reduce",
+    "reducescatter",
+    "scatter",
+    "send",
+]
+
+
+def allreduce(
+    tensor: Any,
+    group_name: str = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Reduces a tensor elementwise over all ranks; afterwards all hold the result, in place.
+
+    Args:
+        tensor: This rank's; of one shape and dtype on all.
+        group_name: The group.
+        op: SUM, PRODUCT, MIN, MAX, AVG (of floats), BAND, BOR, BXOR (of integers and bool).
+        async_op: True: returns a `MemberWork` at once, and the call runs on a communication thread.
+        timeout_s: How long to wait for the others, in seconds; by default what the group was made with.
+
+    Raises:
+        RefusedError: The ranks disagree, or one of them can't; raised on all. No tensor was touched.
+        CollectiveTimeoutError: A rank did not come.
+        ParticipantDiedError, GroupBrokenError: A rank died, now or before.
+        UnknownGroupError: This process is no member.
+    """
+    call = MemberCall(OpKind.ALLREDUCE, group_name, op=op)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def reduce(
+    tensor: Any,
+    dst_rank: int = 0,
+    group_name: str = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Reduces a tensor elementwise over all ranks into that of one rank; the others' stay as they are.
+
+    See `allreduce`.
+    """
+    call = MemberCall(OpKind.REDUCE, group_name, op=op, root=dst_rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def broadcast(
+    tensor: Any,
+    src_rank: int = 0,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
+    call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def allgather(
+    tensor_list: Any,
+    tensor: Any,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Gives every rank the tensors of all ranks, whose sizes may differ.
+
+    Args:
+        tensor_list: Where they go, by rank; of the shapes that the ranks give.
+        tensor: What this rank gives.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.ALLGATHER, group_name)
+    return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
+
+
+def reducescatter(
+    tensor: Any,
+    tensor_list: Any,
+    group_name: str = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
+
+    Args:
+        tensor: Where this rank's item of the result goes.
+        tensor_list: One tensor for each rank; they stay as they are.
+        group_name: See `allreduce`, also for what follows.
+        op: See there.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.REDUCESCATTER, group_name, op=op)
+    return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def gather(
+    tensor_list: Any,
+    tensor: Any,
+    dst_rank: int = 0,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Gives one rank the tensors of all ranks, whose sizes may differ.
+
+    Args:
+        tensor_list: On `dst_rank`, where they go, by rank; not looked at elsewhere.
+        tensor: What this rank gives.
+        dst_rank: Who gets them.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.GATHER, group_name, root=dst_rank)
+    values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
+    return call.run(values, async_op=async_op, timeout_s=timeout_s)
+
+
+def scatter(
+    tensor: Any,
+    tensor_list: Any = None,
+    src_rank: int = 0,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Gives each rank its item of one rank's list, whose sizes may differ.
+
+    Args:
+        tensor: Where this rank's item goes.
+        tensor_list: On `src_rank`, one tensor for each rank; not looked at elsewhere.
+        src_rank: Who gives.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.SCATTER, group_name, root=src_rank)
+    values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
+    return call.run(values, async_op=async_op, timeout_s=timeout_s)
+
+
+def alltoall(
+    tensor_list_out: Any,
+    tensor_list_in: Any,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
+
+    Args:
+        tensor_list_out: Where what each rank gives to this one goes, by rank.
+        tensor_list_in: What this rank gives to each.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.ALLTOALL, group_name)
+    values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]
+    return call.run(values, async_op=async_op, timeout_s=timeout_s)
+
+
+def send(
+    tensor: Any,
+    dst_rank: int,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Sends a tensor to one rank, which receives it. See `allreduce`."""
+    seat = get_group_handle(group_name)
+    call = MemberCall(OpKind.SEND, group_name, root=seat.rank, peer=dst_rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def recv(
+    tensor: Any,
+    src_rank: int,
+    group_name: str = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | None:
+    """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
+    seat = get_group_handle(group_name)
+    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=seat.rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def barrier(
+    group_name: str = "default", *, async_op: bool = False, timeout_s: float | None = None
+) -> MemberWork | None:
+    """Waits until all ranks have called it. See `allreduce`."""
+    return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

@@ -1,0 +1,173 @@
+"""One call of a member's verb, from its arguments to its run on a lane."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.door import Arrival, Spec, encode_arrival, judge
+from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
+from raycollect.executor import Execution, Outcome
+from raycollect.gate import ALL, lane_of
+from raycollect.lane import Attempt
+from raycollect.member_work import MemberWork
+from raycollect.members import get_group_handle
+from raycollect.model import KEY_NBYTES, TENSOR, Communicator, GroupSpec, Key, Launch, OpKind, ReduceOp
+from raycollect.planner import Program, Request, plan
+from raycollect.pos import Container
+from raycollect.seats import Seats
+
+__all__ = ["MemberCall"]
+
+_GIVEN = Key(b"\xff" * KEY_NBYTES)
+"""Stands in requests for what each rank brings with its call."""
+
+
+class MemberCall:
+    """One call of a verb: its group found, its arguments checked, its program made."""
+
+    def __init__(self, kind: OpKind, group_name: str, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
+        self._kind = kind
+        self._seat = get_group_handle(group_name)
+        self._root = root
+        self._peer = peer
+        self._op: ReduceOp | None = None
+        self._violations: list[Violation] = []
+        if op is not None:
+            try:
+                self._op = ReduceOp.coerce(op)
+            except ValueError as exc:
+                self._violate("unsupported", "op", repr(op), str(exc))
+        for name, value in (("root", root), ("peer", peer)):
+            if type(value) is not int:
+                self._violate("unsupported", name, repr(value), "a rank")
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return bool(self._root == self._seat.rank)
+
+    def run(self, values: Sequence[tuple[str, Any]], *, async_op: bool, timeout_s: float | None) -> MemberWork | None:
+        """Runs it with what this rank gives, and then what it takes into, each with its name."""
+        seat, kind = self._seat, self._kind
+        limit_s = seat.timeout_s if timeout_s is None else timeout_s
+        containers = tuple(self._container(name, value) for name, value in values)
+        program = None
+        if not self._violations:
+            try:
+                program = _program(seat.planned, kind, seat.rank, self._op, self._root, self._peer, limit_s)
+            except RefusedError as exc:
+                self._violations += [replace(v, rank=seat.rank if v.rank < 0 else v.rank) for v in exc.violations]
+        if self._violations and (kind is OpKind.SEND or not 0 < limit_s < math.inf):
+            raise refusal(kind.value, seat.name, tuple(self._violations))
+        attempt = self._objection(limit_s) if program is None else self._execution(program, containers)
+        lane = lane_of(self._root, self._peer) if kind is OpKind.SEND else ALL
+        op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
+        if async_op:
+            return MemberWork(seat, op, seat.start(lane, op, attempt, limit_s))
+        seat.run(lane, op, attempt, limit_s)
+        return None
+
+    def _container(self, name: str, value: Any) -> Container:
+        found = Container.of(value, arrays.is_tensor)
+        if found is not None:
+            return found
+        what = "missing" if value is None else f"a {type(value).__name__}"
+        if isinstance(value, (list, tuple, dict)):
+            what += " that is empty, or holds other things than tensors"
+        self._violate("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")
+        return _NOTHING
+
+    def _execution(self, program: Program, operands: Sequence[Container]) -> Attempt:
+        instruments = Seats.current().instruments
+
+        def attempt(communicator: Communicator, seq: int) -> Outcome:
+            execution = Execution(
+                program, communicator, instruments, seq=seq, aborted=lambda: None, operands=tuple(operands)
+            )
+            return execution.run()
+
+        return attempt
+
+    def _objection(self, limit_s: float) -> Attempt:
+        """Goes to the door only to say there what is wrong here, so that nobody waits for this rank."""
+        spec = Spec(
+            op=self._kind.value,
+            caller="call",
+            reduce_op=self._op.name if self._op else "",
+            root=self._root if type(self._root) is int else -1,
+        )
+        blob = encode_arrival(Arrival(spec=spec, violations=tuple(self._violations)))
+
+        def attempt(communicator: Communicator, seq: int) -> Outcome:
+            launch = Launch(seq=seq, ranks=tuple(range(self._seat.world_size)), timeout_s=limit_s)
+            try:
+                blobs = communicator.agree(launch, blob)
+                verdict = judge(launch.ranks, tuple(map(bytes, blobs)))
+                return Outcome(error=refusal(spec.op, self._seat.name, verdict.violations))
+            except RaycollectError as exc:
+                return Outcome(error=exc)
+            finally:
+                communicator.end(launch, False)
+
+        return attempt
+
+    def _violate(self, kind: str, name: str, found: str, expected: str) -> None:
+        violation = Violation(kind=kind, rank=self._seat.rank, field=name, found=found, expected=expected)
+        self._violations.append(violation)
+
+
+_NOTHING = Container(TENSOR, (None,), None)
+"""Stands for an operand that is none; no program gets it."""
+
+
+@lru_cache(maxsize=1024)
+def _program(
+    spec: GroupSpec, kind: OpKind, rank: int, op: ReduceOp | None, root: int, peer: int, timeout_s: float
+) -> Program:
+    """This rank's half of a collective; remembered, for loops.
+
+    Raises:
+        RefusedError: The arguments make no sense.
+    """
+    request = Request(
+        kind=kind,
+        group=spec,
+        operands=_operands(kind, spec.world_size, root, peer),
+        op=op,
+        root=root,
+        peer=peer,
+        timeout_s=timeout_s,
+    )
+    return plan(request).program(rank)
+
+
+_SIDES: dict[OpKind, tuple[str, str]] = {
+    OpKind.ALLREDUCE: ("all", ""),
+    OpKind.REDUCE: ("all", ""),
+    OpKind.BROADCAST: ("root", "others"),
+    OpKind.ALLGATHER: ("all", "all"),
+    OpKind.REDUCESCATTER: ("all", "all"),
+    OpKind.GATHER: ("all", "root"),
+    OpKind.SCATTER: ("root", "all"),
+    OpKind.ALLTOALL: ("all", "all"),
+    OpKind.SEND: ("root", "others"),
+    OpKind.BARRIER: ("", ""),
+}
+"""Who brings what it gives, and who brings what it takes into."""
+
+
+def _operands(kind: OpKind, world_size: int, root: int, peer: int) -> tuple[tuple[int, Key | None, Key | None], ...]:
+    ranks = sorted((root, peer)) if kind is OpKind.SEND else range(world_size)
+    gives, takes = _SIDES[kind]
+
+    def brings(rank: int, who: str) -> Key | None:
+        return (
+            _GIVEN if who == "all" or (who == "root" and rank == root) or (who == "others" and rank != root) else None
+        )
+
+    return tuple((rank, brings(rank, gives), brings(rank, takes)) for rank in ranks)

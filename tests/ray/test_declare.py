@@ -1,0 +1,253 @@
+"""Declaring groups: actors without the mixin, Ray's ways of calling, rank tables, options for the backend."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import backends, errors
+from raycollect.controller import Controller
+from raycollect.group import Declaration
+from raycollect.model import GroupSpec
+from tests.ray.test_refusals import refused
+from tests.ray.workers import Plain, Worker
+
+
+@ray.remote
+class AsyncPlain:
+    """An async actor without the mixin."""
+
+    async def get_buffer(self):
+        return np.ones(10, np.float32)
+
+
+def spec_of(group_name="default"):
+    return Controller.current().named(group_name).spec
+
+
+# ---------------------------------------------------------------------------------------------- plain actors
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_actors_without_the_mixin_are_members(actors, backend):
+    """Barriers include them, refs of theirs are refused at once, and the others' group works on."""
+    (worker,), (plain,), (loose,), (threaded,) = (
+        actors(Worker, 1),
+        actors(Plain, 1),
+        actors(AsyncPlain, 1),
+        actors(Plain, 1, max_concurrency=2),
+    )
+    group = col.declare_collective_group([worker, plain, loose, threaded], backend=backend)
+    assert [member.ordered for member in group.status().members] == [True, True, False, False]
+    assert group.status().members[1].actor.startswith("Plain(")
+    for _ in range(3):
+        assert col.barrier() is None
+    refs = [actor.get_buffer.remote() for actor in group.actors]
+    with refused(errors.NotAParticipantError, "Plain(", "AsyncPlain(", "inherit", actors=[worker]) as caught:
+        col.allreduce_refs(refs)
+    assert [violation.rank for violation in caught.value.violations] == [1, 2, 3]
+    with refused(errors.NotAParticipantError, "Plain("):
+        col.send_ref(refs[0], plain)
+    col.barrier()
+    col.destroy_collective_group()
+    col.declare_collective_group([plain, loose])
+    col.barrier()
+
+
+def test_a_barrier_comes_after_what_a_plain_actor_was_asked_before(actors):
+    plain = actors(Plain, 2)
+    col.declare_collective_group(plain)
+
+    def note(self):
+        self.noted = True
+
+    done = plain[0].call.remote(note)
+    col.barrier()
+    assert ray.wait([done], timeout=0)[0] == [done]
+
+
+def test_a_plain_actor_that_dies_breaks_the_group(actors):
+    plain = actors(Plain, 2)
+    col.declare_collective_group(plain)
+    ray.kill(plain[1])
+    with pytest.raises((errors.ParticipantDiedError, errors.GroupBrokenError, errors.DispatchError), match=r"Plain\("):
+        col.barrier()
+
+
+# ---------------------------------------------------------------------------------------------- Ray's ways
+
+
+def test_rays_own_call_runs_unchanged(actors):
+    workers = actors(Plain, 2)
+    group = col.create_collective_group(workers, 2, [1, 0], "gloo", "8", 5000)
+    assert group.actors == (workers[1], workers[0])
+    assert spec_of("8").timeout_s == 5.0
+    col.barrier("8")
+    col.create_collective_group(workers, 2, [0, 1], backend=col.types.Backend.GLOO, group_name="9")
+    assert spec_of("9") == GroupSpec(
+        name="9", group_id=spec_of("9").group_id, backend="gloo", world_size=2, timeout_s=30.0
+    )
+    col.declare_collective_group(workers, options={"rank": [1, 0], "group_name": "10", "gloo_timeout": 1000})
+    assert spec_of("10").timeout_s == 1.0
+    assert spec_of("10").backend == "shm"
+
+
+def test_defect_5_a_wrong_world_size_is_refused(actors):
+    workers = actors(Plain, 2)
+    for world_size in (3, 0, -1, True, 2.5, [2]):
+        with refused(errors.InvalidGroupError, "world_size is", "there are 2 actors"):
+            col.create_collective_group(workers, world_size, [0, 1])
+    for ranks in ([0, 2], [0, -1], [0], [0, 1, 2], [0, None], "01", 7):
+        with refused(errors.InvalidGroupError, "permutation of 0 to 1"):
+            col.create_collective_group(workers, 2, ranks)
+    with refused(errors.InvalidGroupError, "world_size", "permutation", "gloo_timeout", "group_name", "backend is 3"):
+        col.create_collective_group(workers, 4, [1, 1], 3, "", gloo_timeout=0)
+
+
+def test_the_call_of_rays_experimental_module_is_explained(actors):
+    workers = actors(Plain, 2)
+    with refused(
+        errors.InvalidGroupError,
+        "ray.experimental.collective",
+        "create_collective_group(actors, backend='gloo', group_name='g')",
+    ):
+        col.create_collective_group(workers, "gloo", "g")
+    assert col.create_collective_group(workers, backend="gloo", group_name="g").backend == "gloo"
+
+
+# ---------------------------------------------------------------------------------------------- options
+
+
+def test_options_reach_every_member(actors):
+    """A backend that this test registers in each process tells what its factory was given."""
+
+    def register(self):
+        from raycollect import backends
+        from raycollect.backends import shm
+
+        def create(spec, rank, rendezvous, exchange, *, host=""):
+            register.seen = spec
+            return shm.create(spec, rank, rendezvous, exchange, host=host)
+
+        backends.register(
+            backends.Capabilities(name="told", factory=create, interruptible=True, bitwise=True, cross_host=False)
+        )
+        self.seen = lambda: register.seen
+
+    workers = actors(Worker, 2)
+    ray.get([worker.call.remote(register) for worker in workers])
+    register(types.SimpleNamespace())
+    try:
+        given = {"b": [1, [2.5, None]], "a": {"z": True, "y": "text"}}
+        col.declare_collective_group(workers, backend="told", pg_options=given)
+        wanted = (("a", (("y", "text"), ("z", True))), ("b", (1, (2.5, None))))
+        assert spec_of().options == wanted
+        for worker in workers:
+            seen = ray.get(worker.call.remote(lambda self: self.seen()))
+            assert seen == spec_of()
+            assert hash(seen) == hash(spec_of())
+        col.destroy_collective_group()
+        vendor = types.SimpleNamespace(chip_map=[1, 0], is_high_priority=False, _hidden=object(), method=print)
+        col.declare_collective_group(workers, backend="told", pg_options=vendor)
+        assert spec_of().options == (("chip_map", (1, 0)), ("is_high_priority", False))
+    finally:
+        del backends.BACKENDS["told"]
+    with refused(errors.InvalidGroupError, "pg_options.a.b[1]", "object", "pg_options.c", "dict"):
+        col.declare_collective_group(workers, group_name="g", pg_options={"a": {"b": [1, object()]}, "c": {1: 2}})
+    with refused(errors.InvalidGroupError, "pg_options is a object"):
+        col.declare_collective_group(workers, group_name="g", pg_options=object())
+
+
+# ---------------------------------------------------------------------------------------------- rank tables
+
+
+def table(*nodes):
+    """The JSON form: (device_id, rank) pairs of each node."""
+    devices = [[{"device_id": str(device), "rank": str(rank)} for device, rank in node] for node in nodes]
+    return {"version": "1.0", "node_list": [{"device_list": one} for one in devices]}
+
+
+def test_a_rank_table_says_the_ranks(actors, tmp_path, monkeypatch):
+    a, b, c = actors(Worker, 3)
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(table([(4, 2), (5, 0), (6, 1)])))
+    for name, given in (("path", path), ("dict", json.loads(path.read_text())), ("value", col.RankTable.read(path))):
+        assert col.declare_collective_group([a, b, c], group_name=name, rank_table=given).actors == (b, c, a)
+    monkeypatch.setenv("RANK_TABLE_FILE", str(path))
+    group = col.declare_collective_group([a, b, c])
+    assert group.actors == (b, c, a)
+    assert col.declare_collective_group([a, b, c], ranks=[0, 1, 2], group_name="g").actors == (a, b, c)
+    refs = [actor.get_buffer.remote() for actor in (a, b, c)]
+    assert col.broadcast_refs(refs, src_rank=2) == [refs[1], refs[2], refs[0]]
+    assert group.rank_table() == col.RankTable.from_dict(table([(0, 0), (1, 1), (2, 2)]))
+    with refused(errors.InvalidGroupError, "3 ranks on 1 node", "there are 2 actors", "RANK_TABLE_FILE", "pass ranks"):
+        col.declare_collective_group([a, b], group_name="h")
+    with refused(errors.InvalidGroupError, "give one of them"):
+        col.declare_collective_group([a, b, c], ranks=[0, 1, 2], rank_table=path, group_name="h")
+    with refused(errors.InvalidGroupError, "node_list[1] has 1 device", "argument rank_table"):
+        col.declare_collective_group([a, b, c], rank_table=table([(0, 0), (1, 1)], [(0, 2)]), group_name="h")
+    monkeypatch.setenv("RANK_TABLE_FILE", str(tmp_path / "none.json"))
+    with refused(errors.InvalidGroupError, "none.json", "RANK_TABLE_FILE"):
+        col.declare_collective_group([a, b, c], group_name="h")
+
+
+def test_sccl_gets_the_devices_of_a_rank_table_as_chip_map():
+    given = {"name": "g", "actors": (None, None), "rank_table": col.RankTable.from_dict(table([(7, 1), (3, 0)]))}
+    declaration = Declaration(backend="torch:sccl", **given)
+    assert declaration.spec("1", "torch:sccl").options == (("chip_map", (3, 7)),)
+    assert declaration.spec("1", "torch:sccl").ops == backends.ops_of("torch:sccl")
+    own = Declaration(backend="torch:sccl", options=(("chip_map", (0, 1)),), **given)
+    assert own.spec("1", "torch:sccl").options == (("chip_map", (0, 1)),)
+    assert declaration.spec("1", "gloo").options == ()
+
+
+# ---------------------------------------------------------------------------------------------- inside the members
+
+
+def test_barrier_and_destroy_are_the_members_own_inside_them(actors):
+    """One name for the driver's verb and the member's: what this process is in the group decides."""
+    workers = actors(Plain, 2)
+
+    def meet(self, rank):
+        col.init_collective_group(2, rank, group_name="theirs")
+        col.barrier("theirs")
+        tensor = np.full(3, rank + 1.0)
+        col.allreduce(tensor, "theirs")
+        col.destroy_collective_group("theirs")
+        return tensor, col.get_rank("theirs"), col.is_group_initialized("theirs")
+
+    for tensor, rank, initialized in ray.get([w.call.remote(meet, rank) for rank, w in enumerate(workers)]):
+        np.testing.assert_array_equal(tensor, np.full(3, 3.0))
+        assert (rank, initialized) == (-1, False)
+
+    def leave(self):
+        try:
+            col.destroy_collective_group()
+        except errors.InvalidGroupError as exc:
+            return str(exc)
+
+    col.declare_collective_group(workers)
+    assert "the driver declared it" in ray.get(workers[0].call.remote(leave))
+    col.barrier()
+
+
+@pytest.mark.parametrize("cls", [Plain, AsyncPlain, Worker])
+def test_members_of_a_declared_group_make_imperative_calls(actors, cls):
+    workers = actors(cls, 2)
+    col.declare_collective_group(workers, ranks=[1, 0], backend="gloo")
+
+    def add(self):
+        tensor = np.full(3, col.get_rank() + 1.0)
+        col.allreduce(tensor)
+        col.barrier()
+        return tensor, col.get_rank(), col.get_collective_group_size()
+
+    for rank, made in enumerate(ray.get([w.__ray_call__.remote(add) for w in workers[::-1]])):
+        np.testing.assert_array_equal(made[0], np.full(3, 3.0))
+        assert made[1:] == (rank, 2)
+    col.barrier()

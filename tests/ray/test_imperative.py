@@ -1,0 +1,285 @@
+"""The members' verbs inside actors and tasks: with the mixin and without, in groups of either kind."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.errors import (
+    GroupBrokenError,
+    GroupExistsError,
+    InvalidGroupError,
+    MismatchError,
+    ParticipantDiedError,
+    UnknownGroupError,
+    UnsupportedError,
+)
+from tests.ray.workers import Plain, Worker
+
+
+@ray.remote
+class Bare:
+    """Code as it is written for `ray.util.collective`: no mixin, the group is made inside."""
+
+    def __init__(self, world_size, rank, backend="auto", group_name="default"):
+        col.init_collective_group(world_size, rank, backend, group_name)
+        self.rank = rank
+
+    def call(self, function, *args):
+        return function(self.rank, *args)
+
+
+def allreduce(rank, group_name="default", n=4, timeout_s=None):
+    x = np.full(n, rank + 1.0)
+    col.allreduce(x, group_name, timeout_s=timeout_s)
+    return x
+
+
+def told(refs):
+    """What each gave, or raised inside the actor."""
+    found = []
+    for ref in refs:
+        try:
+            found.append(ray.get(ref, timeout=60))
+        except ray.exceptions.RayTaskError as exc:
+            found.append(exc.cause)
+    return found
+
+
+def bare(actors, count, *args):
+    """That many actors of one group."""
+    return [actors(Bare, 1, count, rank, *args)[0] for rank in range(count)]
+
+
+def on_all(workers, function, *args):
+    return told([one.call.remote(function, *args) for one in workers])
+
+
+# ---------------------------------------------------------------------------------------------- groups of their own
+
+
+@pytest.mark.parametrize("backend", ["auto", "shm", "gloo", "GLOO"])
+def test_actors_without_the_mixin_make_a_group(actors, backend):
+    workers = bare(actors, 2, backend)
+    assert all((x == 3).all() for x in on_all(workers, allreduce))
+    ranks = on_all(workers, lambda rank: (col.get_rank(), col.get_collective_group_size(), col.is_group_initialized()))
+    assert ranks == [(0, 2, True), (1, 2, True)]
+    assert on_all(workers, lambda rank: col.get_rank("another")) == [-1, -1]
+
+
+def test_actors_with_the_mixin_make_a_group_and_destroy_it(actors):
+    workers = actors(Worker, 2)
+
+    def life(self, rank):
+        col.init_collective_group(2, rank, group_name="own")
+        found = allreduce(rank, "own")
+        col.destroy_collective_group("own")
+        return found[0], col.get_rank("own")
+
+    assert told([one.call.remote(life, rank) for rank, one in enumerate(workers)]) == [(3.0, -1)] * 2
+
+
+def test_tasks_make_a_group(cluster):
+    @ray.remote(num_cpus=0)
+    def member(rank):
+        col.init_collective_group(2, rank, "auto", "of-tasks")
+        try:
+            return allreduce(rank, "of-tasks")[0]
+        finally:
+            col.destroy_group("of-tasks")
+
+    assert ray.get([member.remote(rank) for rank in range(2)], timeout=60) == [3.0, 3.0]
+    assert ray.get([member.remote(rank) for rank in range(2)], timeout=60) == [3.0, 3.0]
+
+
+def test_the_environment_names_a_group(actors):
+    def variables(rank):
+        names = {"group_name": "env", "rank": rank, "world_size": 2, "backend": "auto"}
+        return {"env_vars": {f"collective_{name}": str(value) for name, value in names.items()}}
+
+    workers = [actors(Plain, 1, runtime_env=variables(rank))[0] for rank in range(2)]
+    found = told([one.call.remote(lambda self, r: allreduce(r, "env"), rank) for rank, one in enumerate(workers)])
+    assert all((x == 3).all() for x in found)
+
+
+def test_a_second_group_of_that_name_is_refused(actors):
+    workers = bare(actors, 2)
+    assert on_all(workers, allreduce)
+    again = on_all(workers, lambda rank: col.init_collective_group(2, rank))
+    assert [type(one) for one in again] == [GroupExistsError] * 2
+
+
+def test_the_driver_is_no_member(cluster):
+    with pytest.raises(InvalidGroupError, match="neither a Ray actor nor a task"):
+        col.init_collective_group(2, 0)
+    with pytest.raises(UnknownGroupError):
+        col.allreduce(np.ones(2), "nobody")
+    assert col.get_rank("nobody") == -1
+
+
+def test_an_actor_that_dies_is_named_and_its_group_says_how_to_go_on(actors):
+    workers = bare(actors, 2, "auto", "mortal")
+    on_all(workers, allreduce, "mortal")
+    waiting = workers[0].call.remote(allreduce, "mortal")
+    ray.kill(workers[1])
+    [error] = told([waiting])
+    assert isinstance(error, (ParticipantDiedError, GroupBrokenError)), error
+    assert "rank 1" in str(error)
+    [error] = told([workers[0].call.remote(allreduce, "mortal")])
+    assert isinstance(error, GroupBrokenError)
+    assert "destroy_collective_group" in str(error)
+
+
+def test_defect_6_nothing_of_a_group_stays_in_the_cluster(actors):
+    from ray.experimental import internal_kv
+    from ray.util import list_named_actors
+
+    def records():
+        return internal_kv._internal_kv_list(b"group/", namespace=b"raycollect")
+
+    [leader] = actors(Bare, 1, 2, 0, "auto", "fleeting")
+    while not records():
+        time.sleep(0.01)  # polls for what another process does
+    [follower] = actors(Bare, 1, 2, 1, "auto", "fleeting")
+    assert all((x == 3).all() for x in on_all([leader, follower], allreduce, "fleeting"))
+    assert records() == []
+    assert list_named_actors(all_namespaces=True) == []
+
+
+def test_defect_6_names_do_not_collide_across_jobs(actors):
+    def key_of(rank):
+        from raycollect.ray_bulletin import RayBulletin
+
+        return RayBulletin()._key("g")
+
+    [worker] = actors(Plain, 1)
+    key = ray.get(worker.call.remote(lambda self: key_of(0)))
+    assert ray.get_runtime_context().get_job_id().encode() in key
+
+
+def test_several_gpus_per_process_need_a_gpu(actors):
+    workers = bare(actors, 1)
+    for call in (
+        lambda rank: col.allreduce_multigpu([np.ones(2)]),
+        lambda rank: col.send_multigpu(np.ones(2), 0, 0),
+        lambda rank: col.synchronize(0),
+    ):
+        [error] = on_all(workers, call)
+        assert isinstance(error, UnsupportedError)
+        assert "GPU" in str(error)
+
+
+# ---------------------------------------------------------------------------------------------- declared groups
+
+
+@pytest.mark.parametrize("cls", [Worker, Plain], ids=["mixin", "plain"])
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_members_of_a_declared_group_call_it_themselves(actors, cls, backend):
+    workers = actors(cls, 2)
+    group = col.declare_collective_group(workers, backend=backend, group_name="declared")
+
+    def body(self):
+        rank = col.get_rank("declared")
+        x = allreduce(rank, "declared")
+        y = np.full(3, rank)
+        col.send(y, 1, "declared") if rank == 0 else col.recv(y, 0, "declared")
+        return x[0], y[0], rank
+
+    assert on_all(workers, body) == [(3.0, 0, 0), (3.0, 0, 1)]
+    refused = on_all(workers, lambda self: col.destroy_collective_group("declared"))
+    assert [type(one) for one in refused] == [InvalidGroupError] * 2
+    group.destroy()
+    gone = on_all(workers, lambda self: allreduce(0, "declared"))
+    assert [type(one) for one in gone] == [UnknownGroupError] * 2
+
+
+def test_plans_and_calls_of_one_group_take_turns(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, group_name="both")
+    refs = [one.get_buffer.remote() for one in workers]
+    for _ in range(3):
+        col.allreduce_refs(refs, "both", async_op=True)
+        called = [one.call.remote(lambda self: allreduce(col.get_rank("both"), "both")) for one in workers]
+        col.allreduce_refs(refs, "both")
+        assert all((x == 3).all() for x in told(called))
+    assert all((x == 64).all() for x in col.get(refs))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_call_out_of_step_with_a_plan_is_a_named_mismatch(actors, backend):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, backend=backend, group_name="both")
+    refs = [one.get_buffer.remote() for one in workers]
+    out_of_step = workers[0].call.remote(lambda self: allreduce(0, "both"))
+    began_s = time.monotonic()
+    col.allreduce_refs(refs, "both")
+    assert time.monotonic() - began_s < 20  # not the minute that ranks wait for each other
+    [error] = told([out_of_step])
+    assert isinstance(error, MismatchError)
+    assert [violation.rank for violation in error.violations] == [0, 1]
+    assert "plan" in str(error)
+    assert all((x == 2).all() for x in col.get(refs))
+    again = on_all(workers, lambda self: allreduce(col.get_rank("both"), "both"))
+    assert all((x == 3).all() for x in again)
+
+
+def test_a_member_of_a_declared_group_that_dies_is_named(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, group_name="mortal")
+    on_all(workers, lambda self: allreduce(col.get_rank("mortal"), "mortal"))
+    waiting = workers[0].call.remote(lambda self: allreduce(0, "mortal"))
+    ray.kill(workers[1])
+    [error] = told([waiting])
+    assert isinstance(error, (ParticipantDiedError, GroupBrokenError)), error
+    assert "rank 1" in str(error)
+
+
+def test_a_group_of_the_members_keeps_its_name_from_the_driver(actors):
+    workers = bare(actors, 2, "auto", "taken")
+    on_all(workers, allreduce, "taken")
+    with pytest.raises(GroupExistsError):
+        col.declare_collective_group(workers, group_name="taken")
+    assert all((x == 3).all() for x in on_all(workers, allreduce, "taken"))
+
+
+def test_a_tensor_that_a_call_left_dirty_is_known_to_plans(actors):
+    """Both work on one store: what one leaves half-written, the other does not use."""
+    [worker] = actors(Worker, 1)
+
+    def shared(self):
+        from raycollect.runtime import Runtime
+        from raycollect.seats import Seats
+
+        return Runtime.current().store is Seats.current().instruments.store
+
+    assert ray.get(worker.call.remote(shared))
+
+
+def test_threads_of_an_actor_use_groups_of_their_own(actors):
+    workers = actors(Worker, 2, max_concurrency=4)
+
+    def body(self, rank):
+        for name in "ab":
+            col.init_collective_group(2, rank, "shm", name)
+        found = {}
+
+        def use(name):
+            for _ in range(50):
+                found[name] = allreduce(rank, name)[0]
+
+        threads = [threading.Thread(target=use, args=(name,)) for name in ("ab" if rank else "ba")]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        for name in "ab":
+            col.destroy_group(name)
+        return found
+
+    results = told([one.call.remote(body, rank) for rank, one in enumerate(workers)])
+    assert results == [{"a": 3.0, "b": 3.0}] * 2

@@ -1,0 +1,200 @@
+"""Tensors of any library, kept and worked on where they lie."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.test_refusals import refused
+from tests.ray.workers import Worker
+
+torch = pytest.importorskip("torch")
+
+
+class Borrowed:
+    """Has DLPack or the array interface, and nothing else."""
+
+    def __init__(self, array, protocol):
+        self.array = array
+        if protocol == "dlpack":
+            self.__class__ = WithDLPack
+        else:
+            self.__array_interface__ = array.__array_interface__
+
+
+class WithDLPack(Borrowed):
+    def __dlpack__(self, **arguments):
+        return self.array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.fixture(params=["shm", "gloo"])
+def pair(request, actors):
+    """Two actors in a declared group."""
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, backend=request.param)
+    return workers
+
+
+def make(pair, function):
+    """Keeps `function(self, rank)` in each actor."""
+    return [actor.make.remote(function, rank) for rank, actor in enumerate(pair)]
+
+
+def test_torch_tensors_are_reduced_where_they_are(pair):
+    def put(self, rank):
+        self.tensor = torch.full((2, 3), rank + 1.5)
+        return self.tensor
+
+    refs = make(pair, put)
+    assert "float32[2, 3]" in repr(ray.get(refs[0]))
+    col.allreduce_refs(refs)
+    for actor in pair:
+        assert torch.equal(ray.get(actor.call.remote(lambda self: self.tensor.clone())), torch.full((2, 3), 4.0))
+    found = col.get(refs[1])
+    assert torch.is_tensor(found)
+    assert torch.equal(found, torch.full((2, 3), 4.0))
+    (copied, made) = col.allreduce_refs(refs, inplace=False)
+    assert torch.is_tensor(col.get(copied))
+    assert ray.get(pair[1].call.remote(lambda self, value: torch.is_tensor(value), made))
+    lists = col.get(col.allgather_refs(None, refs)[0])
+    assert all(torch.equal(one, found) for one in lists)
+    assert torch.is_tensor(col.get(col.send_ref(refs[0], pair[1])))
+
+
+def test_a_models_state_is_one_operand(pair):
+    def put(self, rank):
+        torch.manual_seed(rank)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        self.model(torch.ones(4, 3) * rank)
+        return self.model.state_dict()
+
+    refs = make(pair, put)
+    before = col.get(refs[1])
+    assert before["1.num_batches_tracked"].dtype == torch.int64
+    col.broadcast_refs(refs, src_rank=1)
+    for actor in pair:
+        state = ray.get(actor.call.remote(lambda self: {k: v.clone() for k, v in self.model.state_dict().items()}))
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], before[name]) for name in before)
+
+
+def test_parameters_and_their_gradients(pair):
+    def put(self, rank):
+        self.parameter = torch.nn.Parameter(torch.full((3,), float(rank)))
+        (self.parameter * (rank + 1)).sum().backward()
+        return [self.parameter, self.parameter.grad]
+
+    refs = make(pair, put)
+    col.allreduce_refs(refs, op="avg")
+    for actor in pair:
+        value, grad, needed = ray.get(
+            actor.call.remote(lambda self: (self.parameter.data, self.parameter.grad, self.parameter.requires_grad))
+        )
+        assert torch.equal(value, torch.full((3,), 0.5))
+        assert torch.equal(grad, torch.full((3,), 1.5))
+        assert needed
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_small_floats_are_summed_in_float32(pair, name):
+    given = np.array([[256, 1, 0.5, 3], [1, 1, 0.5, -3]], np.float32)
+
+    def put(self, rank, library="torch"):
+        row = torch.tensor([[256, 1, 0.5, 3], [1, 1, 0.5, -3]][rank])
+        return row.to(getattr(torch, name)) if library == "torch" else row.numpy().astype(getattr(ml_dtypes, name))
+
+    expected = given.astype(getattr(ml_dtypes, name)).astype(np.float32).sum(0).astype(getattr(ml_dtypes, name))
+    refs = [pair[0].make.remote(put, 0), pair[1].make.remote(put, 1, "numpy")]  # libraries need not agree
+    col.allreduce_refs(refs)
+    first, second = col.get(refs)
+    assert first.dtype == getattr(torch, name)
+    assert second.dtype == expected.dtype
+    assert second.tobytes() == first.view(torch.uint8).numpy().tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("protocol", ["dlpack", "interface"])
+def test_whatever_shows_its_memory(pair, protocol):
+    def put(self, rank):
+        self.array = np.full((2, 2), rank + 1.0)
+        return Borrowed(self.array, protocol)
+
+    refs = make(pair, put)
+    col.allreduce_refs(refs)
+    for actor in pair:
+        np.testing.assert_array_equal(ray.get(actor.call.remote(lambda self: self.array)), np.full((2, 2), 3.0))
+    np.testing.assert_array_equal(col.get(refs[0]), np.full((2, 2), 3.0))
+
+
+def test_odd_layouts(pair):
+    """Strided, transposed, with no dimension, and with no element."""
+
+    def put(self, rank):
+        self.base = torch.zeros(4, 6)
+        self.base[:] = rank + 1
+        cuts = [self.base[::2, 1:4].t(), self.base[3, 5], self.base[:0]]
+        return [*cuts, np.full((3, 4), rank)[::-1, ::2], np.array(float(rank))]
+
+    refs = make(pair, put)
+    col.allreduce_refs(refs)
+    for found in col.get(refs):
+        assert torch.equal(found[0], torch.full((3, 2), 3.0))
+        assert found[1].shape == ()
+        assert found[1] == 3
+        assert found[2].shape == (0, 6)
+        np.testing.assert_array_equal(found[3], np.ones((3, 2)))
+        np.testing.assert_array_equal(found[4], np.ones(()))
+    base = ray.get(pair[0].call.remote(lambda self: self.base))
+    assert base.sum() == 3 * 7 + 1 * 17
+
+
+def test_read_only_memory(pair):
+    def put(self, rank):
+        array = np.zeros(3)
+        array.flags.writeable = False
+        return array
+
+    refs = make(pair, put)
+    with refused(errors.ReadOnlyError, "rank 0", "rank 1", actors=pair):
+        col.allreduce_refs(refs)
+    lists = [actor.make.remote(lambda self: [np.ones(3), np.ones(3)]) for actor in pair]
+    assert col.allgather_refs(lists, refs) == lists  # what is only read may be read-only
+    np.testing.assert_array_equal(col.get(lists[0])[1], np.zeros(3))
+
+
+def test_two_refs_to_views_of_one_storage(pair):
+    """P6: by storage, whatever the objects are."""
+
+    def put(self, rank):
+        self.storage = torch.zeros(8)
+        return self.storage[:4]
+
+    refs = make(pair, put)
+    halves = [actor.make.remote(lambda self: [self.storage[2:6].numpy(), np.zeros(4, np.float32)]) for actor in pair]
+    with refused(errors.AliasError, "rank 0", "rank 1", "overlapping", actors=pair):
+        col.allgather_refs(halves, refs)
+    apart = [actor.make.remote(lambda self: [self.storage[4:].numpy(), np.zeros(4, np.float32)]) for actor in pair]
+    col.allgather_refs(apart, refs)
+
+
+def test_defect_11_a_list_of_one_tensor_twice(pair):
+    def twice(self):
+        return [torch.zeros(3)] * 2
+
+    lists = [actor.make.remote(twice) for actor in pair]
+    refs = make(pair, lambda self, rank: torch.full((3,), rank + 1.0))
+    with refused(errors.AliasError, "rank 0", "rank 1", "overlapping", actors=pair):
+        col.allgather_refs(lists, refs)
+    assert not any(one.any() for found in col.get(lists) for one in found)
+
+
+def test_what_is_no_tensor_goes_by_value(pair):
+    ref = pair[0].make.remote(lambda self: torch.zeros(3).to_sparse())
+    with refused(errors.NotATensorError, "rank 0", actors=pair):
+        col.allreduce_refs([ref, pair[1].get_buffer.remote()])
