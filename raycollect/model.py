@@ -298,8 +298,8 @@ class Kernel:
 
     In place: `dst` may be the memory of `src` in ALLREDUCE and REDUCE, of ``src[own rank]`` in SCATTER and
     REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for all r
-    in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own, or one
-    array in both places.
+    in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own, or
+    one array in both places.
 
     Attributes:
         kind: What to do.

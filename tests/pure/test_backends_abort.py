@@ -12,7 +12,8 @@ from raycollect.errors import CollectiveTimeoutError, FaultError, GroupBrokenErr
 from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import ThreadTeam
-from .test_backends import body_arrive, check_allreduce, run_launch
+from .conformance import KINDS, Case, body_cases, check_allreduce, check_cases, run_launch
+from .test_backends import body_arrive
 
 
 @pytest.fixture(params=["local", "shm"])
@@ -75,6 +76,43 @@ def test_a_rank_that_leaves_after_the_door_is_named_and_nothing_is_written(team:
             assert isinstance(result, PlanAbortedError)
             assert (arrays[rank] == rank).all()
     check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)
+
+
+def body_without_one(communicator: Communicator, launch: Launch, case: Case, quitter: int) -> object:
+    """One rank leaves after the door."""
+    if communicator.rank != quitter:
+        return body_cases(communicator, [launch], [case], True, False)
+    communicator.agree(launch, b"")
+    communicator.end(launch, False)
+    return None
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.SEND])
+@pytest.mark.parametrize("quitter", [0, 1])
+def test_every_kernel_ends_when_a_rank_leaves_and_works_the_next_time(
+    team: ThreadTeam, kind: OpKind, quitter: int
+) -> None:
+    op = ReduceOp.SUM if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER) else None
+    case = Case(kind=kind, op=op, dtype="float64", size=600_001, root=1)
+    launch = team.launch(timeout_s=60)
+    for rank, result in enumerate(team.run(body_without_one, launch, case, quitter)):
+        assert rank == quitter or isinstance(result, PlanAbortedError), result
+    check_cases(team, [case])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.SEND])
+def test_an_abort_wakes_every_kernel(team: ThreadTeam, kind: OpKind) -> None:
+    op = ReduceOp.SUM if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER) else None
+    case = Case(kind=kind, op=op, dtype="float64", size=600_001, root=1)
+    launch = team.launch(timeout_s=60)
+    futures = [team.start(rank, body_cases, [launch], [case], True, False) for rank in (0, 1)]
+    team.start(2, lambda communicator: communicator.agree(launch, b"")).result(5)  # and does not go on
+    for rank in (0, 1):
+        team.communicators[rank].abort(launch.seq)
+    for future in futures:
+        assert isinstance(future.result(5), PlanAbortedError)
+    team.communicators[2].end(launch, False)
+    check_cases(team, [case])
 
 
 def test_a_latecomer_finds_that_the_others_have_left(team: ThreadTeam) -> None:

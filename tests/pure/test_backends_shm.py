@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, F
 from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
-from .test_backends import bits, body_arrive, check_allreduce, left_fold, run_launch
+from .conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
+from .test_backends import body_arrive
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 
@@ -50,6 +52,22 @@ def body_repeat(communicator: Communicator, launches: list[Launch], size: int) -
     return first
 
 
+def body_memory(communicator: Communicator, launch: Launch, kind: OpKind, size: int) -> int:
+    """Gives the bytes that a kernel on non-contiguous arrays takes beyond them, at its peak."""
+    world = communicator.world_size
+    whole, other = (np.ones((2 * size * world), np.float32)[::2] for _ in range(2))
+    one = np.ones(2 * size, np.float32)[::2]
+    src = tuple(np.split(whole, world)) if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) else one
+    dst = tuple(np.split(other, world)) if kind in (OpKind.ALLTOALL, OpKind.ALLGATHER) else np.empty_like(one)
+    tracemalloc.start()
+    try:
+        kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=size)
+        run_launch(communicator, launch, kernel)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
     """Sums until something fails; says by a file that it has begun."""
     array = np.ones(1_000_000)
@@ -65,6 +83,12 @@ def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
         check_allreduce(processes, ReduceOp.AVG, "float32", size, "plain", bool(seed % 2), seed)
     launches = [processes.launch() for _ in range(300)]
     assert processes.must(body_repeat, launches, 10) == [[6.0] * 300] * 3
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCESCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])
+def test_a_kernel_takes_a_few_chunks_however_large_its_arrays(processes: ProcessTeam, kind: OpKind) -> None:
+    for peak in processes.must(body_memory, processes.launch(), kind, 4_000_000):
+        assert peak < 4 * shm.CHUNK_NBYTES
 
 
 def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tmp_path: Path) -> None:
@@ -130,14 +154,38 @@ def test_zeros_infinities_and_nans_have_the_bits_of_the_left_fold(op: ReduceOp, 
     assert all(bits(result) == bits(results[0]) for result in results)
 
 
-def test_both_algorithms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for table in ((), ((2, 0),)):
-        monkeypatch.setattr(shm, "SLICED_FROM_NBYTES", table)
-        for world in (2, 3, 5):
-            team = ThreadTeam("shm", world)
-            for size in (1, 2, 7, 300_001):
-                check_allreduce(team, ReduceOp.AVG, "float32", size, "every other", True, size)
-            team.close()
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE])
+@pytest.mark.parametrize("table", [(), ((2, 0),)])
+def test_both_algorithms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, table: tuple, kind: OpKind) -> None:
+    monkeypatch.setattr(shm, "SLICED_FROM_NBYTES", table)
+    monkeypatch.setattr(shm, "SLICED_WIDE_FROM_NBYTES", table)
+    for world, dtype in ((2, "float32"), (3, "bfloat16"), (5, "float32"), (2, "float8_e5m2")):
+        team = ThreadTeam("shm", world)
+        cases = [
+            Case(kind=kind, op=ReduceOp.AVG, dtype=dtype, size=size, layout="every other", inplace=inplace, root=1)
+            for size in (1, 2, 7, 600_001)
+            for inplace in (False, True)
+        ]
+        check_cases(team, cases)
+        team.close()
+
+
+@pytest.mark.parametrize("nbytes", [256, 4096])
+@pytest.mark.parametrize("staged", [False, True])
+def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: int, staged: bool) -> None:
+    """Small slots: more chunks than slots, pieces that end in different ones, slots that are cut to a cache line."""
+    monkeypatch.setattr(shm, "CHUNK_NBYTES", nbytes)
+    monkeypatch.setattr(shm, "SLICED_FROM_NBYTES", ((3, nbytes // 2),))
+    for world in (1, 2, 3):
+        team = ThreadTeam("shm", world)
+        for dtype in ("int16", "float64", "complex128", "bfloat16"):
+            check_cases(team, list(every_case(dtype, world, (7, 1024))), staged=staged)
+        team.close()
+
+
+def test_every_kernel_between_processes(processes: ProcessTeam) -> None:
+    for dtype in DTYPES[::4]:
+        check_cases(processes, list(every_case(dtype, 3, (7, 200_001))), staged=True)
 
 
 def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
