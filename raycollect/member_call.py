@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from numbers import Integral
 from typing import Any
 
 from raycollect.backends import arrays
@@ -17,7 +18,7 @@ from raycollect.lane import Attempt
 from raycollect.member_work import MemberWork
 from raycollect.members import get_group_handle
 from raycollect.model import KEY_NBYTES, TENSOR, Communicator, GroupSpec, Key, Launch, OpKind, ReduceOp
-from raycollect.planner import Program, Request, plan
+from raycollect.planner import Program, Request, brought, plan
 from raycollect.pos import Container
 from raycollect.seats import Seats
 
@@ -33,8 +34,8 @@ class MemberCall:
     def __init__(self, kind: OpKind, group_name: str, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         self._kind = kind
         self._seat = get_group_handle(group_name)
-        self._root = root
-        self._peer = peer
+        self._root = int(root) if isinstance(root, Integral) else root
+        self._peer = int(peer) if isinstance(peer, Integral) else peer
         self._op: ReduceOp | None = None
         self._violations: list[Violation] = []
         if op is not None:
@@ -42,7 +43,7 @@ class MemberCall:
                 self._op = ReduceOp.coerce(op)
             except ValueError as exc:
                 self._violate("unsupported", "op", repr(op), str(exc))
-        for name, value in (("root", root), ("peer", peer)):
+        for name, value in (("root", self._root), ("peer", self._peer)):
             if type(value) is not int:
                 self._violate("unsupported", name, repr(value), "a rank")
 
@@ -137,37 +138,10 @@ def _program(
     request = Request(
         kind=kind,
         group=spec,
-        operands=_operands(kind, spec.world_size, root, peer),
+        operands=(),
         op=op,
         root=root,
         peer=peer,
         timeout_s=timeout_s,
     )
-    return plan(request).program(rank)
-
-
-_SIDES: dict[OpKind, tuple[str, str]] = {
-    OpKind.ALLREDUCE: ("all", ""),
-    OpKind.REDUCE: ("all", ""),
-    OpKind.BROADCAST: ("root", "others"),
-    OpKind.ALLGATHER: ("all", "all"),
-    OpKind.REDUCESCATTER: ("all", "all"),
-    OpKind.GATHER: ("all", "root"),
-    OpKind.SCATTER: ("root", "all"),
-    OpKind.ALLTOALL: ("all", "all"),
-    OpKind.SEND: ("root", "others"),
-    OpKind.BARRIER: ("", ""),
-}
-"""Who brings what it gives, and who brings what it takes into."""
-
-
-def _operands(kind: OpKind, world_size: int, root: int, peer: int) -> tuple[tuple[int, Key | None, Key | None], ...]:
-    ranks = sorted((root, peer)) if kind is OpKind.SEND else range(world_size)
-    gives, takes = _SIDES[kind]
-
-    def brings(rank: int, who: str) -> Key | None:
-        return (
-            _GIVEN if who == "all" or (who == "root" and rank == root) or (who == "others" and rank != root) else None
-        )
-
-    return tuple((rank, brings(rank, gives), brings(rank, takes)) for rank in ranks)
+    return plan(replace(request, operands=brought(request, _GIVEN))).program(rank)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from raycollect.planner.ir import Buffer, Plan, Program, Request, Role, Step, Template, Ticket
-from raycollect.planner.passes import SUBSTITUTES, plan
+from raycollect.planner.passes import SUBSTITUTES, brought, plan
 from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "Step",
     "Template",
     "Ticket",
+    "brought",
     "decode_order",
     "decode_program",
     "encode_order",

@@ -179,6 +179,19 @@ def _argument_violations(request: Request) -> list[Violation]:
     return found
 
 
+def brought(request: Request, key: Key) -> tuple[_Operands, ...]:
+    """The operands of a collective to which every rank brings all that it can, as in imperative calls.
+
+    Args:
+        request: The collective; its operands are not looked at.
+        key: Stands for whatever is brought.
+    """
+    needs = _NEEDS[request.kind]
+    gives, takes = _who(request, needs.src), _who(request, needs.dst)
+    ranks = sorted(_members(request))
+    return tuple((rank, key if rank in gives else None, key if rank in takes else None) for rank in ranks)
+
+
 # ---------------------------------------------------------------------------------------------- lower
 
 _OPERAND = Buffer(role=Role.OPERAND)
