@@ -9,6 +9,7 @@ over the channel.
 from __future__ import annotations
 
 import enum
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,12 @@ import msgpack
 
 from raycollect.errors import InternalError, ProtocolError, Violation
 from raycollect.model import PIECES, OpKind, Structure, TensorInfo
+
+_COMPRESSED = b"\xc1"
+"""What a compressed arrival begins with, and msgpack never."""
+_LONG_NBYTES = 4096
+"""From when on an arrival is compressed: thousands of tensors that look alike have to fit where ranks meet."""
+_LIMIT_NBYTES = 64 << 20
 
 _CALLERS = {"plan": "a plan", "call": "an imperative call"}
 
@@ -88,7 +95,7 @@ def encode_arrival(arrival: Arrival) -> bytes:
     head = (spec.op, spec.caller, spec.reduce_op, spec.root)
     sides = (_encode_side(spec.gives), _encode_side(spec.takes))
     packed: bytes = msgpack.packb((*head, *sides, [asdict(v) for v in arrival.violations]))
-    return packed
+    return packed if len(packed) < _LONG_NBYTES else _COMPRESSED + zlib.compress(packed, 1)
 
 
 def _encode_side(side: Side | None) -> Any:
@@ -106,6 +113,11 @@ def decode_arrival(data: bytes) -> Arrival:
         ProtocolError: The bytes are no arrival.
     """
     try:
+        if data[:1] == _COMPRESSED:
+            unzip = zlib.decompressobj()
+            data = unzip.decompress(data[1:], _LIMIT_NBYTES)
+            if unzip.unconsumed_tail:
+                raise ValueError(f"more than {_LIMIT_NBYTES} bytes")
         op, caller, reduce_op, root, gives, takes, violations = msgpack.unpackb(data)
         spec = Spec(
             op=op,
@@ -116,7 +128,7 @@ def decode_arrival(data: bytes) -> Arrival:
             takes=_decode_side(takes),
         )
         return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
-    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
+    except (ValueError, TypeError, LookupError, zlib.error, msgpack.UnpackException) as exc:
         raise ProtocolError(detail=f"malformed arrival: {exc}") from exc
 
 

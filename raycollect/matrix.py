@@ -15,8 +15,8 @@ from importlib import import_module
 from pathlib import Path
 
 from raycollect.backends import BACKENDS
-from raycollect.backends.arrays import refusal_reason
 from raycollect.backends.capabilities import BUILT_IN, Capabilities
+from raycollect.backends.folds import refusal_reason
 from raycollect.model import OpKind, ReduceOp
 from raycollect.planner import SUBSTITUTES
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
-from raycollect.backends import arrays
+from raycollect.backends import arrays, folds
 from raycollect.door import Side, Spec, learn
 from raycollect.errors import Violation
 from raycollect.model import PIECES, TENSOR, Kernel, OpKind, ReduceOp, Structure, TensorInfo
@@ -262,7 +262,7 @@ class Operands:
 
     def _check_op(self, op: ReduceOp, index: int) -> None:
         for dtype in dict.fromkeys(arrays.info(array).dtype for array in self._leaves(index)):
-            reason = arrays.refusal_reason(op, dtype)
+            reason = folds.refusal_reason(op, dtype)
             if reason:
                 self.violate("unsupported", "reduce op", reason, "", index)
 

@@ -26,7 +26,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
+from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, Violation, refusal
 from raycollect.model import Launch
 
 from ._bell import SEM_NBYTES, Bells
@@ -92,7 +92,15 @@ class Meeting:
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals between `launch.ranks`; see `Communicator.agree`."""
         if len(arrival) > ARRIVAL_NBYTES:
-            raise InternalError(detail=f"an arrival of {len(arrival)} bytes; at most {ARRIVAL_NBYTES} fit")
+            found = f"of so many tensors that their description takes {len(arrival)} bytes"
+            violation = Violation(
+                kind="unsupported",
+                rank=self.rank,
+                field="operand",
+                found=found,
+                expected=f"at most {ARRIVAL_NBYTES}: several operands, one after the other",
+            )
+            raise refusal("", self._group_name, (violation,))
         until_s = time.monotonic() + launch.timeout_s
         self.enter(launch, until_s)
         # Two areas in turn: nobody comes to agreement k+1 of a launch before having read agreement k.

@@ -11,7 +11,8 @@ import torch
 from raycollect.errors import InternalError
 from raycollect.model import ReduceOp
 
-from .arrays import Array, DeviceArray, Flat, finish, fold
+from .arrays import Array, DeviceArray, Flat
+from .folds import finish, fold
 
 __all__ = ["Row", "is_native", "row"]
 

@@ -30,9 +30,10 @@ from raycollect.errors import (
 )
 from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
 
-from .arrays import Array, finish
+from .arrays import Array
 from .capabilities import Capabilities
 from .completion import DONE, reduce_op, translated
+from .folds import finish
 from .options import (
     AllGatherOptions,
     AllReduceOptions,

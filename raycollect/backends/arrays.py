@@ -7,7 +7,6 @@ A tensor of whatever library is worked on as a numpy array over its own memory; 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
@@ -16,10 +15,9 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from raycollect.model import ReduceOp, TensorInfo
+from raycollect.model import TensorInfo
 
 __all__ = [
-    "FOLDS",
     "NARROW",
     "Array",
     "DeviceArray",
@@ -28,11 +26,9 @@ __all__ = [
     "copy_to_host",
     "describe",
     "empty",
-    "finish",
-    "fold",
     "info",
+    "is_number",
     "is_tensor",
-    "is_widened",
     "is_writeable",
     "library",
     "memory",
@@ -40,7 +36,6 @@ __all__ = [
     "overlaps_itself",
     "owner",
     "place",
-    "refusal_reason",
     "restore",
     "split",
     "view",
@@ -56,41 +51,9 @@ NARROW: frozenset[np.dtype[Any]] = frozenset(
 )
 """The floats that numpy itself lacks; it takes most of them for void types, so their kind says nothing."""
 
-WIDENED: frozenset[np.dtype[Any]] = NARROW | {np.dtype(np.float16)}
-"""What is reduced in float32 and rounded once: a sum of eight terms in 3 bits of mantissa would be noise."""
-
-FOLDS: dict[ReduceOp, Callable[..., Any]] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.PRODUCT: np.multiply,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.AVG: np.add,
-    ReduceOp.BAND: np.bitwise_and,
-    ReduceOp.BOR: np.bitwise_or,
-    ReduceOp.BXOR: np.bitwise_xor,
-}
-"""How two ranks' elements become one. On bool numpy's add is a logical or, its multiply a logical and."""
-
-_NO_ORDER = "complex numbers have no order"
-_NO_BITS = "only bool and whole numbers have bits to combine"
-
-REFUSED: dict[ReduceOp, tuple[str, str]] = {
-    ReduceOp.AVG: ("biu", "an average of whole numbers is no whole number"),
-    ReduceOp.MIN: ("c", _NO_ORDER),
-    ReduceOp.MAX: ("c", _NO_ORDER),
-    ReduceOp.BAND: ("fc", _NO_BITS),
-    ReduceOp.BOR: ("fc", _NO_BITS),
-    ReduceOp.BXOR: ("fc", _NO_BITS),
-}
-"""Reduce op -> the kinds for which it has no meaning, and why."""
-
 OVERLAP_WORK = 10_000
 """How many candidates numpy may try to decide whether two strided views meet."""
 
-_FLOAT32_NBYTES = 4
-
-_BLOCK = 1 << 15
-"""Elements that are reduced in float32 at a time: they stay in the cache."""
 
 _DLPACK_CPU = 1
 _DLPACK_VIEW: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
@@ -162,7 +125,7 @@ def view(value: object) -> Array | DeviceArray | None:
     """
     if type(value) in (np.ndarray, np.memmap):
         array = cast("Array", value)
-        return array if _is_number(array.dtype) else None
+        return array if is_number(array.dtype) else None
     tensor_type = _torch_type()
     if tensor_type is not None and isinstance(value, tensor_type):
         return _view_of_torch(value)
@@ -171,7 +134,7 @@ def view(value: object) -> Array | DeviceArray | None:
     seen = _view_of_dlpack(value)
     if seen is None:
         seen = _view_of_interface(value)
-    return seen if seen is not None and _is_number(seen.dtype) else None
+    return seen if seen is not None and is_number(seen.dtype) else None
 
 
 def is_tensor(value: object) -> bool:
@@ -331,20 +294,9 @@ def _view_of_interface(value: Any) -> Array | None:
         return None
 
 
-def _is_number(dtype: np.dtype[Any]) -> bool:
+def is_number(dtype: np.dtype[Any]) -> bool:
+    """Tells whether elements of a dtype are numbers that collectives work on."""
     return dtype.kind in KINDS or dtype in NARROW
-
-
-# ---------------------------------------------------------------------------------------------- rules
-
-
-def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
-    """Says why `op` has no meaning for elements of that dtype, or None where it has one."""
-    found = np.dtype(dtype)
-    if not _is_number(found):
-        return f"{op.name} of {dtype}: elements are not numbers"
-    kinds, why = REFUSED.get(op, ("", ""))
-    return f"{op.name} of {dtype}: {why}" if ("f" if found in NARROW else found.kind) in kinds else None
 
 
 # ---------------------------------------------------------------------------------------------- storage
@@ -424,70 +376,6 @@ def copy_to_host(array: Array | DeviceArray) -> Array:
 
 def _shadow(array: Array | DeviceArray) -> Array:
     return array.shadow if isinstance(array, DeviceArray) else array
-
-
-# ---------------------------------------------------------------------------------------------- reductions
-
-
-def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
-    """Left-folds the ranks' parts in rank order into `out`, which may be the storage of ``parts[0]``.
-
-    This one expression defines the bits of a reduction (P7). For AVG it is the sum of `parts` over their number. Floats
-    of 16 and 8 bits are folded in float32 and rounded once, at the end.
-
-    Args:
-        op: The reduce op.
-        parts: One native, contiguous 1-D array per rank, [n] each, in rank order.
-        out: Native, contiguous, 1-D, [n].
-    """
-    dtype, combine = out.dtype, FOLDS[op]
-    if dtype.kind == "c":
-        if op is not ReduceOp.PRODUCT:  # a sum or an average: of real and imaginary parts
-            fold(op, [_as_real(part) for part in parts], _as_real(out))
-            return
-        combine = _times
-    if len(parts) == 1:
-        np.copyto(out, parts[0])
-    elif combine is _times or is_widened(dtype):
-        wide = np.float32 if is_widened(dtype) else dtype
-        for lo in range(0, out.size, _BLOCK):
-            block = slice(lo, lo + _BLOCK)
-            total = parts[0][block].astype(wide)
-            for part in parts[1:]:
-                combine(total, part[block].astype(wide, copy=False), out=total)
-            finish(op, total, len(parts))
-            out[block] = total
-    else:
-        combine(parts[0], parts[1], out=out)
-        for part in parts[2:]:
-            combine(out, part, out=out)
-        finish(op, out, len(parts))
-
-
-def is_widened(dtype: np.dtype[Any]) -> bool:
-    """Tells whether elements are reduced in float32, which costs several times the copying of them."""
-    return dtype.itemsize < _FLOAT32_NBYTES and dtype in WIDENED
-
-
-def finish(op: ReduceOp, out: Array, world_size: int) -> None:
-    """Turns the sum into the average, for AVG only."""
-    if op is ReduceOp.AVG:
-        np.divide(out, world_size, out=out)
-
-
-def _as_real(array: Array) -> Array:
-    return array.view(array.real.dtype)
-
-
-def _times(a: Array, b: Array, out: Array) -> None:
-    """Multiplies complex numbers, one rounding per step; `out` may be `a`.
-
-    numpy's own product gives other last bits with other strides, overlaps and processors (fused multiply-add or not).
-    """
-    real, imag = a.real * b.real, a.real * b.imag
-    real -= a.imag * b.imag
-    imag += a.imag * b.real
-    out.real, out.imag = real, imag
 
 
 # ---------------------------------------------------------------------------------------------- chunks

@@ -44,7 +44,7 @@ from raycollect.errors import (
 from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
 
 from ._gloo_link import GlooLibrary, GlooLink, is_native
-from .arrays import Array, Flat, finish, fold
+from .arrays import Array, Flat
 from .completion import (
     DONE,
     chunks,
@@ -57,6 +57,7 @@ from .completion import (
     transfers,
     translated,
 )
+from .folds import finish, fold
 
 __all__ = ["CHUNK_NBYTES", "GlooCommunicator", "create", "is_native"]
 

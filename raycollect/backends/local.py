@@ -21,8 +21,9 @@ from raycollect.errors import (
 )
 from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
 
-from .arrays import Array, Flat, fold
+from .arrays import Array, Flat
 from .completion import DONE, movement, reduce_op, translated
+from .folds import fold
 
 __all__ = ["LocalCommunicator", "LocalWorld", "create"]
 

@@ -42,7 +42,7 @@ from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kern
 
 from ._meeting import Meeting, control_nbytes, prepare
 from ._segment import client_segment, server_segment
-from .arrays import Array, Flat, fold, is_widened
+from .arrays import Array, Flat
 from .completion import (
     DONE,
     chunks,
@@ -56,6 +56,7 @@ from .completion import (
     transfers,
     translated,
 )
+from .folds import fold, is_widened
 
 __all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
 

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays
+from raycollect.backends import folds
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
 
@@ -117,7 +117,7 @@ def test_the_selection_has_every_reduction_of_every_dtype() -> None:
     tested = {(chosen["op"], chosen["dtype"]) for chosen in SELECTED if chosen["op"] is not None}
     assert tested == {(op, dtype) for op, dtype in product(ReduceOp, PARAMETERS["dtype"]) if allowed(op, dtype)}
     for op, dtype in product(ReduceOp, PARAMETERS["dtype"]):
-        assert (arrays.refusal_reason(op, dtype) is None) == allowed(op, dtype), (op, dtype)
+        assert (folds.refusal_reason(op, dtype) is None) == allowed(op, dtype), (op, dtype)
 
 
 # ------------------------------------------------------------------------------- bits

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends import _segment, shm
-from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, InternalError
+from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
 from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
@@ -244,7 +244,7 @@ def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyP
 
 def test_an_arrival_that_is_too_long_is_refused() -> None:
     team = ThreadTeam("shm", 1)
-    with pytest.raises(InternalError, match="arrival"):
+    with pytest.raises(UnsupportedError, match="description takes"):
         run_launch(team.communicators[0], team.launch(), arrival=b"x" * (1 << 20))
     team.must(body_arrive, team.launch())
     team.close()

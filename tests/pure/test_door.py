@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -346,3 +347,26 @@ def test_an_arrival_cut_short_is_a_protocol_error() -> None:
     for cut in range(len(data)):
         with pytest.raises(ProtocolError):
             decode_arrival(data[:cut])
+
+
+def _model(count: int) -> Arrival:
+    """What a rank says of a model's tensors."""
+    names = tuple(f"layers.{i}.attention.query.weight" for i in range(count))
+    infos = [TensorInfo(shape=(i % 97, 4096), dtype="float32", itemsize=4) for i in range(count)]
+    return Arrival(spec=Spec(op="allreduce", reduce_op="SUM", gives=_list(*infos, kind="dict", names=names)))
+
+
+@pytest.mark.parametrize("count", [1, 50, 5000])
+def test_thousands_of_tensors_fit_where_ranks_meet(count: int) -> None:
+    arrival = _model(count)
+    blob = encode_arrival(arrival)
+    assert len(blob) < 32 * 1024
+    assert decode_arrival(blob) == arrival
+
+
+def test_what_unpacks_to_too_much_is_a_protocol_error() -> None:
+    bomb = b"\xc1" + zlib.compress(bytes(65 << 20))
+    assert len(bomb) < 100_000
+    for blob in (bomb, b"\xc1", b"\xc1junk", b"\xc1" + zlib.compress(b"junk"), encode_arrival(_model(500))[:-9]):
+        with pytest.raises(ProtocolError):
+            decode_arrival(blob)

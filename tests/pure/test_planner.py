@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from raycollect.errors import (
     DuplicateActorError,
     InternalError,
+    InvalidArgumentError,
     MissingMemberError,
     NotAMemberError,
     RefusedError,
-    UnsupportedError,
 )
 from raycollect.model import GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.planner import Buffer, Plan, Request, Role, Step, Template, plan
@@ -206,31 +206,31 @@ def test_a_third_rank_has_no_part_in_a_send() -> None:
 
 
 @pytest.mark.parametrize("root", [-1, 3, 100])
-def test_a_root_outside_the_group_is_unsupported(root: int) -> None:
-    assert _violations(_broadcast(3, root)) == {("unsupported", -1, "src_rank")}
-    with pytest.raises(UnsupportedError, match="from 0 to 2"):
+def test_a_root_outside_the_group_is_no_argument(root: int) -> None:
+    assert _violations(_broadcast(3, root)) == {("argument", -1, "src_rank")}
+    with pytest.raises(InvalidArgumentError, match="from 0 to 2"):
         plan(_broadcast(3, root))
 
 
 @pytest.mark.parametrize("peer", [-1, 3])
-def test_a_destination_outside_the_group_is_unsupported(peer: int) -> None:
+def test_a_destination_outside_the_group_is_no_argument(peer: int) -> None:
     request = _send(3, 1, peer, operands=_operands((1,)))
-    assert _violations(request) == {("unsupported", -1, "destination rank")}
+    assert _violations(request) == {("argument", -1, "destination rank")}
 
 
-def test_sending_to_oneself_is_unsupported() -> None:
+def test_sending_to_oneself_is_no_argument() -> None:
     request = _send(3, 1, 1, operands=_operands((1,)))
-    assert _violations(request) == {("unsupported", -1, "destination rank")}
+    assert _violations(request) == {("argument", -1, "destination rank")}
 
 
 def test_an_allreduce_needs_a_reduce_op() -> None:
-    assert _violations(_allreduce(2, op=None)) == {("unsupported", -1, "op")}
+    assert _violations(_allreduce(2, op=None)) == {("argument", -1, "op")}
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan"), float("-inf")])
 @pytest.mark.parametrize("make", [_allreduce, _broadcast, _barrier])
 def test_a_timeout_is_a_positive_number(make: Any, timeout_s: float) -> None:
-    assert _violations(make(2, timeout_s=timeout_s)) == {("unsupported", -1, "timeout_s")}
+    assert _violations(make(2, timeout_s=timeout_s)) == {("argument", -1, "timeout_s")}
 
 
 def test_only_the_destination_of_a_send_may_ask_for_an_output() -> None:
@@ -243,7 +243,7 @@ def test_only_the_destination_of_a_send_may_ask_for_an_output() -> None:
 
 
 def test_a_receive_alone_is_no_request() -> None:
-    assert ("unsupported", -1, "op") in _violations(_allreduce(2, kind=OpKind.RECV))
+    assert ("argument", -1, "op") in _violations(_allreduce(2, kind=OpKind.RECV))
 
 
 def test_all_violations_come_in_one_error() -> None:
@@ -253,8 +253,8 @@ def test_all_violations_come_in_one_error() -> None:
         ("missing", 3, "operand"),
         ("not_member", 8, "rank"),
         ("duplicate", 2, "operand"),
-        ("unsupported", -1, "src_rank"),
-        ("unsupported", -1, "timeout_s"),
+        ("argument", -1, "src_rank"),
+        ("argument", -1, "timeout_s"),
     }
     assert _violations(request) == expected
     with pytest.raises(RefusedError) as caught:

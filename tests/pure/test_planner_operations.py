@@ -187,13 +187,13 @@ def test_a_rank_too_many_or_too_few_is_named_once(kind: OpKind) -> None:
 def test_a_root_that_is_nobody_is_the_only_thing_that_is_wrong(kind: OpKind, root: int) -> None:
     field = "src_rank" if kind in (OpKind.BROADCAST, OpKind.SCATTER) else "dst_rank"
     request = replace(_request(kind, 4, 0), root=root)
-    assert _violations(request) == [("unsupported", -1, field, "a rank from 0 to 3")]
+    assert _violations(request) == [("argument", -1, field, "a rank from 0 to 3")]
 
 
 @pytest.mark.parametrize("kind", REDUCTIONS)
 def test_a_reduction_needs_a_reduce_op(kind: OpKind) -> None:
     request = replace(_request(kind, 2, 0 if kind in ROOTED else -1), op=None)
-    assert _violations(request) == [("unsupported", -1, "op", "a ReduceOp")]
+    assert _violations(request) == [("argument", -1, "op", "a ReduceOp")]
 
 
 # ---------------------------------------------------------------------------------------------- substitutes

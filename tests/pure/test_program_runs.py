@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raycollect.backends import arrays
+from raycollect.backends import arrays, folds
 from raycollect.errors import MismatchError, ReadOnlyError, RefusedError, TensorDirtyError, TensorFreedError
 from raycollect.model import PIECES, OpKind, ReduceOp
 from raycollect.planner import SUBSTITUTES
@@ -50,7 +50,7 @@ def _copied_to(target: Any, array: Any) -> Any:
 
 
 def _ops(dtype: str) -> list[ReduceOp]:
-    return [op for op in ReduceOp if arrays.refusal_reason(op, dtype) is None]
+    return [op for op in ReduceOp if folds.refusal_reason(op, dtype) is None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

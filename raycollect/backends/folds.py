@@ -1,0 +1,120 @@
+"""How elements of several ranks become one: what each reduce op does and refuses, and the fold that defines the bits.
+
+Narrow floats are folded in float32 and rounded once; complex numbers part by part, so that neither strides nor place
+change the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from raycollect.model import ReduceOp
+
+from .arrays import NARROW, Array, is_number
+
+__all__ = ["FOLDS", "finish", "fold", "is_widened", "refusal_reason"]
+
+WIDENED: frozenset[np.dtype[Any]] = NARROW | {np.dtype(np.float16)}
+"""What is reduced in float32 and rounded once: a sum of eight terms in 3 bits of mantissa would be noise."""
+
+FOLDS: dict[ReduceOp, Callable[..., Any]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.AVG: np.add,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+"""How two ranks' elements become one. On bool numpy's add is a logical or, its multiply a logical and."""
+
+_NO_ORDER = "complex numbers have no order"
+_NO_BITS = "only bool and whole numbers have bits to combine"
+
+REFUSED: dict[ReduceOp, tuple[str, str]] = {
+    ReduceOp.AVG: ("biu", "an average of whole numbers is no whole number"),
+    ReduceOp.MIN: ("c", _NO_ORDER),
+    ReduceOp.MAX: ("c", _NO_ORDER),
+    ReduceOp.BAND: ("fc", _NO_BITS),
+    ReduceOp.BOR: ("fc", _NO_BITS),
+    ReduceOp.BXOR: ("fc", _NO_BITS),
+}
+"""Reduce op -> the kinds for which it has no meaning, and why."""
+
+_FLOAT32_NBYTES = 4
+_BLOCK = 1 << 15
+"""Elements that are reduced in float32 at a time: they stay in the cache."""
+
+
+def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
+    """Says why `op` has no meaning for elements of that dtype, or None where it has one."""
+    found = np.dtype(dtype)
+    if not is_number(found):
+        return f"{op.name} of {dtype}: elements are not numbers"
+    kinds, why = REFUSED.get(op, ("", ""))
+    return f"{op.name} of {dtype}: {why}" if ("f" if found in NARROW else found.kind) in kinds else None
+
+
+def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
+    """Left-folds the ranks' parts in rank order into `out`, which may be the storage of ``parts[0]``.
+
+    This one expression defines the bits of a reduction (P7). For AVG it is the sum of `parts` over their number. Floats
+    of 16 and 8 bits are folded in float32 and rounded once, at the end.
+
+    Args:
+        op: The reduce op.
+        parts: One native, contiguous 1-D array per rank, [n] each, in rank order.
+        out: Native, contiguous, 1-D, [n].
+    """
+    dtype, combine = out.dtype, FOLDS[op]
+    if dtype.kind == "c":
+        if op is not ReduceOp.PRODUCT:  # a sum or an average: of real and imaginary parts
+            fold(op, [_as_real(part) for part in parts], _as_real(out))
+            return
+        combine = _times
+    if len(parts) == 1:
+        np.copyto(out, parts[0])
+    elif combine is _times or is_widened(dtype):
+        wide = np.float32 if is_widened(dtype) else dtype
+        for lo in range(0, out.size, _BLOCK):
+            block = slice(lo, lo + _BLOCK)
+            total = parts[0][block].astype(wide)
+            for part in parts[1:]:
+                combine(total, part[block].astype(wide, copy=False), out=total)
+            finish(op, total, len(parts))
+            out[block] = total
+    else:
+        combine(parts[0], parts[1], out=out)
+        for part in parts[2:]:
+            combine(out, part, out=out)
+        finish(op, out, len(parts))
+
+
+def is_widened(dtype: np.dtype[Any]) -> bool:
+    """Tells whether elements are reduced in float32, which costs several times the copying of them."""
+    return dtype.itemsize < _FLOAT32_NBYTES and dtype in WIDENED
+
+
+def finish(op: ReduceOp, out: Array, world_size: int) -> None:
+    """Turns the sum into the average, for AVG only."""
+    if op is ReduceOp.AVG:
+        np.divide(out, world_size, out=out)
+
+
+def _as_real(array: Array) -> Array:
+    return array.view(array.real.dtype)
+
+
+def _times(a: Array, b: Array, out: Array) -> None:
+    """Multiplies complex numbers, one rounding per step; `out` may be `a`.
+
+    numpy's own product gives other last bits with other strides, overlaps and processors (fused multiply-add or not).
+    """
+    real, imag = a.real * b.real, a.real * b.imag
+    real -= a.imag * b.imag
+    imag += a.imag * b.real
+    out.real, out.imag = real, imag

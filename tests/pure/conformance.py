@@ -1,0 +1,436 @@
+"""What every kernel of every backend must do, said once more and independently: cases, operands, expected results.
+
+A `Case` is one launch. Each rank makes its own operands, runs the kernel, and compares what it holds afterwards, bit
+for bit, with what numpy makes of all ranks' operands.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise, product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from raycollect import backends
+from raycollect.backends import arrays
+from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
+
+from .communicators import Team
+
+BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm gloo torch:gloo").split())
+"""Which backends the suite runs on; the environment names others, which installed packages add."""
+
+IN_THREADS = frozenset({"local", "shm"})
+"""Whose ranks can be threads of one process; the libraries of the others hold the GIL while they block."""
+
+WORLDS = (1, 2, 3, 5, 8)
+SIZES = (0, 1, 7, 1024, 1_000_001)
+NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+DTYPES = (
+    "bool",
+    *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    *NARROW,
+)
+SPREADS = ("even", "uneven", "one has all")
+LAYOUTS = ("plain", "read-only", "every other", "reversed", "transposed", "column", "big-endian", "unaligned")
+
+REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND)
+KINDS = (*REDUCTIONS, OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
+
+TOLERANCE = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12, "complex64": 1e-5, "complex128": 1e-12}
+"""How far a backend that does not promise the left fold may be from it; whatever is not here is exact everywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One launch of one kernel.
+
+    Attributes:
+        kind: What is done; SEND has RECV at its other end.
+        dtype: Of all arrays.
+        size: Elements of the whole; of all pieces together where there are pieces.
+        op: For reductions.
+        root: The root, or the sender.
+        peer: The receiver, for SEND.
+        inplace: Whether `dst` is the memory of `src` where the kernel allows it.
+        spread: How the whole is cut into pieces.
+        layout: How arrays lie in memory.
+        seed: Other values.
+    """
+
+    kind: OpKind
+    dtype: str
+    size: int
+    op: ReduceOp | None = None
+    root: int = 0
+    peer: int = -1
+    inplace: bool = False
+    spread: str = "even"
+    layout: str = "plain"
+    seed: int = 0
+
+
+def allowed(op: ReduceOp, dtype: str) -> bool:
+    """Whether numpy has a meaning for it."""
+    kind = "f" if dtype in NARROW else np.dtype(dtype).kind
+    if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR):
+        return kind in "biu"
+    return kind not in {ReduceOp.AVG: "biu", ReduceOp.MIN: "c", ReduceOp.MAX: "c"}.get(op, "")
+
+
+# ------------------------------------------------------------------------------- operands, and what must come out
+
+
+def operand(rank: int, dtype: str, size: int, seed: int = 0) -> np.ndarray:
+    """A rank's operand: any bits for whole numbers, values around 1 for the others. Not to be written."""
+    with _LOCK:
+        return _operand(rank, dtype, size, seed)
+
+
+_LOCK = threading.RLock()  # threads of a team want the same at once
+
+
+@lru_cache(maxsize=24)
+def _operand(rank: int, dtype: str, size: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng([seed, rank])
+    found = np.dtype(dtype)
+    if found.kind == "b":
+        values = rng.integers(0, 2, size).astype(bool)
+    elif found.kind in "iu":
+        values = rng.integers(0, 256, size * found.itemsize, np.uint8).view(found)
+    elif found.kind == "c":
+        values = (rng.uniform(0.5, 1.5, size) + 1j * rng.uniform(-1, 1, size)).astype(found)
+    else:
+        values = (rng.uniform(0.5, 1.5, size) * rng.choice([-1, 1], size)).astype(found)
+    values.flags.writeable = False
+    return values
+
+
+def left_fold(op: ReduceOp, parts: Sequence[np.ndarray]) -> np.ndarray:
+    """The meaning of a reduction, written independently of the backends."""
+    dtype = parts[0].dtype
+    wide = np.float32 if dtype.name in (*NARROW, "float16") else dtype
+    times = _complex_product if dtype.kind == "c" else np.multiply
+    combine: Callable[..., Any] = {
+        ReduceOp.SUM: np.logical_or if dtype.kind == "b" else np.add,
+        ReduceOp.PRODUCT: np.logical_and if dtype.kind == "b" else times,
+        ReduceOp.MIN: np.minimum,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.AVG: np.add,
+        ReduceOp.BAND: np.bitwise_and,
+        ReduceOp.BOR: np.bitwise_or,
+        ReduceOp.BXOR: np.bitwise_xor,
+    }[op]
+    with np.errstate(all="ignore"):
+        result = parts[0].astype(wide)
+        for part in parts[1:]:
+            result = combine(result, part.astype(wide))
+        if op is ReduceOp.AVG:
+            result = (result.view(result.real.dtype) / len(parts)).view(wide)
+        return np.asarray(result, dtype)
+
+
+def _complex_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """By the book: numpy may fuse a product and a sum, and then rounds once less."""
+    result = np.empty_like(a)
+    result.real = a.real * b.real - a.imag * b.imag
+    result.imag = a.real * b.imag + a.imag * b.real
+    return result
+
+
+@lru_cache(maxsize=10)
+def _folded(op: ReduceOp, dtype: str, size: int, world: int, seed: int) -> np.ndarray:
+    return left_fold(op, [operand(rank, dtype, size, seed) for rank in range(world)])
+
+
+def sizes_of(size: int, world: int, spread: str) -> tuple[int, ...]:
+    """How many elements each rank's piece has; never more than `size` together."""
+    if spread == "even":
+        return (size // world,) * world
+    if spread == "uneven":  # piece r in proportion to 2 r + 1
+        ends = [size * end * end // world**2 for end in range(world + 1)]
+        return tuple(hi - lo for lo, hi in pairwise(ends))
+    return tuple(size if rank == world // 2 else 0 for rank in range(world))
+
+
+def cut(values: np.ndarray, sizes: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """The first elements, in pieces of these sizes."""
+    ends = np.cumsum([0, *sizes])
+    return tuple(values[lo:hi] for lo, hi in pairwise(ends))
+
+
+def sides(case: Case, rank: int, world: int) -> tuple[Any, Any, int]:  # noqa: C901 - a table
+    """What a rank gives, what it must hold afterwards, and the size of the largest piece: arrays, pieces or None."""
+    sizes, is_root = sizes_of(case.size, world, case.spread), rank == case.root
+    largest = max(sizes)
+
+    def whole(of: int) -> np.ndarray:
+        return operand(of, case.dtype, case.size, case.seed)
+
+    def fold() -> np.ndarray:
+        assert case.op is not None
+        with _LOCK:
+            return _folded(case.op, case.dtype, case.size, world, case.seed)
+
+    def exchanged(giver: int) -> tuple[np.ndarray, ...]:
+        # What i gives j has the size of what j gives i, so that all of it can be in place.
+        return cut(whole(giver), [sizes[(giver + taker) % world] for taker in range(world)])
+
+    match case.kind:
+        case OpKind.ALLREDUCE:
+            return whole(rank), fold(), 0
+        case OpKind.REDUCE:
+            return whole(rank), fold() if is_root else None, 0
+        case OpKind.REDUCESCATTER:
+            return cut(whole(rank), sizes), cut(fold(), sizes)[rank], 0
+        case OpKind.BROADCAST:
+            return whole(case.root) if is_root else None, whole(case.root), 0
+        case OpKind.ALLGATHER:
+            return whole(rank)[: sizes[rank]], tuple(whole(of)[: sizes[of]] for of in range(world)), largest
+        case OpKind.GATHER:
+            taken = tuple(whole(of)[: sizes[of]] for of in range(world)) if is_root else None
+            return whole(rank)[: sizes[rank]], taken, largest
+        case OpKind.SCATTER:
+            given = cut(whole(case.root), sizes)
+            return given if is_root else None, given[rank], largest
+        case OpKind.ALLTOALL:
+            return exchanged(rank), tuple(exchanged(giver)[rank] for giver in range(world)), largest
+        case OpKind.SEND:
+            return (whole(case.root), None, 0) if is_root else (None, whole(case.root), 0)
+    raise AssertionError(case.kind)
+
+
+# ------------------------------------------------------------------------------- arrays
+
+
+def layout(name: str, values: np.ndarray) -> np.ndarray:
+    """Puts values into an array of some memory layout; its C order is that of `values`."""
+    size, dtype = values.size, values.dtype
+    rows = next((rows for rows in (4, 7, 101) if size and size % rows == 0), 1)
+    made = {
+        "plain": lambda: np.empty(size, dtype),
+        "read-only": lambda: np.empty(size, dtype),
+        "every other": lambda: np.zeros(2 * size, dtype)[::2],
+        "reversed": lambda: np.zeros(size, dtype)[::-1],
+        "transposed": lambda: np.zeros((rows, size // rows), dtype).T,
+        "column": lambda: np.zeros((size, 3), dtype)[:, 1],
+        "big-endian": lambda: np.zeros(size, dtype.newbyteorder(">")),
+        "unaligned": lambda: np.zeros(size * values.itemsize + 1, np.uint8)[1:].view(dtype),
+        "0-d": lambda: np.zeros((), dtype),
+    }[name]()
+    made[...] = values.reshape(made.shape)
+    return made
+
+
+def flat(array: np.ndarray) -> np.ndarray:
+    """The elements, native and in C order."""
+    return np.array(array, array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")).reshape(-1)
+
+
+def bits(array: np.ndarray) -> bytes:
+    """The bits that count: a long double has padding, which is left out."""
+    if array.dtype.char not in "gG":
+        return array.tobytes()
+    real = array.view(array.real.dtype).reshape(-1)
+    used = real.itemsize if np.finfo(real.dtype).nmant != 63 else 10
+    return real.view(np.uint8).reshape(-1, real.itemsize)[:, :used].tobytes() if real.size else b""
+
+
+# ------------------------------------------------------------------------------- what each rank does
+
+
+def run_launch(communicator: Communicator, launch: Launch, *kernels: Kernel, arrival: bytes = b"") -> list[bytes]:
+    """One whole launch, as the executor does it."""
+    ok = False
+    try:
+        arrivals = communicator.agree(launch, arrival)
+        for kernel in kernels:
+            communicator.launch(launch, kernel).wait(launch.timeout_s)
+        ok = True
+        return list(arrivals)
+    finally:
+        communicator.end(launch, ok)
+
+
+def run_staged(communicator: Communicator, launch: Launch, kernel: Kernel, most: int) -> None:
+    """The same with the first chunk brought before the door, where nobody knows the sizes of others."""
+    ok = False
+    try:
+        communicator.stage(launch, kernel)
+        communicator.agree(launch, b"")
+        told = replace(kernel, most=most)
+        communicator.launch(launch, told).wait(launch.timeout_s)
+        ok = True
+    finally:
+        communicator.end(launch, ok)
+
+
+def body_cases(
+    communicator: Communicator, launches: Sequence[Launch], cases: Sequence[Case], is_bitwise: bool, staged: bool
+) -> list[tuple[str, int]]:
+    """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
+    return [
+        run_case(communicator, launch, case, is_bitwise, staged) if communicator.rank in launch.ranks else ("", 0)
+        for launch, case in zip(launches, cases, strict=True)
+    ]
+
+
+def run_case(communicator: Communicator, launch: Launch, case: Case, is_bitwise: bool, staged: bool) -> tuple[str, int]:
+    """Runs one case on one rank, and compares."""
+    rank = communicator.rank
+    given, expected, most = sides(case, rank, communicator.world_size)
+    src = _made(given, case.layout)
+    dst = _made(expected, case.layout if case.layout != "read-only" else "plain", blank=True)
+    shared = ()
+    if case.inplace:
+        dst, shared = _in_place(case.kind, rank, src, dst)
+    if case.layout == "read-only":
+        for array in _listed(src):
+            array.flags.writeable = any(array is other for other in shared)
+    kind, peer = case.kind, case.root
+    if kind is OpKind.SEND:
+        kind, peer = (OpKind.SEND, case.peer) if rank == case.root else (OpKind.RECV, case.root)
+    kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
+    if staged:
+        run_staged(communicator, launch, kernel, most)
+    else:
+        run_launch(communicator, launch, replace(kernel, most=most))
+    return _wrong(case, given, src, expected, dst, shared, is_bitwise), _checksum(dst)
+
+
+def _made(values: Any, how: str, *, blank: bool = False) -> Any:
+    """Fresh arrays with the values, or with others where they are to be written."""
+    if values is None:
+        return None
+    if type(values) is tuple:
+        return tuple(_made(piece, how, blank=blank) for piece in values)
+    return layout(how, _other(values) if blank else values)
+
+
+def _other(values: np.ndarray) -> np.ndarray:
+    """As many values of which none is the same."""
+    return ~values if values.dtype.kind == "b" else (values.view(np.uint8) ^ 0x55).view(values.dtype)
+
+
+def _listed(side: Any) -> list[np.ndarray]:
+    return [] if side is None else list(side) if type(side) is tuple else [side]
+
+
+def _in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
+    """What is written becomes what is read wherever the kernel allows it; second, the arrays in both places."""
+    if dst is None:
+        return None, ()
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+        return src, (src,)
+    if kind is OpKind.BROADCAST:  # one array for the root, which need not be written
+        return dst if src is None else None, ()
+    if kind in (OpKind.ALLGATHER, OpKind.GATHER):
+        return (*dst[:rank], src, *dst[rank + 1 :]), (src,)
+    if kind is OpKind.REDUCESCATTER or (kind is OpKind.SCATTER and src is not None):
+        return src[rank], (src[rank],)
+    return (src, tuple(src)) if kind is OpKind.ALLTOALL else (dst, ())
+
+
+def _wrong(
+    case: Case, given: Any, src: Any, expected: Any, dst: Any, shared: tuple[np.ndarray, ...], is_bitwise: bool
+) -> str:
+    """Says what is not as it must be."""
+    for values, array in zip(_listed(given), _listed(src), strict=True):
+        if not any(array is other for other in shared) and bits(flat(array)) != bits(values):
+            return "what was only to be read was written"
+    wanted = _listed(expected) if dst is not None else []
+    exact = is_bitwise or case.op in (None, ReduceOp.MIN, ReduceOp.MAX) or case.dtype not in TOLERANCE
+    for piece, (values, array) in enumerate(zip(wanted, _listed(dst), strict=True)):
+        found = flat(array)
+        if exact and bits(found) != bits(values):
+            at = np.flatnonzero(found != values)
+            return (
+                f"piece {piece} differs in {at.size} elements, first at {at[:1]}: {found[at[:3]]}, not {values[at[:3]]}"
+            )
+        if not exact and not np.allclose(found, values, rtol=TOLERANCE[case.dtype], atol=TOLERANCE[case.dtype]):
+            at = np.abs(found - values).argmax()
+            return f"piece {piece} is far off: {found[at]} at {at}, not {values[at]}"
+    return ""
+
+
+def _checksum(side: Any) -> int:
+    total = 0
+    for array in _listed(side):
+        total = zlib.crc32(bits(flat(array)), total)
+    return total
+
+
+def check_cases(team: Team, cases: Sequence[Case], *, staged: bool = False, timeout_s: float = 60.0) -> None:
+    """Runs cases on all ranks, compares their results and names every case that failed."""
+    launches = [team.launch(_ranks(case, team), timeout_s) for case in cases]
+    is_bitwise = backends.get(team.backend).bitwise
+    results = team.must(body_cases, launches, list(cases), is_bitwise, staged)
+    found = []
+    for case, *outcomes in zip(cases, *results, strict=True):
+        said = {f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text}
+        if case.kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
+            said.add("ranks have different bits")
+        if said:
+            found.append(f"{case}: {'; '.join(sorted(said))}")
+    assert not found, "\n".join([f"{len(found)} of {len(cases)} cases on {team.backend} x {team.world_size}:", *found])
+
+
+def _ranks(case: Case, team: Team) -> tuple[int, ...]:
+    return tuple(sorted((case.root, case.peer))) if case.kind is OpKind.SEND else team.everyone
+
+
+def check_allreduce(team: Team, op: ReduceOp, dtype: str, size: int, how: str, inplace: bool, seed: int = 0) -> None:
+    """Runs one allreduce and compares."""
+    case = Case(kind=OpKind.ALLREDUCE, op=op, dtype=dtype, size=size, layout=how, inplace=inplace, seed=seed)
+    check_cases(team, [case])
+
+
+def every_case(dtype: str, world: int, sizes: Sequence[int] = SIZES) -> Iterator[Case]:
+    """The full product for one dtype and world size: every kind, root, size, in place or not.
+
+    An allreduce and a reduce-scatter run with every reduce op that the dtype has; in a reduce they take turns from root
+    to root, and so do everywhere the ways to cut into pieces.
+    """
+    ops = [op for op in ReduceOp if allowed(op, dtype)]
+    turn = 0
+    for size, kind in product(sizes, KINDS):
+        roots = range(world) if kind in ROOTED else (0,)
+        peers = range(world) if kind is OpKind.SEND else (-1,)
+        chosen: Sequence[ReduceOp | None] = ops if kind in REDUCTIONS and kind not in ROOTED else (None,)
+        for root, peer, op, inplace in product(roots, peers, chosen, (False, True)):
+            if kind is OpKind.SEND and (inplace or root == peer):
+                continue
+            turn += 1
+            yield Case(
+                kind=kind,
+                dtype=dtype,
+                size=size,
+                op=ops[turn // 2 % len(ops)] if kind is OpKind.REDUCE else op,
+                root=root,
+                peer=peer,
+                inplace=inplace,
+                spread=SPREADS[turn // 2 % len(SPREADS)],
+            )
+
+
+def is_absent(backend: str) -> str:
+    """Why a backend can't be tested here, or ""."""
+    if not backends.is_known(backend) or not backends.is_available(backend):
+        return f"{backend} is not installed"
+    return ""
+
+
+assert {np.dtype(getattr(ml_dtypes, name)) for name in NARROW} <= arrays.NARROW
