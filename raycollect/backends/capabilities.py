@@ -89,6 +89,7 @@ def _torch(
     devices: frozenset[str],
     library: str = "torch",
     lacks: frozenset[OpKind] = frozenset(),
+    interruptible: bool = False,
     tested: bool = False,
 ) -> Capabilities:
     return Capabilities(
@@ -99,7 +100,7 @@ def _torch(
         probe=lambda: _not_in_torch(name),
         ops=frozenset(OpKind) - lacks,
         devices=devices,
-        interruptible=False,
+        interruptible=interruptible,
         bitwise=False,
         cross_host=True,
         tested=tested,
@@ -158,7 +159,7 @@ _LINES = (
         bitwise=False,
         cross_host=True,
     ),
-    _torch("gloo", install="pip install torch", devices=_CPU, tested=True),
+    _torch("gloo", install="pip install torch", devices=_CPU, interruptible=True, tested=True),
     _torch(
         "mpi",
         install="a torch that was built from source with MPI; the wheels have none",
@@ -168,7 +169,7 @@ _LINES = (
     _torch("nccl", install="a CUDA build of torch (pip install torch, on Linux)", devices=_CUDA),
     _torch(
         "xccl",
-        install="a torch built for Intel XPU: pip install torch --index-url https://download.pytorch.org/whl/xpu",
+        install="the build of torch for Intel XPU, from the XPU index of its site",
         devices=frozenset({"xpu"}),
     ),
     _torch(
