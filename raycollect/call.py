@@ -147,8 +147,8 @@ class Call:
     def _reduce_op(self, op: Any) -> ReduceOp | None:
         try:
             return ReduceOp.coerce(op)
-        except ValueError as exc:
-            self._wrong("op", op, str(exc))
+        except ValueError:
+            self._wrong("op", op, f"one of {', '.join(ReduceOp.__members__)}")
             return None
 
     def _root(self, root: Any) -> int:
@@ -159,7 +159,7 @@ class Call:
             return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
-        violation = Violation(kind="unsupported", rank=-1, field=field, found=repr(value), expected=expected)
+        violation = Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
         self._violations.append(violation)
 
     def _raise(self) -> None:

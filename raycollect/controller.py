@@ -22,6 +22,7 @@ from raycollect.channel import Hub
 from raycollect.channel.messages import (
     Arrive,
     Bye,
+    Depart,
     Done,
     Drop,
     Join,
@@ -119,7 +120,7 @@ class Controller:
         """Forms a named group; returns when every member has joined."""
         with self._changing:
             if declaration.name in self._named:
-                raise GroupExistsError(group_name=declaration.name)
+                self._give_up(declaration.name)
             membership = self._form(declaration)
             self._held[membership.spec.group_id] = declaration.actors
             self._named[declaration.name] = membership
@@ -164,6 +165,18 @@ class Controller:
             membership = self.named(name)
             del self._named[name]
             self._dissolve(membership)
+
+    def _give_up(self, name: str) -> None:
+        """Ends a declared group that all its members have left.
+
+        Raises:
+            GroupExistsError: Some are members still.
+        """
+        membership = self._named[name]
+        gate, _ = self._gates[membership.spec.group_id]
+        if len(gate.gone) < membership.spec.world_size:
+            raise GroupExistsError(group_name=name)
+        self.destroy(name)
 
     def why_broken(self, membership: Membership) -> str:
         """Why a group can't communicate; empty where it can."""
@@ -354,6 +367,13 @@ class Controller:
             gate, membership = found
             self._deliver(membership, gate.receive(membership.rank_of(peer.info["actor_id"]), message))
 
+    def _depart(self, peer: Peer, message: Depart) -> None:
+        """A member has left by itself: it is answered, and the group does no more for the driver either."""
+        if message.group_id in self._gates:
+            self._broken.setdefault(message.group_id, f"{peer.info['actor']} has left: it destroyed the group itself")
+            self._meet(peer, message)
+        peer.send(message)
+
     def _arrive(self, peer: Peer, message: Arrive) -> None:
         flight = self._flights.get(message.seq)
         if flight is not None:
@@ -391,6 +411,7 @@ _HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {
     Joined: Controller._joined,
     Store: Controller._store,
     Arrive: Controller._arrive,
+    Depart: Controller._depart,
     Done: Controller._done,
     Waiting: Controller._waiting,
     **dict.fromkeys((Drop, Meet, Publish, Stuck, Withdraw), Controller._meet),

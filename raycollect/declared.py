@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raycollect import group as groups
-from raycollect import imperative
+from raycollect import imperative, ray_internals
 from raycollect.controller import Controller
 from raycollect.errors import InvalidGroupError
 from raycollect.group import Declaration, Membership
 from raycollect.rank_table import Place, RankTable
+
+_log = logging.getLogger("raycollect")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,16 +203,21 @@ def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> d
 def destroy_collective_group(group_name: str = "default") -> None:
     """Ends a declared group; the actors live on. Collectives of it under way are aborted.
 
-    Inside a member of a group that its members made it leaves that group.
+    Inside a member it leaves that group. Where the driver declared it, the driver's verbs then raise GroupBrokenError;
+    once all members have left, its name is free there. In an actor or task that is no member (any more) it only logs a
+    warning, as in `ray.util.collective`, so that cleaning up twice does no harm.
 
     Raises:
-        UnknownGroupError: There is none of that name.
-        InvalidGroupError: This process is a member, and the driver declared the group.
+        UnknownGroupError: On the driver: there is none of that name.
     """
     if imperative.is_group_initialized(group_name):
         imperative.destroy_collective_group(group_name)
+        return
+    controller = Controller.current()
+    if ray_internals.is_worker() and not controller.is_declared(group_name):
+        _log.warning("there is no group %r to destroy in this process", group_name)
     else:
-        Controller.current().destroy(group_name)
+        controller.destroy(group_name)
 
 
 destroy_group = destroy_collective_group

@@ -13,6 +13,7 @@
     │   ├── MismatchError             the ranks disagree
     │   ├── ReadOnlyError             an operand may not be written
     │   ├── AliasError                operands overlap in memory
+    │   ├── InvalidArgumentError      a root, a rank, a reduce op or a time limit that makes no sense
     │   ├── UnsupportedError          this backend or numpy has no meaning for it
     │   ├── TensorFreedError          used after it was freed
     │   ├── TensorLostError           the process that held it is gone
@@ -61,6 +62,7 @@ __all__ = [
     "GroupError",
     "GroupExistsError",
     "InternalError",
+    "InvalidArgumentError",
     "InvalidGroupError",
     "KernelError",
     "MismatchError",
@@ -162,13 +164,17 @@ class RefusedError(RaycollectError):
 
     def __str__(self) -> str:
         listed = "".join(f"\n  - {violation}" for violation in self.violations)
-        return f"{self.op} on group {self.group_name!r} was refused:{listed}\nWhat to do: {self.cure}."
+        where = f" on group {self.group_name!r}" if self.group_name else ""
+        return f"{self.op}{where} was refused:{listed}\nWhat to do: {self.cure}."
 
 
 class ForeignRefError(RefusedError):
     """A ref that was not returned by an actor method."""
 
-    cure = "pass the ObjectRef that a method of a CollectiveParticipant returned, not one of ray.put or of a task"
+    cure = (
+        "pass the ObjectRef that a method of a CollectiveParticipant returned: not its value, and no ref of ray.put or "
+        "of a task"
+    )
 
 
 class NotAParticipantError(RefusedError):
@@ -198,7 +204,10 @@ class MissingMemberError(RefusedError):
 class NotATensorError(RefusedError):
     """A ref whose value is no tensor kept in the Python Object Store."""
 
-    cure = "return a numpy array (or a list, tuple or dict of them), from a method not marked by_value"
+    cure = (
+        "give a numpy array or a torch tensor (or a list, tuple or dict of them); a ref's is returned by a method that "
+        "is not marked by_value"
+    )
 
 
 class MismatchError(RefusedError):
@@ -219,10 +228,16 @@ class AliasError(RefusedError):
     cure = "use separate buffers for operands that the plan writes"
 
 
+class InvalidArgumentError(RefusedError, ValueError):
+    """An argument that makes no sense: a root, a rank, a reduce op, a time limit; a ValueError as well."""
+
+    cure = "correct that argument and call again; no tensor was touched"
+
+
 class UnsupportedError(RefusedError):
     """Neither the backend nor numpy has a meaning for it."""
 
-    cure = "choose another reduce op, dtype or backend"
+    cure = "choose another operation, reduce op, dtype, device or backend"
 
 
 class TensorFreedError(RefusedError):
@@ -265,6 +280,7 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "mismatch": MismatchError,
     "read_only": ReadOnlyError,
     "alias": AliasError,
+    "argument": InvalidArgumentError,
     "unsupported": UnsupportedError,
     "freed": TensorFreedError,
     "lost": TensorLostError,
@@ -315,7 +331,10 @@ class GroupError(RaycollectError):
 class UnknownGroupError(GroupError):
     """No group of that name is declared in this process."""
 
-    cure = "declare_collective_group(actors, group_name=...) first, or leave group_name out to derive a group"
+    cure = (
+        "declare_collective_group(actors, group_name=...) first; on the driver group_name may be left out, to derive a "
+        "group from the refs; inside the members init_collective_group does as well"
+    )
 
 
 class GroupExistsError(GroupError):
@@ -324,8 +343,8 @@ class GroupExistsError(GroupError):
     cure = "destroy_collective_group(name) first, or choose another name"
 
 
-class InvalidGroupError(GroupError):
-    """The actors, ranks, world size or options can't form a group."""
+class InvalidGroupError(GroupError, ValueError):
+    """The actors, ranks, world size or options can't form a group; a ValueError as well."""
 
 
 class GroupBrokenError(GroupError):
@@ -334,8 +353,8 @@ class GroupBrokenError(GroupError):
     cure = "destroy_collective_group(name) and declare it again over living actors"
 
 
-class UnknownBackendError(GroupError):
-    """No backend of that name exists."""
+class UnknownBackendError(GroupError, ValueError):
+    """No backend of that name exists; a ValueError as well."""
 
 
 class BackendNotInstalledError(GroupError):

@@ -14,6 +14,7 @@ this rank's time at the door is over                   it drops the lane and rai
 another rank gave up or failed, while this one waited  it drops the lane and raises the same
 another rank had left before this one came             it drops the lane and waits where that rank comes next
 a rank of the lane died or departed                    it drops the lane and raises
+the hub denied it: the others wait in a plan           it drops the lane and raises
 =====================================================  ====================================================
 """
 
@@ -237,7 +238,7 @@ class Lane:
         if not isinstance(failure, PlanAbortedError):
             self._give_up(failure)
         raised = self._explained(failure, agreed)
-        self._give_up()
+        self._give_up(raised if isinstance(raised, RefusedError) else None)  # denied: only this rank knows of it
         if raised is None:
             return None
         raise raised

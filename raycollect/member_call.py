@@ -13,7 +13,7 @@ from raycollect.backends import arrays
 from raycollect.door import Arrival, Spec, encode_arrival, judge
 from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
 from raycollect.executor import Execution, Outcome
-from raycollect.gate import ALL, lane_of
+from raycollect.gate import ALL, lane_of, ranks_of
 from raycollect.lane import Attempt
 from raycollect.member_work import MemberWork
 from raycollect.members import get_group_handle
@@ -41,11 +41,11 @@ class MemberCall:
         if op is not None:
             try:
                 self._op = ReduceOp.coerce(op)
-            except ValueError as exc:
-                self._violate("unsupported", "op", repr(op), str(exc))
+            except ValueError:
+                self._violate("argument", "op", repr(op), f"one of {', '.join(ReduceOp.__members__)}")
         for name, value in (("root", self._root), ("peer", self._peer)):
             if type(value) is not int:
-                self._violate("unsupported", name, repr(value), "a rank")
+                self._violate("argument", name, repr(value), "a rank")
 
     @property
     def is_root(self) -> bool:
@@ -55,6 +55,7 @@ class MemberCall:
     def run(self, values: Sequence[tuple[str, Any]], *, async_op: bool, timeout_s: float | None) -> MemberWork | None:
         """Runs it with what this rank gives, and then what it takes into, each with its name."""
         seat, kind = self._seat, self._kind
+        op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
         limit_s = seat.timeout_s if timeout_s is None else timeout_s
         containers = tuple(self._container(name, value) for name, value in values)
         program = None
@@ -63,15 +64,21 @@ class MemberCall:
                 program = _program(seat.planned, kind, seat.rank, self._op, self._root, self._peer, limit_s)
             except RefusedError as exc:
                 self._violations += [replace(v, rank=seat.rank if v.rank < 0 else v.rank) for v in exc.violations]
-        if self._violations and (kind is OpKind.SEND or not 0 < limit_s < math.inf):
-            raise refusal(kind.value, seat.name, tuple(self._violations))
-        attempt = self._objection(limit_s) if program is None else self._execution(program, containers)
-        lane = lane_of(self._root, self._peer) if kind is OpKind.SEND else ALL
-        op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
+        lane = self._lane()
+        if self._violations and (not lane or not 0 < limit_s < math.inf):
+            raise refusal(op, seat.name, tuple(self._violations))
+        attempt = self._objection(lane, limit_s) if program is None else self._execution(program, containers)
         if async_op:
             return MemberWork(seat, op, seat.start(lane, op, attempt, limit_s))
         seat.run(lane, op, attempt, limit_s)
         return None
+
+    def _lane(self) -> str:
+        """Where the others of this call are; empty where its arguments name nobody."""
+        if self._kind is not OpKind.SEND:
+            return ALL
+        ends = {rank for rank in (self._root, self._peer) if type(rank) is int and 0 <= rank < self._seat.world_size}
+        return lane_of(self._root, self._peer) if len(ends) == 2 else ""
 
     def _container(self, name: str, value: Any) -> Container:
         found = Container.of(value, arrays.is_tensor)
@@ -94,7 +101,7 @@ class MemberCall:
 
         return attempt
 
-    def _objection(self, limit_s: float) -> Attempt:
+    def _objection(self, lane: str, limit_s: float) -> Attempt:
         """Goes to the door only to say there what is wrong here, so that nobody waits for this rank."""
         spec = Spec(
             op=self._kind.value,
@@ -103,9 +110,10 @@ class MemberCall:
             root=self._root if type(self._root) is int else -1,
         )
         blob = encode_arrival(Arrival(spec=spec, violations=tuple(self._violations)))
+        ranks = ranks_of(lane, self._seat.world_size)
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
-            launch = Launch(seq=seq, ranks=tuple(range(self._seat.world_size)), timeout_s=limit_s)
+            launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
             try:
                 blobs = communicator.agree(launch, blob)
                 verdict = judge(launch.ranks, tuple(map(bytes, blobs)))

@@ -137,21 +137,17 @@ def _who() -> str:
 
 
 def destroy_collective_group(group_name: str = "default") -> None:
-    """Leaves a group that its members made; the others hear of it when they next call this rank.
+    """Leaves a group; the others hear of it when they next call this rank, and so does the driver that declared it.
 
     Raises:
         UnknownGroupError: This process is no member of a group of that name.
-        InvalidGroupError: The driver declared it, and alone can end it.
     """
     seats = Seats.current()
     seat = seats.find(group_name)
     if seat is None:
         raise UnknownGroupError(group_name=group_name, detail="this process is no member of it")
-    if seat.declared:
-        detail = "the driver declared it: destroy_collective_group there, or Group.destroy()"
-        raise InvalidGroupError(group_name=group_name, detail=detail)
     seats.remove(seat)
-    seat.close()
+    seat.part()
 
 
 destroy_group = destroy_collective_group

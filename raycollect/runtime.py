@@ -27,6 +27,7 @@ from raycollect.channel.messages import (
     Arrivals,
     Bye,
     Deny,
+    Depart,
     Done,
     Drop,
     Gone,
@@ -420,7 +421,7 @@ _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
     Arrivals: Runtime._arrivals,
     Stored: Runtime._stored,
     Bye: Runtime._bye,
-    **dict.fromkeys((Deny, Drop, Gone, Met, Missed, Publish), Runtime._for_seat),
+    **dict.fromkeys((Deny, Depart, Drop, Gone, Met, Missed, Publish), Runtime._for_seat),
 }
 
 

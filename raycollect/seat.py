@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
 from raycollect import backends
 from raycollect.backends import pair
-from raycollect.channel.messages import Deny, Drop, Gone, Message, Met, Missed, Publish
+from raycollect.channel.messages import Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.errors import (
+    ConnectionLostError,
     FaultError,
     GroupBrokenError,
     ParticipantDiedError,
@@ -28,6 +29,9 @@ __all__ = ["Seat"]
 
 _PAIRS: dict[str, CommunicatorFactory] = {"gloo": pair.create}
 """Backend -> what its lanes of two ranks use instead, so that several of them can be under way at once."""
+
+PART_LIMIT_S = 5.0
+"""How long a member that leaves a declared group waits for the controller to know of it, in seconds."""
 
 Watch = Callable[[Lane, str], AbstractContextManager[Any]]
 """Around a call that blocks a thread: (its lane, its op)."""
@@ -84,6 +88,7 @@ class Seat:
         self._lanes: dict[str, Lane] = {}
         self._gone: dict[int, Gone] = {}
         self._closed: RaycollectError | None = None
+        self._parted = threading.Event()
         self._lock = threading.Lock()
 
     def settle(self, spec: GroupSpec, members: Sequence[str]) -> None:
@@ -95,6 +100,11 @@ class Seat:
     @property
     def name(self) -> str:
         """What the user calls the group."""
+        return self.spec.name
+
+    @property
+    def group_name(self) -> str:
+        """The same, as `ray.util.collective` calls it."""
         return self.spec.name
 
     @property
@@ -210,6 +220,17 @@ class Seat:
         if leave is not None:
             leave()
 
+    def part(self) -> None:
+        """Leaves of this process's own accord: when it returns, the controller of a declared group knows."""
+        self.close()
+        if self.declared:
+            with suppress(ConnectionLostError):
+                self.send(Depart(group_id=self.spec.group_id))
+                self._parted.wait(PART_LIMIT_S)
+
+    def _departed(self, message: Depart) -> None:
+        self._parted.set()
+
     def _left(self, message: Gone) -> None:
         with self._lock:
             self._gone[message.rank] = message
@@ -241,6 +262,7 @@ class Seat:
 
 _HANDLERS: dict[type, Callable[[Seat, Any], None]] = {
     Deny: Seat._denied,
+    Depart: Seat._departed,
     Drop: Seat._dropped,
     Gone: Seat._left,
     Met: Seat._answered,

@@ -66,6 +66,9 @@ class Work:
             )
         error = _explain(flight)
         if error is not None:
+            for rank, ref in flight.results.items():
+                if flight.plan.outputs(rank):
+                    ref.future()  # it holds the error too: as nobody else asks for it, Ray would log it as unhandled
             raise error
         return self.refs
 

@@ -161,7 +161,7 @@ def _argument_violations(request: Request) -> list[Violation]:
     found = []
 
     def wrong(field: str, value: object, expected: str) -> None:
-        found.append(Violation(kind="unsupported", rank=-1, field=field, found=str(value), expected=expected))
+        found.append(Violation(kind="argument", rank=-1, field=field, found=str(value), expected=expected))
 
     if needs is None:
         wrong("op", kind.value, f"one of {', '.join(known.value for known in _NEEDS)}")

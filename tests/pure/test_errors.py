@@ -270,3 +270,10 @@ def test_errors_are_compared_and_hashed_by_identity() -> None:
 def test_a_violation_is_frozen() -> None:
     with pytest.raises(AttributeError):
         VIOLATION.rank = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["InvalidArgumentError", "InvalidGroupError", "UnknownBackendError"])
+def test_what_ray_raises_as_value_error_is_caught_as_one(name: str) -> None:
+    cls = getattr(errors, name)
+    assert issubclass(cls, ValueError)
+    assert issubclass(cls, errors.RaycollectError)

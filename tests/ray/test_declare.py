@@ -225,14 +225,38 @@ def test_barrier_and_destroy_are_the_members_own_inside_them(actors):
         np.testing.assert_array_equal(tensor, np.full(3, 3.0))
         assert (rank, initialized) == (-1, False)
 
-    def leave(self):
-        try:
-            col.destroy_collective_group()
-        except errors.InvalidGroupError as exc:
-            return str(exc)
 
-    col.declare_collective_group(workers)
-    assert "the driver declared it" in ray.get(workers[0].call.remote(leave))
+@pytest.mark.parametrize("cls", [Plain, AsyncPlain, Worker])
+def test_members_may_leave_a_group_that_the_driver_declared(actors, cls):
+    """As programs for `ray.util.collective` do, where the driver declares a group and each member destroys it."""
+    workers = actors(cls, 2)
+
+    def leave(self):
+        col.destroy_collective_group()
+        return col.get_rank()
+
+    def leave_again(self):
+        col.destroy_collective_group()
+
+    def add(self):
+        tensor = np.full(3, col.get_rank() + 1.0)
+        col.allreduce(tensor)
+        return tensor
+
+    for _ in range(2):
+        group = col.declare_collective_group(workers)
+        np.testing.assert_array_equal(ray.get([w.__ray_call__.remote(add) for w in workers]), np.full((2, 3), 3.0))
+        assert ray.get(workers[1].__ray_call__.remote(leave)) == -1
+        with refused(errors.GroupBrokenError, "has left"):
+            col.barrier()
+        assert group.status().state == "broken"
+        with pytest.raises(errors.GroupBrokenError, match=r"rank 1 .*has left"):
+            ray.get(workers[0].__ray_call__.remote(add))
+        with refused(errors.GroupExistsError, "default"):
+            col.declare_collective_group(workers)
+        assert ray.get(workers[0].__ray_call__.remote(leave)) == -1
+        ray.get([w.__ray_call__.remote(leave_again) for w in workers])
+    assert col.declare_collective_group(workers).status().state == "alive"
     col.barrier()
 
 
