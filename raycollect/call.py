@@ -115,11 +115,17 @@ class Call:
             self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
             return []
         read = [
-            _destination(ref) if _is_actor(ref) and name != _SINGLE else groups.operand(ref, position)
+            _destination(ref) if self._makes(name, position) and _is_actor(ref) else groups.operand(ref, position)
             for position, ref in enumerate(refs)
         ]
         self._violations += [one for one in read if isinstance(one, Violation)]
         return [one for one in read if isinstance(one, Operand)]
+
+    def _makes(self, name: str, position: int) -> bool:
+        """Whether an actor handle may stand there, for an output to be made on that actor."""
+        if self._kind is OpKind.SEND:
+            return position == 1
+        return name == _PARTS[self._kind][1] and name != _SINGLE
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
         controller, group_name = self._controller, self._group_name

@@ -144,7 +144,7 @@ class Controller:
                 self._dissolve(self._derived.popitem(last=False)[1])
             return membership
 
-    def named(self, name: str) -> Membership:
+    def named(self, name: Any) -> Membership:
         """A declared group.
 
         Raises:
@@ -153,7 +153,10 @@ class Controller:
         try:
             return self._named[name]
         except KeyError:
-            raise UnknownGroupError(group_name=name, detail=f"not declared; there are {sorted(self._named)}") from None
+            detail = f"not declared; there are {sorted(self._named)}"
+            if not isinstance(name, str):
+                detail = f"a {type(name).__name__} is no group's name; look at the order of the arguments"
+            raise UnknownGroupError(group_name=str(name), detail=detail) from None
 
     def is_declared(self, name: str) -> bool:
         """True where a group of that name is declared."""

@@ -65,7 +65,8 @@ def operand(ref: Any, position: int) -> Operand | Violation:
     handle.
     """
     if not isinstance(ref, ray.ObjectRef):
-        return _foreign(position, f"a {type(ref).__name__}", "")
+        is_actor = isinstance(ref, ray.actor.ActorHandle)
+        return _foreign(position, "an actor handle" if is_actor else f"a {type(ref).__name__}", "")
     key, actor_id = ray_internals.read_ref(ref)
     if actor_id:
         return Operand(ref=ref, key=key, actor_id=actor_id)

@@ -72,6 +72,17 @@ def test_no_ref_at_all(trio):
         col.allreduce_refs([np.ones(3), *buffers(trio[1:])])
 
 
+def test_an_actor_where_a_ref_of_its_tensor_belongs(trio):
+    with pytest.raises(errors.ForeignRefError, match="an actor handle") as caught:
+        col.allreduce_refs(trio)
+    assert [violation.rank for violation in caught.value.violations] == [0, 1, 2]
+
+
+def test_a_reduce_op_in_the_place_of_the_group(trio):
+    with pytest.raises(errors.UnknownGroupError, match="a ReduceOp is no group's name"):
+        col.allreduce_refs([actor.get_buffer.remote() for actor in trio], col.ReduceOp.MAX)
+
+
 def test_a_generator_in_place_of_its_items(trio, actors):
     (streamer,) = actors(KindsActor, 1)
     with refused(errors.ForeignRefError, "ObjectRefGenerator", actors=trio):

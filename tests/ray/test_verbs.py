@@ -221,7 +221,7 @@ def test_both_lists_are_read_before_anything_is_refused(trio, actors):
         col.alltoall_refs(None, lists[:2])
     with refused(errors.MissingMemberError, "list of refs (tensor_list_refs)", actors=trio):
         col.reducescatter_refs(None, None)
-    with refused(errors.ForeignRefError, "ActorHandle", actors=trio):
+    with refused(errors.ForeignRefError, "an actor handle", actors=trio):
         col.gather_refs(trio[0], refs)
     with refused(errors.MissingMemberError, "rank 0", actors=trio):
         col.reduce_refs([trio[0], *refs[1:]])
