@@ -442,6 +442,8 @@ class Lane:
         with self._changed:
             if self._call == 0 or (call and (call != self._call or self._agreed)):
                 return
+            if self._meeting and isinstance(self._answer, Missed):
+                return  # the call ends by that answer, of which this is a consequence
             self._stop = self._stop or error
             self._final = self._final or not call
             communicator, seq = self._communicator, self._seq
