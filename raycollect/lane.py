@@ -468,7 +468,7 @@ class Lane:
         if not under_way:  # else that call lets go of the communicator
             self._give_up(error, between=True)
 
-    # ------------------------------------------------------------------------------------------ for the helpers below
+    # ------------------------------------------------------------------------------------- for `forming` and `turn`
 
     def wait_value(self, generation: str, name: str, timeout_s: float) -> bytes:
         """Waits for a value of the rendezvous."""

@@ -23,13 +23,12 @@ import numpy as np
 from raycollect import backends
 from raycollect.errors import (
     BackendUnavailableError,
-    GroupBrokenError,
-    PlanAbortedError,
     Violation,
     refusal,
 )
 from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
 
+from ._exchanged import Exchanged
 from .arrays import Array
 from .capabilities import Capabilities
 from .completion import DONE, reduce_op, translated
@@ -159,19 +158,15 @@ def _concrete(group_cls: type[Any]) -> type[Any]:
     return made
 
 
-class AdoptedCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+class AdoptedCommunicator(Exchanged):
+    """One rank's membership. An abort wakes it at the door; a kernel runs to its end."""
 
     def __init__(self, group: Any, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        self.rank = rank
-        self.world_size = spec.world_size
+        super().__init__(spec, rank, exchange)
         self._group = group
         self._spec = spec
         self._ops = {kind for kind, method in METHODS.items() if _overrides(type(group), method)}
         self._reduce_ops = _reduce_ops(type(group))
-        self._exchange = exchange
-        self._aborted: set[int] = set()
-        self._broken = ""
         self._closed = False
         self._busy = threading.Lock()
         self._kernels: dict[OpKind, Callable[[Kernel, timedelta], None]] = {
@@ -189,11 +184,6 @@ class AdoptedCommunicator:
         """Moves nothing; refuses before the door what the class can't do."""
         self._check_supported(launch, kernel)
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Brings `launch.ranks` together over the exchange."""
-        self._check_going(launch)
-        return self._exchange(launch, arrival)
-
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
         self._check_supported(launch, kernel)
@@ -209,16 +199,6 @@ class AdoptedCommunicator:
             self.close()
         return DONE
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
-        """Leaves the launch."""
-        self._aborted = {seq for seq in self._aborted if seq > launch.seq}
-        return ()
-
-    def abort(self, seq: int) -> None:
-        """Wakes this rank at the door; a kernel runs to its end."""
-        self._aborted.add(seq)
-        self._exchange.abort(seq)
-
     def close(self) -> None:
         """Lets the class destroy its group; where a kernel is under way, when that has ended."""
         self._broken = self._broken or "the communicator was closed"
@@ -231,13 +211,6 @@ class AdoptedCommunicator:
                     destroy()
             finally:
                 self._busy.release()
-
-    def _check_going(self, launch: Launch) -> None:
-        if self._broken:
-            raise GroupBrokenError(group_name=self._spec.name, detail=self._broken)
-        if launch.seq in self._aborted:
-            detail = f"launch {launch.seq} was aborted"
-            raise PlanAbortedError(group_name=self._spec.name, rank=self.rank, detail=detail)
 
     def _check_supported(self, launch: Launch, kernel: Kernel) -> None:
         pair = kernel.kind in (OpKind.SEND, OpKind.RECV)

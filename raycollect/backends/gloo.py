@@ -37,12 +37,11 @@ import numpy as np
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
-    GroupBrokenError,
-    PlanAbortedError,
     RaycollectError,
 )
 from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
 
+from ._exchanged import Exchanged
 from ._gloo_link import GlooLibrary, GlooLink, is_native
 from .arrays import Array, Flat
 from .completion import (
@@ -102,27 +101,13 @@ def create(
     return GlooCommunicator(link, spec, rank, exchange)
 
 
-class GlooCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+class GlooCommunicator(Exchanged):
+    """One rank's membership. A kernel sees an abort between two chunks; the group is broken then."""
 
     def __init__(self, link: GlooLink | None, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        self.rank = rank
-        self.world_size = spec.world_size
-        self._group_name = spec.name
+        super().__init__(spec, rank, exchange)
         self._link = link
-        self._exchange = exchange
-        self._aborted: set[int] = set()
-        self._broken = ""
         self._lock = threading.Lock()
-
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Does nothing: the library sends from the arrays themselves."""
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Brings `launch.ranks` together over the exchange, so that the library never waits for anyone."""
-        self._check_whole()
-        self._check_going(launch)
-        return self._exchange(launch, arrival)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
@@ -131,18 +116,6 @@ class GlooCommunicator:
             with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
                 _Run(self, self._link, launch).run(kernel)
         return DONE
-
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
-        """Leaves the launch."""
-        for seq in tuple(self._aborted):
-            if seq <= launch.seq:
-                self._aborted.discard(seq)
-        return ()
-
-    def abort(self, seq: int) -> None:
-        """Wakes this rank at the door; a kernel stops between two chunks, and the group is broken then."""
-        self._aborted.add(seq)
-        self._exchange.abort(seq)
 
     def close(self) -> None:
         """Closes the connections, unless a kernel is under way: the library can't be interrupted."""
@@ -157,19 +130,10 @@ class GlooCommunicator:
 
     def check_going(self, launch: Launch, until_s: float) -> None:
         """Between two chunks: raises if the launch was aborted or takes too long."""
-        self._check_going(launch)
+        self._check_aborted(launch)
         if time.monotonic() > until_s:
             detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
             raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
-
-    def _check_going(self, launch: Launch) -> None:
-        if launch.seq in self._aborted:
-            detail = f"launch {launch.seq} was aborted"
-            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise GroupBrokenError(group_name=self._group_name, detail=self._broken)
 
     @contextmanager
     def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:

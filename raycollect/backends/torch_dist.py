@@ -20,19 +20,19 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
     KernelError,
-    PlanAbortedError,
     Violation,
     refusal,
 )
 from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
 
+from ._exchanged import Exchanged
 from ._torch_group import make
 from ._torch_rows import is_native
 from ._torch_run import CHUNK_NBYTES, Library, Run
@@ -85,27 +85,14 @@ def create(
     return communicator
 
 
-class TorchCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+class TorchCommunicator(Exchanged):
+    """One rank's membership. An abort wakes a rank in mid-kernel as well; the group is broken then."""
 
     def __init__(self, library: Library, spec: GroupSpec, exchange: Exchange) -> None:
-        self.rank = library.rank
-        self.world_size = library.world_size
-        self._group_name = spec.name
+        super().__init__(spec, library.rank, exchange)
         self._backend = spec.backend
         self._library: Library | None = library
-        self._exchange = exchange
-        self._aborted: set[int] = set()
-        self._broken = ""
         self._lock = threading.Lock()
-
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Does nothing: the library sends from the tensors themselves."""
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Brings `launch.ranks` together over the exchange."""
-        self._check_going(launch)
-        return self._exchange(launch, arrival)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
@@ -118,18 +105,6 @@ class TorchCommunicator:
                 run.run(kernel)
         return DONE
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
-        """Leaves the launch."""
-        for seq in tuple(self._aborted):
-            if seq <= launch.seq:
-                self._aborted.discard(seq)
-        return ()
-
-    def abort(self, seq: int) -> None:
-        """Wakes this rank at the door or in a kernel; from within a kernel the group is broken."""
-        self._aborted.add(seq)
-        self._exchange.abort(seq)
-
     def close(self) -> None:
         """Lets go of the library, once a kernel under way has seen it."""
         self._broken = self._broken or "the communicator was closed"
@@ -141,17 +116,6 @@ class TorchCommunicator:
                         library.backend.shutdown()
             finally:
                 self._lock.release()
-
-    def _check_going(self, launch: Launch) -> None:
-        """Raises if the launch was aborted, or the communicator closed."""
-        self._check_whole()
-        if launch.seq in self._aborted:
-            detail = f"launch {launch.seq} was aborted"
-            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
-
-    def _check_whole(self) -> None:
-        if self._broken:
-            raise GroupBrokenError(group_name=self._group_name, detail=self._broken)
 
     @contextmanager
     def _failing(self, kernel: Kernel, run: Run, launch: Launch) -> Iterator[None]:
