@@ -223,7 +223,7 @@ def test_both_lists_are_read_before_anything_is_refused(trio, actors):
         col.reducescatter_refs(None, None)
     with refused(errors.ForeignRefError, "an actor handle", actors=trio):
         col.gather_refs(trio[0], refs)
-    with refused(errors.MissingMemberError, "rank 0", actors=trio):
+    with refused(errors.ForeignRefError, "rank 0", "an actor handle", actors=trio):
         col.reduce_refs([trio[0], *refs[1:]])
 
 
