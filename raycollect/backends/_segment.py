@@ -26,7 +26,7 @@ from pathlib import Path
 from raycollect.errors import BackendUnavailableError
 from raycollect.model import GroupSpec, Rendezvous
 
-JOIN_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 45.0  # less than the minute of a declaration, which then hears who was waited for
 """How long the members of a group may take to come together."""
 HELLO_TIMEOUT_S = 2.0
 """How long one client may be silent while others queue; only processes of this user can connect at all."""

@@ -63,7 +63,9 @@ __all__ = ["CHUNK_NBYTES", "GlooCommunicator", "create", "is_native"]
 CHUNK_NBYTES = 4 << 20
 """How much one call of the library moves: the GIL is held that long."""
 
-JOIN_TIMEOUT_S = 60.0
+JOIN_TIMEOUT_S = 45.0
+"""How long to wait for a member; less than the minute of a declaration, which then hears who was waited for."""
+
 
 SLICED_FROM = (4, 1 << 20)
 """(world size, bytes) from which on slices beat the allgather in a fold, as measured on one machine."""
