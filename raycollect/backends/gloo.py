@@ -66,7 +66,6 @@ CHUNK_NBYTES = 4 << 20
 JOIN_TIMEOUT_S = 45.0
 """How long to wait for a member; less than the minute of a declaration, which then hears who was waited for."""
 
-
 SLICED_FROM = (4, 1 << 20)
 """(world size, bytes) from which on slices beat the allgather in a fold, as measured on one machine."""
 

@@ -14,18 +14,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
 
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
-    GroupBrokenError,
     InternalError,
     KernelError,
-    PlanAbortedError,
 )
 from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
 
+from ._exchanged import Exchanged
 from .arrays import Flat
 from .completion import DONE, chunks, translated
 
@@ -105,37 +103,22 @@ def _receive(link: socket.socket, nbytes: int) -> bytes:
     return data
 
 
-class PairCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+class PairCommunicator(Exchanged):
+    """One rank's membership. An abort wakes it in mid-kernel as well; the connection ends with that."""
 
     def __init__(self, spec: GroupSpec, rank: int, link: socket.socket, exchange: Exchange) -> None:
-        self.rank = rank
-        self.world_size = 2
-        self._group_name = spec.name
+        super().__init__(spec, rank, exchange)
         self._link = link
-        self._exchange = exchange
         self._moving = 0  # the launch whose kernel runs
-        self._aborted: set[int] = set()
-        self._closed = False
         self._lock = threading.Lock()
         self._kernels = {OpKind.SEND: self._send, OpKind.RECV: self._recv}
-
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Does nothing: bytes go from the array itself."""
-
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Brings both together, over the exchange."""
-        if self._closed:
-            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
-        self._check_going(launch.seq)
-        return self._exchange(launch, arrival)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread."""
         if kernel.kind not in self._kernels:
             raise InternalError(detail=f"a {kernel.kind.value} between two ranks of a group")
         with self._lock:
-            self._check_going(launch.seq)
+            self._check_aborted(launch)
             self._moving = launch.seq
         until_s = time.monotonic() + launch.timeout_s
         try:
@@ -146,24 +129,17 @@ class PairCommunicator:
                 self._moving = 0
         return DONE
 
-    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
-        """Leaves the launch."""
-        with self._lock:
-            self._aborted = {seq for seq in self._aborted if seq > launch.seq}
-        return ()
-
     def abort(self, seq: int) -> None:
-        """Wakes this rank in that launch; in mid-kernel the connection ends with it."""
-        with self._lock:
-            self._aborted.add(seq)
+        """Wakes this rank in that launch, at the door or in mid-kernel."""
+        super().abort(seq)
+        with self._lock:  # a kernel that begins now sees the abort; one that has begun is at work
             if self._moving == seq:
                 self._shut()
-        self._exchange.abort(seq)
 
     def close(self) -> None:
         """Closes the connection."""
         with self._lock:
-            self._closed = True
+            self._broken = self._broken or "the communicator was closed"
             if self._moving:
                 self._shut()
         self._link.close()
@@ -174,10 +150,6 @@ class PairCommunicator:
         except OSError:
             pass  # it has ended already
 
-    def _check_going(self, seq: int) -> None:
-        if seq in self._aborted:
-            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=f"launch {seq} was aborted")
-
     def _move(self, kernel: Kernel, launch: Launch, until_s: float) -> None:
         try:
             self._kernels[kernel.kind](kernel, until_s)
@@ -187,7 +159,7 @@ class PairCommunicator:
                 group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail
             ) from exc
         except OSError as exc:
-            self._check_going(launch.seq)
+            self._check_aborted(launch)
             raise KernelError(
                 group_name=self._group_name, rank=self.rank, detail=f"the connection broke: {exc}"
             ) from exc
