@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -84,7 +86,9 @@ def test_a_torch_tensor_arrives_as_one(dtype: str) -> None:
     assert type(found[1]) is np.ndarray
 
 
-def test_a_fetch_waits_for_the_plan_that_writes_it() -> None:
+@contextmanager
+def served_while_a_plan_writes() -> Iterator[tuple[Wire, Store, np.ndarray]]:
+    """A fetch that waits for a plan, which the body is; afterwards the fetch has been answered."""
     store, value = Store(), np.zeros(4)
     store._changed = watched = WatchedCondition()
     store.put(KEY, contain(value))
@@ -93,22 +97,19 @@ def test_a_fetch_waits_for_the_plan_that_writes_it() -> None:
         thread = threading.Thread(target=serve, args=(wire, store))
         thread.start()
         assert watched.someone_waits()
-        value[:] = 1
+        yield wire, store, value
     thread.join(WAIT_S)
+
+
+def test_a_fetch_waits_for_the_plan_that_writes_it() -> None:
+    with served_while_a_plan_writes() as (wire, _, value):
+        value[:] = 1
     assert wire.blob == np.ones(4).tobytes()
 
 
 def test_a_fetch_that_waited_for_a_plan_which_failed_is_refused() -> None:
-    store, value = Store(), np.zeros(4)
-    store._changed = watched = WatchedCondition()
-    store.put(KEY, contain(value))
-    wire = Wire(Fetch(key=KEY, timeout_s=1.0))
-    with store.writing([arrays.byte_range(value)]):
-        thread = threading.Thread(target=serve, args=(wire, store))
-        thread.start()
-        assert watched.someone_waits()
+    with served_while_a_plan_writes() as (wire, store, value):
         store.mark_dirty([arrays.byte_range(value)], [value])
-    thread.join(WAIT_S)
     (answer,) = wire.answers
     assert isinstance(answer, Failed)
     assert isinstance(from_wire(answer.error), TensorDirtyError)
