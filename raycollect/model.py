@@ -221,6 +221,38 @@ class Member:
         object.__setattr__(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory that one process has and others of its machine can map.
+
+    Attributes:
+        pid: The process.
+        fd: Its descriptor of the memory.
+        token: Random bytes that the memory begins with, so that no other memory is taken for it.
+        nbytes: Its size.
+    """
+
+    pid: int
+    fd: int
+    token: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRef:
+    """A stretch of a segment.
+
+    Attributes:
+        segment: The segment.
+        offset: Where it begins, in bytes.
+        nbytes: How long it is.
+    """
+
+    segment: Segment
+    offset: int
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
     """A group as the planner sees it.
@@ -361,6 +393,43 @@ class Exchange(Protocol):
         ...
 
 
+class SegmentSource(Protocol):
+    """Shared memory as a backend sees it: where one's own arrays lie in it, and that of others."""
+
+    def locate(self, address: int, nbytes: int) -> BufferRef | None:
+        """Tells where bytes of this process lie in shared memory; None where others can't reach them there."""
+        ...
+
+    def open(self, segment: Segment) -> Any:
+        """Maps a segment of a process of this machine, or finds it mapped.
+
+        Whoever holds what it returns, or a view of it, keeps the memory: let go of it when its process is gone.
+
+        Returns:
+            A writable array of bytes, [segment.nbytes].
+
+        Raises:
+            OSError: The process is gone, or does not let this one see its memory.
+        """
+        ...
+
+
+class NoSegments:
+    """The `SegmentSource` of where there is no shared memory."""
+
+    def locate(self, address: int, nbytes: int) -> BufferRef | None:
+        """Finds nothing."""
+        return None
+
+    def open(self, segment: Segment) -> Any:
+        """Refuses.
+
+        Raises:
+            OSError: Always.
+        """
+        raise OSError("this process maps no memory of others")
+
+
 @runtime_checkable
 class Completion(Protocol):
     """A kernel under way."""
@@ -443,7 +512,14 @@ class CommunicatorFactory(Protocol):
     """Builds the communicator of one rank."""
 
     def __call__(
-        self, spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ...
+        self,
+        spec: GroupSpec,
+        rank: int,
+        rendezvous: Rendezvous,
+        exchange: Exchange,
+        *,
+        host: str = ...,
+        segments: SegmentSource = ...,
     ) -> Communicator:
         """Joins a group; waits for the other members.
 
@@ -453,5 +529,6 @@ class CommunicatorFactory(Protocol):
             rendezvous: How the members find each other.
             exchange: How they meet at the door, for backends without a way of their own.
             host: The address of this node, for backends that listen.
+            segments: The shared memory of this process and of others, for backends that work in it.
         """
         ...

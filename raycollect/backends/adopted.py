@@ -26,7 +26,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
+from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous, SegmentSource
 
 from ._exchanged import Exchanged
 from .arrays import Array
@@ -131,7 +131,14 @@ class Adoption:
             return f"{asked}: {type(exc).__name__}: {exc}"
 
     def __call__(
-        self, spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = ""
+        self,
+        spec: GroupSpec,
+        rank: int,
+        rendezvous: Rendezvous,
+        exchange: Exchange,
+        *,
+        host: str = "",
+        segments: SegmentSource | None = None,
     ) -> AdoptedCommunicator:
         """Builds the class's group; `spec.options` are its further keyword arguments.
 

@@ -39,7 +39,17 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     RaycollectError,
 )
-from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous
+from raycollect.model import (
+    Completion,
+    Exchange,
+    GroupSpec,
+    Kernel,
+    Launch,
+    OpKind,
+    ReduceOp,
+    Rendezvous,
+    SegmentSource,
+)
 
 from ._exchanged import Exchanged
 from ._gloo_link import GlooLibrary, GlooLink, is_native
@@ -73,7 +83,13 @@ _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 def create(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = "127.0.0.1"
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
 ) -> GlooCommunicator:
     """Joins the group; returns when this rank is connected to all others.
 
@@ -83,6 +99,7 @@ def create(
         rendezvous: How the members find each other.
         exchange: Carries arrivals.
         host: The address of this node to listen on, and on which the others reach it.
+        segments: Not used.
 
     Raises:
         BackendNotInstalledError: No library is there.

@@ -19,7 +19,17 @@ from raycollect.errors import (
     InternalError,
     PlanAbortedError,
 )
-from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
+from raycollect.model import (
+    Communicator,
+    Completion,
+    Exchange,
+    GroupSpec,
+    Kernel,
+    Launch,
+    OpKind,
+    Rendezvous,
+    SegmentSource,
+)
 
 from .arrays import Array, Flat
 from .completion import DONE, movement, reduce_op, translated
@@ -31,7 +41,15 @@ OUTCOMES = 64
 """How many ended launches a rank's slower peers can still ask about."""
 
 
-def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = "") -> Communicator:
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "",
+    segments: SegmentSource | None = None,
+) -> Communicator:
     """Makes the communicator of a group of one; larger ones share a `LocalWorld` inside one process.
 
     Raises:

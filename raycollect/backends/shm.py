@@ -38,7 +38,17 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from raycollect.errors import GroupBrokenError, InternalError
-from raycollect.model import Communicator, Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
+from raycollect.model import (
+    Communicator,
+    Completion,
+    Exchange,
+    GroupSpec,
+    Kernel,
+    Launch,
+    OpKind,
+    Rendezvous,
+    SegmentSource,
+)
 
 from ._meeting import Meeting, control_nbytes, prepare
 from ._segment import client_segment, server_segment
@@ -76,7 +86,15 @@ _SLOTS = 2
 _LINE_NBYTES = 64
 
 
-def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = "") -> Communicator:
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "",
+    segments: SegmentSource | None = None,
+) -> Communicator:
     """Joins the group; returns when this rank has the shared memory (rank 0: when all ranks have it).
 
     Args:
@@ -85,6 +103,7 @@ def create(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchang
         rendezvous: How the members find each other.
         exchange: Not used: arrivals travel in shared memory.
         host: Not used: nothing listens.
+        segments: Where tensors lie in shared memory that kernels can work in; None: nowhere.
 
     Raises:
         BackendUnavailableError: There is no shared memory to be had.

@@ -30,7 +30,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous
+from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous, SegmentSource
 
 from ._exchanged import Exchanged
 from ._torch_group import make
@@ -53,7 +53,13 @@ _LACKING = re.compile(r"(not|n't) (yet )?(support|implement)(ed)?", re.IGNORECAS
 
 
 def create(
-    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, host: str = "127.0.0.1"
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
 ) -> TorchCommunicator:
     """Joins the group; returns when this rank has met all others.
 
@@ -63,6 +69,7 @@ def create(
         rendezvous: How the members find each other.
         exchange: Carries arrivals.
         host: The address of this node to listen on, and on which the others reach it.
+        segments: Not used.
 
     Raises:
         BackendNotInstalledError: torch has no such backend here.

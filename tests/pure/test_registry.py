@@ -52,7 +52,7 @@ from raycollect.backends import Capabilities
 
 LINE = Capabilities(name="pigeon", module="pigeon", interruptible=True, bitwise=True, cross_host=True)
 
-def create(spec, rank, rendezvous, exchange, *, host=""):
+def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
     return "a communicator"
 """
 

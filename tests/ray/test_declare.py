@@ -130,9 +130,9 @@ def test_options_reach_every_member(actors):
         from raycollect import backends
         from raycollect.backends import shm
 
-        def create(spec, rank, rendezvous, exchange, *, host=""):
+        def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
             register.seen = spec
-            return shm.create(spec, rank, rendezvous, exchange, host=host)
+            return shm.create(spec, rank, rendezvous, exchange, host=host, segments=segments)
 
         backends.register(
             backends.Capabilities(name="told", factory=create, interruptible=True, bitwise=True, cross_host=False)
