@@ -68,6 +68,12 @@ if TYPE_CHECKING:
     from raycollect.participant import by_value as by_value
     from raycollect.rank_table import RankTable as RankTable
     from raycollect.runtime import mark_written as mark_written
+    from raycollect.tensors import arena_statistics as arena_statistics
+    from raycollect.tensors import array as array
+    from raycollect.tensors import empty as empty
+    from raycollect.tensors import full as full
+    from raycollect.tensors import ones as ones
+    from raycollect.tensors import zeros as zeros
     from raycollect.values import free as free
     from raycollect.values import get as get
     from raycollect.work import Work as Work
@@ -92,6 +98,8 @@ _HOMES: dict[str, str] = {
     "allreduce_refs": "api",
     "alltoall": "imperative",
     "alltoall_refs": "api",
+    "arena_statistics": "tensors",
+    "array": "tensors",
     "barrier": "api",
     "broadcast": "imperative",
     "broadcast_multigpu": "multigpu",
@@ -101,8 +109,10 @@ _HOMES: dict[str, str] = {
     "declare_collective_group": "declared",
     "destroy_collective_group": "declared",
     "destroy_group": "declared",
+    "empty": "tensors",
     "errors": "errors",
     "free": "values",
+    "full": "tensors",
     "gather": "imperative",
     "gather_refs": "api",
     "get": "values",
@@ -115,6 +125,7 @@ _HOMES: dict[str, str] = {
     "is_group_initialized": "imperative",
     "mark_written": "runtime",
     "nccl_available": "imperative",
+    "ones": "tensors",
     "recv": "imperative",
     "recv_multigpu": "multigpu",
     "recv_ref": "api",
@@ -132,6 +143,7 @@ _HOMES: dict[str, str] = {
     "send_ref": "api",
     "synchronize": "multigpu",
     "types": "types",
+    "zeros": "tensors",
 }
 """Public name -> the module it lives in."""
 

@@ -31,6 +31,7 @@
     ├── ChannelError              the control plane
     │   └── ProtocolError   AuthenticationError   ConnectionLostError
     ├── StoreFullError            the object store of a participant can't take more
+    ├── ArenaFullError            the shared memory for tensors can't take more
     └── InternalError             our bug: please report it
 
 Errors are values: their fields are public, the message is built from the fields, they survive pickling and they
@@ -46,6 +47,7 @@ __all__ = [
     "ActorGoneError",
     "AliasError",
     "AllocationError",
+    "ArenaFullError",
     "AuthenticationError",
     "BackendNotInstalledError",
     "BackendUnavailableError",
@@ -540,6 +542,31 @@ class StoreFullError(RaycollectError):
         return (
             f"the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is "
             "gone.\nWhat to do: raycollect.free(refs) what is no longer used."
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class ArenaFullError(RaycollectError, MemoryError):
+    """The shared memory of this process for tensors can't take more; a MemoryError as well.
+
+    Attributes:
+        nbytes: How many bytes were asked for.
+        in_use: How many tensors take.
+        limit: How many they may take.
+        detail: What the system said, where the limit is not what was in the way.
+    """
+
+    nbytes: int
+    in_use: int
+    limit: int
+    detail: str = ""
+
+    def __str__(self) -> str:
+        why = self.detail or f"tensors take {self.in_use} of at most {self.limit} bytes"
+        return (
+            f"the arena has no room for {self.nbytes} bytes in one piece: {why}.\n"
+            "What to do: let go of tensors that are not used any more, raise RAYCOLLECT_ARENA_LIMIT before the process "
+            "starts, or make this tensor in ordinary memory (numpy.empty)."
         )
 
 

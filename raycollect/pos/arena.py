@@ -1,0 +1,285 @@
+"""The memory of one process for tensors that others of its machine can map: one sparse file without a name.
+
+The memfd is as large as the limit from the start, mapped once, and sealed: it costs address space only, and since it
+can't shrink, nobody who maps it is ever killed by SIGBUS. Pages get memory when a block needs them, and a block that
+is not used any more keeps them for the next one, because the first touch of a page costs about ten times a later write.
+What lies free beyond `spare` goes back to the system as holes in the file. The kernel frees the rest with the last
+process that has the file open or mapped, however that ends.
+
+Memory is given and taken back in grains of 2 MiB, the size of a huge page. They are asked for with MADV_POPULATE_WRITE
+(Linux 5.14), which unlike `posix_fallocate` also makes huge pages where the system gives them on advice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycollect.errors import ArenaFullError
+from raycollect.model import Segment
+from raycollect.pos.extents import Extents
+
+NAME = "raycollect-arena"
+"""What /proc calls the memory."""
+TOKEN_NBYTES = 32
+GRAIN = 2 << 20
+"""The unit in which memory is had and given back; large blocks begin at a multiple of it."""
+ALIGN = 64
+"""What every block begins at a multiple of: a cache line."""
+SPARE = 256 << 20
+"""How much free memory is kept for the next blocks, at least."""
+
+_HEAD = 4096  # the token's page
+_MADV_POPULATE_WRITE = 23  # the module mmap lacks it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaStatistics:
+    """What an arena holds at one moment, in bytes but for `blocks`.
+
+    Attributes:
+        limit: What it may hold; 0 where there is none: not needed yet, switched off, or not to be had.
+        in_use: What tensors take.
+        backed: What has memory: that of tensors, and what is kept for the next ones.
+        blocks: How many allocations there are.
+        mapped: Address space for the arenas of other processes; theirs is the memory in it.
+    """
+
+    limit: int = 0
+    in_use: int = 0
+    backed: int = 0
+    blocks: int = 0
+    mapped: int = 0
+
+
+class Arena:
+    """Shared memory of this process, in blocks. Any thread may use it; a forked child can't.
+
+    Attributes:
+        segment: How others of this machine find it.
+        root: All of it, uint8 [limit]; a view of it keeps the memory.
+        address: Where it begins in this process.
+    """
+
+    def __init__(self, limit: int, spare: int = SPARE) -> None:
+        """Makes the file and maps it.
+
+        Args:
+            limit: How many bytes it may hold; rounded up to whole grains.
+            spare: How much free memory it keeps at least; it keeps as much as is in use, if that is more.
+
+        Raises:
+            OSError: This system has no memfd, or this process no room to map it.
+        """
+        nbytes = _up(limit)
+        self._pid = os.getpid()
+        self._fd = _create(nbytes)
+        self.root = map_file(self._fd, nbytes)
+        self.address = int(self.root.ctypes.data)
+        self.segment = Segment(self._pid, self._fd, secrets.token_bytes(TOKEN_NBYTES), nbytes)
+        self._spare = spare
+        self._lock = threading.Lock()
+        self._returned: deque[tuple[int, int]] = deque()
+        self._free = Extents((_HEAD, nbytes))
+        self._backed = Extents()
+        self._in_use = self._blocks = 0
+        self._back(0, GRAIN)
+        self.root[:TOKEN_NBYTES] = np.frombuffer(self.segment.token, np.uint8)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # there was no memfd
+            if os.getpid() == self._pid:  # in a forked child the number may be another file's by now
+                os.close(self._fd)
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Makes a block, whose contents are undefined; it comes back when the last view of it is gone.
+
+        Returns:
+            uint8 [nbytes], aligned to `ALIGN`, from 2 MiB on to `GRAIN`. Its pages have memory.
+
+        Raises:
+            ArenaFullError: The limit is reached, no free stretch is long enough, or the system has no memory.
+            OSError: This is a forked child of the process that made the arena.
+        """
+        if os.getpid() != self._pid:
+            raise OSError("the arena is that of the process that this one was forked from")
+        size = -(-max(nbytes, 1) // ALIGN) * ALIGN
+        with self._settled():
+            lo = self._free.best_fit(size, GRAIN if nbytes >= GRAIN else ALIGN)
+            if lo is None:
+                raise self._full(nbytes, "")
+            hi = lo + size
+            block = _Block(self, lo, hi, nbytes)
+            self._free.remove(lo, hi)
+            self._in_use += size
+            self._blocks += 1
+            missing = self._backed.gaps(_down(lo), _up(hi))
+        try:
+            for gap in missing:
+                self._back(*gap)
+        except OSError as exc:
+            with self._settled():  # grains of the block alone, that may have got some; the others are not only ours
+                for gap in self._backed.gaps(_up(lo), _down(hi)):
+                    self._release(*gap)
+            del block  # now, and not when the exception's frames go
+            raise self._full(nbytes, str(exc)) from exc
+        return np.asarray(block)
+
+    def statistics(self) -> ArenaStatistics:
+        """What it holds now."""
+        with self._settled():
+            return ArenaStatistics(
+                limit=self.segment.nbytes, in_use=self._in_use, backed=self._backed.total, blocks=self._blocks
+            )
+
+    def _full(self, nbytes: int, detail: str) -> ArenaFullError:
+        return ArenaFullError(nbytes=nbytes, in_use=self._in_use, limit=self.segment.nbytes, detail=detail)
+
+    # ------------------------------------------------------------------------------------------ blocks that come back
+
+    def _take_back(self, lo: int, hi: int) -> None:
+        """Called by the collector of garbage: in any thread, at any moment, also under the lock of this very thread."""
+        self._returned.append((lo, hi))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Takes in what came back. Where another holds the lock, that one does it, right after letting go."""
+        while self._returned and os.getpid() == self._pid and self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """The lock, with everything taken in that came back."""
+        try:
+            with self._lock:
+                self._drain()
+                yield
+        finally:
+            self._settle()
+
+    def _drain(self) -> None:
+        if not self._returned:
+            return
+        while self._returned:
+            lo, hi = self._returned.popleft()
+            self._free.add(lo, hi)
+            self._in_use -= hi - lo
+            self._blocks -= 1
+        self._trim()
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def _trim(self) -> None:
+        """Gives back what is free beyond the spare: whole grains, from the ends of the largest free stretches."""
+        excess = self._backed.total - self._in_use - max(self._spare, self._in_use)
+        if excess < GRAIN:
+            return
+        for lo, hi in sorted(((_up(lo), _down(hi)) for lo, hi in self._free), key=lambda span: span[0] - span[1]):
+            for start, stop in reversed(self._backed.within(lo, hi)):
+                start = max(start, stop - _down(excess))
+                if start < stop and self._release(start, stop):
+                    self._backed.remove(start, stop)
+                    excess -= stop - start
+
+    def _back(self, lo: int, hi: int) -> None:
+        """Gives memory to the grains from `lo` to `hi`. The interpreter is free meanwhile, and so is the lock."""
+        number = self._advise(lo, hi, _MADV_POPULATE_WRITE)
+        while number == errno.EINTR:
+            number = self._advise(lo, hi, _MADV_POPULATE_WRITE)
+        if number == errno.EINVAL:  # an older kernel
+            os.posix_fallocate(self._fd, lo, hi - lo)
+        elif number:
+            raise OSError(number, os.strerror(number))
+        with self._settled():
+            self._backed.add(lo, hi)
+
+    def _release(self, lo: int, hi: int) -> bool:
+        """Punches a hole; tells whether the system did."""
+        return self._advise(lo, hi, mmap.MADV_REMOVE) == 0
+
+    def _advise(self, lo: int, hi: int, advice: int) -> int:
+        """Calls madvise, which in the module mmap would keep other threads waiting; gives the error's number, or 0."""
+        return ctypes.get_errno() if _libc().madvise(self.address + lo, hi - lo, advice) else 0
+
+
+class _Block:
+    """What numpy's arrays keep alive as long as one of them uses the bytes [lo, hi) of an arena."""
+
+    __slots__ = ("_arena", "_hi", "_lo", "_nbytes")
+
+    def __init__(self, arena: Arena, lo: int, hi: int, nbytes: int) -> None:
+        self._arena, self._lo, self._hi, self._nbytes = arena, lo, hi, nbytes
+
+    def __del__(self) -> None:
+        self._arena._take_back(self._lo, self._hi)
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        address = self._arena.address + self._lo
+        return {"data": (address, False), "shape": (self._nbytes,), "typestr": "|u1", "version": 3}
+
+
+def _create(nbytes: int) -> int:
+    """Makes a sealed memfd; gives its descriptor."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create (Linux has)")
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_sealed(fd: int) -> bool:
+    """Tells whether a file can never again change its size."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() == _seals()
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
+    """Maps a file, with huge pages where there are; it is mapped as long as the array or a view of it lives.
+
+    The kernel itself puts a file that may have huge pages at an address that is fit for them.
+    """
+    mapped = mmap.mmap(fd, nbytes)
+    with suppress(OSError, AttributeError):
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapped, np.uint8)
+
+
+@lru_cache(maxsize=1)
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+def _up(offset: int) -> int:
+    return -(-offset // GRAIN) * GRAIN
+
+
+def _down(offset: int) -> int:
+    return offset // GRAIN * GRAIN

@@ -1,0 +1,89 @@
+"""Sets of integers made of few long ranges: which bytes of a segment are free, which of its pages have memory."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+
+
+class Extents:
+    """A set of integers, kept as disjoint half-open ranges in ascending order; ranges that touch are one.
+
+    Attributes:
+        total: How many integers are in the set.
+    """
+
+    __slots__ = ("_his", "_los", "total")
+
+    def __init__(self, *ranges: tuple[int, int]) -> None:
+        self._los: list[int] = []
+        self._his: list[int] = []
+        self.total = 0
+        for lo, hi in ranges:
+            self.add(lo, hi)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """The ranges, ascending."""
+        return zip(self._los, self._his, strict=True)
+
+    def __len__(self) -> int:
+        """The number of ranges."""
+        return len(self._los)
+
+    def __repr__(self) -> str:
+        return f"Extents({', '.join(f'({lo}, {hi})' for lo, hi in self)})"
+
+    def add(self, lo: int, hi: int) -> None:
+        """Puts [lo, hi) into the set; what is there already stays."""
+        if lo >= hi:
+            return
+        first, last = bisect_left(self._his, lo), bisect_right(self._los, hi)  # those that overlap or touch it
+        if first < last:
+            lo, hi = min(lo, self._los[first]), max(hi, self._his[last - 1])
+        self._put(first, last, [(lo, hi)])
+
+    def remove(self, lo: int, hi: int) -> None:
+        """Takes [lo, hi) out of the set; what is not there is no error."""
+        first, last = bisect_right(self._his, lo), bisect_left(self._los, hi)  # those that overlap it
+        if lo >= hi or first >= last:
+            return
+        edges = ((self._los[first], lo), (hi, self._his[last - 1]))
+        self._put(first, last, [(start, stop) for start, stop in edges if start < stop])
+
+    def within(self, lo: int, hi: int) -> list[tuple[int, int]]:
+        """The ranges of what is in the set and in [lo, hi), ascending."""
+        first, last = bisect_right(self._his, lo), bisect_left(self._los, hi)
+        pairs = zip(self._los[first:last], self._his[first:last], strict=True)
+        return [(max(lo, start), min(hi, stop)) for start, stop in pairs] if lo < hi else []
+
+    def gaps(self, lo: int, hi: int) -> list[tuple[int, int]]:
+        """The ranges of what is in [lo, hi) but not in the set, ascending."""
+        missing = []
+        for start, stop in self.within(lo, hi):
+            if lo < start:
+                missing.append((lo, start))
+            lo = stop
+        return [*missing, (lo, hi)] if lo < hi else missing
+
+    def best_fit(self, nbytes: int, align: int = 1) -> int | None:
+        """Finds room in the smallest range that has it, the lowest of several.
+
+        Args:
+            nbytes: How much is needed, at least 1.
+            align: What the start is to be a multiple of.
+
+        Returns:
+            Where the room begins; None where no range has it.
+        """
+        best: tuple[int, int] | None = None
+        for lo, hi in self:
+            start = -(-lo // align) * align
+            if start + nbytes <= hi and (best is None or hi - lo < best[0]):
+                best = hi - lo, start
+        return best[1] if best else None
+
+    def _put(self, first: int, last: int, ranges: list[tuple[int, int]]) -> None:
+        """Puts ranges in the place of those from `first` to `last`."""
+        self.total += sum(hi - lo for lo, hi in ranges) - sum(self._his[first:last]) + sum(self._los[first:last])
+        self._los[first:last] = [lo for lo, _ in ranges]
+        self._his[first:last] = [hi for _, hi in ranges]

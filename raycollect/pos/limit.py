@@ -1,0 +1,64 @@
+"""How much memory an arena may take: what the environment says, or a share of what this process can have."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+VARIABLE = "RAYCOLLECT_ARENA_LIMIT"
+"""Bytes, or a number with k, M or G (powers of 1024); 0 switches the arena off."""
+SHARE = 0.3
+"""The part of the memory that one arena may take where the variable is not set."""
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
+_CGROUPS = (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes"))
+"""What a line of /proc/self/cgroup names among its controllers, the folder of that hierarchy, its file: v2, then v1."""
+
+
+def arena_limit(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """Gives the limit in bytes; 0 where there shall be no arena.
+
+    Raises:
+        OSError: The variable makes no sense.
+    """
+    text = environ.get(VARIABLE, "").strip()
+    if not text:
+        return int(usable_nbytes(root) * SHARE)
+    match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
+    if match is None:
+        raise OSError(f"{VARIABLE} is {text!r}, expected a number of bytes, or a number with k, M or G")
+    return int(match[1]) << _UNITS[match[2]]
+
+
+def usable_nbytes(root: Path = Path("/")) -> int:
+    """Gives the memory that this process may use: the machine's, or less where its control group has less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *_cgroup_limits(root)])
+
+
+def _cgroup_limits(root: Path) -> Iterator[int]:
+    """The limits of this process's control groups and of those above them.
+
+    In a container the path may be one of the host; the group itself is then what is mounted at the top.
+    """
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller, folder, file in _CGROUPS:
+            if controller in controllers.split(","):
+                top = root / "sys/fs/cgroup" / folder
+                here = top / path.lstrip("/")
+                for group in (here, *(above for above in here.parents if above.is_relative_to(top))):
+                    yield from _read(group / file)
+
+
+def _read(file: Path) -> Iterator[int]:
+    try:
+        yield int(file.read_text())
+    except (OSError, ValueError):  # there is none here, or it says "max"
+        return

@@ -1,0 +1,166 @@
+"""The shared memory of this process, and that of others which it has mapped."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raycollect.model import BufferRef, Segment
+from raycollect.pos.arena import NAME, TOKEN_NBYTES, Arena, ArenaStatistics, is_sealed, map_file
+from raycollect.pos.limit import arena_limit
+
+_READ_NBYTES = 64 << 20  # at a time: the interpreter may have a signal to handle
+_log = logging.getLogger("raycollect")
+
+
+class Segments:
+    """A `SegmentSource`. The arena is made by the first allocation; a forked child begins without one."""
+
+    _current: ClassVar[Segments | None] = None
+    _making: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def current(cls) -> Segments:
+        """That of this process."""
+        if cls._current is None:
+            with cls._making:
+                if cls._current is None:
+                    cls._current = made = cls()
+                    os.register_at_fork(after_in_child=made._begin)
+        return cls._current
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets everything; in a forked child the lock may be that of a thread which is not there."""
+        self._lock = threading.Lock()
+        self._arena: Arena | None = None
+        self._missing = ""
+        self._own: Segment | None = None
+        self._lo, self._hi = 1, 0
+        self._opened: WeakValueDictionary[Segment, NDArray[np.uint8]] = WeakValueDictionary()
+
+    @property
+    def arena(self) -> Arena:
+        """The arena of this process.
+
+        Raises:
+            OSError: It is switched off, or there can't be one here; the first time, a warning says why.
+        """
+        return self._arena or self._make()
+
+    def allocate(self, nbytes: int) -> NDArray[np.uint8]:
+        """Makes a block of the arena; see `Arena.allocate`.
+
+        Raises:
+            ArenaFullError: The arena has no room.
+            OSError: There is no arena.
+        """
+        return self.arena.allocate(nbytes)
+
+    def locate(self, address: int, nbytes: int) -> BufferRef | None:
+        """Tells where bytes of this process lie in its arena; None where they don't."""
+        if self._lo <= address and address + nbytes <= self._hi and self._own is not None:
+            return BufferRef(self._own, address - self._lo, nbytes)
+        return None
+
+    def open(self, segment: Segment) -> Any:
+        """Maps the arena of a process of this machine and user, or finds it mapped; see `SegmentSource.open`.
+
+        Returns:
+            A writable array, uint8 [segment.nbytes].
+
+        Raises:
+            OSError: The process is gone, or does not let this one see its memory.
+        """
+        arena = self._arena
+        if arena is not None and segment == self._own:
+            return arena.root
+        with self._lock:
+            found = self._opened.get(segment)
+            if found is None:
+                found = self._opened[segment] = _open(segment)
+            return found
+
+    def read(self, ref: BufferRef, into: memoryview) -> None:
+        """Copies bytes of the arena of a process of this machine and user; nothing is mapped for it.
+
+        Args:
+            ref: Where they are.
+            into: Writable contiguous memory of as many bytes.
+
+        Raises:
+            OSError: The process is gone, or does not let this one see its memory.
+        """
+        if ref.segment == self._own and self._arena is not None:
+            into[:] = self._arena.root[ref.offset : ref.offset + ref.nbytes].data
+            return
+        with _opened(ref.segment, os.O_RDONLY) as fd:
+            done = 0
+            while done < ref.nbytes:
+                count = os.preadv(fd, [into[done : done + _READ_NBYTES]], ref.offset + done)
+                if not count:
+                    raise OSError(errno.ESTALE, "the memory of an arena ended early")
+                done += count
+
+    def statistics(self) -> ArenaStatistics:
+        """What the arena holds, and what is mapped of others."""
+        own = self._arena.statistics() if self._arena is not None else ArenaStatistics()
+        with self._lock:
+            return replace(own, mapped=sum(segment.nbytes for segment in self._opened))
+
+    def _make(self) -> Arena:
+        with self._lock:
+            if self._arena is None and not self._missing:
+                self._try()
+            if self._arena is None:
+                raise OSError(self._missing)
+            return self._arena
+
+    def _try(self) -> None:
+        """Makes the arena, or notes why there is none."""
+        try:
+            limit = arena_limit(os.environ)
+            if limit == 0:
+                self._missing = "the arena is switched off"
+                return
+            arena = Arena(limit)
+        except (OSError, AttributeError, OverflowError) as exc:
+            self._missing = f"there is no shared memory for tensors here: {exc}"
+            _log.warning("%s; ordinary memory is used, and collectives copy it", self._missing)
+            return
+        self._arena, self._own = arena, arena.segment
+        self._lo, self._hi = arena.address, arena.address + arena.segment.nbytes
+
+
+def _open(segment: Segment) -> NDArray[np.uint8]:
+    with _opened(segment, os.O_RDWR) as fd:
+        return map_file(fd, segment.nbytes)
+
+
+@contextmanager
+def _opened(segment: Segment, flags: int) -> Iterator[int]:
+    """A descriptor of a segment, once it is sure to be that."""
+    path = f"/proc/{segment.pid}/fd/{segment.fd}"
+    if not os.readlink(path).startswith(f"/memfd:{NAME} "):  # noqa: PTH115 - what else is there is not even opened
+        raise OSError(errno.ESTALE, "no longer the memory of an arena", path)
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        if not is_sealed(fd) or os.fstat(fd).st_size != segment.nbytes:
+            raise OSError(errno.EINVAL, "not sealed, or of another size: are the versions of raycollect equal?", path)
+        if os.pread(fd, TOKEN_NBYTES, 0) != segment.token:
+            raise OSError(errno.ESTALE, "the arena of another process", path)
+        yield fd
+    finally:
+        os.close(fd)
