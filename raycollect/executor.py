@@ -20,7 +20,7 @@ from raycollect.errors import (
     RefusedError,
     refusal,
 )
-from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults
+from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults, TensorInfo
 from raycollect.observe import Recorder
 from raycollect.operands import Operands, ranges_of
 from raycollect.planner import Program, Role
@@ -50,12 +50,14 @@ class Instruments:
         recorder: The story.
         clock: Time, for the story.
         faults: Where tests make things go wrong.
+        allocate: Makes an output or a scratch tensor; raises MemoryError where there is no memory.
     """
 
     store: Store
     recorder: Recorder
     clock: Clock
     faults: Faults = field(default_factory=NoFaults)
+    allocate: Callable[[TensorInfo], Any] = arrays.empty
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +124,7 @@ class Execution:
         self._aborted = aborted
         self._waiting = waiting
         self._given = operands
-        self._operands = Operands(program, given=operands is not None)
+        self._operands = Operands(program, instruments.allocate, given=operands is not None)
         self._seq = seq
         self._launch = Launch(seq=seq, ranks=program.ranks, timeout_s=program.timeout_s)
         self._kernels: list[Kernel] = []

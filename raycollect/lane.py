@@ -49,6 +49,7 @@ from raycollect.executor import Outcome
 from raycollect.forming import LaneExchange, LaneRendezvous, Making
 from raycollect.gate import ranks_of
 from raycollect.model import Communicator, CommunicatorFactory, GroupSpec
+from raycollect.pos.segments import Segments
 from raycollect.turn import Turn
 
 __all__ = ["Attempt", "Lane", "LaneOwner"]
@@ -458,6 +459,10 @@ class Lane:
         """
         if died or self._communicator is None:
             self.stop(error)
+        with self._changed:
+            is_idle = self._call == 0
+        if died and is_idle:  # else that call lets go of the communicator, and with it of the memory of the dead
+            self._give_up()
 
     def close(self, error: RaycollectError) -> None:
         """Ends the lane for good; a call under way was stopped before."""
@@ -526,7 +531,8 @@ class Lane:
         rendezvous = LaneRendezvous(self, making.generation, deadline_s)
         exchange = LaneExchange(self, making.generation)
         create = owner.factory(self.name)
-        made = create(spec, self.ranks.index(owner.rank), rendezvous, exchange, host=owner.host)
+        rank = self.ranks.index(owner.rank)
+        made = create(spec, rank, rendezvous, exchange, host=owner.host, segments=Segments.current())
         rendezvous.deadline_s = math.inf  # a library that connects on first use goes on asking
         return made
 

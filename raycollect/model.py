@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NewType, Protocol, runtime_checkable
 
@@ -234,7 +234,7 @@ class Segment:
 
     pid: int
     fd: int
-    token: bytes
+    token: bytes = field(repr=False)
     nbytes: int
 
 

@@ -5,7 +5,7 @@ Everything here happens before any tensor is written. What is wrong is noted, no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -67,6 +67,7 @@ class Operands:
 
     Args:
         program: The program.
+        allocate: Makes a tensor; see `Instruments`.
         given: Whether an imperative call gave the operands itself; else the store has them, under the program's keys.
 
     Attributes:
@@ -77,7 +78,7 @@ class Operands:
         owners: For each, the object that lives as long as it.
     """
 
-    def __init__(self, program: Program, *, given: bool) -> None:
+    def __init__(self, program: Program, allocate: Callable[[TensorInfo], Any], *, given: bool) -> None:
         self.buffers: list[Bound | None] = [None] * len(program.template.buffers)
         self.violations: list[Violation] = []
         self.written: list[Any] = []
@@ -86,6 +87,7 @@ class Operands:
         self._program = program
         self._template = program.template
         self._kind = OpKind(program.op)
+        self._allocator = allocate
         self._given = given
 
     def bind(self, index: int, container: Container | None) -> None:
@@ -164,7 +166,7 @@ class Operands:
 
     def _allocate(self, index: int, structure: Structure, infos: Sequence[TensorInfo]) -> None:
         try:
-            self.bind(index, Container.build(structure, [arrays.empty(info) for info in infos]))
+            self.bind(index, Container.build(structure, list(map(self._allocator, infos))))
         except MemoryError as exc:
             wanted = sum(info.nbytes for info in infos)
             self.violate("allocation", "output", str(exc) or "out of memory", f"{wanted} bytes", index)

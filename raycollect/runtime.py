@@ -63,6 +63,7 @@ from raycollect.ledger import Ledger
 from raycollect.model import Communicator, GroupSpec, Key, task_key
 from raycollect.planner import Program, Ticket, decode_order
 from raycollect.pos import Container
+from raycollect.pos.segments import Segments
 from raycollect.rendezvous import ChannelRendezvous, StarExchange
 from raycollect.seat import Seat
 from raycollect.seats import Seats
@@ -342,8 +343,14 @@ class Runtime:
         spec = membership.spec
         try:
             create = backends.load(spec.backend, spec.name)
-            host = ray_internals.node_address()
-            made = create(spec, membership.rank, membership.rendezvous, membership.exchange, host=host)
+            made = create(
+                spec,
+                membership.rank,
+                membership.rendezvous,
+                membership.exchange,
+                host=ray_internals.node_address(),
+                segments=Segments.current(),
+            )
         except RaycollectError as exc:
             self._tell(Joined(request=request, error=to_wire(exc)))
             return
@@ -395,6 +402,13 @@ class Runtime:
         if membership is not None:
             membership.seat.received(message)
 
+    def _gone(self, message: Gone) -> None:
+        """A member is gone. Where it has died, the group does no more, and must not keep the memory of the dead."""
+        self._for_seat(message)
+        membership = self._groups.get(message.group_id)
+        if message.died and membership is not None and membership.communicator is not None:
+            membership.communicator.close()
+
     def _stored(self, message: Stored) -> None:
         membership = self._groups.get(message.group_id)
         if membership is not None:
@@ -421,7 +435,8 @@ _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
     Arrivals: Runtime._arrivals,
     Stored: Runtime._stored,
     Bye: Runtime._bye,
-    **dict.fromkeys((Deny, Depart, Drop, Gone, Met, Missed, Publish), Runtime._for_seat),
+    Gone: Runtime._gone,
+    **dict.fromkeys((Deny, Depart, Drop, Met, Missed, Publish), Runtime._for_seat),
 }
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from raycollect import tensors
 from raycollect.channel import Hub
 from raycollect.errors import GroupExistsError
 from raycollect.executor import Instruments
@@ -36,7 +37,11 @@ class Seats:
 
     def __init__(self) -> None:
         self.instruments = Instruments(
-            store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic, faults=NoFaults()
+            store=Store(),
+            recorder=Recorder(time.monotonic),
+            clock=time.monotonic,
+            faults=NoFaults(),
+            allocate=tensors.allocate,
         )
         self.fading: dict[str, Fading] = {}
         self._pid = os.getpid()

@@ -119,14 +119,47 @@ class Meeting:
             CollectiveTimeoutError: Naming who did not come until `until_s` of the monotonic clock.
             PlanAbortedError: The launch was aborted here, or a rank has left it.
         """
-        self._phase += 1
-        if self._phase >= CLOSED:
-            raise InternalError(detail=f"more than {CLOSED} barriers in one launch")
-        target = self._seq << _PHASE_BITS | self._phase
-        self._words[self.rank * _WORD_STRIDE] = target
+        target = self._advance()
         self._ring(launch.ranks)
         self._wait(launch, dict.fromkeys(launch.ranks, target), until_s)
         self._passed = self._phase
+
+    def arrive(self, launch: Launch, waiting: Sequence[int], waits_for: Sequence[int], until_s: float) -> None:
+        """A barrier of which each rank waits for some of the others only, perhaps for none.
+
+        Args:
+            launch: The launch; all its ranks arrive.
+            waiting: Who waits for this rank.
+            waits_for: For whom this rank waits.
+            until_s: As in `barrier`, which tells the errors as well.
+        """
+        target = self._advance()
+        self._ring(waiting)
+        if waits_for:
+            self._wait(launch, dict.fromkeys(waits_for, target), until_s)
+        self._passed = self._phase
+
+    def check(self, launch: Launch, ranks: Sequence[int], until_s: float) -> None:
+        """Looks, without waiting, whether the launch goes on and none of `ranks` has left it before its next barrier.
+
+        Raises:
+            CollectiveTimeoutError: It is later than `until_s` of the monotonic clock.
+            PlanAbortedError: The launch was aborted here, or one of the ranks has left it.
+        """
+        self._check_aborted(launch)
+        for rank in ranks:
+            self._has_come(rank, self._seq << _PHASE_BITS | self._phase + 1)
+        if time.monotonic() > until_s:
+            detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
+            raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+
+    def closing(self, launch: Launch) -> dict[int, int]:
+        """The words of the other ranks once they have left a launch; see `owing`."""
+        return dict.fromkeys((r for r in launch.ranks if r != self.rank), launch.seq << _PHASE_BITS | CLOSED)
+
+    def owing(self, words: dict[int, int]) -> bool:
+        """Whether one of these ranks has not reached its word yet."""
+        return any(self._words[rank * _WORD_STRIDE] < word for rank, word in words.items())
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; never waits, never raises.
@@ -178,6 +211,20 @@ class Meeting:
             self._wait(launch, self._debts, until_s)
             self._debts = {}
 
+    def _advance(self) -> int:
+        """Steps up to the next barrier; returns the word that says so."""
+        self._phase += 1
+        if self._phase >= CLOSED:
+            raise InternalError(detail=f"more than {CLOSED} barriers in one launch")
+        target = self._seq << _PHASE_BITS | self._phase
+        self._words[self.rank * _WORD_STRIDE] = target
+        return target
+
+    def _check_aborted(self, launch: Launch) -> None:
+        if self._closed or launch.seq in self._aborted:
+            detail = f"launch {launch.seq} was aborted" if not self._closed else "the communicator was closed"
+            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+
     def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
         """Waits until each rank's word is at least its target."""
         self._spare_rings += len(targets) - 1
@@ -186,9 +233,7 @@ class Meeting:
             self._spare_rings = 0
         until_asleep_s = time.monotonic() + YIELD_S
         while True:
-            if self._closed or launch.seq in self._aborted:
-                detail = f"launch {launch.seq} was aborted" if not self._closed else "the communicator was closed"
-                raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+            self._check_aborted(launch)
             absent = [rank for rank, target in targets.items() if not self._has_come(rank, target)]
             if not absent:
                 return

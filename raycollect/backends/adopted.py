@@ -26,7 +26,17 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, ReduceOp, Rendezvous, SegmentSource
+from raycollect.model import (
+    Completion,
+    Exchange,
+    GroupSpec,
+    Kernel,
+    Launch,
+    OpKind,
+    ReduceOp,
+    Rendezvous,
+    SegmentSource,
+)
 
 from ._exchanged import Exchanged
 from .arrays import Array

@@ -1,31 +1,8 @@
-"""Backend `shm`: the members are processes of one machine; they work on staging slots in shared memory.
+"""Backend `shm`: the members are processes of one machine, and meet in memory that they share.
 
-Theory. Each rank has two slots of `CHUNK_NBYTES`. A kernel runs in chunks: each rank that gives something copies a
-chunk of it to its slot; a barrier; then the ranks read what they need from each other's slots. The slots alternate, so
-that the copy of the next chunk overlaps what slower ranks still read, and a kernel of k chunks has k barriers (the
-first of them is the door, where the chunk was staged). Extra memory: 2 x `CHUNK_NBYTES` per rank (P8).
-
-An allreduce of n bytes over w ranks: either every rank folds all w slots straight into its own array ("redundant": one
-barrier, w reads and w - 1 writes per byte and rank), or each rank folds its w-th of the chunk in place and, after
-a second barrier, copies the whole result out ("sliced": two barriers, 2 reads and 1 + 1/w writes). A reduce is the same
-with one rank that folds or copies out. Either way each element is the left fold in rank order, so the bits do not
-depend on chunks, algorithm or rank (P7).
-
-Moves. Let a copy be one read and one write of a byte, and n the bytes of a piece:
-
-=============  ==============================  ===========  ==================================
-kernel         copies per rank                 at a root    barriers
-=============  ==============================  ===========  ==================================
-BROADCAST      n                               n            n / chunk
-ALLGATHER      n to the slot, (w - 1) n out                 largest n / chunk
-GATHER         n                               (w - 1) n    largest n / chunk
-SCATTER        n                               (w - 1) n    largest n / (chunk / w)
-ALLTOALL       (w - 1) n in, (w - 1) n out                  largest n / (chunk / w)
-REDUCESCATTER  w n to the slot, w n read                    largest n / (chunk / w)
-=============  ==============================  ===========  ==================================
-
-In the last three a rank gives every other something else: its slot is cut into w parts. What a rank gives itself goes
-straight from array to array. All ranks count the same chunks by the largest piece (`Kernel.most`), whatever their own.
+Kernels on arrays that lie in shared memory themselves (`raycollect.empty` and its kin) work in place (`_direct`); small
+ones, and those on other arrays, are staged by chunks (`_staged`). Which it is, all ranks read from what each has listed
+before the barrier (`_directory`). The barrier, the door and the aborts are the `_meeting`'s.
 """
 
 from __future__ import annotations
@@ -33,57 +10,33 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from raycollect.errors import GroupBrokenError, InternalError
+from raycollect.errors import GroupBrokenError
 from raycollect.model import (
+    PIECES,
     Communicator,
     Completion,
     Exchange,
     GroupSpec,
     Kernel,
     Launch,
-    OpKind,
+    NoSegments,
     Rendezvous,
     SegmentSource,
 )
 
+from ._direct import Direct
+from ._directory import STAGED, Directory, directory_nbytes
 from ._meeting import Meeting, control_nbytes, prepare
 from ._segment import client_segment, server_segment
-from .arrays import Array, Flat
-from .completion import (
-    DONE,
-    chunks,
-    clipped,
-    keep_own,
-    movement,
-    pieces,
-    reduce_op,
-    reduction,
-    scattered_reduction,
-    transfers,
-    translated,
-)
-from .folds import fold, is_widened
+from ._staged import CHUNK_NBYTES, Staged, slots_nbytes
+from .completion import DONE, translated
 
 __all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
-
-CHUNK_NBYTES = 1 << 20
-"""The bytes of one staging slot; a multiple of every item size."""
-
-SLICED_FROM_NBYTES: tuple[tuple[int, int], ...] = ((3, 512 << 10),)
-"""(world size, chunk bytes) from which on slices beat the redundant fold, as measured; smaller groups never slice."""
-
-SLICED_WIDE_FROM_NBYTES: tuple[tuple[int, int], ...] = ((2, 32 << 10),)
-"""The same for what is folded in float32: there the fold itself is what takes time."""
-
-CUT = (OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
-"""The kernels in which a rank gives every other something else."""
-
-_SLOTS = 2
-_LINE_NBYTES = 64
 
 
 def create(
@@ -109,80 +62,94 @@ def create(
         BackendUnavailableError: There is no shared memory to be had.
         CollectiveTimeoutError: Rank 0 did not come.
     """
-    nbytes = control_nbytes(spec.world_size) + spec.world_size * _SLOTS * CHUNK_NBYTES
+    nbytes = sum(part(spec.world_size) for part in (control_nbytes, slots_nbytes, directory_nbytes))
     if rank == 0:
         segment = server_segment(spec, rendezvous, nbytes, lambda fresh: prepare(fresh, spec.world_size))
     else:
         segment = client_segment(spec, rank, rendezvous, nbytes)
-    return ShmCommunicator(spec, rank, segment)
+    return ShmCommunicator(spec, rank, segment, segments or NoSegments())
+
+
+class _Parts(NamedTuple):
+    """What works on the group's memory; the memory is unmapped when the last reference goes."""
+
+    meeting: Meeting
+    staged: Staged
+    direct: Direct
 
 
 class ShmCommunicator:
     """One rank's membership; see `raycollect.model.Communicator`."""
 
-    def __init__(self, spec: GroupSpec, rank: int, segment: mmap.mmap) -> None:
+    def __init__(self, spec: GroupSpec, rank: int, segment: mmap.mmap, segments: SegmentSource) -> None:
         self.rank = rank
         self.world_size = spec.world_size
         self._group_name = spec.name
-        self._turn = 0
+        self._begun = 0  # the launch that `stage` or `agree` has begun
         self._staged = 0  # the launch whose first kernel was staged, and has not run
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
-        slots = np.frombuffer(segment, np.uint8)[control_nbytes(spec.world_size) :]
-        # Whoever is inside holds these two; the memory is unmapped when the last reference goes.
-        self._slots: Array | None = slots.reshape(spec.world_size, _SLOTS, CHUNK_NBYTES)
-        self._meeting: Meeting | None = Meeting(segment, rank, spec.world_size, spec.name)
-        self._kernels: dict[OpKind, Callable[[Meeting, Launch, Kernel, float], None]] = {
-            OpKind.ALLREDUCE: self._allreduce,
-            OpKind.REDUCE: self._allreduce,
-            OpKind.BROADCAST: self._copy,
-            OpKind.ALLGATHER: self._move,
-            OpKind.GATHER: self._move,
-            OpKind.SCATTER: self._move,
-            OpKind.REDUCESCATTER: self._reducescatter,
-            OpKind.ALLTOALL: self._move,
-            OpKind.SEND: self._copy,
-            OpKind.RECV: self._copy,
-            OpKind.BARRIER: self._barrier,
-        }
+        slots_at = control_nbytes(spec.world_size)
+        directory_at = slots_at + slots_nbytes(spec.world_size)
+        memory = np.frombuffer(segment, np.uint8)
+        directory = Directory(memory[directory_at:].data, rank, spec.world_size, segments)
+        self._parts: _Parts | None = _Parts(
+            Meeting(segment, rank, spec.world_size, spec.name),
+            Staged(memory[slots_at:directory_at], rank, spec.world_size),
+            Direct(directory, rank, segments),
+        )
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Copies the first chunk to this rank's slot, so that the door is the kernel's first barrier too."""
-        with _Inside(self) as meeting, translated(kernel.kind, self._group_name, self.rank):
-            meeting.enter(launch, time.monotonic() + launch.timeout_s)
-            if outgoing := self._outgoing(launch, kernel):
-                self._turn = 0
-                dtype, parts = next(iter(outgoing.values())).dtype, _parts(kernel, launch)
-                step = _step(dtype, parts)
-                _fill(self._staging(dtype, parts * step)[self.rank], outgoing, 0, step, step)
+        """Copies the first chunk to this rank's slot, or lists the arrays that others can reach where they are."""
+        with _Inside(self) as parts, translated(kernel.kind, self._group_name, self.rank):
+            parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
+            self._begin(parts, launch)
+            flags = 0
+            if not parts.direct.can_give(kernel):
+                parts.staged.stage(launch, kernel)
+                flags = STAGED
+            if kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel)):
+                parts.direct.show(launch, kernel, flags)
             self._staged = launch.seq
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings `launch.ranks` together; arrivals travel in shared memory."""
-        with _Inside(self) as meeting:
-            self._turn = 0
-            return meeting.agree(launch, arrival)
+        with _Inside(self) as parts:
+            parts.staged.restart()
+            self._begin(parts, launch)
+            return parts.meeting.agree(launch, arrival)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        with _Inside(self) as meeting, translated(kernel.kind, self._group_name, self.rank):
-            self._kernels[kernel.kind](meeting, launch, kernel, time.monotonic() + launch.timeout_s)
+        until_s = time.monotonic() + launch.timeout_s
+        with _Inside(self) as (meeting, staged, direct), translated(kernel.kind, self._group_name, self.rank):
+            is_first, self._staged = self._staged == launch.seq, 0
+            if direct.is_worth(_nbytes(kernel)):
+                if not is_first:
+                    direct.show(launch, kernel)
+                    meeting.barrier(launch, until_s)
+                way, listings = direct.read(meeting, launch, kernel, until_s)
+                if way:
+                    direct.run(meeting, launch, kernel, way, listings, until_s)
+                    return DONE
+                is_first = all(listing.flags & STAGED for listing in listings)
+            staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
         return DONE
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""
         try:
-            with _Inside(self) as meeting:
-                return meeting.end(launch, ok)
+            with _Inside(self) as parts:
+                return parts.meeting.end(launch, ok)
         except GroupBrokenError:
             return ()
 
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""
         try:
-            with _Inside(self) as meeting:
-                meeting.abort(seq)
+            with _Inside(self) as parts:
+                parts.meeting.abort(seq)
         except GroupBrokenError:
             return
 
@@ -190,19 +157,19 @@ class ShmCommunicator:
         """Wakes whoever is inside, and lets go of the memory when they have left."""
         with self._lock:
             self._closed = True
-            meeting = self._meeting
-        if meeting is not None:
-            meeting.close()
+            parts = self._parts
+        if parts is not None:
+            parts.meeting.close()
         self._release()
 
-    def _come_in(self) -> Meeting:
+    def _come_in(self) -> _Parts:
         """Keeps the memory mapped while a thread works on it, until `_go_out`."""
         with self._lock:
-            meeting = self._meeting
-            if self._closed or meeting is None:
+            parts = self._parts
+            if self._closed or parts is None:
                 raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
             self._users += 1
-        return meeting
+        return parts
 
     def _go_out(self) -> None:
         with self._lock:
@@ -211,120 +178,15 @@ class ShmCommunicator:
 
     def _release(self) -> None:
         with self._lock:
-            if self._closed and self._users == 0:
-                self._meeting = self._slots = None
+            if self._closed and self._users == 0 and self._parts is not None:
+                self._parts.direct.close(self._parts.meeting)
+                self._parts = None
 
-    def _staging(self, dtype: np.dtype[np.generic], width: int) -> Array:
-        """Gives the slots of the next chunk, [world_size, width]."""
-        if self._slots is None:
-            raise InternalError(detail="a kernel runs in a closed communicator")
-        self._turn += 1
-        staging: Array = self._slots[:, self._turn % _SLOTS, : width * dtype.itemsize].view(dtype)
-        return staging
-
-    def _outgoing(self, launch: Launch, kernel: Kernel) -> dict[int, Flat]:
-        """What this rank brings to its slot, by part: one array that all others read, or one for each rank."""
-        kind = kernel.kind
-        if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER):
-            return {0: Flat(kernel.src)}
-        if kind is OpKind.BARRIER:
-            return {}
-        if kind is OpKind.GATHER:
-            return {0: Flat(kernel.src)} if self.rank != kernel.peer else {}
-        if kind not in CUT:
-            src = movement(kernel, is_root=self.rank == self._root(kernel))[0]
-            return {0: src} if src is not None else {}
-        if kind is OpKind.SCATTER and self.rank != kernel.peer:
-            return {}
-        # One's own part of a reduction is staged too: it is folded when its turn comes, and `dst` may be its storage.
-        own = -1 if kind is OpKind.REDUCESCATTER else launch.ranks.index(self.rank)
-        return {part: src for part, src in enumerate(pieces(kernel, kernel.src, launch.ranks)) if part != own}
-
-    def _root(self, kernel: Kernel) -> int:
-        return self.rank if kernel.kind is OpKind.SEND else kernel.peer
-
-    def _was_staged(self, launch: Launch) -> bool:
-        """True for the kernel whose first chunk all ranks brought before the door: the first one of the launch."""
-        staged, self._staged = self._staged == launch.seq, 0
-        return staged
-
-    def _barrier(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
-        """Waits for all; the door was the barrier where it was staged."""
-        if not self._was_staged(launch):
-            meeting.barrier(launch, until_s)
-
-    def _allreduce(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
-        """Folds everybody's `src` into everybody's `dst`, or the root's in a reduce; it may be `src` itself."""
-        is_taker = kernel.kind is OpKind.ALLREDUCE or self.rank == kernel.peer
-        src, dst = reduction(kernel) if is_taker else (Flat(kernel.src), None)
-        op, ranks = reduce_op(kernel), launch.ranks
-        me, step = ranks.index(self.rank), CHUNK_NBYTES // src.dtype.itemsize
-        staged = self._was_staged(launch)
-        for lo, hi in chunks(src.size, step):
-            width = hi - lo
-            staging = self._staging(src.dtype, width)
-            parts = [staging[rank] for rank in ranks]
-            if lo or not staged:
-                parts[me][...] = src.read(lo, hi)
-                meeting.barrier(launch, until_s)
-            # One's own part is read from the slot too: `dst` may be its storage, and ranks below it come first.
-            if _is_sliced(len(ranks), src.dtype, width):
-                mine = slice(me * width // len(ranks), (me + 1) * width // len(ranks))
-                fold(op, [part[mine] for part in parts], parts[0][mine])
-                meeting.barrier(launch, until_s)
-                if dst is not None:
-                    dst.write(lo, hi, parts[0])
-            elif dst is not None:
-                out = dst.target(lo, hi)
-                fold(op, parts, out)
-                dst.commit(lo, hi, out)
-
-    def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
-        """Folds everybody's piece for this rank into its `dst`, which may be that piece."""
-        ranks, staged = launch.ranks, self._was_staged(launch)
-        src, dst = scattered_reduction(kernel, ranks, self.rank)
-        op, me, step = reduce_op(kernel), ranks.index(self.rank), _step(dst.dtype, len(ranks))
-        outgoing = dict(enumerate(src))
-        for lo, hi in chunks(max(piece.size for piece in src), step):
-            staging = self._staging(dst.dtype, len(ranks) * step)
-            if lo or not staged:
-                _fill(staging[self.rank], outgoing, lo, hi, step)
-                meeting.barrier(launch, until_s)
-            first, last = clipped(dst, lo, hi)
-            out = dst.target(first, last)
-            fold(op, [staging[rank, me * step : me * step + last - first] for rank in ranks], out)
-            dst.commit(first, last, out)
-
-    def _copy(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
-        """Moves the root's `src` to everybody's `dst`: a broadcast, or the two ends of a send."""
-        root, staged = self._root(kernel), self._was_staged(launch)
-        src, dst, whole = movement(kernel, is_root=self.rank == root)
-        for lo, hi in chunks(whole.size, CHUNK_NBYTES // whole.dtype.itemsize):
-            slot = self._staging(whole.dtype, hi - lo)[root]
-            if lo or not staged:
-                if src is not None:
-                    slot[...] = src.read(lo, hi)
-                meeting.barrier(launch, until_s)
-            if dst is not None:
-                dst.write(lo, hi, slot)
-
-    def _move(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> None:
-        """Moves pieces: an allgather, a gather, a scatter or an all-to-all."""
-        ranks, staged = launch.ranks, self._was_staged(launch)
-        give, take = transfers(kernel, ranks, self.rank)
-        dtype, parts = next(iter((give or take).values())).dtype, _parts(kernel, launch)
-        step, outgoing = _step(dtype, parts), self._outgoing(launch, kernel)
-        at = ranks.index(self.rank) * step if parts > 1 else 0
-        for lo, hi in chunks(kernel.most, step):
-            staging = self._staging(dtype, parts * step)
-            if lo or not staged:
-                _fill(staging[self.rank], outgoing, lo, hi, step)
-                meeting.barrier(launch, until_s)
-            for rank, dst in take.items():
-                if rank != self.rank:
-                    first, last = clipped(dst, lo, hi)
-                    dst.write(first, last, staging[rank, at : at + last - first])
-        keep_own(give, take, self.rank, step)
+    def _begin(self, parts: _Parts, launch: Launch) -> None:
+        if launch.seq != self._begun:
+            self._begun = launch.seq
+            parts.staged.restart()
+            parts.direct.restart(parts.meeting)
 
 
 class _Inside:
@@ -335,31 +197,19 @@ class _Inside:
     def __init__(self, communicator: ShmCommunicator) -> None:
         self._communicator = communicator
 
-    def __enter__(self) -> Meeting:
+    def __enter__(self) -> _Parts:
         return self._communicator._come_in()
 
     def __exit__(self, *exc: object) -> None:
         self._communicator._go_out()
 
 
-def _parts(kernel: Kernel, launch: Launch) -> int:
-    """Into how many parts each slot is cut."""
-    return len(launch.ranks) if kernel.kind in CUT else 1
-
-
-def _step(dtype: np.dtype[np.generic], parts: int) -> int:
-    """The elements that one part of a slot holds; each part begins on a cache line."""
-    return CHUNK_NBYTES // parts // _LINE_NBYTES * _LINE_NBYTES // dtype.itemsize
-
-
-def _fill(slot: Array, outgoing: dict[int, Flat], lo: int, hi: int, step: int) -> None:
-    """Copies elements [lo, hi) of what a rank gives to its slot; parts begin at multiples of `step`."""
-    for part, src in outgoing.items():
-        first, last = clipped(src, lo, hi)
-        slot[part * step : part * step + last - first] = src.read(first, last)
-
-
-def _is_sliced(world_size: int, dtype: np.dtype[np.generic], width: int) -> bool:
-    table = SLICED_WIDE_FROM_NBYTES if is_widened(dtype) else SLICED_FROM_NBYTES
-    nbytes = width * dtype.itemsize
-    return any(world_size >= least and nbytes >= from_nbytes for least, from_nbytes in table)
+def _nbytes(kernel: Kernel) -> int:
+    """How large a kernel is, on all ranks alike: the bytes of its array, or of its largest piece."""
+    side = kernel.dst if kernel.src is None else kernel.src
+    if side is None:
+        return 0
+    if kernel.kind not in PIECES:
+        return int(side.nbytes)
+    sample = side[0] if type(side) is tuple else side
+    return int(kernel.most * sample.dtype.itemsize)

@@ -19,6 +19,7 @@ from raycollect import backends
 from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError
 from raycollect.model import Communicator, GroupSpec, Launch
+from raycollect.pos.segments import Segments
 
 _ids = itertools.count(1)
 
@@ -149,7 +150,8 @@ class ThreadTeam(Team):
 
     def _create(self, rank: int) -> Communicator:
         create = backends.load(self.backend, self.spec.name)
-        return create(self.spec, rank, self.rendezvous, MemoryExchange(self.star, rank))
+        exchange = MemoryExchange(self.star, rank)
+        return create(self.spec, rank, self.rendezvous, exchange, segments=Segments.current())
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
@@ -251,7 +253,8 @@ def _attempt(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 def _join(communicator: _Seat, spec: GroupSpec) -> None:
     create = backends.load(spec.backend, spec.name)
-    communicator.taken = create(spec, communicator.rank, communicator.line, communicator.line)
+    line = communicator.line
+    communicator.taken = create(spec, communicator.rank, line, line, segments=Segments.current())
 
 
 def _leave(communicator: Communicator) -> None:

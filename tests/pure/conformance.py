@@ -18,16 +18,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from raycollect import backends
+from raycollect import backends, tensors
 from raycollect.backends import arrays
 from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import Team
 
-BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm gloo torch:gloo").split())
+BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm tcp gloo torch:gloo").split())
 """Which backends the suite runs on; the environment names others, which installed packages add."""
 
-IN_THREADS = frozenset({"local", "shm"})
+IN_THREADS = frozenset({"local", "shm", "tcp"})
 """Whose ranks can be threads of one process; the libraries of the others hold the GIL while they block."""
 
 WORLDS = (1, 2, 3, 5, 8)
@@ -44,7 +44,7 @@ DTYPES = (
     *NARROW,
 )
 SPREADS = ("even", "uneven", "one has all")
-LAYOUTS = ("plain", "read-only", "every other", "reversed", "transposed", "column", "big-endian", "unaligned")
+LAYOUTS = ("plain", "shared", "read-only", "every other", "reversed", "transposed", "column", "big-endian", "unaligned")
 
 REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND)
@@ -195,7 +195,7 @@ def sides(case: Case, rank: int, world: int) -> tuple[Any, Any, int]:  # noqa: C
         case OpKind.REDUCE:
             return whole(rank), fold() if is_root else None, 0
         case OpKind.REDUCESCATTER:
-            return cut(whole(rank), sizes), cut(fold(), sizes)[rank], 0
+            return cut(whole(rank), sizes), cut(fold(), sizes)[rank], largest
         case OpKind.BROADCAST:
             return whole(case.root) if is_root else None, whole(case.root), 0
         case OpKind.ALLGATHER:
@@ -222,6 +222,7 @@ def layout(name: str, values: np.ndarray) -> np.ndarray:
     rows = next((rows for rows in (4, 7, 101) if size and size % rows == 0), 1)
     made = {
         "plain": lambda: np.empty(size, dtype),
+        "shared": lambda: tensors.empty(size, dtype) if arrays.is_number(dtype) else np.empty(size, dtype),
         "read-only": lambda: np.empty(size, dtype),
         "every other": lambda: np.zeros(2 * size, dtype)[::2],
         "reversed": lambda: np.zeros(size, dtype)[::-1],

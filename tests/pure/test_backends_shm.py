@@ -8,13 +8,14 @@ import os
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raycollect.backends import _segment, shm
+from raycollect.backends import _direct, _segment, _staged, shm
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
 from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
@@ -157,8 +158,8 @@ def test_zeros_infinities_and_nans_have_the_bits_of_the_left_fold(op: ReduceOp, 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE])
 @pytest.mark.parametrize("table", [(), ((2, 0),)])
 def test_both_algorithms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, table: tuple, kind: OpKind) -> None:
-    monkeypatch.setattr(shm, "SLICED_FROM_NBYTES", table)
-    monkeypatch.setattr(shm, "SLICED_WIDE_FROM_NBYTES", table)
+    monkeypatch.setattr(_staged, "SLICED_FROM_NBYTES", table)
+    monkeypatch.setattr(_staged, "SLICED_WIDE_FROM_NBYTES", table)
     for world, dtype in ((2, "float32"), (3, "bfloat16"), (5, "float32"), (2, "float8_e5m2")):
         team = ThreadTeam("shm", world)
         cases = [
@@ -174,8 +175,8 @@ def test_both_algorithms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, tab
 @pytest.mark.parametrize("staged", [False, True])
 def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: int, staged: bool) -> None:
     """Small slots: more chunks than slots, pieces that end in different ones, slots that are cut to a cache line."""
-    monkeypatch.setattr(shm, "CHUNK_NBYTES", nbytes)
-    monkeypatch.setattr(shm, "SLICED_FROM_NBYTES", ((3, nbytes // 2),))
+    monkeypatch.setattr(_staged, "CHUNK_NBYTES", nbytes)
+    monkeypatch.setattr(_staged, "SLICED_FROM_NBYTES", ((3, nbytes // 2),))
     for world in (1, 2, 3):
         team = ThreadTeam("shm", world)
         for dtype in ("int16", "float64", "complex128", "bfloat16"):
@@ -183,9 +184,27 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: in
         team.close()
 
 
-def test_every_kernel_between_processes(processes: ProcessTeam) -> None:
+def shared(cases: Iterable[Case]) -> list[Case]:
+    return [replace(case, layout="shared") for case in cases]
+
+
+@pytest.mark.parametrize("layout", ["plain", "shared"])
+def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> None:
     for dtype in DTYPES[::4]:
-        check_cases(processes, list(every_case(dtype, 3, (7, 200_001))), staged=True)
+        cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]
+        check_cases(processes, cases, staged=True)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_kernel_in_place(monkeypatch: pytest.MonkeyPatch, world: int, staged: bool) -> None:
+    """Arrays in shared memory of every size, in blocks much smaller than they are."""
+    for name, nbytes in (("DIRECT_FROM_NBYTES", 1), ("FOLD_NBYTES", 256), ("COPY_NBYTES", 512)):
+        monkeypatch.setattr(_direct, name, nbytes)
+    team = ThreadTeam("shm", world)
+    for dtype in ("int16", "float64", "complex128", "bfloat16"):
+        check_cases(team, shared(every_case(dtype, world, (7, 1024))), staged=staged)
+    team.close()
 
 
 def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,359 @@
+"""Kernels that work in each other's arrays, which lie in shared memory: no staging.
+
+Theory, for w ranks and arrays of n bytes. A reduction is cut into w slices; each rank folds its slice of all arrays, in
+rank order, a block that stays in its cache at a time, and writes the block to all targets: w reads and w writes of
+n / w bytes per rank, which is what memory has to move at least. Everything else is one copy per byte, made by whoever
+takes it, straight from the array of its giver ("pull"); or, where only the taker's array is in shared memory, by the
+giver ("push").
+
+=============  ===========================================  =========================================
+kernel         works in place where                         who copies or folds
+=============  ===========================================  =========================================
+ALLREDUCE      all src and all dst are shown                each rank its slice, into all dst
+REDUCE         all src and the root's dst are shown         each rank its slice, into the root's dst
+               all src are shown                            the root
+BROADCAST      the root's src is shown                      the others
+SEND           the sender's src is shown                    the receiver
+               the receiver's dst is shown                  the sender
+GATHER         the root's dst is shown                      the others, each its piece
+               all src are shown                            the root
+others         all src are shown                            each rank what it takes
+=============  ===========================================  =========================================
+
+The bits are those of the staged kernels (P7): the same fold in the same order.
+
+Barriers. One before (the door, where the listings were written before it), so that all operands are ready; one after,
+which only those wait at who lent something: their arrays are their own again when they return. A taker looks, before it
+says that it is done, whether its giver has left the launch: then what it has read may be anybody's.
+
+Who writes into a rank's array when that rank fails stops within a block, unless its process was stopped: so an array
+that was lent for writing in a launch that failed is kept until all who may write have left the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, SegmentSource
+
+from ._directory import GIVES, TAKES, Directory, Listing
+from ._meeting import Meeting
+from .arrays import Array, Flat
+from .completion import chunks, keep_own, movement, reduce_op, transfers
+from .folds import fold
+
+__all__ = ["DIRECT_FROM_NBYTES", "Direct"]
+
+DIRECT_FROM_NBYTES = 32 << 10
+"""From which size of the largest array on kernels work in place; below, staging needs one barrier less."""
+
+FOLD_NBYTES = 128 << 10
+"""The bytes of one array that are folded at a time: the blocks of a few ranks stay in the cache of a core."""
+
+COPY_NBYTES = 4 << 20
+"""How much is copied before the launch is looked at again."""
+
+_LINE_NBYTES = 64
+
+_LENDERS: dict[tuple[OpKind, str], str] = {
+    (OpKind.REDUCE, "pull"): "others",
+    (OpKind.BROADCAST, "pull"): "root",
+    (OpKind.SEND, "pull"): "root",
+    (OpKind.SEND, "push"): "others",
+    (OpKind.GATHER, "push"): "root",
+    (OpKind.GATHER, "pull"): "others",
+    (OpKind.SCATTER, "pull"): "root",
+}
+"""(kind, way) -> whose arrays the other side works in; where it is not here, all work in all."""
+
+_forsaken: list[Any] = []
+"""Arrays that a closed communicator had lent to ranks which have not come back: they may be written yet."""
+
+
+class Direct:
+    """One rank's part in kernels that work in place.
+
+    Args:
+        directory: Where the arrays lie.
+        rank: One's own rank.
+        segments: Tells whether one's own arrays can be shown.
+    """
+
+    def __init__(self, directory: Directory, rank: int, segments: SegmentSource) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._segments = segments
+        self._lent: list[tuple[Any, dict[int, int]]] = []
+
+    def restart(self, meeting: Meeting) -> None:
+        """Begins a launch."""
+        self._directory.restart()
+        if self._lent:
+            self._lent = [(array, owed) for array, owed in self._lent if meeting.owing(owed)]
+
+    def close(self, meeting: Meeting) -> None:
+        """Ends it; what may still be written is kept for good."""
+        _forsaken.extend(array for array, owed in self._lent if meeting.owing(owed))
+        self._lent.clear()
+
+    def show(self, launch: Launch, kernel: Kernel, flags: int = 0) -> int:
+        """Lists one's own arrays for the next kernel; a barrier has to follow.
+
+        Args:
+            launch: The launch.
+            kernel: The kernel.
+            flags: STAGED, if the first chunk is in the slot already.
+
+        Returns:
+            The flags that it has written.
+        """
+        refs: list[BufferRef] = []
+        for flag, arrays in zip((GIVES, TAKES), _shown(kernel, self._rank), strict=True):
+            found = self._locate(arrays) if self._directory.is_open else None
+            if found is not None:
+                flags |= flag
+                refs += found
+        self._directory.write(flags, refs, launch.ranks)
+        return flags
+
+    @staticmethod
+    def is_worth(nbytes: int) -> bool:
+        """Whether arrays of that size are worked on in place, where they can be."""
+        return nbytes >= DIRECT_FROM_NBYTES
+
+    def can_give(self, kernel: Kernel) -> bool:
+        """Whether others can read in place what this rank gives, and that is worth it by its size."""
+        arrays = _shown(kernel, self._rank)[0]
+        if arrays is None or not self.is_worth(max((array.nbytes for array in arrays), default=0)):
+            return False
+        return self._directory.is_open and self._locate(arrays) is not None
+
+    def read(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> tuple[str, list[Listing]]:
+        """Reads everybody's listing, after the barrier; the same on all ranks.
+
+        Returns:
+            ``"pull"`` or ``"push"``: who works; ``""`` where the kernel has to be staged. And the listings.
+        """
+        listings = self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
+        gives = [bool(listing.flags & GIVES) for listing in listings]
+        takes = [bool(listing.flags & TAKES) for listing in listings]
+        root = launch.ranks.index(_root(kernel, self._rank)) if kernel.peer >= 0 else 0
+        return _way(kernel.kind, gives, takes, root), listings
+
+    def run(
+        self, meeting: Meeting, launch: Launch, kernel: Kernel, way: str, listings: Sequence[Listing], until_s: float
+    ) -> None:
+        """Runs a kernel, and returns when this rank's arrays are its own again."""
+        work = _Work(meeting, launch, kernel, way, listings, self._rank, until_s)
+        try:
+            work.run()
+        except BaseException:
+            if way == "push" and kernel.dst is not None:
+                self._lent.append((kernel.dst, meeting.closing(launch)))
+            raise
+
+    def _locate(self, arrays: Sequence[Array] | None) -> list[BufferRef] | None:
+        """Where arrays lie in shared memory; None where one of them does not, or is no plain row of elements."""
+        if arrays is None:
+            return None
+        refs = []
+        for array in arrays:
+            flat = Flat(array)
+            ref = self._segments.locate(flat.address, array.nbytes) if flat.direct else None
+            if ref is None and array.nbytes:
+                return None
+            refs.append(ref or _NO_BYTES)
+        return refs
+
+
+class _Work:
+    """One kernel under way, on one rank."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        launch: Launch,
+        kernel: Kernel,
+        way: str,
+        listings: Sequence[Listing],
+        rank: int,
+        until_s: float,
+    ) -> None:
+        self._meeting = meeting
+        self._launch = launch
+        self._kernel = kernel
+        self._way = way
+        self._listings = listings
+        self._rank = rank
+        self._until_s = until_s
+        self._me = launch.ranks.index(rank)
+        self._root = _root(kernel, rank)
+
+    def run(self) -> None:
+        """Does this rank's part, and waits for those who work in its arrays."""
+        kind = self._kernel.kind
+        if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+            self._reduce()
+        elif kind is OpKind.REDUCESCATTER:
+            self._reducescatter()
+        elif self._way == "pull":
+            self._pull()
+        else:
+            self._push()
+        lenders = self._lenders()
+        users = [rank for rank in self._launch.ranks if len(lenders) == len(self._launch.ranks) or rank not in lenders]
+        if self._rank not in lenders:
+            self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
+        waits_for = users if self._rank in lenders else ()
+        self._meeting.arrive(self._launch, lenders if self._rank in users else (), waits_for, self._until_s)
+
+    def _lenders(self) -> Sequence[int]:
+        side = _LENDERS.get((_paired(self._kernel.kind), self._way))
+        if side is None:
+            return self._launch.ranks
+        return [rank for rank in self._launch.ranks if (rank == self._root) == (side == "root")]
+
+    # ------------------------------------------------------------------------------------------ reductions
+
+    def _reduce(self) -> None:
+        kernel, dtype = self._kernel, Flat(self._kernel.src).dtype
+        srcs = [listing.arrays[0].view(dtype) for listing in self._listings]
+        if self._way == "pull":
+            if self._rank == self._root:
+                self._fold_into(Flat(kernel.dst), srcs)
+            return
+        takers = self._launch.ranks if kernel.kind is OpKind.ALLREDUCE else (self._root,)
+        dsts = [self._listings[self._launch.ranks.index(rank)].arrays[1].view(dtype) for rank in takers]
+        count, size, line = len(srcs), srcs[0].size, _LINE_NBYTES // dtype.itemsize or 1
+        lo, hi = (min(-(-size * part // count // line) * line, size) for part in (self._me, self._me + 1))
+        later = _later(srcs, dsts[0].ctypes.data)
+        for first, last in self._blocks(lo, hi if self._me + 1 < count else size, dtype, FOLD_NBYTES):
+            out = dsts[0][first:last]
+            self._fold([src[first:last] for src in srcs], out, later)
+            for dst in dsts[1:]:
+                dst[first:last] = out
+
+    def _reducescatter(self) -> None:
+        dst = Flat(self._kernel.dst)
+        self._fold_into(dst, [listing.arrays[self._me].view(dst.dtype) for listing in self._listings])
+
+    def _fold_into(self, dst: Flat, srcs: Sequence[Array]) -> None:
+        """Folds whole arrays; `dst` may be one of them."""
+        later = _later(srcs, dst.address)
+        for lo, hi in self._blocks(0, dst.size, dst.dtype, FOLD_NBYTES):
+            out = dst.target(lo, hi)
+            self._fold([src[lo:hi] for src in srcs], out, later)
+            dst.commit(lo, hi, out)
+
+    def _fold(self, parts: list[Array], out: Array, later: int) -> None:
+        """Folds a block; part `later` is `out` itself, and its turn comes after that was written first."""
+        if later:
+            parts[later] = parts[later].copy()
+        fold(reduce_op(self._kernel), parts, out)
+
+    # ------------------------------------------------------------------------------------------ movements
+
+    def _pull(self) -> None:
+        """Takes what others give, from their arrays."""
+        kernel, ranks = self._kernel, self._launch.ranks
+        if _paired(kernel.kind) in (OpKind.BROADCAST, OpKind.SEND):
+            src, dst, _ = movement(kernel, is_root=self._rank == self._root)
+            if src is not None and dst is not None:
+                self._copy(src.read(0, src.size), dst)
+            elif dst is not None:
+                self._copy(self._listings[ranks.index(self._root)].arrays[0], dst)
+            return
+        give, take = transfers(kernel, ranks, self._rank)
+        for rank, dst in take.items():
+            if rank != self._rank:
+                arrays = self._listings[ranks.index(rank)].arrays
+                self._copy(arrays[self._me if kernel.kind in _CUT else 0], dst)
+        keep_own(give, take, self._rank, COPY_NBYTES)
+
+    def _push(self) -> None:
+        """Brings what this rank gives to the arrays of the one who takes it."""
+        kernel, ranks = self._kernel, self._launch.ranks
+        if kernel.kind is OpKind.GATHER:
+            give, take = transfers(kernel, ranks, self._rank)
+            if self._rank == self._root:
+                keep_own(give, take, self._rank, COPY_NBYTES)
+            else:
+                src = give[self._root]
+                self._copy(src, Flat(self._listings[ranks.index(self._root)].arrays[self._me].view(src.dtype)))
+        elif kernel.kind is OpKind.SEND:
+            src = Flat(kernel.src)
+            self._copy(src, Flat(self._listings[1 - self._me].arrays[0].view(src.dtype)))
+
+    def _copy(self, src: Array | Flat, dst: Flat) -> None:
+        source = src if isinstance(src, Flat) else Flat(src.view(dst.dtype))
+        for lo, hi in self._blocks(0, dst.size, dst.dtype, COPY_NBYTES):
+            dst.write(lo, hi, source.read(lo, hi))
+
+    def _blocks(self, lo: int, hi: int, dtype: np.dtype[Any], nbytes: int) -> Iterator[tuple[int, int]]:
+        """Cuts a range into blocks; between two it looks whether the launch still goes on."""
+        for first, last in chunks(hi - lo, nbytes // dtype.itemsize):
+            if first:
+                self._meeting.check(self._launch, self._launch.ranks, self._until_s)
+            yield lo + first, lo + last
+
+
+_CUT = (OpKind.SCATTER, OpKind.ALLTOALL)
+_NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
+
+
+def _later(srcs: Sequence[Array], address: int) -> int:
+    """Which of the arrays, other than the first, lies there; 0 where none does."""
+    return next((i for i, src in enumerate(srcs) if i and src.ctypes.data == address), 0)
+
+
+def _paired(kind: OpKind) -> OpKind:
+    """The two ends of a send are one kernel."""
+    return OpKind.SEND if kind is OpKind.RECV else kind
+
+
+def _root(kernel: Kernel, rank: int) -> int:
+    """The root; of a send its sender."""
+    return rank if kernel.kind is OpKind.SEND else kernel.peer
+
+
+def _shown(kernel: Kernel, rank: int) -> tuple[Sequence[Array] | None, Sequence[Array] | None]:
+    """The arrays that others read, and those that they write; None where they must not."""
+    kind, is_root = kernel.kind, rank == kernel.peer
+    takes: Sequence[Array] = ()
+    if kind is OpKind.BARRIER:
+        return (), ()
+    if kind in (OpKind.ALLREDUCE, OpKind.RECV) or (kind is OpKind.REDUCE and is_root):
+        takes = (kernel.dst,)
+    if kind is OpKind.GATHER:
+        return ((), kernel.dst) if is_root else ((kernel.src,), ())
+    if kind is OpKind.RECV or (kind in (OpKind.BROADCAST, OpKind.SCATTER) and not is_root):
+        return (), takes
+    if kind is OpKind.BROADCAST:
+        return (kernel.dst if kernel.src is None else kernel.src,), ()
+    if kind is OpKind.ALLTOALL and _is_in_place(kernel):
+        return None, ()  # what others have yet to read would be overwritten
+    return kernel.src if type(kernel.src) is tuple else (kernel.src,), takes
+
+
+def _is_in_place(kernel: Kernel) -> bool:
+    pairs = zip(kernel.src, kernel.dst, strict=True)
+    return any(src.size and src.ctypes.data == dst.ctypes.data for src, dst in pairs)
+
+
+def _way(kind: OpKind, gives: Sequence[bool], takes: Sequence[bool], root: int) -> str:
+    """Who works in whose arrays: the takers ("pull"), the givers ("push"), or nobody."""
+    all_give = all(gives)
+    if kind is OpKind.ALLREDUCE:
+        return "push" if all_give and all(takes) else ""
+    if kind is OpKind.REDUCE and all_give and takes[root]:
+        return "push"
+    if kind in (OpKind.SEND, OpKind.RECV):
+        return "pull" if gives[root] else "push" if takes[1 - root] else ""
+    if kind is OpKind.GATHER and takes[root]:
+        return "push"
+    if kind is OpKind.BROADCAST:
+        return "pull" if gives[root] else ""
+    return "pull" if all_give else ""

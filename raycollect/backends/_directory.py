@@ -1,0 +1,168 @@
+"""Where the ranks' arrays lie in shared memory: each rank writes its listing before a barrier, all read it afterwards.
+
+A rank has two areas of the group's memory, for the kernels of a launch in turn: nobody writes listing k + 2 before all
+have passed the barrier of kernel k + 1, and so have read listing k. An area holds flags, the rank's segment, and the
+offset and length of each array.
+
+A rank that shows a segment to somebody for the first time says so. Then each tries to map what it was shown, and tells
+the others at one more barrier: either all work in place, or none does. One mapping per rank is kept: who shows another
+segment has given up the one before.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raycollect.errors import InternalError
+from raycollect.model import BufferRef, Segment, SegmentSource
+
+from .arrays import Array
+
+__all__ = ["GIVES", "STAGED", "TAKES", "Directory", "Listing", "directory_nbytes"]
+
+STAGED, GIVES, TAKES, _NEW, _REACHED = 1, 2, 4, 8, 16
+"""Flags: the first chunk is in the rank's slot; others can read all that it gives; they can write all that it takes;
+it shows its segment for the first time; it has mapped all that it was shown."""
+
+_WORD = struct.Struct("<HxxI")  # flags, number of arrays
+_SEGMENT = struct.Struct("<QQQ32s")  # pid, descriptor, size, token
+_ENTRY = struct.Struct("<QQ")  # offset, length
+_LINE_NBYTES = 64
+_PARITIES = 2
+_NOTHING: Array = np.empty(0, np.uint8)
+
+
+def _area_nbytes(world_size: int) -> int:
+    nbytes = _WORD.size + _SEGMENT.size + (world_size + 1) * _ENTRY.size  # a piece for each rank, and one array
+    return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
+
+
+def directory_nbytes(world_size: int) -> int:
+    """The bytes of shared memory that the listings of that many ranks take; a multiple of the cache line."""
+    return world_size * _PARITIES * _area_nbytes(world_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What one rank says of its arrays in one kernel.
+
+    Attributes:
+        flags: Some of STAGED, GIVES and TAKES.
+        arrays: Their bytes, mapped here: what it gives if GIVES, then what it takes if TAKES.
+    """
+
+    flags: int
+    arrays: tuple[Array, ...] = ()
+
+
+class Directory:
+    """The listings of all ranks, seen by one of them.
+
+    Args:
+        memory: `directory_nbytes` of the group's memory, zero at first.
+        rank: One's own rank.
+        world_size: The number of ranks.
+        segments: Maps what the listings name.
+    """
+
+    def __init__(self, memory: memoryview, rank: int, world_size: int, segments: SegmentSource) -> None:
+        self._memory = memory
+        self._rank = rank
+        self._area = _area_nbytes(world_size)
+        self._segments = segments
+        self._shown: dict[int, Segment] = {}  # by rank: which segment of one's own it knows
+        self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
+        self._known: dict[tuple[int, int], tuple[bytes, Listing]] = {}
+        self._turn = 0
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether arrays can be shown: False once somebody could not map them."""
+        return not self._closed
+
+    def restart(self) -> None:
+        """Begins a launch: the next listing is that of its first kernel."""
+        self._turn = 0
+
+    def write(self, flags: int, refs: Sequence[BufferRef], ranks: Sequence[int]) -> None:
+        """Writes one's own listing for the next kernel of `ranks`; what has bytes lies in one segment."""
+        at = self._at(self._rank)
+        segment = next((ref.segment for ref in refs if ref.nbytes), None)
+        if segment is not None:
+            if any(self._shown.get(rank) != segment for rank in ranks if rank != self._rank):
+                flags |= _NEW
+            _SEGMENT.pack_into(self._memory, at + _WORD.size, segment.pid, segment.fd, segment.nbytes, segment.token)
+            self._shown.update(dict.fromkeys(ranks, segment))
+        for i, ref in enumerate(refs):
+            _ENTRY.pack_into(self._memory, self._entry(at, i), ref.offset, ref.nbytes)
+        _WORD.pack_into(self._memory, at, flags, len(refs))
+
+    def read(self, ranks: Sequence[int], barrier: Callable[[], None]) -> list[Listing]:
+        """Reads the listings of a kernel, after the barrier that follows their writing.
+
+        Args:
+            ranks: Whose, in this order.
+            barrier: Brings them together once more.
+        """
+        words = [_WORD.unpack_from(self._memory, self._at(rank)) for rank in ranks]
+        if any(flags & _NEW for flags, _ in words) and not self._meet(ranks, words, barrier):
+            self._closed = True
+            listings = [Listing(flags & STAGED) for flags, _ in words]
+        else:
+            listings = [self._listing(rank, *word) for rank, word in zip(ranks, words, strict=True)]
+        self._turn = (self._turn + 1) % _PARITIES
+        return listings
+
+    def _meet(self, ranks: Sequence[int], words: Sequence[tuple[int, int]], barrier: Callable[[], None]) -> bool:
+        """Maps what is shown, and tells whether all could."""
+        try:
+            for rank, word in zip(ranks, words, strict=True):
+                self._listing(rank, *word)
+        except OSError:
+            pass
+        else:
+            flags, count = words[ranks.index(self._rank)]
+            _WORD.pack_into(self._memory, self._at(self._rank), flags | _REACHED, count)
+        barrier()
+        return all(_WORD.unpack_from(self._memory, self._at(rank))[0] & _REACHED for rank in ranks)
+
+    def _listing(self, rank: int, flags: int, count: int) -> Listing:
+        """Maps one listing.
+
+        Raises:
+            OSError: Its memory can't be mapped.
+        """
+        if not flags & (GIVES | TAKES):
+            return Listing(flags)
+        at = self._at(rank)
+        written = bytes(self._memory[at : self._entry(at, count)])
+        known = self._known.get((rank, self._turn))
+        if known is None or known[0] != written:
+            known = written, Listing(flags, self._map(rank, written))
+            self._known[rank, self._turn] = known
+        return known[1]
+
+    def _map(self, rank: int, written: bytes) -> tuple[Array, ...]:
+        pid, fd, nbytes, token = _SEGMENT.unpack_from(written, _WORD.size)
+        places = list(_ENTRY.iter_unpack(written[self._entry(0, 0) :]))
+        segment = Segment(pid, fd, token, nbytes)
+        mapped = self._mapped.get(rank)
+        if mapped is None or mapped[0] != segment:
+            if not any(length for _, length in places):
+                return tuple(_NOTHING for _ in places)
+            mapped = self._mapped[rank] = segment, self._segments.open(segment)
+        if any(offset + length > nbytes for offset, length in places):
+            raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment")
+        return tuple(mapped[1][offset : offset + length] for offset, length in places)
+
+    def _at(self, rank: int) -> int:
+        return (rank * _PARITIES + self._turn) * self._area
+
+    @staticmethod
+    def _entry(at: int, index: int) -> int:
+        return at + _WORD.size + _SEGMENT.size + index * _ENTRY.size

@@ -1,0 +1,244 @@
+"""Kernels on ordinary arrays of several processes: staged, by chunks, through slots in shared memory.
+
+Theory. Each rank has two slots of `CHUNK_NBYTES`. A kernel runs in chunks: each rank that gives something copies a
+chunk of it to its slot; a barrier; then the ranks read what they need from each other's slots. The slots alternate, so
+that the copy of the next chunk overlaps what slower ranks still read, and a kernel of k chunks has k barriers (the
+first of them is the door, where the chunk was staged). Extra memory: 2 x `CHUNK_NBYTES` per rank (P8).
+
+An allreduce of n bytes over w ranks: either every rank folds all w slots straight into its own array ("redundant": one
+barrier, w reads and w - 1 writes per byte and rank), or each rank folds its w-th of the chunk in place and, after
+a second barrier, copies the whole result out ("sliced": two barriers, 2 reads and 1 + 1/w writes). A reduce is the same
+with one rank that folds or copies out. Either way each element is the left fold in rank order, so the bits do not
+depend on chunks, algorithm or rank (P7).
+
+Moves. Let a copy be one read and one write of a byte, and n the bytes of a piece:
+
+=============  ==============================  ===========  ==================================
+kernel         copies per rank                 at a root    barriers
+=============  ==============================  ===========  ==================================
+BROADCAST      n                               n            n / chunk
+ALLGATHER      n to the slot, (w - 1) n out                 largest n / chunk
+GATHER         n                               (w - 1) n    largest n / chunk
+SCATTER        n                               (w - 1) n    largest n / (chunk / w)
+ALLTOALL       (w - 1) n in, (w - 1) n out                  largest n / (chunk / w)
+REDUCESCATTER  w n to the slot, w n read                    largest n / (chunk / w)
+=============  ==============================  ===========  ==================================
+
+In the last three a rank gives every other something else: its slot is cut into w parts. What a rank gives itself goes
+straight from array to array. All ranks count the same chunks by the largest piece (`Kernel.most`), whatever their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from raycollect.model import Kernel, Launch, OpKind
+
+from ._meeting import Meeting
+from .arrays import Array, Flat
+from .completion import (
+    chunks,
+    clipped,
+    keep_own,
+    movement,
+    pieces,
+    reduce_op,
+    reduction,
+    scattered_reduction,
+    transfers,
+)
+from .folds import fold, is_widened
+
+__all__ = ["CHUNK_NBYTES", "Staged", "slots_nbytes"]
+
+CHUNK_NBYTES = 1 << 20
+"""The bytes of one staging slot; a multiple of every item size."""
+
+SLICED_FROM_NBYTES: tuple[tuple[int, int], ...] = ((3, 512 << 10),)
+"""(world size, chunk bytes) from which on slices beat the redundant fold, as measured; smaller groups never slice."""
+
+SLICED_WIDE_FROM_NBYTES: tuple[tuple[int, int], ...] = ((2, 32 << 10),)
+"""The same for what is folded in float32: there the fold itself is what takes time."""
+
+CUT = (OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
+"""The kernels in which a rank gives every other something else."""
+
+_SLOTS = 2
+_LINE_NBYTES = 64
+
+
+def slots_nbytes(world_size: int) -> int:
+    """The bytes of shared memory that the slots of that many ranks take."""
+    return world_size * _SLOTS * CHUNK_NBYTES
+
+
+class Staged:
+    """One rank's part in staged kernels.
+
+    Args:
+        memory: `slots_nbytes` of the group's memory.
+        rank: One's own rank.
+        world_size: The number of ranks.
+    """
+
+    def __init__(self, memory: Array, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
+        self._turn = 0
+        self._kernels: dict[OpKind, Callable[[Meeting, Launch, Kernel, bool, float], None]] = {
+            OpKind.ALLREDUCE: self._allreduce,
+            OpKind.REDUCE: self._allreduce,
+            OpKind.BROADCAST: self._copy,
+            OpKind.ALLGATHER: self._move,
+            OpKind.GATHER: self._move,
+            OpKind.SCATTER: self._move,
+            OpKind.REDUCESCATTER: self._reducescatter,
+            OpKind.ALLTOALL: self._move,
+            OpKind.SEND: self._copy,
+            OpKind.RECV: self._copy,
+            OpKind.BARRIER: self._barrier,
+        }
+
+    def restart(self) -> None:
+        """Begins a launch: its first chunk takes the first slots."""
+        self._turn = 0
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Copies the first chunk to this rank's slot, so that the door is the kernel's first barrier too."""
+        if outgoing := self._outgoing(launch, kernel):
+            dtype, parts = next(iter(outgoing.values())).dtype, _parts(kernel, launch)
+            step = _step(dtype, parts)
+            _fill(self._staging(dtype, parts * step)[self._rank], outgoing, 0, step, step)
+
+    def run(self, meeting: Meeting, launch: Launch, kernel: Kernel, *, staged: bool, until_s: float) -> None:
+        """Runs a kernel; `staged`: all ranks brought their first chunk before the barrier that was passed last."""
+        self._kernels[kernel.kind](meeting, launch, kernel, staged, until_s)
+
+    def _staging(self, dtype: np.dtype[np.generic], width: int) -> Array:
+        """Gives the slots of the next chunk, [world_size, width]."""
+        self._turn += 1
+        staging: Array = self._slots[:, self._turn % _SLOTS, : width * dtype.itemsize].view(dtype)
+        return staging
+
+    def _outgoing(self, launch: Launch, kernel: Kernel) -> dict[int, Flat]:
+        """What this rank brings to its slot, by part: one array that all others read, or one for each rank."""
+        kind = kernel.kind
+        if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER):
+            return {0: Flat(kernel.src)}
+        if kind is OpKind.BARRIER:
+            return {}
+        if kind is OpKind.GATHER:
+            return {0: Flat(kernel.src)} if self._rank != kernel.peer else {}
+        if kind not in CUT:
+            src = movement(kernel, is_root=self._rank == self._root(kernel))[0]
+            return {0: src} if src is not None else {}
+        if kind is OpKind.SCATTER and self._rank != kernel.peer:
+            return {}
+        # One's own part of a reduction is staged too: it is folded when its turn comes, and `dst` may be its storage.
+        own = -1 if kind is OpKind.REDUCESCATTER else launch.ranks.index(self._rank)
+        return {part: src for part, src in enumerate(pieces(kernel, kernel.src, launch.ranks)) if part != own}
+
+    def _root(self, kernel: Kernel) -> int:
+        return self._rank if kernel.kind is OpKind.SEND else kernel.peer
+
+    def _barrier(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
+        """Waits for all; the door was the barrier where it was staged."""
+        if not staged:
+            meeting.barrier(launch, until_s)
+
+    def _allreduce(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
+        """Folds everybody's `src` into everybody's `dst`, or the root's in a reduce; it may be `src` itself."""
+        is_taker = kernel.kind is OpKind.ALLREDUCE or self._rank == kernel.peer
+        src, dst = reduction(kernel) if is_taker else (Flat(kernel.src), None)
+        op, ranks = reduce_op(kernel), launch.ranks
+        me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
+        for lo, hi in chunks(src.size, step):
+            width = hi - lo
+            staging = self._staging(src.dtype, width)
+            parts = [staging[rank] for rank in ranks]
+            if lo or not staged:
+                parts[me][...] = src.read(lo, hi)
+                meeting.barrier(launch, until_s)
+            # One's own part is read from the slot too: `dst` may be its storage, and ranks below it come first.
+            if _is_sliced(len(ranks), src.dtype, width):
+                mine = slice(me * width // len(ranks), (me + 1) * width // len(ranks))
+                fold(op, [part[mine] for part in parts], parts[0][mine])
+                meeting.barrier(launch, until_s)
+                if dst is not None:
+                    dst.write(lo, hi, parts[0])
+            elif dst is not None:
+                out = dst.target(lo, hi)
+                fold(op, parts, out)
+                dst.commit(lo, hi, out)
+
+    def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
+        """Folds everybody's piece for this rank into its `dst`, which may be that piece."""
+        ranks = launch.ranks
+        src, dst = scattered_reduction(kernel, ranks, self._rank)
+        op, me, step = reduce_op(kernel), ranks.index(self._rank), _step(dst.dtype, len(ranks))
+        outgoing = dict(enumerate(src))
+        for lo, hi in chunks(max(piece.size for piece in src), step):
+            staging = self._staging(dst.dtype, len(ranks) * step)
+            if lo or not staged:
+                _fill(staging[self._rank], outgoing, lo, hi, step)
+                meeting.barrier(launch, until_s)
+            first, last = clipped(dst, lo, hi)
+            out = dst.target(first, last)
+            fold(op, [staging[rank, me * step : me * step + last - first] for rank in ranks], out)
+            dst.commit(first, last, out)
+
+    def _copy(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
+        """Moves the root's `src` to everybody's `dst`: a broadcast, or the two ends of a send."""
+        root = self._root(kernel)
+        src, dst, whole = movement(kernel, is_root=self._rank == root)
+        for lo, hi in chunks(whole.size, CHUNK_NBYTES // whole.dtype.itemsize):
+            slot = self._staging(whole.dtype, hi - lo)[root]
+            if lo or not staged:
+                if src is not None:
+                    slot[...] = src.read(lo, hi)
+                meeting.barrier(launch, until_s)
+            if dst is not None:
+                dst.write(lo, hi, slot)
+
+    def _move(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
+        """Moves pieces: an allgather, a gather, a scatter or an all-to-all."""
+        ranks = launch.ranks
+        give, take = transfers(kernel, ranks, self._rank)
+        dtype, parts = next(iter((give or take).values())).dtype, _parts(kernel, launch)
+        step, outgoing = _step(dtype, parts), self._outgoing(launch, kernel)
+        at = ranks.index(self._rank) * step if parts > 1 else 0
+        for lo, hi in chunks(kernel.most, step):
+            staging = self._staging(dtype, parts * step)
+            if lo or not staged:
+                _fill(staging[self._rank], outgoing, lo, hi, step)
+                meeting.barrier(launch, until_s)
+            for rank, dst in take.items():
+                if rank != self._rank:
+                    first, last = clipped(dst, lo, hi)
+                    dst.write(first, last, staging[rank, at : at + last - first])
+        keep_own(give, take, self._rank, step)
+
+
+def _parts(kernel: Kernel, launch: Launch) -> int:
+    """Into how many parts each slot is cut."""
+    return len(launch.ranks) if kernel.kind in CUT else 1
+
+
+def _step(dtype: np.dtype[np.generic], parts: int) -> int:
+    """The elements that one part of a slot holds; each part begins on a cache line."""
+    return CHUNK_NBYTES // parts // _LINE_NBYTES * _LINE_NBYTES // dtype.itemsize
+
+
+def _fill(slot: Array, outgoing: dict[int, Flat], lo: int, hi: int, step: int) -> None:
+    """Copies elements [lo, hi) of what a rank gives to its slot; parts begin at multiples of `step`."""
+    for part, src in outgoing.items():
+        first, last = clipped(src, lo, hi)
+        slot[part * step : part * step + last - first] = src.read(first, last)
+
+
+def _is_sliced(world_size: int, dtype: np.dtype[np.generic], width: int) -> bool:
+    table = SLICED_WIDE_FROM_NBYTES if is_widened(dtype) else SLICED_FROM_NBYTES
+    nbytes = width * dtype.itemsize
+    return any(world_size >= least and nbytes >= from_nbytes for least, from_nbytes in table)
