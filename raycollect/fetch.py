@@ -2,19 +2,28 @@
 
 Bulk has connections of its own, so that an abort never waits behind a tensor. A process keeps idle connections and
 uses each from one thread at a time.
+
+Where both ends are on one machine, bytes don't travel: the holder says where they lie in its arena, and holds off plans
+that would write them; the client copies them from there, once, and says so. It has `lending_s` for that, counted by the
+holder from its answer and by the client from its question, so that a client that was in time read what was lent.
+Tensors that lie elsewhere are brought to the arena for it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from raycollect import tensors
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
-from raycollect.channel.messages import Failed, Fetch, Fetched, Free, Freed
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed
 from raycollect.errors import (
     ChannelError,
     ConnectionLostError,
@@ -26,11 +35,28 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.model import Address, Key, Structure, TensorInfo
+from raycollect.model import Address, BufferRef, Key, Segment, Structure, TensorInfo
 from raycollect.pos import Absence, Container, State, Store
+from raycollect.pos.segments import Segments
+from raycollect.ray_internals import memory_domain
 
 MAX_IDLE = 32
 """How many idle data connections a process keeps; the one unused for longest is closed first."""
+
+LENT_FROM_NBYTES = 64 << 10
+"""How large a value has to be to be read where it lies; a smaller one is sent with the answer."""
+
+LENDING_S, LENDING_RATE = 5.0, 500e6
+"""How long a value is lent: so many seconds, and one more for so many bytes."""
+
+
+def lending_s(nbytes: int) -> float:
+    """How long a value of that size is lent, in seconds."""
+    return LENDING_S + nbytes / LENDING_RATE
+
+
+class _OutOfReach(Exception):
+    """What was lent could not be read, or not in time."""
 
 
 class _Clients:
@@ -116,11 +142,19 @@ def fetch(address: Address, key: Key, *, actor: str, timeout_s: float = 60.0) ->
     local = _clients.local.get(address.secret)
     if local is not None:
         return find(local, key).value
-    message = Fetch(key=key, timeout_s=timeout_s)
     try:
-        return _clients.request(address, message, timeout_s, _read_tensors)
+        try:
+            return _request(address, key, timeout_s, memory_domain())
+        except _OutOfReach:
+            return _request(address, key, timeout_s, "")
     except ChannelError as exc:
         raise _lost(key, actor, exc) from exc
+
+
+def _request(address: Address, key: Key, timeout_s: float, domain: str) -> Any:
+    asked_s = time.monotonic()
+    message = Fetch(key=key, timeout_s=timeout_s, domain=domain)
+    return _clients.request(address, message, timeout_s, lambda client, answer: _read_value(client, answer, asked_s))
 
 
 def free(address: Address, keys: list[Key], *, actor: str) -> int:
@@ -144,35 +178,52 @@ def free(address: Address, keys: list[Key], *, actor: str) -> int:
         raise _lost(keys[0], actor, exc) from exc
 
 
-def _read_tensors(client: DataClient, answer: Any) -> Any:
-    structure, infos = _read_description(_expect(answer, Fetched).found)
-    if sum(info.nbytes for info in infos) != answer.blob_nbytes:
+def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
+    structure, infos, refs = _read_description(_expect(answer, Fetched).found)
+    sent = [info.nbytes for info, ref in zip(infos, refs, strict=True) if ref is None]
+    if sum(sent) != answer.blob_nbytes:
         raise ProtocolError(detail="the announced bytes are not those of the tensors")
-    whole = np.empty(answer.blob_nbytes, np.uint8)
-    client.receive_blob(whole.data)
-    tensors, at = [], 0
-    for info in infos:
-        part = whole[at : at + info.nbytes]
-        at += info.nbytes
-        aligned = part if part.ctypes.data % max(info.itemsize, 1) == 0 else part.copy()
-        tensors.append(arrays.restore(aligned.view(info.dtype).reshape(info.shape), info.library))
+    tensors = []
+    for info, ref in zip(infos, refs, strict=True):
+        array = np.empty(info.shape, info.dtype)
+        into = array.reshape(-1).view(np.uint8).data
+        if ref is None:
+            client.receive_blob(into)
+        else:
+            _copy_lent(ref, into)
+        tensors.append(arrays.restore(array, info.library))
+    if len(sent) < len(infos):
+        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in infos)):
+            raise _OutOfReach
+        client.tell(Copied())
     return structure.build(tensors)
 
 
-def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo]]:
+def _copy_lent(ref: BufferRef, into: memoryview) -> None:
+    try:
+        Segments.current().read(ref, into)
+    except OSError as exc:
+        raise _OutOfReach from exc
+
+
+def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo], list[BufferRef | None]]:
     try:
         structure = Structure.from_plain(found["structure"])
         infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
         samples = [np.empty(0, info.dtype) for info in infos]
+        segment = Segment(*found["segment"])
+        places = zip(infos, found["offsets"], strict=True)
+        refs = [None if at is None else BufferRef(segment, at, info.nbytes) for info, at in places]
         sound = structure.count == len(infos) and all(
             arrays.is_tensor(sample) and sample.itemsize == info.itemsize and min(info.shape, default=0) >= 0
             for sample, info in zip(samples, infos, strict=True)
         )
+        sound = sound and all(0 <= ref.offset <= segment.nbytes - ref.nbytes for ref in refs if ref)
     except (ValueError, TypeError, LookupError) as exc:
         raise ProtocolError(detail=f"a malformed description of tensors: {exc}") from exc
     if not sound:
         raise ProtocolError(detail="a description of tensors that can't be")
-    return structure, infos
+    return structure, infos, refs
 
 
 def _expect(answer: Any, kind: type[Any]) -> Any:
@@ -218,7 +269,7 @@ def serve(link: DataLink, store: Store) -> None:
             return
         try:
             if isinstance(message, Fetch):
-                _serve_fetch(link, store, Key(message.key))
+                _serve_fetch(link, store, message)
             elif isinstance(message, Free):
                 link.send(Freed(count=store.free([Key(key) for key in message.keys])))
             else:
@@ -229,21 +280,71 @@ def serve(link: DataLink, store: Store) -> None:
             link.send(Failed(error=to_wire(exc)))
 
 
-def _serve_fetch(link: DataLink, store: Store, key: Key) -> None:
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """One tensor as it is given to a client.
+
+    Attributes:
+        info: What the client will have.
+        array: The elements, native and contiguous.
+        ref: Where they can be read; None: they are sent.
+        is_copy: Whether the tensor itself may change meanwhile.
+    """
+
+    info: TensorInfo
+    array: arrays.Array
+    ref: BufferRef | None
+    is_copy: bool
+
+
+def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
+    key = Key(message.key)
     container = find(store, key)
     views = [arrays.memory(tensor) for tensor in container.tensors]
-    with store.reading([arrays.byte_range(view) for view in views]):
+    nbytes = sum(view.nbytes for view in views)
+    lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
+    with ExitStack() as claim:
+        claim.enter_context(store.reading([arrays.byte_range(view) for view in views]))
         find(store, key)  # once more: the plan that was waited for may have failed
-        # A copy, so that a slow reader never holds up a collective that writes this memory.
-        copies = [arrays.copy_to_host(view) for view in views]
-    infos = [arrays.info(copy, arrays.library(tensor)) for copy, tensor in zip(copies, container.tensors, strict=True)]
-    native = [copy.astype(info.dtype, copy=False) for copy, info in zip(copies, infos, strict=True)]
-    found = {
-        "structure": container.structure.to_plain(),
+        offers = [_offer(view, tensor, lend) for view, tensor in zip(views, container.tensors, strict=True)]
+        if all(offer.is_copy for offer in offers):
+            claim.close()  # a slow reader of copies holds up nobody
+        blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
+        found = _describe(container.structure, offers)
+        link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
+        if len(blobs) < len(offers):
+            answer = link.receive(lending_s(nbytes))
+            if answer is not None:  # else the client is gone, or too slow
+                _expect(answer, Copied)
+
+
+def _offer(view: Any, tensor: object, lend: bool) -> _Offer:
+    """Makes one tensor ready: lent where it lies, or a copy of it, in the arena if it can be lent there."""
+    info = arrays.info(view, arrays.library(tensor))
+    if not lend or isinstance(view, arrays.DeviceArray):
+        copy = arrays.copy_to_host(view).astype(info.dtype, copy=False)
+        return _Offer(replace(info, device="cpu"), copy, None, is_copy=True)
+    if view.flags.c_contiguous and view.dtype.isnative and (ref := _located(view)) is not None:
+        return _Offer(info, view, ref, is_copy=False)
+    copy = tensors.allocate(replace(info, library="numpy"))
+    np.copyto(copy, view)
+    return _Offer(info, copy, _located(copy), is_copy=True)
+
+
+def _located(array: arrays.Array) -> BufferRef | None:
+    return Segments.current().locate(array.ctypes.data, array.nbytes)
+
+
+def _describe(structure: Structure, offers: Sequence[_Offer]) -> dict[str, Any]:
+    """What `_read_description` reads."""
+    infos = [offer.info for offer in offers]
+    segment = next((offer.ref.segment for offer in offers if offer.ref), Segment(0, 0, b"", 0))
+    return {
+        "structure": structure.to_plain(),
         "infos": [(list(info.shape), info.dtype, info.itemsize, info.library) for info in infos],
+        "segment": list(astuple(segment)),
+        "offsets": [offer.ref.offset if offer.ref else None for offer in offers],
     }
-    blobs = [copy.reshape(-1).view(np.uint8).data for copy in native]
-    link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
 
 
 def _refused(kind: str, found: str, key: Key) -> RaycollectError:

@@ -111,17 +111,22 @@ def current_class() -> str:
 
 
 @lru_cache(maxsize=1)
-def machine_id() -> str:
-    """Equal for processes that can pass memory to each other: one boot, one IPC and one network namespace."""
-    parts = []
+def memory_domain() -> str:
+    """Equal for processes that can show each other memory: one boot, one set of namespaces."""
     try:
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts += [str(Path("/proc/self/ns", name).readlink()) for name in ("ipc", "net", "mnt")]
+        spaces = [str(Path("/proc/self/ns", name).readlink()) for name in ("ipc", "net", "mnt", "pid")]
+        return "/".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])
     except OSError:
-        parts.append(socket.gethostname())
-    if ray.is_initialized():  # nodes of a test cluster share a machine and yet stand for hosts of their own
-        parts.append(ray.get_runtime_context().get_node_id())
-    return "/".join(parts)
+        return socket.gethostname()
+
+
+@lru_cache(maxsize=1)
+def machine_id() -> str:
+    """Equal for processes of one host: those of one memory domain, and of one Ray node where there is Ray."""
+    if not ray.is_initialized():
+        return memory_domain()
+    # Nodes of a test cluster share a machine and yet stand for hosts of their own.
+    return f"{memory_domain()}/{ray.get_runtime_context().get_node_id()}"
 
 
 def node_address() -> str:

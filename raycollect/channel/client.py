@@ -85,6 +85,14 @@ class DataClient:
         self._stream.send(message, timeout_s=limit_s)
         return self._stream.receive(limit_s)
 
+    def tell(self, message: Message) -> None:
+        """Sends what has no answer.
+
+        Raises:
+            ConnectionLostError: The connection ended.
+        """
+        self._stream.send(message, timeout_s=self._timeout_s)
+
     def receive_blob(self, into: memoryview) -> None:
         """Fills `into` with the next bytes of the last answer's blob: all at once, or piece by piece.
 

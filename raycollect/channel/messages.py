@@ -8,7 +8,7 @@ control     controller -> participant: Join Leave Abort Arrivals Stored Bye
 control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done
 control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
 control     member -> hub -> other members: Drop Publish
-data        client -> server: Fetch Free; server -> client: Fetched Freed Failed
+data        client -> server: Fetch Copied Free; server -> client: Fetched Freed Failed
 ==========  ===============================================================
 
 The hub of a group is its controller, or rank 0 where the members made the group themselves (`raycollect.gate`).
@@ -33,6 +33,7 @@ __all__ = [
     "Arrivals",
     "Arrive",
     "Bye",
+    "Copied",
     "Deny",
     "Depart",
     "Done",
@@ -441,16 +442,23 @@ class Deny(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetch(Message):
-    """Asks for the value under `key`, waiting up to `timeout_s` for it; answered by `Fetched` or `Failed`."""
+    """Asks for the value under `key`, waiting up to `timeout_s` for it; answered by `Fetched` or `Failed`.
+
+    `domain` names those processes whose memory the client can read; the server may then lend its own.
+    """
 
     key: bytes
     timeout_s: float
+    domain: str = ""
 
 
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetched(Message):
-    """Describes the value in `found`; its bytes, `blob_nbytes` of them, follow the frame."""
+    """Describes the value in `found`; its bytes, `blob_nbytes` of them, follow the frame.
+
+    What is lent instead is described there too, and `Copied` is due.
+    """
 
     found: dict[str, Any]
     blob_nbytes: int = 0
@@ -459,6 +467,12 @@ class Fetched(Message):
         """Refuses a negative size."""
         if self.blob_nbytes < 0:
             raise ValueError(f"a blob of {self.blob_nbytes} bytes")
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied(Message):
+    """Says that the client has read what it was lent; has no answer."""
 
 
 @_message

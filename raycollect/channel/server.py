@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from raycollect.channel import sockets
+from raycollect import sockets
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop, Timer
 from raycollect.channel.messages import Message
@@ -43,15 +43,18 @@ class DataLink:
         self.peer = stream.peer
         self._stream = stream
 
-    def receive(self) -> Message | None:
+    def receive(self, timeout_s: float | None = None) -> Message | None:
         """Waits for the next request; None when the client, or the server, has ended the connection.
+
+        Args:
+            timeout_s: How long it may take; then the connection ends.
 
         Raises:
             ProtocolError: The client broke a rule.
             AuthenticationError: The request was forged.
         """
         try:
-            return self._stream.receive()
+            return self._stream.receive(timeout_s)
         except ConnectionLostError:
             return None
 

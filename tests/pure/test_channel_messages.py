@@ -86,7 +86,7 @@ def test_messages_are_frozen_and_slotted(name: str) -> None:
         {"t": "Joined", "request": 1, "error": []},
         {"t": "Joined", "request": 1, "error": {b"a": 1}},
         {"t": "Fetched", "found": {}, "blob_nbytes": -1},
-        {"t": "Fetch", "key": b"", "timeout_s": "1"},
+        {"t": "Fetch", "key": b"", "timeout_s": "1", "domain": ""},
     ],
 )
 def test_what_is_not_in_the_table_is_refused(value: Any) -> None:
@@ -123,7 +123,7 @@ def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
 
 
 def test_an_int_is_welcome_where_a_float_is_meant() -> None:
-    message = decode(msgpack.packb({"t": "Fetch", "key": b"k", "timeout_s": 3}))
+    message = decode(msgpack.packb({"t": "Fetch", "key": b"k", "timeout_s": 3, "domain": ""}))
     assert isinstance(message, Fetch)
     assert type(message.timeout_s) is float
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,12 +13,15 @@ import msgpack
 import numpy as np
 import pytest
 
+from raycollect import fetch as fetching
+from raycollect import tensors
 from raycollect.backends import arrays
-from raycollect.channel.messages import Failed, Fetch, Fetched
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
 from raycollect.errors import ProtocolError, RefusedError, TensorDirtyError, from_wire
-from raycollect.fetch import _read_tensors, find, serve
+from raycollect.fetch import _OutOfReach, _read_value, find, lending_s, serve
 from raycollect.model import Key, task_key
 from raycollect.pos import Store
+from raycollect.ray_internals import memory_domain
 
 from .fleet import contain
 from .watched import WAIT_S, WatchedCondition
@@ -33,27 +37,32 @@ class Wire:
         self.answers: list[Any] = []
         self.blob = b""
 
-    def receive(self) -> Any:
-        return self._requests.pop(0) if self._requests else None
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The next request; where there is a limit it waits for what was lent, and the client is gone."""
+        return self._requests.pop(0) if self._requests and timeout_s is None else None
+
+    def tell(self, message: Any) -> None:
+        self.answers.append(message)
 
     def send(self, message: Any, blobs: Any = ()) -> None:
         self.answers.append(message)
         self.blob += b"".join(bytes(blob) for blob in blobs)
 
     def receive_blob(self, into: memoryview) -> None:
-        into[:] = self.blob
+        into[:], self.blob = self.blob[: into.nbytes], self.blob[into.nbytes :]
 
 
-def _fetched(value: Any) -> Any:
-    """What another process gets of a value."""
-    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0))
+def _fetched(value: Any, domain: str = "") -> Any:
+    """What another process gets of a value; of its own machine, where it names that."""
+    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0, domain=domain))
     store.put(KEY, contain(value))
     serve(wire, store)  # type: ignore[arg-type]
-    (answer,) = wire.answers
+    answer, *_ = wire.answers
     found = msgpack.unpackb(msgpack.packb(answer.found))
-    return _read_tensors(wire, Fetched(found=found, blob_nbytes=answer.blob_nbytes))  # type: ignore[arg-type]
+    return _read_value(wire, Fetched(found=found, blob_nbytes=answer.blob_nbytes), time.monotonic())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("is_near", [False, True], ids=["sent", "lent"])
 @pytest.mark.parametrize(
     "value",
     [
@@ -68,8 +77,9 @@ def _fetched(value: Any) -> Any:
     ],
     ids=["transposed", "scalar", "empty", "big-endian", "bfloat16", "float8", "unaligned", "nested"],
 )
-def test_a_value_arrives_as_it_was(value: Any) -> None:
-    found = contain(_fetched(value))
+def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, is_near: bool) -> None:
+    monkeypatch.setattr(fetching, "LENT_FROM_NBYTES", 0)
+    found = contain(_fetched(value, memory_domain() if is_near else ""))
     assert found.structure == contain(value).structure
     for got, sent in zip(found.tensors, contain(value).tensors, strict=True):
         assert (got.shape, got.dtype) == (sent.shape, sent.dtype.newbyteorder("="))
@@ -150,11 +160,101 @@ def test_a_half_written_or_missing_value_is_refused_on_the_wire() -> None:
         {"structure": None, "infos": [[[2], "float64", 4, "numpy"]]},
         {"structure": None, "infos": [[[1], "object", 8, "numpy"]]},
         {"structure": None, "infos": [[[-1, -1], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "offsets": []},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "offsets": ["0"]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2, b"", 12], "offsets": [8]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2, b"", 12], "offsets": [-8]},
     ],
     ids=repr,
 )
 def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> None:
+    infos = found.get("infos")
+    count = len(infos) if isinstance(infos, list) else 0
+    if found:
+        found = {"segment": [0, 0, b"", 0], "offsets": [None] * count, **found}
     wire = Wire()
     wire.blob = bytes(8)
     with pytest.raises(ProtocolError):
-        _read_tensors(wire, Fetched(found=found, blob_nbytes=8))  # type: ignore[arg-type]
+        _read_value(wire, Fetched(found=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ reading where it lies
+
+
+def lent(value: Any) -> tuple[Wire, Store]:
+    """What the holder answers to a client of its own machine, which then reads nothing."""
+    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0, domain=memory_domain()))
+    store.put(KEY, contain(value))
+    serve(wire, store)  # type: ignore[arg-type]
+    return wire, store
+
+
+def test_what_lies_in_the_arena_is_not_sent_but_read_where_it_is() -> None:
+    value = tensors.full(100_001, 7, "float32")
+    wire, _ = lent([value, np.ones(30_000)])
+    (answer,) = wire.answers
+    assert answer.blob_nbytes == 0
+    value[:] = 8  # nobody was asked again: it is the holder's memory that is read, and a copy of the other
+    first, second = _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(first, np.full(100_001, 8, "float32"))
+    np.testing.assert_array_equal(second, np.ones(30_000))
+    assert wire.answers == [answer, Copied()]
+    first[:] = 9
+    assert value[0] == 8
+
+
+def test_small_values_are_sent() -> None:
+    wire, _ = lent(tensors.ones(5, "float32"))
+    assert wire.blob == np.ones(5, "float32").tobytes()
+
+
+def test_a_plan_waits_until_what_it_writes_was_read() -> None:
+    value = tensors.zeros(100_000)
+    spans = [arrays.byte_range(value)]
+    store = Store()
+    store.put(KEY, contain(value))
+    store._changed = watched = WatchedCondition()
+    written = threading.Event()
+
+    def write() -> None:
+        with store.writing(spans):
+            written.set()
+
+    class Slow(Wire):
+        def receive(self, timeout_s: float | None = None) -> Any:
+            if timeout_s is None:
+                return super().receive()
+            assert timeout_s == lending_s(value.nbytes)
+            writer.start()
+            assert watched.someone_waits()
+            assert not written.is_set()
+            return Copied()
+
+    writer = threading.Thread(target=write)
+    serve(Slow(Fetch(key=KEY, timeout_s=1.0, domain=memory_domain())), store)  # type: ignore[arg-type]
+    assert written.wait(WAIT_S)
+    writer.join(WAIT_S)
+
+
+def test_a_client_that_went_away_or_was_too_slow_holds_up_no_plan() -> None:
+    value = tensors.zeros(100_000)
+    _, store = lent(value)
+    with store.writing([arrays.byte_range(value)]):
+        pass
+
+
+def test_what_was_read_too_late_is_not_believed() -> None:
+    wire, _ = lent(tensors.zeros(100_000))
+    with pytest.raises(_OutOfReach):
+        _read_value(wire, wire.answers[0], time.monotonic() - lending_s(800_000) - 1)  # type: ignore[arg-type]
+    assert wire.answers[1:] == []
+
+
+def test_memory_that_is_not_there_any_more_is_out_of_reach() -> None:
+    wire, _ = lent(tensors.zeros(100_000))
+    answer = wire.answers[0]
+    pid, fd, _, nbytes = answer.found["segment"]
+    gone = {**answer.found, "segment": [pid, fd, bytes(32), nbytes]}
+    with pytest.raises(_OutOfReach):
+        _read_value(wire, Fetched(found=gone), time.monotonic())  # type: ignore[arg-type]
