@@ -24,7 +24,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, Violation, refusal
 from raycollect.model import Launch
@@ -196,6 +196,11 @@ class Meeting:
         self._closed = True
         self._bells.ring(self.rank)
 
+    def leave(self) -> None:
+        """Leaves all launches, those to come too; after `close`, once no thread of this rank is in one."""
+        self._words[self.rank * _WORD_STRIDE] = _SEQ_LIMIT - 1 << _PHASE_BITS | CLOSED
+        self._ring(range(len(self._words) // _WORD_STRIDE))
+
     def enter(self, launch: Launch, until_s: float) -> None:
         """Begins a launch, if it has not begun: nobody may still read what this rank wrote in earlier ones."""
         if launch.seq == self._seq:
@@ -276,7 +281,7 @@ class Meeting:
         outcome = self._outcomes[rank * OUTCOMES + seq % OUTCOMES]
         return outcome & CLOSED if outcome >> _PHASE_BITS == seq else -1
 
-    def _ring(self, ranks: Sequence[int] | dict[int, int]) -> None:
+    def _ring(self, ranks: Iterable[int]) -> None:
         for rank in ranks:
             if rank != self.rank:
                 self._bells.ring(rank)

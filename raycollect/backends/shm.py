@@ -179,6 +179,7 @@ class ShmCommunicator:
     def _release(self) -> None:
         with self._lock:
             if self._closed and self._users == 0 and self._parts is not None:
+                self._parts.meeting.leave()
                 self._parts.direct.close(self._parts.meeting)
                 self._parts = None
 

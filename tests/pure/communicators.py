@@ -18,7 +18,7 @@ from typing import Any
 from raycollect import backends
 from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError
-from raycollect.model import Communicator, GroupSpec, Launch
+from raycollect.model import Communicator, GroupSpec, Launch, SegmentSource
 from raycollect.pos.segments import Segments
 
 _ids = itertools.count(1)
@@ -139,8 +139,11 @@ class ThreadTeam(Team):
         communicators: One per rank.
     """
 
-    def __init__(self, backend: str, world_size: int) -> None:
+    def __init__(
+        self, backend: str, world_size: int, segments: Callable[[int], SegmentSource] = lambda _: Segments.current()
+    ) -> None:
         super().__init__(backend, world_size)
+        self._segments = segments
         self.communicators: list[Communicator] = []
         if backend == "local":
             world = LocalWorld(world_size, "team")
@@ -151,7 +154,7 @@ class ThreadTeam(Team):
     def _create(self, rank: int) -> Communicator:
         create = backends.load(self.backend, self.spec.name)
         exchange = MemoryExchange(self.star, rank)
-        return create(self.spec, rank, self.rendezvous, exchange, segments=Segments.current())
+        return create(self.spec, rank, self.rendezvous, exchange, segments=self._segments(rank))
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:

@@ -8,14 +8,14 @@ import os
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raycollect.backends import _direct, _segment, _staged, shm
+from raycollect.backends import _segment, _staged, shm
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
 from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
@@ -184,27 +184,11 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: in
         team.close()
 
 
-def shared(cases: Iterable[Case]) -> list[Case]:
-    return [replace(case, layout="shared") for case in cases]
-
-
 @pytest.mark.parametrize("layout", ["plain", "shared"])
 def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> None:
     for dtype in DTYPES[::4]:
         cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]
         check_cases(processes, cases, staged=True)
-
-
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_every_kernel_in_place(monkeypatch: pytest.MonkeyPatch, world: int, staged: bool) -> None:
-    """Arrays in shared memory of every size, in blocks much smaller than they are."""
-    for name, nbytes in (("DIRECT_FROM_NBYTES", 1), ("FOLD_NBYTES", 256), ("COPY_NBYTES", 512)):
-        monkeypatch.setattr(_direct, name, nbytes)
-    team = ThreadTeam("shm", world)
-    for dtype in ("int16", "float64", "complex128", "bfloat16"):
-        check_cases(team, shared(every_case(dtype, world, (7, 1024))), staged=staged)
-    team.close()
 
 
 def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,310 @@
+"""Kernels that work in place: which do, what they give, and what happens to arrays that others may still write."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect import tensors
+from raycollect.backends import _direct
+from raycollect.backends._staged import Staged
+from raycollect.errors import KernelError, PlanAbortedError
+from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource
+from raycollect.pos.segments import Segments
+
+from .communicators import ThreadTeam
+from .conformance import KINDS, REDUCTIONS, Case, check_cases, every_case, run_case, run_launch
+from .watched import WAIT_S
+
+Body = Callable[..., Any]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays of any size are worked on in place, in blocks much smaller than most."""
+    for name, nbytes in (("DIRECT_FROM_NBYTES", 1), ("FOLD_NBYTES", 256), ("COPY_NBYTES", 512)):
+        monkeypatch.setattr(_direct, name, nbytes)
+
+
+@pytest.fixture
+def trio() -> Iterator[ThreadTeam]:
+    made = ThreadTeam("shm", 3)
+    yield made
+    made.close()
+
+
+def shared(cases: Iterable[Case]) -> list[Case]:
+    return [replace(case, layout="shared") for case in cases]
+
+
+def one_of_each(size: int = 200_001) -> list[Case]:
+    """A case per kernel, with a root in the middle."""
+    return [
+        Case(
+            kind=kind,
+            dtype="float32",
+            size=size,
+            op=ReduceOp.SUM if kind in REDUCTIONS else None,
+            root=1,
+            peer=2 if kind is OpKind.SEND else -1,
+            layout="shared",
+        )
+        for kind in KINDS
+    ]
+
+
+def by_name(case: Case) -> str:
+    return case.kind.value
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.usefixtures("small_blocks")
+def test_every_kernel_in_place(world: int, staged: bool) -> None:
+    team = ThreadTeam("shm", world)
+    for dtype in ("int16", "float64", "complex128", "bfloat16"):
+        check_cases(team, shared(every_case(dtype, world, (7, 1024))), staged=staged)
+    team.close()
+
+
+def body_mixed(communicator: Communicator, launch: Launch, case: Case, rank: int, there: str, here: str) -> str:
+    """One rank has its arrays elsewhere than the others."""
+    if communicator.rank not in launch.ranks:
+        return ""
+    layout = here if communicator.rank == rank else there
+    return run_case(communicator, launch, replace(case, layout=layout), True, True)[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("there", "here"), [("shared", "plain"), ("plain", "shared"), ("shared", "every other")])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_arrays_of_one_rank_lie_elsewhere(trio: ThreadTeam, rank: int, there: str, here: str, inplace: bool) -> None:
+    for case in one_of_each():
+        chosen = replace(case, inplace=inplace and case.kind is not OpKind.SEND)
+        launch = trio.launch((1, 2) if case.kind is OpKind.SEND else None)
+        wrong = [text for text in trio.must(body_mixed, launch, chosen, rank, there, here) if text]
+        assert not wrong, f"{case.kind}: {wrong}"
+
+
+@pytest.mark.parametrize("case", one_of_each(), ids=by_name)
+def test_nothing_is_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, case: Case) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a kernel was staged")
+
+    monkeypatch.setattr(Staged, "run", refuse)
+    check_cases(trio, [case])
+    monkeypatch.setattr(Staged, "stage", lambda self, launch, kernel: self._outgoing(launch, kernel) and refuse())
+    check_cases(trio, [case], staged=True)
+
+
+@pytest.mark.parametrize(("kind", "rank"), [(OpKind.SEND, 2), (OpKind.GATHER, 1)])
+def test_a_giver_writes_where_only_the_taker_has_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, kind: OpKind, rank: int
+) -> None:
+    monkeypatch.setattr(Staged, "run", None)
+    (case,) = (case for case in one_of_each() if case.kind is kind)
+    launch = trio.launch((1, 2) if kind is OpKind.SEND else None)
+    assert not any(trio.must(body_mixed, launch, case, rank, "plain", "shared"))
+
+
+def test_small_arrays_are_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
+    """They need one barrier less so."""
+    monkeypatch.setattr(_direct.Direct, "run", None)
+    check_cases(trio, one_of_each(1000))
+
+
+def test_many_kernels_of_one_launch(trio: ThreadTeam) -> None:
+    """In place and staged in turn; listings alternate between two areas."""
+    arrays = {
+        rank: [(tensors if i % 3 else np).full(20_001, rank + i, "float64") for i in range(7)] for rank in trio.everyone
+    }
+    launch = trio.launch()
+
+    def body(communicator: Communicator) -> None:
+        mine = arrays[communicator.rank]
+        run_launch(communicator, launch, *(Kernel(kind=OpKind.ALLREDUCE, src=a, dst=a, op=ReduceOp.SUM) for a in mine))
+
+    trio.must(body)
+    for mine in arrays.values():
+        for i, array in enumerate(mine):
+            np.testing.assert_array_equal(array, np.full(20_001, 3.0 + 3 * i))
+
+
+# ---------------------------------------------------------------------------------------------- mapping
+
+
+class Blind(SegmentSource):
+    """A process whose memory others can see, and which can't see theirs."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def locate(self, address: int, nbytes: int) -> BufferRef | None:
+        return Segments.current().locate(address, nbytes)
+
+    def open(self, segment: Segment) -> Any:
+        self.asked += 1
+        raise OSError(13, "Permission denied")
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_where_one_rank_can_not_map_all_stage_and_it_is_not_asked_again(staged: bool) -> None:
+    blind = Blind()
+    team = ThreadTeam("shm", 3, lambda rank: blind if rank == 2 else Segments.current())
+    for _ in range(2):
+        check_cases(team, [case for case in one_of_each() if case.kind is not OpKind.SEND], staged=staged)
+    assert blind.asked == 1
+    team.close()
+
+
+def test_ranks_that_see_each_other_work_in_place_beside_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = ThreadTeam("shm", 3, lambda rank: Blind() if rank == 0 else Segments.current())
+    monkeypatch.setattr(Staged, "run", None)
+    (send,) = (case for case in one_of_each() if case.kind is OpKind.SEND)
+    check_cases(team, [send, send])
+    team.close()
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+class Stop:
+    """Holds one rank up in the middle of its part of a kernel."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, part: Callable[..., bool]) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        original = getattr(_direct._Work, name)
+
+        def held_up(work: Any, *args: Any) -> Any:
+            if part(work) and not self.reached.is_set():
+                self.reached.set()
+                assert self.go_on.wait(WAIT_S)
+            return original(work, *args)
+
+        monkeypatch.setattr(_direct._Work, name, held_up)
+
+
+def assert_aborted(future: Any) -> None:
+    """Its rank has ended so; the frames of the error, which hold arrays, are let go of, as the executor does."""
+    error = future.result(WAIT_S)
+    assert isinstance(error, PlanAbortedError)
+    error.with_traceback(None)
+
+
+def body_allreduce(communicator: Communicator, launch: Launch, arrays: list[Any]) -> None:
+    array = arrays[communicator.rank]
+    run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+
+
+def test_an_array_is_kept_until_nobody_can_write_it_any_more(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
+    """The other ranks give up on one that is held up in mid-kernel; then it goes on, and must hit nothing new."""
+    arrays: list[Any] = [tensors.zeros(100_000) for _ in trio.everyone]
+    root = weakref.ref(arrays[0].base)
+    stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
+    launch = trio.launch()
+    futures = [trio.start(rank, body_allreduce, launch, arrays) for rank in trio.everyone]
+    assert stop.reached.wait(WAIT_S)
+    for rank in (0, 1):
+        trio.communicators[rank].abort(launch.seq)
+        assert_aborted(futures[rank])
+    arrays[0] = None
+    gc.collect()
+    assert root() is not None
+    stop.go_on.set()
+    assert_aborted(futures[2])  # it sees that the others have left
+    arrays[0] = np.zeros(100_000)
+    trio.must(body_allreduce, trio.launch(), arrays)
+    gc.collect()
+    assert root() is None
+
+
+def test_an_array_that_may_yet_be_written_outlives_its_communicator(
+    monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam
+) -> None:
+    monkeypatch.setattr(_direct, "_forsaken", kept := [])
+    arrays: list[Any] = [tensors.zeros(100_000) for _ in trio.everyone]
+    stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
+    launch = trio.launch()
+    futures = [trio.start(rank, body_allreduce, launch, arrays) for rank in trio.everyone]
+    assert stop.reached.wait(WAIT_S)
+    trio.communicators[0].close()
+    futures[0].result(WAIT_S)
+    assert [array is arrays[0] for array in kept] == [True]
+    trio.communicators[1].abort(launch.seq)
+    assert_aborted(futures[1])
+    stop.go_on.set()
+    assert_aborted(futures[2])
+    trio.communicators[1].close()
+    assert len(kept) == 1
+
+
+@pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.SCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])
+def test_what_was_read_of_a_rank_that_has_left_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, kind: OpKind
+) -> None:
+    """Its arrays are its own again, and may hold anything."""
+    (case,) = (case for case in one_of_each() if case.kind is kind)
+    stop = Stop(monkeypatch, "_copy", lambda work: work._rank == 2)
+    launch = trio.launch()
+
+    def body(communicator: Communicator) -> Any:
+        return run_case(communicator, launch, case, True, False)
+
+    futures = [trio.start(rank, body) for rank in trio.everyone]
+    assert stop.reached.wait(WAIT_S)
+    trio.communicators[1].abort(launch.seq)
+    assert_aborted(futures[1])
+    stop.go_on.set()
+    assert_aborted(futures[2])
+    check_cases(trio, [case])
+
+
+def test_an_abort_is_seen_between_two_blocks(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
+    arrays = [tensors.zeros(1_000_000) for _ in trio.everyone]
+    folded = []
+    original = _direct.fold
+
+    def slow(op: ReduceOp, parts: Any, out: Any) -> None:
+        if threading.get_ident() == held[0]:
+            trio.communicators[1].abort(launch.seq)
+            folded.append(out.size)
+        original(op, parts, out)
+
+    monkeypatch.setattr(_direct, "fold", slow)
+    held, launch = [0], trio.launch()
+
+    def body(communicator: Communicator) -> None:
+        if communicator.rank == 1:
+            held[0] = threading.get_ident()
+        body_allreduce(communicator, launch, arrays)
+
+    results = trio.run(body)
+    assert isinstance(results[1], PlanAbortedError)
+    assert len(folded) == 1
+
+
+def test_a_listing_beyond_its_segment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Liar(Blind):
+        def locate(self, address: int, nbytes: int) -> BufferRef | None:
+            ref = super().locate(address, nbytes)
+            return ref and replace(ref, offset=ref.segment.nbytes - 8)
+
+        def open(self, segment: Segment) -> Any:
+            return Segments.current().open(segment)
+
+    team = ThreadTeam("shm", 2, lambda rank: Liar() if rank else Segments.current())
+    arrays = [tensors.zeros(100_000) for _ in team.everyone]
+    results = team.run(body_allreduce, team.launch(), arrays)
+    assert all(isinstance(result, (KernelError, PlanAbortedError)) or "beyond" in str(result) for result in results)
+    assert any("beyond the end" in str(result) for result in results)
+    team.close()
