@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect import backends
-from raycollect.backends import pair
+from raycollect.backends import tcp
 from raycollect.channel.messages import Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.errors import (
     ConnectionLostError,
@@ -27,7 +27,7 @@ from raycollect.model import CommunicatorFactory, GroupSpec
 
 __all__ = ["Seat"]
 
-_PAIRS: dict[str, CommunicatorFactory] = {"gloo": pair.create}
+_PAIRS: dict[str, CommunicatorFactory] = {"gloo": tcp.create}
 """Backend -> what its lanes of two ranks use instead, so that several of them can be under way at once."""
 
 PART_LIMIT_S = 5.0

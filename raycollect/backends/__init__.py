@@ -156,7 +156,7 @@ def choose(machines: Sequence[str]) -> str:
     """
     if len(machines) == 1:
         return "local"
-    return "shm" if len(set(machines)) == 1 else "gloo"
+    return "shm" if len(set(machines)) == 1 else "tcp"
 
 
 def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:

@@ -22,9 +22,11 @@ others         all src are shown                            each rank what it ta
 
 The bits are those of the staged kernels (P7): the same fold in the same order.
 
-Barriers. One before (the door, where the listings were written before it), so that all operands are ready; one after,
-which only those wait at who lent something: their arrays are their own again when they return. A taker looks, before it
-says that it is done, whether its giver has left the launch: then what it has read may be anybody's.
+Barriers. One before (the door, where the listings were written before it), so that all operands are ready. One more
+where that was the door and others write into a rank's array: only past the door does each rank hold off those who read
+it (`Store.writing`). One after, which only those wait at who lent something: their arrays are their own again when they
+return. A taker looks, before it says that it is done, whether its giver has left the launch: then what it has read may
+be anybody's.
 
 Who writes into a rank's array when that rank fails stops within a block, unless its process was stopped: so an array
 that was lent for writing in a launch that failed is kept until all who may write have left the launch.

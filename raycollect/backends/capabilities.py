@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -139,11 +138,19 @@ _LINES = (
         tested=True,
     ),
     Capabilities(
+        name="tcp",
+        module="raycollect.backends.tcp",
+        interruptible=True,
+        bitwise=True,
+        cross_host=True,
+        tested=True,
+    ),
+    Capabilities(
         name="gloo",
         module="raycollect.backends.gloo",
         libraries=("pygloo", "xoscar.collective.xoscar_pygloo"),
         # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
-        install="pip install pygloo" if sys.version_info < (3, 11) else "pip install xoscar",
+        install="pip install 'raycollect[gloo]'",
         interruptible=False,
         bitwise=False,
         cross_host=True,

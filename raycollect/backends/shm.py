@@ -131,6 +131,8 @@ class ShmCommunicator:
                     meeting.barrier(launch, until_s)
                 way, listings = direct.read(meeting, launch, kernel, until_s)
                 if way:
+                    if way == "push" and is_first:
+                        meeting.barrier(launch, until_s)  # all hold off who reads what others write
                     direct.run(meeting, launch, kernel, way, listings, until_s)
                     return DONE
                 is_first = all(listing.flags & STAGED for listing in listings)

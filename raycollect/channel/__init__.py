@@ -3,7 +3,6 @@
 ========================  ====================================================================
 `packing`, `messages`     msgpack with limits; the table of what can be said
 `protocol`                handshake, frames and their tags: no I/O, no clock, no threads
-`sockets`                 how sockets are opened and tuned
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`                  a connection in blocking mode
 `server`, `client`        the end that listens, the ends that connect

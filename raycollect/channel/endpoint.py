@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
-from raycollect.channel import sockets
+from raycollect import sockets
 from raycollect.channel.loop import Loop, Timer
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import Connection, Event

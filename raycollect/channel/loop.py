@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from raycollect.channel import sockets
+from raycollect import sockets
 from raycollect.errors import ChannelError, ConnectionLostError
 
 __all__ = ["Loop", "Owned", "Timer"]

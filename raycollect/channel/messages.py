@@ -4,8 +4,8 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 `@_message`; its field annotations are its schema, and the tests pick it up from `MESSAGES`.
 
 ==========  ===============================================================
-control     controller -> participant: Join Leave Abort Arrivals Stored Bye
-control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done
+control     controller -> participant: Join Leave Abort Arrivals Stored Survey Bye
+control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done Surveyed
 control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
 control     member -> hub -> other members: Drop Publish
 data        client -> server: Fetch Copied Free; server -> client: Fetched Freed Failed
@@ -56,6 +56,8 @@ __all__ = [
     "Store",
     "Stored",
     "Stuck",
+    "Survey",
+    "Surveyed",
     "Waiting",
     "Welcome",
     "Withdraw",
@@ -238,6 +240,14 @@ class Stored(Message):
 
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Survey(Message):
+    """Tell what your memory holds; answered by `Surveyed` with the same `request`."""
+
+    request: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bye(Message):
     """The controller ends the lease."""
 
@@ -314,6 +324,22 @@ class Done(Message):
     ranks: list[int]
     error: dict[str, Any] | None = None
     story: list[str]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surveyed(Message):
+    """Answers `Survey`: the fields of `StoreStatistics`, then those of `ArenaStatistics`."""
+
+    request: int
+    held: int
+    dirty: int
+    freed: int
+    limit: int
+    in_use: int
+    backed: int
+    blocks: int
+    mapped: int
 
 
 # ---------------------------------------------------------------------------------------------- members and their hub

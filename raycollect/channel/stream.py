@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from raycollect.channel import sockets
+from raycollect import sockets
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError

@@ -16,7 +16,7 @@ from tests.faults import inject
 from tests.ray.test_refusals import Gate
 from tests.ray.workers import Plain, Worker
 
-BACKENDS = ["shm", "gloo"]
+BACKENDS = ["shm", "tcp", "gloo"]
 
 
 def buffers(workers):
@@ -36,7 +36,11 @@ def assert_works(workers, name="again"):
 @pytest.mark.parametrize(
     ("backend", "point"),
     [
-        *(("shm", point) for point in ("before_door", "after_door", "before_kernel", "after_kernel")),
+        *(
+            (name, point)
+            for name in ("shm", "tcp")
+            for point in ("before_door", "after_door", "before_kernel", "after_kernel")
+        ),
         *(("gloo", point) for point in ("before_door", "before_kernel", "after_kernel")),
     ],
 )
@@ -57,7 +61,16 @@ def test_a_participant_that_dies(actors, backend, point):
     assert_works([workers[0], workers[2]])
 
 
-@pytest.mark.parametrize(("backend", "point"), [("shm", "before_door"), ("shm", "after_door"), ("gloo", "before_door")])
+@pytest.mark.parametrize(
+    ("backend", "point"),
+    [
+        ("shm", "before_door"),
+        ("shm", "after_door"),
+        ("tcp", "before_door"),
+        ("tcp", "after_door"),
+        ("gloo", "before_door"),
+    ],
+)
 def test_a_participant_that_fails_before_its_kernel(actors, backend, point):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers, backend=backend, timeout_s=20)

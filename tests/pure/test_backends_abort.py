@@ -16,11 +16,22 @@ from .conformance import KINDS, Case, body_cases, check_allreduce, check_cases, 
 from .test_backends import body_arrive
 
 
-@pytest.fixture(params=["local", "shm"])
+@pytest.fixture(params=["local", "shm", "tcp"])
 def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
     made = ThreadTeam(request.param, 3)
     yield made
     made.close()
+
+
+ONE_WAY = (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
+"""Of these a rank of `tcp` may have sent and got all of its part, whatever another one does."""
+
+
+def is_ended(team: ThreadTeam, kind: OpKind, result: object) -> bool:
+    """Whether a kernel that a rank takes no part in ended as it has to on another: by an error, or right."""
+    if team.backend == "tcp" and kind in ONE_WAY and isinstance(result, list):
+        return all(not wrong for wrong, _ in result)
+    return isinstance(result, PlanAbortedError)
 
 
 def sum_of(array: np.ndarray) -> Kernel:
@@ -96,7 +107,7 @@ def test_every_kernel_ends_when_a_rank_leaves_and_works_the_next_time(
     case = Case(kind=kind, op=op, dtype="float64", size=600_001, root=1)
     launch = team.launch(timeout_s=60)
     for rank, result in enumerate(team.run(body_without_one, launch, case, quitter)):
-        assert rank == quitter or isinstance(result, PlanAbortedError), result
+        assert rank == quitter or is_ended(team, kind, result), result
     check_cases(team, [case])
 
 
@@ -110,7 +121,7 @@ def test_an_abort_wakes_every_kernel(team: ThreadTeam, kind: OpKind) -> None:
     for rank in (0, 1):
         team.communicators[rank].abort(launch.seq)
     for future in futures:
-        assert isinstance(future.result(5), PlanAbortedError)
+        assert is_ended(team, kind, future.result(5))
     team.communicators[2].end(launch, False)
     check_cases(team, [case])
 

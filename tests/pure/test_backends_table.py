@@ -18,7 +18,7 @@ from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar
 
 def test_an_unknown_backend_lists_those_that_exist() -> None:
     for look in (backends.get, backends.load):
-        with pytest.raises(UnknownBackendError, match="no backend 'nlcc'; there are local, shm, gloo"):
+        with pytest.raises(UnknownBackendError, match="no backend 'nlcc'; there are local, shm, tcp, gloo"):
             look("nlcc", "g")
 
 
@@ -35,13 +35,13 @@ def test_a_missing_library_comes_with_its_install_line(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(backends, "import_module", no_module)
     assert not backends.is_available("gloo")
-    with pytest.raises(BackendNotInstalledError, match=r"pip install (xoscar|pygloo)") as caught:
+    with pytest.raises(BackendNotInstalledError, match=r"pip install 'raycollect\[gloo\]'") as caught:
         backends.load("gloo", "g")
     assert "no pygloo here" in str(caught.value)
     assert caught.value.group_name == "g"
 
 
-@pytest.mark.parametrize("name", ["local", "shm"])
+@pytest.mark.parametrize("name", ["local", "shm", "tcp"])
 def test_backends_without_libraries_are_always_there(name: str) -> None:
     assert backends.is_available(name)
     assert callable(backends.load(name))
@@ -54,7 +54,7 @@ def test_importing_the_table_loads_no_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("machines", "chosen"), [(["a"], "local"), (["a", "a"], "shm"), (["a", "b"], "gloo"), (["a", "b", "a"], "gloo")]
+    ("machines", "chosen"), [(["a"], "local"), (["a", "a"], "shm"), (["a", "b"], "tcp"), (["a", "b", "a"], "tcp")]
 )
 def test_auto(machines: list[str], chosen: str) -> None:
     assert backends.choose(machines) == chosen

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel import DataClient, DataLink, Hub, Link, Server, endpoint, server, sockets
+from raycollect import sockets
+from raycollect.channel import DataClient, DataLink, Hub, Link, Server, endpoint, server
 from raycollect.channel.messages import Abort, Arrive, Bye, Done, Failed, Fetch, Fetched, Free, Freed, Message, Store
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 from raycollect.model import Address

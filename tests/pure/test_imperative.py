@@ -28,7 +28,7 @@ from raycollect.errors import (
 from raycollect.model import ReduceOp
 from tests.pure.processes import Crew, join, outcome
 
-BACKENDS = ("shm", "gloo")
+BACKENDS = ("shm", "tcp", "gloo")
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def hold(actors, arrays):
     return [actor.get_buffer.remote() for actor in actors]
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", "tcp", "gloo"])
 def group(request, actors):
     """Three actors in a declared group."""
     return col.declare_collective_group(actors(Worker, 3), backend=request.param)

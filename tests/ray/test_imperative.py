@@ -177,7 +177,7 @@ def test_several_gpus_per_process_need_a_gpu(actors):
 
 
 @pytest.mark.parametrize("cls", [Worker, Plain], ids=["mixin", "plain"])
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
 def test_members_of_a_declared_group_call_it_themselves(actors, cls, backend):
     workers = actors(cls, 2)
     group = col.declare_collective_group(workers, backend=backend, group_name="declared")

@@ -26,7 +26,7 @@ def run(*arguments):
     return done.stdout
 
 
-def test_three_nodes_choose_gloo_and_members_of_one_node_shared_memory():
+def test_three_nodes_choose_tcp_and_members_of_one_node_shared_memory():
     assert "three nodes: done" in run("-m", "tests.ray.three_nodes")
 
 

@@ -16,12 +16,12 @@ def buffers(workers):
 
 
 def across_nodes():
-    """Two members on one node and one on another: gloo by itself."""
+    """Two members on one node and one on another: tcp by itself."""
     a, b = (Worker.options(num_cpus=0, resources={"one": 0.1}).remote() for _ in range(2))
     c = Worker.options(num_cpus=0, resources={"two": 0.1}).remote()
     d = Worker.options(num_cpus=0, resources={"three": 0.1}).remote()
     group = col.declare_collective_group([a, c, b, d])
-    assert group.backend == "gloo", group.backend
+    assert group.backend == "tcp", group.backend
     assert len({member.node_id for member in group.status().members}) == 3
     refs = buffers(group.actors)
     col.allreduce_refs(refs)

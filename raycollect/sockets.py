@@ -1,4 +1,4 @@
-"""The sockets under the channel: how they are opened, tuned and described."""
+"""The sockets under the channel and under backend `tcp`: how they are opened, tuned and described."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def tune(sock: socket.socket) -> None:
-    """Sets the options that every connection of the channel has.
+    """Sets the options that every connection has.
 
     Raises:
         OSError: The connection ended meanwhile.
@@ -58,7 +58,7 @@ def listen(host: str) -> socket.socket:
     """
     family, kind, number, _, address = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0]
     if ipaddress.ip_address(str(address[0]).split("%")[0]).is_unspecified:
-        raise ValueError(f"the channel never listens on all interfaces, as {host!r} asks")
+        raise ValueError(f"raycollect never listens on all interfaces, as {host!r} asks")
     sock = socket.socket(family, kind, number)
     try:
         sock.bind(address)

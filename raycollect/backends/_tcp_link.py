@@ -1,0 +1,272 @@
+"""One rank's connections to all others, driven by the thread that waits: no thread of its own.
+
+Whoever waits sends what can be sent and reads what has come, on all connections, until its frames are through. An abort
+from any thread wakes it by a pair of sockets. The GIL is free in every call of a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import time
+from collections.abc import Collection, Sequence
+
+from raycollect import sockets
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    InternalError,
+    PlanAbortedError,
+    Violation,
+    refusal,
+)
+from raycollect.model import Launch
+
+from ._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, Batch, Peer, Place
+from .arrays import Array
+
+__all__ = ["ARRIVAL_NBYTES", "Batch", "Link"]
+
+ARRIVAL_NBYTES = FRAME_NBYTES
+"""The longest arrival."""
+
+YIELD_S = 500e-6
+"""How long a rank offers its core to others, ready to go on, before it sleeps.
+
+Being woken costs 40 to 150 us on a virtual machine, several times what a small frame takes.
+"""
+
+FAREWELL_S = 0.05
+"""How long a rank that leaves a launch tries to tell those who still fill its socket."""
+
+_EMPTY = memoryview(b"")
+_SLICE_S = 60.0
+_WAKES = 4096
+
+
+class Link:
+    """One rank's end of all connections of a group.
+
+    One thread at a time enters, waits and leaves; any thread calls `abort` and `stop`.
+    """
+
+    def __init__(self, rank: int, group_name: str, socks: dict[int, socket.socket]) -> None:
+        self.rank = rank
+        self._group_name = group_name
+        self._seq = self._step = self._passed = 0  # the launch, its step, and the last agreement
+        self._aborted: set[int] = set()
+        self._stopped = False
+        self._gone: dict[int, str] = {}  # who has left this launch, or is lost, and how
+        self._peers = {other: Peer(other, sock) for other, sock in socks.items()}
+        self._by_fd = {peer.sock.fileno(): peer for peer in self._peers.values()}
+        self._poller = select.poll()
+        # The end that is watched, and the end that is written; nobody waits where there are no others.
+        self._wake: tuple[socket.socket, ...] = sockets.wake_pair() if socks else ()
+        for sock in self._wake[:1]:
+            self._poller.register(sock, select.POLLIN)
+        for peer in self._peers.values():
+            self._watch(peer)
+
+    # ------------------------------------------------------------------------------------------ launches
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Gives one's arrival to `launch.ranks` and waits for theirs; see `Communicator.agree`."""
+        if len(arrival) > ARRIVAL_NBYTES:
+            found = f"of so many tensors that their description takes {len(arrival)} bytes"
+            expected = f"at most {ARRIVAL_NBYTES}: several operands, one after the other"
+            violation = Violation(kind="unsupported", rank=self.rank, field="operand", found=found, expected=expected)
+            raise refusal("", self._group_name, (violation,))
+        self.begin(launch)
+        until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
+        places = {other: Place(self._step, None, batch) for other in launch.ranks if other != self.rank}
+        for other, place in places.items():
+            peer = self._peers[other]
+            peer.send(ARRIVAL, self._step, body, batch)
+            peer.expect(place)
+            self._watch(peer)
+        self.wait(batch, launch, until_s, places)
+        for other in places:  # who came in time but has left since, because this rank came late
+            self._peers[other].pull()
+            self._watch(self._peers[other])
+        self._check(launch, places)
+        self._passed = self._step
+        return [bytes(places[other].into or b"") if other != self.rank else arrival for other in launch.ranks]
+
+    def begin(self, launch: Launch) -> None:
+        """Begins the next step of a launch: an agreement or a kernel.
+
+        Raises:
+            GroupBrokenError: A connection that it needs has ended before.
+        """
+        if launch.seq != self._seq:
+            self._enter(launch.seq)
+            for other in launch.ranks:
+                if other != self.rank and self._peers[other].lost:
+                    detail = f"the connection to rank {other} has ended: {self._peers[other].lost}"
+                    raise GroupBrokenError(group_name=self._group_name, detail=detail)
+        self._step += 1
+        self._check(launch)
+
+    def end(self, launch: Launch, ok: bool) -> None:
+        """Leaves a launch; tells its ranks where this one has not run all of it. Never raises."""
+        if launch.seq < self._seq:
+            return
+        if launch.seq > self._seq:  # it never came to the door
+            self._enter(launch.seq)
+        for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
+            if seq <= launch.seq:
+                self._aborted.discard(seq)
+        told = [] if ok else [self._peers[other] for other in launch.ranks if other != self.rank]
+        for peer in self._peers.values():
+            peer.leave()
+        for peer in told:
+            peer.part(self._passed)
+            self._watch(peer)
+        until_s = time.monotonic() + FAREWELL_S
+        while not all(peer.is_flushed for peer in told) and (left_s := until_s - time.monotonic()) > 0:
+            self._serve(self._poller.poll(left_s * 1000))
+
+    def _enter(self, seq: int) -> None:
+        if seq < self._seq:
+            raise InternalError(detail=f"launch {seq} after {self._seq}")
+        self._seq, self._step, self._passed, self._gone = seq, 0, 0, {}
+        for peer in self._peers.values():
+            peer.leave()
+            peer.enter(seq)
+            self._watch(peer)
+
+    # ------------------------------------------------------------------------------------------ frames
+
+    def send(self, rank: int, array: Array, batch: Batch) -> None:
+        """Gives a rank the bytes of a flat array, which must not change until `batch` is through."""
+        if array.size:
+            self._post(rank, array.view("u1").data, batch)
+
+    def receive(self, rank: int, array: Array, batch: Batch) -> None:
+        """Takes the bytes of a flat array from a rank."""
+        if array.size:
+            self._peers[rank].expect(Place(self._step, array.view("u1").data, batch))
+            self._watch(self._peers[rank])
+
+    def greet(self, ranks: Sequence[int], batch: Batch) -> None:
+        """Exchanges empty frames with ranks."""
+        for rank in ranks:
+            self._post(rank, _EMPTY, batch)
+            self._peers[rank].expect(Place(self._step, _EMPTY, batch))
+            self._watch(self._peers[rank])
+
+    def _post(self, rank: int, body: memoryview, batch: Batch) -> None:
+        if rank in self._gone:
+            raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=self._gone[rank])
+        peer = self._peers[rank]
+        peer.send(DATA, self._step, body, batch)
+        if peer.is_blocked or peer.lost:
+            self._watch(peer)
+
+    def wait(self, batch: Batch, launch: Launch, until_s: float, door: Collection[int] = ()) -> None:
+        """Sends and receives until the frames of a batch are through.
+
+        Args:
+            batch: The frames.
+            launch: Whose they are.
+            until_s: When to give up, by the monotonic clock.
+            door: At an agreement, the ranks that must all get through it.
+
+        Raises:
+            CollectiveTimeoutError: Naming whom it waited for.
+            PlanAbortedError: The launch was aborted here, or a rank that is waited for has left it or is lost.
+        """
+        asleep_s = 0.0
+        while True:  # once at least: a rank whose sockets take all it gives hears of aborts, too
+            ready = self._poller.poll(0)
+            if ready:
+                self._serve(ready)
+                asleep_s = 0.0
+            if self._gone or self._aborted or self._stopped:
+                self._check(launch, door)
+            if not batch.left:
+                return
+            now_s = time.monotonic()
+            if now_s >= until_s:
+                raise self._timed_out(launch)
+            if ready:
+                continue
+            asleep_s = asleep_s or now_s + YIELD_S
+            if now_s < asleep_s:
+                os.sched_yield()
+            else:
+                self._serve(self._poller.poll(min(until_s - now_s, _SLICE_S) * 1000 + 1))
+
+    def _serve(self, ready: Sequence[tuple[int, int]]) -> None:
+        """Goes on with the connections that can."""
+        for fd, events in ready:
+            peer = self._by_fd.get(fd)
+            if peer is None:
+                with contextlib.suppress(OSError):
+                    self._wake[0].recv(_WAKES)
+                continue
+            if events & select.POLLOUT:
+                peer.push()
+            if events & ~select.POLLOUT:
+                peer.pull()
+            self._watch(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        """Notes what a connection waits for, and what became of it."""
+        if peer.lost:
+            self._gone[peer.rank] = f"the connection to rank {peer.rank} broke: {peer.lost}"
+        elif peer.has_left:
+            self._gone[peer.rank] = f"rank {peer.rank} has left launch {self._seq}"
+        wants = peer.wants
+        if wants != peer.mask:
+            if wants:
+                self._poller.register(peer.sock, wants)  # or changes what it is watched for
+            else:
+                self._poller.unregister(peer.sock)
+            peer.mask = wants
+
+    def _check(self, launch: Launch, door: Collection[int] = ()) -> None:
+        """Raises where the launch can't go on: it was aborted, or a rank is gone that is waited for."""
+        if self._stopped:
+            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
+        if launch.seq in self._aborted:
+            detail = f"launch {launch.seq} was aborted"
+            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+        for rank, why in self._gone.items():
+            peer = self._peers[rank]
+            if peer.is_owed or peer.is_owing or (rank in door and peer.passed < self._step):
+                raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=why)
+
+    def _timed_out(self, launch: Launch) -> CollectiveTimeoutError:
+        """Says for whom it waited: who owes it something, or else who takes nothing more."""
+        owed = tuple(rank for rank, peer in self._peers.items() if peer.is_owed)
+        missing = owed or tuple(rank for rank, peer in self._peers.items() if peer.is_owing)
+        return CollectiveTimeoutError(
+            group_name=self._group_name,
+            missing=missing,
+            timeout_s=launch.timeout_s,
+            detail=f"launch {launch.seq}: ranks {list(missing)} did not come within {launch.timeout_s:g} s",
+        )
+
+    # ------------------------------------------------------------------------------------------ from any thread
+
+    def abort(self, seq: int) -> None:
+        """Makes all waits of that launch raise, now and later."""
+        self._aborted.add(seq)
+        self._ring()
+
+    def stop(self) -> None:
+        """Makes all waits raise, now and later."""
+        self._stopped = True
+        self._ring()
+
+    def _ring(self) -> None:
+        for sock in self._wake[1:]:
+            with contextlib.suppress(OSError):  # it is full, and so wakes; or closed, and nobody waits
+                sock.send(b"!")
+
+    def close(self) -> None:
+        """Closes all connections; nobody may be inside."""
+        sockets.close((*self._wake, *(peer.sock for peer in self._peers.values())))
