@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 RUNS_PER_ROUND = 8
-"""Between two fills; a sum over n ranks grows n times per run, and float32 must hold it: 8 ** 9 is far below."""
+"""Between two fills; a sum over n ranks grows n times per run, and float32 must hold it: 16 ** 9 is far below."""
 
 
 class Contender(Protocol):
@@ -23,8 +23,12 @@ class Contender(Protocol):
         """Sets the operands to their first values."""
         ...
 
-    def run(self) -> None:
-        """Does the operation once, and returns when it is done everywhere."""
+    def run(self, count: int) -> Sequence[float]:
+        """Does the operation so many times, one after the other.
+
+        Returns:
+            The seconds that each took until it was done everywhere.
+        """
         ...
 
     def check(self, runs: int) -> None:
@@ -36,22 +40,27 @@ class Contender(Protocol):
         ...
 
 
+def timed(operation: Callable[[], Any], count: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
+    """Does something so many times, and gives the seconds that each took."""
+    spent = []
+    for _ in range(count):
+        start = clock()
+        operation()
+        spent.append(clock() - start)
+    return spent
+
+
 def interleave(
-    contenders: Sequence[Contender],
-    *,
-    nbytes: int,
-    runs: int,
-    warmup: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
+    contenders: Sequence[Contender], *, nbytes: int, runs: int, warmup: int = 3, burst: int = 1
 ) -> dict[str, list[float]]:
-    """Times each contender `runs` times at one size, and checks what it computed after every round.
+    """Times each contender at least `runs` times at one size, and checks what it computed after every round.
 
     Args:
         contenders: Who is timed; in each turn another one goes first.
         nbytes: Bytes per rank.
         runs: How many operations of each are timed.
-        warmup: How many go before that.
-        clock: Gives seconds.
+        warmup: How many turns go before that.
+        burst: How many operations a contender does when it is its turn.
 
     Returns:
         Milliseconds per operation, by the contender's name.
@@ -59,20 +68,19 @@ def interleave(
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
         contender.prepare(nbytes)
-    turn, total = 0, warmup + runs
+    turns_per_round = max(1, RUNS_PER_ROUND // burst)
+    turn, total = 0, warmup + -(-runs // burst)
     while turn < total:
-        count = min(RUNS_PER_ROUND, total - turn)
+        count = min(turns_per_round, total - turn)
         for contender in contenders:
             contender.fill()
         for _ in range(count):
             shift = turn % len(contenders)
             for contender in (*contenders[shift:], *contenders[:shift]):
-                start = clock()
-                contender.run()
-                spent = clock() - start
+                spent = contender.run(burst)
                 if turn >= warmup:
-                    times[contender.name].append(spent * 1e3)
+                    times[contender.name] += [each * 1e3 for each in spent]
             turn += 1
         for contender in contenders:
-            contender.check(count)
+            contender.check(count * burst)
     return times

@@ -1,0 +1,235 @@
+"""The actors of the suites that need Ray: the same for all contenders, which differ in nothing but the way to do it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import ray
+
+import raycollect as col
+from benchmarks.interleave import timed
+from benchmarks.report import Skipped
+
+_groups = itertools.count(1)
+
+
+class Worker(col.CollectiveParticipant):
+    """Holds the buffers of all contenders, by name, and does what they ask for."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.arrays: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------ buffers
+
+    def allocate(self, name: str, nbytes: int, arena: bool, count: int = 1) -> None:
+        """Makes `count` float32 arrays of `nbytes` each, in place of those of that name."""
+        self.arrays.pop(name, None)
+        make = col.empty if arena else np.empty
+        made = [make(max(1, nbytes // 4), dtype=np.float32) for _ in range(count)]
+        self.arrays[name] = made if count > 1 else made[0]
+
+    def fill(self, name: str, value: float | None = None) -> None:
+        """Sets them to a value; by default to the rank + 1."""
+        for array in self._all(name):
+            array.fill(self.rank + 1 if value is None else value)
+
+    def holds(self, name: str, value: float) -> bool:
+        """Tells whether all elements of all of them are about that."""
+        slack = 1e-5 * abs(value)
+        return all(
+            value - slack <= float(array.min()) and float(array.max()) <= value + slack for array in self._all(name)
+        )
+
+    def drop(self, name: str) -> None:
+        """Lets go of them."""
+        self.arrays.pop(name, None)
+
+    def get_array(self, name: str) -> Any:
+        """Gives a ref to them."""
+        return self.arrays[name]
+
+    @col.by_value
+    def read(self, name: str) -> Any:
+        """Gives them through the object store."""
+        return self.arrays[name]
+
+    def write(self, name: str, value: Any) -> None:
+        """Sets them to what came through the object store."""
+        self.arrays[name][...] = value
+
+    def keep(self, name: str, value: Any) -> None:
+        """Keeps what came through the object store where it lies; nothing is copied."""
+        self.arrays[name] = value
+
+    @col.by_value
+    def echo(self, name: str, value: Any, take: str) -> Any:
+        """Keeps or writes what came through the object store, and gives it back."""
+        getattr(self, take)(name, value)
+        return self.arrays[name]
+
+    def _all(self, name: str) -> list[Any]:
+        held = self.arrays[name]
+        return held if isinstance(held, list) else [held]
+
+    # ------------------------------------------------------------------------------------------ imperative calls
+
+    def join(self, library: str, ranks: int, group: str) -> None:
+        """Joins a group of `ray.util.collective` over gloo, or of `raycollect`."""
+        if library == "ray":
+            import torch
+
+            torch.set_num_threads(1)
+        backend = "gloo" if library == "ray" else "auto"
+        _library(library).init_collective_group(ranks, self.rank, backend, group)
+
+    def leave(self, library: str, group: str) -> None:
+        """Leaves it."""
+        _library(library).destroy_collective_group(group)
+
+    def allreduce(self, name: str, group: str) -> None:
+        """One allreduce of `ray.util.collective` for each array."""
+        collective = _library("ray")
+        for array in self._all(name):
+            collective.allreduce(array, group)
+
+    def allreduce_at(self, name: str, at: int, group: str) -> None:
+        """The same for one array."""
+        _library("ray").allreduce(self.arrays[name][at], group)
+
+    def send(self, library: str, name: str, to: int, group: str) -> None:
+        """Sends."""
+        _library(library).send(self.arrays[name], to, group)
+
+    def recv(self, library: str, name: str, source: int, group: str) -> None:
+        """Receives."""
+        _library(library).recv(self.arrays[name], source, group)
+
+    def bounce(self, library: str, name: str, back: str, group: str) -> None:
+        """Rank 0 sends, and receives into another buffer; rank 1 receives, and sends that back."""
+        collective, array = _library(library), self.arrays[name]
+        if self.rank == 0:
+            collective.send(array, 1, group)
+            collective.recv(self.arrays[back], 1, group)
+        else:
+            collective.recv(array, 0, group)
+            collective.send(array, 0, group)
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def reset_peak(self) -> int:
+        """Has the kernel count the peak of resident memory from now on; gives the resident bytes.
+
+        Raises:
+            OSError: The system does not let it.
+        """
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:  # noqa: PTH123 - written, never made
+            file.write("5")
+        return _status("VmRSS")
+
+    def peak(self) -> int:
+        """The peak since then, in bytes."""
+        return _status("VmHWM")
+
+
+def _library(name: str) -> Any:
+    if name != "ray":
+        return col
+    import ray.util.collective as collective
+
+    return collective
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii") as file:  # noqa: PTH123 - read line by line
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{field}:"))
+
+
+@contextmanager
+def crew(ranks: int) -> Iterator[list[Any]]:
+    """So many actors, which end afterwards."""
+    remote = ray.remote(num_cpus=0)(Worker)
+    actors: list[Any] = [remote.remote(rank) for rank in range(ranks)]
+    try:
+        yield actors
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+class Contestant:
+    """What contenders on a crew have in common: a buffer of their own in each actor, and one operation.
+
+    Args:
+        name: What it is called.
+        actors: The actors, by rank.
+        arena: Whether its buffers lie in the shared arena.
+        count: How many arrays of the same size a buffer is made of.
+
+    Raises:
+        Skipped: This raycollect has no arena.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False, count: int = 1) -> None:
+        if arena:
+            needs("empty")
+        self.name = name
+        self.actors = list(actors)
+        self.ranks = len(self.actors)
+        self.group = f"benchmark {next(_groups)}"
+        self._arena = arena
+        self._count = count
+
+    def operate(self) -> None:
+        """Does the operation once; returns when it is done everywhere."""
+        raise NotImplementedError
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the buffers: so many bytes per rank in all."""
+        nbytes //= self._count
+        ray.get([actor.allocate.remote(self.name, nbytes, self._arena, self._count) for actor in self.actors])
+
+    def fill(self) -> None:
+        """Sets them to the rank + 1."""
+        ray.get([actor.fill.remote(self.name) for actor in self.actors])
+
+    def run(self, count: int) -> Sequence[float]:
+        """The operation, so many times."""
+        return timed(self.operate, count)
+
+    def check(self, runs: int) -> None:
+        """Raises unless every rank holds the sum of `runs` sums in place."""
+        self.must_hold(expected(self.ranks, runs))
+
+    def must_hold(self, value: float, name: str = "") -> None:
+        """Raises unless every rank's buffer is about that value everywhere."""
+        right = ray.get([actor.holds.remote(name or self.name, value) for actor in self.actors])
+        if not all(right):
+            wrong = [rank for rank, good in enumerate(right) if not good]
+            raise AssertionError(f"{self.name}: not {value} on ranks {wrong} of {self.ranks}")
+
+    def close(self) -> None:
+        """Lets go of the buffers."""
+        ray.get([actor.drop.remote(self.name) for actor in self.actors])
+
+
+def expected(ranks: int, runs: int) -> float:
+    """What every element holds after `runs` sums in place, where rank r began with r + 1."""
+    return ranks * (ranks + 1) / 2 * float(ranks) ** (runs - 1)
+
+
+def needs_torch() -> None:
+    """Raises Skipped unless torch is there."""
+    if find_spec("torch") is None:
+        raise Skipped("it needs torch (pip install torch)")
+
+
+def needs(feature: str) -> None:
+    """Raises Skipped unless this raycollect has a feature."""
+    if not hasattr(col, feature):
+        raise Skipped(f"this raycollect has no raycollect.{feature}")

@@ -1,0 +1,9 @@
+"""The suites, by name, in the order in which they are measured: those that need no Ray come first."""
+
+from __future__ import annotations
+
+SUITES = {
+    name: f"benchmarks.suites.{name}"
+    for name in ("kernel", "plan", "driver", "captured", "batch", "p2p", "scale", "memory")
+}
+"""Name -> module."""

@@ -1,0 +1,171 @@
+"""A hot loop: one allreduce, prepared once and run again and again.
+
+Compiled Graphs has actors of its own, as it occupies those that it compiles. Its graph takes the tensor that an actor
+holds, reduces it over Ray's CPU communicator into a new one, and keeps that; the others work in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+import raycollect as col
+from benchmarks import names
+from benchmarks.crew import Contestant, crew, expected, needs, needs_torch
+from benchmarks.ours import Declared, RaycollectAllreduce
+from benchmarks.report import Record, Skipped, size
+from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.targets import KB, MB
+from benchmarks.theirs import RayAllreduce
+
+NAME = "captured"
+TITLE = "allreduce of a hot loop, called from the driver"
+REFERENCE = names.RAY
+NEEDS_RAY = True
+
+RANKS = (2, 4)
+SIZES = (4, 64 * KB, MB)
+
+
+class Captured(Declared):
+    """``raycollect.capture()``: recorded once per size, replayed in each operation."""
+
+    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False) -> None:
+        needs("capture")
+        super().__init__(name, actors, arena=arena)
+        self._step: Any = None
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the buffers and records one allreduce of them."""
+        self._forget()
+        super().prepare(nbytes)
+        with col.capture() as self._step:
+            col.allreduce_refs(self.refs, group_name=self.group)
+
+    def operate(self) -> None:
+        """One replay."""
+        self._step.run()
+
+    def close(self) -> None:
+        """Lets go of the capture, then of the rest."""
+        self._forget()
+        super().close()
+
+    def _forget(self) -> None:
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+
+
+class Reducer:
+    """An actor in a Compiled Graph."""
+
+    def __init__(self, rank: int) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        self._value = rank + 1
+        self._torch = torch
+        self._given: Any = None
+        self._kept: Any = None
+
+    def allocate(self, nbytes: int) -> None:
+        """Makes the tensor that it gives."""
+        self._given = self._torch.full((max(1, nbytes // 4),), self._value, dtype=self._torch.float32)
+
+    def give(self, _: int) -> Any:
+        """Gives its tensor to the graph."""
+        return self._given
+
+    def keep(self, value: Any) -> int:
+        """Keeps the sum."""
+        self._kept = value
+        return 0
+
+    def forget(self) -> None:
+        """Drops the sum."""
+        self._kept = None
+
+    def holds(self, value: float) -> bool:
+        """Tells whether it has the sum."""
+        return bool((self._kept == value).all())
+
+
+class CompiledGraph(Contestant):
+    """An allreduce in a Compiled Graph, over Ray's CPU communicator.
+
+    Raises:
+        Skipped: This Ray has none, or there is no torch.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        needs_torch()
+        try:
+            from ray.experimental.channel.cpu_communicator import CPUCommunicator
+        except ImportError as exc:
+            raise Skipped(f"this Ray has no Compiled Graphs on CPUs: {exc}") from exc
+        super().__init__(name, ())
+        self.ranks = len(actors)
+        self._communicator = CPUCommunicator
+        self._graph: Any = None
+
+    def prepare(self, nbytes: int) -> None:
+        """Starts actors and compiles a graph over them."""
+        from ray.dag import InputNode, MultiOutputNode
+        from ray.experimental import collective
+
+        self.close()
+        remote = ray.remote(num_cpus=0)(Reducer)
+        self.actors = [remote.remote(rank) for rank in range(self.ranks)]
+        ray.get([actor.allocate.remote(nbytes) for actor in self.actors])
+        with InputNode() as start:
+            given = [actor.give.bind(start) for actor in self.actors]
+            reduced = collective.allreduce.bind(given, transport=self._communicator(self.ranks, self.actors))
+            ends = MultiOutputNode([actor.keep.bind(one) for actor, one in zip(self.actors, reduced, strict=True)])
+        self._graph = ends.experimental_compile()
+
+    def fill(self) -> None:
+        """Drops the last sum."""
+        ray.get([actor.forget.remote() for actor in self.actors])
+
+    def operate(self) -> None:
+        """One execution."""
+        ray.get(self._graph.execute(0))
+
+    def check(self, runs: int) -> None:
+        """Raises unless every rank has the sum."""
+        value = expected(self.ranks, 1)
+        if not all(ray.get([actor.holds.remote(value) for actor in self.actors])):
+            raise AssertionError(f"{self.name}: not {value}")
+
+    def close(self) -> None:
+        """Ends graph and actors."""
+        if self._graph is not None:
+            self._graph.teardown()
+            self._graph = None
+        for actor in self.actors:
+            ray.kill(actor)
+        self.actors = []
+
+
+def measure(choice: Choice) -> Iterator[Record]:
+    """Measures over 2 and 4 actors."""
+    for ranks in choice.ranks or ((2,) if choice.quick else RANKS):
+        choice.progress(f"{NAME}: starts {ranks} actors")
+        with crew(ranks) as actors:
+            makers: list[Maker] = [
+                entry(names.CAPTURED, Captured, actors, arena=True),
+                entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
+                entry(names.ORDINARY, RaycollectAllreduce, actors),
+                entry(names.RAY, RayAllreduce, actors),
+                entry(names.GRAPH, CompiledGraph, actors),
+            ]
+            contenders, skipped = gather(NAME, makers)
+            yield from skipped
+            for nbytes in choice.sizes or SIZES:
+                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
+                runs = choice.runs_or(40, 200)
+                yield from compare(contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs)
+            close(contenders)

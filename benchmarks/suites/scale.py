@@ -1,0 +1,40 @@
+"""How an allreduce called from the driver grows with the number of actors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks import names
+from benchmarks.crew import crew
+from benchmarks.ours import RaycollectAllreduce
+from benchmarks.report import Record, size
+from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.targets import MB
+from benchmarks.theirs import RayAllreduce
+
+NAME = "scale"
+TITLE = "allreduce called from the driver, over the number of actors"
+REFERENCE = names.RAY
+NEEDS_RAY = True
+
+RANKS = (2, 4, 8, 16)
+SIZES = (4, MB)
+
+
+def measure(choice: Choice) -> Iterator[Record]:
+    """Measures over each number of actors; torch has one world per process, so each number gets a crew of its own."""
+    for ranks in choice.ranks or RANKS:
+        choice.progress(f"{NAME}: starts {ranks} actors")
+        with crew(ranks) as actors:
+            makers: list[Maker] = [
+                entry(names.ORDINARY, RaycollectAllreduce, actors),
+                entry(names.ARENA, RaycollectAllreduce, actors, arena=True),
+                entry(names.RAY, RayAllreduce, actors),
+            ]
+            contenders, skipped = gather(NAME, makers)
+            yield from skipped
+            for nbytes in choice.sizes or SIZES:
+                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
+                runs = choice.runs_or(40, 200)
+                yield from compare(contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs)
+            close(contenders)

@@ -1,0 +1,130 @@
+"""What the library has to reach, as a table, and whether it does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks import names
+from benchmarks.report import Report, Row
+
+KB, MB = 1 << 10, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """How many times faster than a peer the library has to be; beside the limit: what share of it it has to reach.
+
+    Attributes:
+        suite: The suite that measures both.
+        op: The operation.
+        ranks: How many processes take part.
+        nbytes: Bytes per rank.
+        contender: Who has to be faster.
+        peer: Than whom.
+        ratio: The peer's median over the contender's, at least.
+    """
+
+    suite: str
+    op: str
+    ranks: int
+    nbytes: int
+    contender: str
+    peer: str
+    ratio: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceiling:
+    """How much extra memory an operation may take on each rank.
+
+    Attributes:
+        op: The operation.
+        nbytes: Bytes per rank.
+        contender: Whose.
+        most_nbytes: At most.
+    """
+
+    op: str
+    nbytes: int
+    contender: str
+    most_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A target beside what was measured.
+
+    Attributes:
+        target: The target.
+        found: The ratio, or the most bytes on any rank; None where somebody was not measured.
+    """
+
+    target: Target | Ceiling
+    found: float | None
+
+    @property
+    def reached(self) -> bool:
+        """Whether it was measured, and is good enough: what was not measured does not pass."""
+        if self.found is None:
+            return False
+        if isinstance(self.target, Ceiling):
+            return self.found <= self.target.most_nbytes
+        return self.found >= self.target.ratio
+
+
+def _targets(
+    suite: str, op: str, contender: str, peer: str, ratios: dict[int, float], ranks: int = 2
+) -> tuple[Target, ...]:
+    return tuple(
+        Target(suite=suite, op=op, ranks=ranks, nbytes=nbytes, contender=contender, peer=peer, ratio=ratio)
+        for nbytes, ratio in ratios.items()
+    )
+
+
+_TO_TORCH = {4: 4.0, 64 * KB: 15.0, MB: 5.0, 16 * MB: 5.0, 64 * MB: 5.0}
+_TO_MPICH = {MB: 2.5, 16 * MB: 2.5, 64 * MB: 2.5}
+_TCP_TO_XOSCAR = {4: 1.0, 64 * KB: 2.0, MB: 2.0, 16 * MB: 1.3, 64 * MB: 1.3}
+_EVERY_SIZE = dict.fromkeys((4, 64 * KB, MB, 16 * MB, 64 * MB), 4.0)
+
+TARGETS: tuple[Target | Ceiling, ...] = (
+    *_targets("kernel", "allreduce", names.SHM_ARENA, names.TORCH, _TO_TORCH),
+    *_targets("kernel", "allreduce", names.SHM_ARENA, names.MPICH, _TO_MPICH),
+    *_targets("kernel", "allreduce", names.SHM_ARENA, names.LIMIT, {64 * MB: 0.85}),
+    *_targets("kernel", "allreduce", names.TCP, names.XOSCAR, _TCP_TO_XOSCAR),
+    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 1.3, MB: 2.5, 64 * MB: 5.0}),
+    *_targets("driver", "allreduce", names.ORDINARY, names.RAY, {64 * MB: 2.0}),
+    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 1.3, MB: 2.0, 64 * MB: 3.5}, ranks=4),
+    *_targets("p2p", "send", names.ORDINARY, names.RDT, _EVERY_SIZE),
+    *_targets("p2p", "send", names.ARENA, names.RDT, _EVERY_SIZE),
+    *_targets("p2p", "send", names.ARENA, names.STORE, {64 * MB: 4.0}),
+    Ceiling(op="allreduce", nbytes=64 * MB, contender=names.ORDINARY, most_nbytes=16 * MB),
+)
+
+
+def judge(report: Report, targets: Sequence[Target | Ceiling] = TARGETS) -> list[Verdict]:
+    """Compares what was measured with those targets whose case was measured, by whomever."""
+    verdicts = []
+    for target in targets:
+        if isinstance(target, Ceiling):
+            verdicts += _judge_memory(report, target)
+        else:
+            verdicts += _judge_time(report.rows, target)
+    return verdicts
+
+
+def _judge_time(rows: Sequence[Row], target: Target) -> list[Verdict]:
+    case = (target.suite, target.op, target.ranks, target.nbytes)
+    medians = {row.contender: row.median_ms for row in rows if (row.suite, row.op, row.ranks, row.nbytes) == case}
+    if not medians:
+        return []
+    ours, theirs = medians.get(target.contender), medians.get(target.peer)
+    return [Verdict(target=target, found=theirs / ours if ours and theirs else None)]
+
+
+def _judge_memory(report: Report, target: Ceiling) -> list[Verdict]:
+    peaks = [peak for peak in report.memory if (peak.op, peak.nbytes) == (target.op, target.nbytes)]
+    if not peaks:
+        return []
+    found = [max(peak.extra_nbytes) for peak in peaks if peak.contender == target.contender]
+    return [Verdict(target=target, found=max(found) if found else None)]

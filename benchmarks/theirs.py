@@ -1,0 +1,49 @@
+"""An allreduce as it is done today: `ray.util.collective` over gloo, and the object store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from benchmarks.crew import Contestant, needs_torch
+
+
+class RayGroup(Contestant):
+    """A contender with a group of `ray.util.collective` over gloo.
+
+    Raises:
+        Skipped: Its gloo needs torch, which is not installed.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Any], *, count: int = 1) -> None:
+        needs_torch()
+        super().__init__(name, actors, count=count)
+        ray.get([actor.join.remote("ray", self.ranks, self.group) for actor in self.actors])
+
+    def close(self) -> None:
+        """Leaves the group, and lets go of the buffers."""
+        ray.get([actor.leave.remote("ray", self.group) for actor in self.actors])
+        super().close()
+
+
+class RayAllreduce(RayGroup):
+    """One actor call per rank; each reduces what its buffer is made of, in place."""
+
+    def operate(self) -> None:
+        """One call per rank."""
+        ray.get([actor.allreduce.remote(self.name, self.group) for actor in self.actors])
+
+
+class StoreAllreduce(Contestant):
+    """Through the object store: the driver gets all arrays, adds them up, puts the sum; the actors copy it."""
+
+    def operate(self) -> None:
+        """Two calls per rank, one put."""
+        arrays = ray.get([actor.read.remote(self.name) for actor in self.actors])
+        total = arrays[0] + arrays[1]
+        for array in arrays[2:]:
+            total += array
+        put = ray.put(total)
+        ray.get([actor.write.remote(self.name, put) for actor in self.actors])
