@@ -342,6 +342,8 @@ class Kernel:
         most: The size in elements of the largest piece that any rank gives any other in an ALLGATHER, GATHER, SCATTER,
             REDUCESCATTER or ALLTOALL, the same on all ranks; 0 before the door (in `stage`), when only one's own sizes
             are known.
+        memo: What the backend found out about these arrays; kernels of a plan that is run again are the same objects.
+            Nothing in it may keep a communicator.
     """
 
     kind: OpKind
@@ -350,6 +352,7 @@ class Kernel:
     op: ReduceOp | None = None
     peer: int = -1
     most: int = 0
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 class Clock(Protocol):

@@ -35,13 +35,15 @@ that was lent for writing in a launch that failed is kept until all who may writ
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, SegmentSource
 
-from ._directory import GIVES, TAKES, Directory, Listing
+from ._directory import GIVES, STAGED, TAKES, Directory, Listing, Places
 from ._meeting import Meeting
 from .arrays import Array, Flat
 from .completion import chunks, keep_own, movement, reduce_op, transfers
@@ -52,13 +54,17 @@ __all__ = ["DIRECT_FROM_NBYTES", "Direct"]
 DIRECT_FROM_NBYTES = 32 << 10
 """From which size of the largest array on kernels work in place; below, staging needs one barrier less."""
 
-FOLD_NBYTES = 128 << 10
+FOLD_NBYTES = 256 << 10
 """The bytes of one array that are folded at a time: the blocks of a few ranks stay in the cache of a core."""
 
 COPY_NBYTES = 4 << 20
 """How much is copied before the launch is looked at again."""
 
+FOLDS_PER_LOOK = 4
+"""How many blocks are folded before the launch is looked at again."""
+
 _LINE_NBYTES = 64
+_FOLDS_KEPT = 16
 
 _LENDERS: dict[tuple[OpKind, str], str] = {
     (OpKind.REDUCE, "pull"): "others",
@@ -75,6 +81,37 @@ _forsaken: list[Any] = []
 """Arrays that a closed communicator had lent to ranks which have not come back: they may be written yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a rank can show of one kernel.
+
+    Attributes:
+        flags: Of GIVES and TAKES.
+        places: Where those arrays lie.
+        largest: The bytes of the largest array that it gives.
+    """
+
+    flags: int
+    places: Places
+    largest: int
+
+
+class _Block(NamedTuple):
+    """A stretch of all ranks' arrays that is folded at once.
+
+    Attributes:
+        parts: What is read, in rank order.
+        out: What is folded into.
+        later: Which of the parts is `out`, if it is not the first.
+        copies: Where `out` is copied to.
+    """
+
+    parts: list[Array]
+    out: Array
+    later: int
+    copies: list[Array]
+
+
 class Direct:
     """One rank's part in kernels that work in place.
 
@@ -89,6 +126,7 @@ class Direct:
         self._rank = rank
         self._segments = segments
         self._lent: list[tuple[Any, dict[int, int]]] = []
+        self._folds: dict[Any, list[_Block]] = {}
 
     def restart(self, meeting: Meeting) -> None:
         """Begins a launch."""
@@ -101,25 +139,19 @@ class Direct:
         _forsaken.extend(array for array, owed in self._lent if meeting.owing(owed))
         self._lent.clear()
 
-    def show(self, launch: Launch, kernel: Kernel, flags: int = 0) -> int:
+    def show(self, launch: Launch, kernel: Kernel, flags: int = 0) -> None:
         """Lists one's own arrays for the next kernel; a barrier has to follow.
 
         Args:
             launch: The launch.
             kernel: The kernel.
             flags: STAGED, if the first chunk is in the slot already.
-
-        Returns:
-            The flags that it has written.
         """
-        refs: list[BufferRef] = []
-        for flag, arrays in zip((GIVES, TAKES), _shown(kernel, self._rank), strict=True):
-            found = self._locate(arrays) if self._directory.is_open else None
-            if found is not None:
-                flags |= flag
-                refs += found
-        self._directory.write(flags, refs, launch.ranks)
-        return flags
+        if self._directory.is_open:
+            seen = self._see(kernel)
+            self._directory.write(flags | seen.flags, seen.places, launch.ranks)
+        else:
+            self._directory.write(flags, _NOWHERE, launch.ranks)
 
     @staticmethod
     def is_worth(nbytes: int) -> bool:
@@ -128,34 +160,63 @@ class Direct:
 
     def can_give(self, kernel: Kernel) -> bool:
         """Whether others can read in place what this rank gives, and that is worth it by its size."""
-        arrays = _shown(kernel, self._rank)[0]
-        if arrays is None or not self.is_worth(max((array.nbytes for array in arrays), default=0)):
-            return False
-        return self._directory.is_open and self._locate(arrays) is not None
+        seen = self._see(kernel)
+        return bool(seen.flags & GIVES) and self.is_worth(seen.largest) and self._directory.is_open
 
-    def read(self, meeting: Meeting, launch: Launch, kernel: Kernel, until_s: float) -> tuple[str, list[Listing]]:
-        """Reads everybody's listing, after the barrier; the same on all ranks.
+    def run(
+        self, meeting: Meeting, launch: Launch, kernel: Kernel, *, listed: bool, until_s: float
+    ) -> tuple[bool, bool]:
+        """Runs a kernel in place if that can be; all ranks come to the same, by what they have listed.
+
+        Args:
+            meeting: Where the ranks wait for each other.
+            launch: The launch.
+            kernel: The kernel.
+            listed: Whether all ranks have listed their arrays before the barrier that was passed last, the door.
+            until_s: When to give up, by the monotonic clock.
 
         Returns:
-            ``"pull"`` or ``"push"``: who works; ``""`` where the kernel has to be staged. And the listings.
+            Whether it has run, and this rank's arrays are its own again; and if not, whether all ranks had staged its
+            first chunk before the door.
         """
-        listings = self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
+        try:
+            if not listed:
+                self.show(launch, kernel)
+                meeting.barrier(launch, until_s)
+            listings = self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
+            way = self._way(launch, kernel, listings)
+            if not way:
+                return False, all(listing.flags & STAGED for listing in listings)
+            if listed and way == "push":
+                meeting.barrier(launch, until_s)  # all hold off who reads what others write
+            _Work(meeting, launch, kernel, way, listings, self._rank, self._folds, until_s).run()
+        except BaseException:
+            if self._see(kernel).flags & TAKES and kernel.dst is not None:
+                self._lent.append((kernel.dst, meeting.closing(launch)))
+            raise
+        return True, False
+
+    def _way(self, launch: Launch, kernel: Kernel, listings: Sequence[Listing]) -> str:
+        """Who works in whose arrays."""
         gives = [bool(listing.flags & GIVES) for listing in listings]
         takes = [bool(listing.flags & TAKES) for listing in listings]
         root = launch.ranks.index(_root(kernel, self._rank)) if kernel.peer >= 0 else 0
-        return _way(kernel.kind, gives, takes, root), listings
+        return _way(kernel.kind, gives, takes, root)
 
-    def run(
-        self, meeting: Meeting, launch: Launch, kernel: Kernel, way: str, listings: Sequence[Listing], until_s: float
-    ) -> None:
-        """Runs a kernel, and returns when this rank's arrays are its own again."""
-        work = _Work(meeting, launch, kernel, way, listings, self._rank, until_s)
-        try:
-            work.run()
-        except BaseException:
-            if way == "push" and kernel.dst is not None:
-                self._lent.append((kernel.dst, meeting.closing(launch)))
-            raise
+    def _see(self, kernel: Kernel) -> _Seen:
+        """Looks where this rank's arrays lie; remembered with the kernel."""
+        seen: _Seen | None = kernel.memo.get("direct")
+        if seen is None:
+            flags, refs = 0, list[BufferRef]()
+            gives, takes = _shown(kernel, self._rank)
+            for flag, arrays in ((GIVES, gives), (TAKES, takes)):
+                found = self._locate(arrays)
+                if found is not None:
+                    flags |= flag
+                    refs += found
+            largest = max((array.nbytes for array in gives or ()), default=0)
+            seen = kernel.memo["direct"] = _Seen(flags, Places.of(refs), largest)
+        return seen
 
     def _locate(self, arrays: Sequence[Array] | None) -> list[BufferRef] | None:
         """Where arrays lie in shared memory; None where one of them does not, or is no plain row of elements."""
@@ -182,6 +243,7 @@ class _Work:
         way: str,
         listings: Sequence[Listing],
         rank: int,
+        folds: dict[Any, list[_Block]],
         until_s: float,
     ) -> None:
         self._meeting = meeting
@@ -190,53 +252,63 @@ class _Work:
         self._way = way
         self._listings = listings
         self._rank = rank
+        self._folds = folds
         self._until_s = until_s
         self._me = launch.ranks.index(rank)
         self._root = _root(kernel, rank)
 
     def run(self) -> None:
         """Does this rank's part, and waits for those who work in its arrays."""
-        kind = self._kernel.kind
-        if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+        kernel = self._kernel
+        if kernel.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
             self._reduce()
-        elif kind is OpKind.REDUCESCATTER:
+        elif kernel.kind is OpKind.REDUCESCATTER:
             self._reducescatter()
         elif self._way == "pull":
             self._pull()
         else:
             self._push()
-        lenders = self._lenders()
-        users = [rank for rank in self._launch.ranks if len(lenders) == len(self._launch.ranks) or rank not in lenders]
-        if self._rank not in lenders:
+        lenders, waiting, waits_for = _loan(_paired(kernel.kind), self._way, self._root, self._launch.ranks, self._rank)
+        if lenders:
             self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
-        waits_for = users if self._rank in lenders else ()
-        self._meeting.arrive(self._launch, lenders if self._rank in users else (), waits_for, self._until_s)
-
-    def _lenders(self) -> Sequence[int]:
-        side = _LENDERS.get((_paired(self._kernel.kind), self._way))
-        if side is None:
-            return self._launch.ranks
-        return [rank for rank in self._launch.ranks if (rank == self._root) == (side == "root")]
+        self._meeting.arrive(self._launch, waiting, waits_for, self._until_s)
 
     # ------------------------------------------------------------------------------------------ reductions
 
     def _reduce(self) -> None:
+        """Folds this rank's slice into all targets, or into the root's; or the root folds all of it."""
         kernel, dtype = self._kernel, Flat(self._kernel.src).dtype
-        srcs = [listing.arrays[0].view(dtype) for listing in self._listings]
         if self._way == "pull":
             if self._rank == self._root:
-                self._fold_into(Flat(kernel.dst), srcs)
+                self._fold_into(Flat(kernel.dst), [listing.arrays[0].view(dtype) for listing in self._listings])
             return
-        takers = self._launch.ranks if kernel.kind is OpKind.ALLREDUCE else (self._root,)
-        dsts = [self._listings[self._launch.ranks.index(rank)].arrays[1].view(dtype) for rank in takers]
-        count, size, line = len(srcs), srcs[0].size, _LINE_NBYTES // dtype.itemsize or 1
-        lo, hi = (min(-(-size * part // count // line) * line, size) for part in (self._me, self._me + 1))
-        later = _later(srcs, dsts[0].ctypes.data)
-        for first, last in self._blocks(lo, hi if self._me + 1 < count else size, dtype, FOLD_NBYTES):
-            out = dsts[0][first:last]
-            self._fold([src[first:last] for src in srcs], out, later)
-            for dst in dsts[1:]:
-                dst[first:last] = out
+        key = (kernel.kind, kernel.peer, dtype, self._launch.ranks, *self._listings)
+        blocks = self._folds.get(key)
+        if blocks is None:
+            if len(self._folds) >= _FOLDS_KEPT:
+                self._folds.clear()
+            blocks = self._folds[key] = list(self._cut(dtype))
+        op = reduce_op(kernel)
+        for at, block in enumerate(blocks):
+            if at % FOLDS_PER_LOOK == FOLDS_PER_LOOK - 1:
+                self._look()
+            parts = block.parts
+            if block.later:
+                parts = [part.copy() if i == block.later else part for i, part in enumerate(parts)]
+            fold(op, parts, block.out)
+            for copy in block.copies:
+                np.copyto(copy, block.out)
+
+    def _cut(self, dtype: np.dtype[Any]) -> Iterator[_Block]:
+        """Cuts this rank's slice of everybody's arrays into blocks."""
+        srcs = [listing.arrays[0].view(dtype) for listing in self._listings]
+        takers = self._launch.ranks if self._kernel.kind is OpKind.ALLREDUCE else (self._root,)
+        dst, *others = (self._listings[self._launch.ranks.index(rank)].arrays[1].view(dtype) for rank in takers)
+        later = _later(srcs, dst.ctypes.data)
+        start, stop = _slice(self._me, len(srcs), dst.size, dtype)
+        for lo, hi in chunks(stop - start, FOLD_NBYTES // dtype.itemsize):
+            block = slice(start + lo, start + hi)
+            yield _Block([src[block] for src in srcs], dst[block], later, [other[block] for other in others])
 
     def _reducescatter(self) -> None:
         dst = Flat(self._kernel.dst)
@@ -244,17 +316,17 @@ class _Work:
 
     def _fold_into(self, dst: Flat, srcs: Sequence[Array]) -> None:
         """Folds whole arrays; `dst` may be one of them."""
-        later = _later(srcs, dst.address)
-        for lo, hi in self._blocks(0, dst.size, dst.dtype, FOLD_NBYTES):
+        op, later = reduce_op(self._kernel), _later(srcs, dst.address)
+        for lo, hi in chunks(dst.size, FOLD_NBYTES // dst.dtype.itemsize):
+            if lo:
+                self._look()
             out = dst.target(lo, hi)
-            self._fold([src[lo:hi] for src in srcs], out, later)
+            fold(op, [src[lo:hi].copy() if later and i == later else src[lo:hi] for i, src in enumerate(srcs)], out)
             dst.commit(lo, hi, out)
 
-    def _fold(self, parts: list[Array], out: Array, later: int) -> None:
-        """Folds a block; part `later` is `out` itself, and its turn comes after that was written first."""
-        if later:
-            parts[later] = parts[later].copy()
-        fold(reduce_op(self._kernel), parts, out)
+    def _look(self) -> None:
+        """Between two blocks: raises where the launch does not go on."""
+        self._meeting.check(self._launch, self._launch.ranks, self._until_s)
 
     # ------------------------------------------------------------------------------------------ movements
 
@@ -291,19 +363,42 @@ class _Work:
 
     def _copy(self, src: Array | Flat, dst: Flat) -> None:
         source = src if isinstance(src, Flat) else Flat(src.view(dst.dtype))
-        for lo, hi in self._blocks(0, dst.size, dst.dtype, COPY_NBYTES):
+        for lo, hi in chunks(dst.size, COPY_NBYTES // dst.dtype.itemsize):
+            if lo:
+                self._look()
             dst.write(lo, hi, source.read(lo, hi))
-
-    def _blocks(self, lo: int, hi: int, dtype: np.dtype[Any], nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cuts a range into blocks; between two it looks whether the launch still goes on."""
-        for first, last in chunks(hi - lo, nbytes // dtype.itemsize):
-            if first:
-                self._meeting.check(self._launch, self._launch.ranks, self._until_s)
-            yield lo + first, lo + last
 
 
 _CUT = (OpKind.SCATTER, OpKind.ALLTOALL)
 _NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
+
+
+_NOWHERE = Places()
+
+
+@lru_cache(maxsize=256)
+def _loan(
+    kind: OpKind, way: str, root: int, ranks: tuple[int, ...], rank: int
+) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
+    """Who lends arrays in a kernel.
+
+    Returns:
+        Those whose arrays this rank has used without lending its own; who waits for this rank; for whom it waits.
+    """
+    side = _LENDERS.get((kind, way))
+    if side is None:
+        return (), ranks, ranks
+    lenders = tuple(one for one in ranks if (one == root) == (side == "root"))
+    users = tuple(one for one in ranks if one not in lenders)
+    return ((), (), users) if rank in lenders else (lenders, lenders, ())
+
+
+def _slice(at: int, count: int, size: int, dtype: np.dtype[Any]) -> tuple[int, int]:
+    """The elements [start, stop) of the `at`-th of `count` slices; they begin on cache lines."""
+    line = max(1, _LINE_NBYTES // dtype.itemsize)
+    ends = (min(-(-size * part // count // line) * line, size) for part in (at, at + 1))
+    start, stop = ends
+    return start, stop if at + 1 < count else size
 
 
 def _later(srcs: Sequence[Array], address: int) -> int:

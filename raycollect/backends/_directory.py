@@ -22,7 +22,7 @@ from raycollect.model import BufferRef, Segment, SegmentSource
 
 from .arrays import Array
 
-__all__ = ["GIVES", "STAGED", "TAKES", "Directory", "Listing", "directory_nbytes"]
+__all__ = ["GIVES", "STAGED", "TAKES", "Directory", "Listing", "Places", "directory_nbytes"]
 
 STAGED, GIVES, TAKES, _NEW, _REACHED = 1, 2, 4, 8, 16
 """Flags: the first chunk is in the rank's slot; others can read all that it gives; they can write all that it takes;
@@ -46,9 +46,9 @@ def directory_nbytes(world_size: int) -> int:
     return world_size * _PARITIES * _area_nbytes(world_size)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Listing:
-    """What one rank says of its arrays in one kernel.
+    """What one rank says of its arrays in one kernel; the same object as long as it says the same.
 
     Attributes:
         flags: Some of STAGED, GIVES and TAKES.
@@ -57,6 +57,30 @@ class Listing:
 
     flags: int
     arrays: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where some arrays lie, as a listing tells it.
+
+    Attributes:
+        segment: The one in which all of them lie; None where none of them has bytes.
+        packed: It, and offset and length of each array.
+        count: How many arrays there are.
+    """
+
+    segment: Segment | None = None
+    packed: bytes = b""
+    count: int = 0
+
+    @classmethod
+    def of(cls, refs: Sequence[BufferRef]) -> Places:
+        """Packs them; a ref of no bytes may name any segment."""
+        segment = next((ref.segment for ref in refs if ref.nbytes), None)
+        named = segment or Segment(0, 0, b"", 0)
+        entries = (_ENTRY.pack(ref.offset, ref.nbytes) for ref in refs)
+        head = _SEGMENT.pack(named.pid, named.fd, named.nbytes, named.token)
+        return cls(segment, b"".join([head, *entries]), len(refs))
 
 
 class Directory:
@@ -89,18 +113,16 @@ class Directory:
         """Begins a launch: the next listing is that of its first kernel."""
         self._turn = 0
 
-    def write(self, flags: int, refs: Sequence[BufferRef], ranks: Sequence[int]) -> None:
-        """Writes one's own listing for the next kernel of `ranks`; what has bytes lies in one segment."""
+    def write(self, flags: int, places: Places, ranks: Sequence[int]) -> None:
+        """Writes one's own listing for the next kernel of `ranks`."""
         at = self._at(self._rank)
-        segment = next((ref.segment for ref in refs if ref.nbytes), None)
-        if segment is not None:
-            if any(self._shown.get(rank) != segment for rank in ranks if rank != self._rank):
-                flags |= _NEW
-            _SEGMENT.pack_into(self._memory, at + _WORD.size, segment.pid, segment.fd, segment.nbytes, segment.token)
+        segment = places.segment
+        if segment is not None and any(self._shown.get(rank) is not segment for rank in ranks if rank != self._rank):
+            flags |= _NEW
             self._shown.update(dict.fromkeys(ranks, segment))
-        for i, ref in enumerate(refs):
-            _ENTRY.pack_into(self._memory, self._entry(at, i), ref.offset, ref.nbytes)
-        _WORD.pack_into(self._memory, at, flags, len(refs))
+        start = at + _WORD.size
+        self._memory[start : start + len(places.packed)] = places.packed
+        _WORD.pack_into(self._memory, at, flags, places.count)
 
     def read(self, ranks: Sequence[int], barrier: Callable[[], None]) -> list[Listing]:
         """Reads the listings of a kernel, after the barrier that follows their writing.
@@ -151,10 +173,10 @@ class Directory:
         pid, fd, nbytes, token = _SEGMENT.unpack_from(written, _WORD.size)
         places = list(_ENTRY.iter_unpack(written[self._entry(0, 0) :]))
         segment = Segment(pid, fd, token, nbytes)
+        if not any(length for _, length in places):
+            return tuple(_NOTHING for _ in places)
         mapped = self._mapped.get(rank)
         if mapped is None or mapped[0] != segment:
-            if not any(length for _, length in places):
-                return tuple(_NOTHING for _ in places)
             mapped = self._mapped[rank] = segment, self._segments.open(segment)
         if any(offset + length > nbytes for offset, length in places):
             raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment")

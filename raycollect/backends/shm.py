@@ -126,16 +126,9 @@ class ShmCommunicator:
         with _Inside(self) as (meeting, staged, direct), translated(kernel.kind, self._group_name, self.rank):
             is_first, self._staged = self._staged == launch.seq, 0
             if direct.is_worth(_nbytes(kernel)):
-                if not is_first:
-                    direct.show(launch, kernel)
-                    meeting.barrier(launch, until_s)
-                way, listings = direct.read(meeting, launch, kernel, until_s)
-                if way:
-                    if way == "push" and is_first:
-                        meeting.barrier(launch, until_s)  # all hold off who reads what others write
-                    direct.run(meeting, launch, kernel, way, listings, until_s)
+                has_run, is_first = direct.run(meeting, launch, kernel, listed=is_first, until_s=until_s)
+                if has_run:
                     return DONE
-                is_first = all(listing.flags & STAGED for listing in listings)
             staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
         return DONE
 

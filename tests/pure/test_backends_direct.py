@@ -15,7 +15,7 @@ import pytest
 from raycollect import tensors
 from raycollect.backends import _direct
 from raycollect.backends._staged import Staged
-from raycollect.errors import KernelError, PlanAbortedError
+from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource
 from raycollect.pos.segments import Segments
 
@@ -121,6 +121,54 @@ def test_small_arrays_are_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTe
     """They need one barrier less so."""
     monkeypatch.setattr(_direct.Direct, "run", None)
     check_cases(trio, one_of_each(1000))
+
+
+@pytest.mark.parametrize(
+    "kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.GATHER, OpKind.SEND], ids=lambda kind: kind.value
+)
+def test_nobody_writes_into_an_array_before_its_owner_runs_the_kernel(kind: OpKind) -> None:
+    """Past the door, the owner may wait yet for those who read the array."""
+    team = ThreadTeam("shm", 2)
+    size = 20_001
+    taken = [tensors.full(size, -1.0) for _ in range(2)]
+    given = (np if kind is OpKind.SEND else tensors).full(size, 1.0)
+    kernels = {
+        OpKind.ALLREDUCE: [Kernel(kind=kind, src=array, dst=array, op=ReduceOp.SUM) for array in (taken[0], given)],
+        OpKind.REDUCE: [
+            Kernel(kind=kind, src=array, dst=array if array is not given else None, op=ReduceOp.SUM, peer=0)
+            for array in (taken[0], given)
+        ],
+        OpKind.GATHER: [
+            Kernel(kind=kind, src=taken[0].copy(), dst=tuple(taken), peer=0, most=size),
+            Kernel(kind=kind, src=given, peer=0, most=size),
+        ],
+        OpKind.SEND: [Kernel(kind=OpKind.RECV, dst=taken[0], peer=1), Kernel(kind=kind, src=given, peer=0)],
+    }[kind]
+    first = team.launch()
+    team.must(lambda communicator: run_launch(communicator, first, kernels[communicator.rank]))  # maps the arrays
+    assert (taken[kind is OpKind.GATHER] != -1).all()
+    for array, value in ((given, 5), (taken[0], -1), (taken[1], -1)):
+        array[:] = value
+    launch, given_up = team.launch(timeout_s=1), threading.Event()
+
+    def body(communicator: Communicator) -> None:
+        kernel = kernels[communicator.rank]
+        communicator.stage(launch, kernel)
+        communicator.agree(launch, b"")
+        try:
+            if communicator.rank == 0:
+                assert given_up.wait(WAIT_S)
+                return
+            with pytest.raises(CollectiveTimeoutError):
+                communicator.launch(launch, kernel).wait(launch.timeout_s)
+        finally:
+            given_up.set()
+            communicator.end(launch, False)
+
+    team.must(body)
+    team.close()
+    for array in taken:
+        assert (array == -1).all()
 
 
 def test_many_kernels_of_one_launch(trio: ThreadTeam) -> None:
@@ -290,7 +338,7 @@ def test_an_abort_is_seen_between_two_blocks(monkeypatch: pytest.MonkeyPatch, tr
 
     results = trio.run(body)
     assert isinstance(results[1], PlanAbortedError)
-    assert len(folded) == 1
+    assert 0 < len(folded) < _direct.FOLDS_PER_LOOK
 
 
 def test_a_listing_beyond_its_segment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
