@@ -1,7 +1,7 @@
 """Measurements of `raycollect` beside what people use today: ``python -m benchmarks --help``.
 
 All contenders of a comparison are measured in one run, in turn, so that whatever else happens on the machine hits all
-alike; another one goes first each time; what each has computed is checked in every round. Contenders that are not
+alike; in another order each time; what each has computed is checked in every round. Contenders that are not
 installed are named as skipped.
 
 ==============  ====================================================================================================

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -56,7 +57,8 @@ def interleave(
     """Times each contender at least `runs` times at one size, and checks what it computed after every round.
 
     Args:
-        contenders: Who is timed; in each turn another one goes first.
+        contenders: Who is timed; in each turn in another order, drawn at random, because what one leaves behind (Ray
+            tidies up after the call has returned) is paid for by the next.
         nbytes: Bytes per rank.
         runs: How many operations of each are timed.
         warmup: How many turns go before that.
@@ -68,6 +70,7 @@ def interleave(
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for contender in contenders:
         contender.prepare(nbytes)
+    draw = random.Random(nbytes)  # the same orders in every run
     turns_per_round = max(1, RUNS_PER_ROUND // burst)
     turn, total = 0, warmup + -(-runs // burst)
     while turn < total:
@@ -75,8 +78,7 @@ def interleave(
         for contender in contenders:
             contender.fill()
         for _ in range(count):
-            shift = turn % len(contenders)
-            for contender in (*contenders[shift:], *contenders[:shift]):
+            for contender in draw.sample(contenders, len(contenders)):
                 spent = contender.run(burst)
                 if turn >= warmup:
                     times[contender.name] += [each * 1e3 for each in spent]

@@ -84,11 +84,15 @@ def test_each_contender_is_timed_so_many_times_and_alone():
     assert times["c"] == pytest.approx([3000.0] * 19)
 
 
-def test_another_contender_goes_first_in_each_turn():
+def test_nobody_always_follows_the_same_one():
+    """What one leaves behind is paid for by whoever comes next: by each of the others now and then."""
     story, fakes = _fakes(1.0, 1.0, 1.0)
-    interleave(fakes, nbytes=4, runs=3, warmup=0)
+    interleave(fakes, nbytes=4, runs=40, warmup=0)
     ran = "".join(name for what, name, *_ in story if what == "run")
-    assert ran == "abc" + "bca" + "cab"
+    turns = [ran[at : at + 3] for at in range(0, len(ran), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert {turn[0] for turn in turns} == {"a", "b", "c"}
+    assert {turn[at : at + 2] for turn in turns for at in (0, 1)} == {"ab", "ac", "ba", "bc", "ca", "cb"}
 
 
 def test_operands_are_filled_before_every_round():
