@@ -1,81 +1,33 @@
-"""Kernels that work in each other's arrays, which lie in shared memory: no staging.
+"""Kernels in place: what a rank shows of its arrays, how all come to work in them or not, and what is lent.
 
-Theory, for w ranks and arrays of n bytes. A reduction is cut into w slices; each rank folds its slice of all arrays, in
-rank order, a block that stays in its cache at a time, and writes the block to all targets: w reads and w writes of
-n / w bytes per rank, which is what memory has to move at least. Everything else is one copy per byte, made by whoever
-takes it, straight from the array of its giver ("pull"); or, where only the taker's array is in shared memory, by the
-giver ("push").
+The listings are written before the door, or before a barrier of the kernel's own; after it all read the same, and
+decide alike. One more barrier follows the door where others write into a rank's array: only past the door does each
+rank hold off those who read it (`Store.writing`). What the ranks then do is in `_in_place`.
 
-=============  ===========================================  =========================================
-kernel         works in place where                         who copies or folds
-=============  ===========================================  =========================================
-ALLREDUCE      all src and all dst are shown                each rank its slice, into all dst
-REDUCE         all src and the root's dst are shown         each rank its slice, into the root's dst
-               all src are shown                            the root
-BROADCAST      the root's src is shown                      the others
-SEND           the sender's src is shown                    the receiver
-               the receiver's dst is shown                  the sender
-GATHER         the root's dst is shown                      the others, each its piece
-               all src are shown                            the root
-others         all src are shown                            each rank what it takes
-=============  ===========================================  =========================================
-
-The bits are those of the staged kernels (P7): the same fold in the same order.
-
-Barriers. One before (the door, where the listings were written before it), so that all operands are ready. One more
-where that was the door and others write into a rank's array: only past the door does each rank hold off those who read
-it (`Store.writing`). One after, which only those wait at who lent something: their arrays are their own again when they
-return. A taker looks, before it says that it is done, whether its giver has left the launch: then what it has read may
-be anybody's.
-
-Who writes into a rank's array when that rank fails stops within a block, unless its process was stopped: so an array
-that was lent for writing in a launch that failed is kept until all who may write have left the launch.
+Who writes into a rank's array when that rank fails stops within some blocks, unless its process was stopped: so an
+array that was lent for writing in a launch that failed is kept until all who may write have left the launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, SegmentSource
 
 from ._directory import GIVES, STAGED, TAKES, Directory, Listing, Places
+from ._in_place import Blocks, Work, root_of
 from ._meeting import Meeting
 from .arrays import Array, Flat
-from .completion import chunks, keep_own, movement, reduce_op, transfers
-from .folds import fold
 
 __all__ = ["DIRECT_FROM_NBYTES", "Direct"]
 
 DIRECT_FROM_NBYTES = 32 << 10
 """From which size of the largest array on kernels work in place; below, staging needs one barrier less."""
 
-FOLD_NBYTES = 256 << 10
-"""The bytes of one array that are folded at a time: the blocks of a few ranks stay in the cache of a core."""
-
-COPY_NBYTES = 4 << 20
-"""How much is copied before the launch is looked at again."""
-
-FOLDS_PER_LOOK = 4
-"""How many blocks are folded before the launch is looked at again."""
-
-_LINE_NBYTES = 64
-_FOLDS_KEPT = 16
-
-_LENDERS: dict[tuple[OpKind, str], str] = {
-    (OpKind.REDUCE, "pull"): "others",
-    (OpKind.BROADCAST, "pull"): "root",
-    (OpKind.SEND, "pull"): "root",
-    (OpKind.SEND, "push"): "others",
-    (OpKind.GATHER, "push"): "root",
-    (OpKind.GATHER, "pull"): "others",
-    (OpKind.SCATTER, "pull"): "root",
-}
-"""(kind, way) -> whose arrays the other side works in; where it is not here, all work in all."""
+_NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
+_NOWHERE = Places()
 
 _forsaken: list[Any] = []
 """Arrays that a closed communicator had lent to ranks which have not come back: they may be written yet."""
@@ -96,22 +48,6 @@ class _Seen:
     largest: int
 
 
-class _Block(NamedTuple):
-    """A stretch of all ranks' arrays that is folded at once.
-
-    Attributes:
-        parts: What is read, in rank order.
-        out: What is folded into.
-        later: Which of the parts is `out`, if it is not the first.
-        copies: Where `out` is copied to.
-    """
-
-    parts: list[Array]
-    out: Array
-    later: int
-    copies: list[Array]
-
-
 class Direct:
     """One rank's part in kernels that work in place.
 
@@ -126,7 +62,7 @@ class Direct:
         self._rank = rank
         self._segments = segments
         self._lent: list[tuple[Any, dict[int, int]]] = []
-        self._folds: dict[Any, list[_Block]] = {}
+        self._blocks: Blocks = {}
 
     def restart(self, meeting: Meeting) -> None:
         """Begins a launch."""
@@ -189,7 +125,7 @@ class Direct:
                 return False, all(listing.flags & STAGED for listing in listings)
             if listed and way == "push":
                 meeting.barrier(launch, until_s)  # all hold off who reads what others write
-            _Work(meeting, launch, kernel, way, listings, self._rank, self._folds, until_s).run()
+            Work(meeting, launch, kernel, way, listings, self._rank, self._blocks, until_s).run()
         except BaseException:
             if self._see(kernel).flags & TAKES and kernel.dst is not None:
                 self._lent.append((kernel.dst, meeting.closing(launch)))
@@ -200,7 +136,7 @@ class Direct:
         """Who works in whose arrays."""
         gives = [bool(listing.flags & GIVES) for listing in listings]
         takes = [bool(listing.flags & TAKES) for listing in listings]
-        root = launch.ranks.index(_root(kernel, self._rank)) if kernel.peer >= 0 else 0
+        root = launch.ranks.index(root_of(kernel, self._rank)) if kernel.peer >= 0 else 0
         return _way(kernel.kind, gives, takes, root)
 
     def _see(self, kernel: Kernel) -> _Seen:
@@ -230,190 +166,6 @@ class Direct:
                 return None
             refs.append(ref or _NO_BYTES)
         return refs
-
-
-class _Work:
-    """One kernel under way, on one rank."""
-
-    def __init__(
-        self,
-        meeting: Meeting,
-        launch: Launch,
-        kernel: Kernel,
-        way: str,
-        listings: Sequence[Listing],
-        rank: int,
-        folds: dict[Any, list[_Block]],
-        until_s: float,
-    ) -> None:
-        self._meeting = meeting
-        self._launch = launch
-        self._kernel = kernel
-        self._way = way
-        self._listings = listings
-        self._rank = rank
-        self._folds = folds
-        self._until_s = until_s
-        self._me = launch.ranks.index(rank)
-        self._root = _root(kernel, rank)
-
-    def run(self) -> None:
-        """Does this rank's part, and waits for those who work in its arrays."""
-        kernel = self._kernel
-        if kernel.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
-            self._reduce()
-        elif kernel.kind is OpKind.REDUCESCATTER:
-            self._reducescatter()
-        elif self._way == "pull":
-            self._pull()
-        else:
-            self._push()
-        lenders, waiting, waits_for = _loan(_paired(kernel.kind), self._way, self._root, self._launch.ranks, self._rank)
-        if lenders:
-            self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
-        self._meeting.arrive(self._launch, waiting, waits_for, self._until_s)
-
-    # ------------------------------------------------------------------------------------------ reductions
-
-    def _reduce(self) -> None:
-        """Folds this rank's slice into all targets, or into the root's; or the root folds all of it."""
-        kernel, dtype = self._kernel, Flat(self._kernel.src).dtype
-        if self._way == "pull":
-            if self._rank == self._root:
-                self._fold_into(Flat(kernel.dst), [listing.arrays[0].view(dtype) for listing in self._listings])
-            return
-        key = (kernel.kind, kernel.peer, dtype, self._launch.ranks, *self._listings)
-        blocks = self._folds.get(key)
-        if blocks is None:
-            if len(self._folds) >= _FOLDS_KEPT:
-                self._folds.clear()
-            blocks = self._folds[key] = list(self._cut(dtype))
-        op = reduce_op(kernel)
-        for at, block in enumerate(blocks):
-            if at % FOLDS_PER_LOOK == FOLDS_PER_LOOK - 1:
-                self._look()
-            parts = block.parts
-            if block.later:
-                parts = [part.copy() if i == block.later else part for i, part in enumerate(parts)]
-            fold(op, parts, block.out)
-            for copy in block.copies:
-                np.copyto(copy, block.out)
-
-    def _cut(self, dtype: np.dtype[Any]) -> Iterator[_Block]:
-        """Cuts this rank's slice of everybody's arrays into blocks."""
-        srcs = [listing.arrays[0].view(dtype) for listing in self._listings]
-        takers = self._launch.ranks if self._kernel.kind is OpKind.ALLREDUCE else (self._root,)
-        dst, *others = (self._listings[self._launch.ranks.index(rank)].arrays[1].view(dtype) for rank in takers)
-        later = _later(srcs, dst.ctypes.data)
-        start, stop = _slice(self._me, len(srcs), dst.size, dtype)
-        for lo, hi in chunks(stop - start, FOLD_NBYTES // dtype.itemsize):
-            block = slice(start + lo, start + hi)
-            yield _Block([src[block] for src in srcs], dst[block], later, [other[block] for other in others])
-
-    def _reducescatter(self) -> None:
-        dst = Flat(self._kernel.dst)
-        self._fold_into(dst, [listing.arrays[self._me].view(dst.dtype) for listing in self._listings])
-
-    def _fold_into(self, dst: Flat, srcs: Sequence[Array]) -> None:
-        """Folds whole arrays; `dst` may be one of them."""
-        op, later = reduce_op(self._kernel), _later(srcs, dst.address)
-        for lo, hi in chunks(dst.size, FOLD_NBYTES // dst.dtype.itemsize):
-            if lo:
-                self._look()
-            out = dst.target(lo, hi)
-            fold(op, [src[lo:hi].copy() if later and i == later else src[lo:hi] for i, src in enumerate(srcs)], out)
-            dst.commit(lo, hi, out)
-
-    def _look(self) -> None:
-        """Between two blocks: raises where the launch does not go on."""
-        self._meeting.check(self._launch, self._launch.ranks, self._until_s)
-
-    # ------------------------------------------------------------------------------------------ movements
-
-    def _pull(self) -> None:
-        """Takes what others give, from their arrays."""
-        kernel, ranks = self._kernel, self._launch.ranks
-        if _paired(kernel.kind) in (OpKind.BROADCAST, OpKind.SEND):
-            src, dst, _ = movement(kernel, is_root=self._rank == self._root)
-            if src is not None and dst is not None:
-                self._copy(src.read(0, src.size), dst)
-            elif dst is not None:
-                self._copy(self._listings[ranks.index(self._root)].arrays[0], dst)
-            return
-        give, take = transfers(kernel, ranks, self._rank)
-        for rank, dst in take.items():
-            if rank != self._rank:
-                arrays = self._listings[ranks.index(rank)].arrays
-                self._copy(arrays[self._me if kernel.kind in _CUT else 0], dst)
-        keep_own(give, take, self._rank, COPY_NBYTES)
-
-    def _push(self) -> None:
-        """Brings what this rank gives to the arrays of the one who takes it."""
-        kernel, ranks = self._kernel, self._launch.ranks
-        if kernel.kind is OpKind.GATHER:
-            give, take = transfers(kernel, ranks, self._rank)
-            if self._rank == self._root:
-                keep_own(give, take, self._rank, COPY_NBYTES)
-            else:
-                src = give[self._root]
-                self._copy(src, Flat(self._listings[ranks.index(self._root)].arrays[self._me].view(src.dtype)))
-        elif kernel.kind is OpKind.SEND:
-            src = Flat(kernel.src)
-            self._copy(src, Flat(self._listings[1 - self._me].arrays[0].view(src.dtype)))
-
-    def _copy(self, src: Array | Flat, dst: Flat) -> None:
-        source = src if isinstance(src, Flat) else Flat(src.view(dst.dtype))
-        for lo, hi in chunks(dst.size, COPY_NBYTES // dst.dtype.itemsize):
-            if lo:
-                self._look()
-            dst.write(lo, hi, source.read(lo, hi))
-
-
-_CUT = (OpKind.SCATTER, OpKind.ALLTOALL)
-_NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
-
-
-_NOWHERE = Places()
-
-
-@lru_cache(maxsize=256)
-def _loan(
-    kind: OpKind, way: str, root: int, ranks: tuple[int, ...], rank: int
-) -> tuple[Sequence[int], Sequence[int], Sequence[int]]:
-    """Who lends arrays in a kernel.
-
-    Returns:
-        Those whose arrays this rank has used without lending its own; who waits for this rank; for whom it waits.
-    """
-    side = _LENDERS.get((kind, way))
-    if side is None:
-        return (), ranks, ranks
-    lenders = tuple(one for one in ranks if (one == root) == (side == "root"))
-    users = tuple(one for one in ranks if one not in lenders)
-    return ((), (), users) if rank in lenders else (lenders, lenders, ())
-
-
-def _slice(at: int, count: int, size: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """The elements [start, stop) of the `at`-th of `count` slices; they begin on cache lines."""
-    line = max(1, _LINE_NBYTES // dtype.itemsize)
-    ends = (min(-(-size * part // count // line) * line, size) for part in (at, at + 1))
-    start, stop = ends
-    return start, stop if at + 1 < count else size
-
-
-def _later(srcs: Sequence[Array], address: int) -> int:
-    """Which of the arrays, other than the first, lies there; 0 where none does."""
-    return next((i for i, src in enumerate(srcs) if i and src.ctypes.data == address), 0)
-
-
-def _paired(kind: OpKind) -> OpKind:
-    """The two ends of a send are one kernel."""
-    return OpKind.SEND if kind is OpKind.RECV else kind
-
-
-def _root(kernel: Kernel, rank: int) -> int:
-    """The root; of a send its sender."""
-    return rank if kernel.kind is OpKind.SEND else kernel.peer
 
 
 def _shown(kernel: Kernel, rank: int) -> tuple[Sequence[Array] | None, Sequence[Array] | None]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from raycollect import tensors
-from raycollect.backends import _direct
+from raycollect.backends import _direct, _in_place
 from raycollect.backends._staged import Staged
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource
@@ -29,8 +29,9 @@ Body = Callable[..., Any]
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of any size are worked on in place, in blocks much smaller than most."""
-    for name, nbytes in (("DIRECT_FROM_NBYTES", 1), ("FOLD_NBYTES", 256), ("COPY_NBYTES", 512)):
-        monkeypatch.setattr(_direct, name, nbytes)
+    monkeypatch.setattr(_direct, "DIRECT_FROM_NBYTES", 1)
+    for name, nbytes in (("FOLD_NBYTES", 256), ("COPY_NBYTES", 512)):
+        monkeypatch.setattr(_in_place, name, nbytes)
 
 
 @pytest.fixture
@@ -231,7 +232,7 @@ class Stop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, part: Callable[..., bool]) -> None:
         self.reached, self.go_on = threading.Event(), threading.Event()
-        original = getattr(_direct._Work, name)
+        original = getattr(_in_place.Work, name)
 
         def held_up(work: Any, *args: Any) -> Any:
             if part(work) and not self.reached.is_set():
@@ -239,7 +240,7 @@ class Stop:
                 assert self.go_on.wait(WAIT_S)
             return original(work, *args)
 
-        monkeypatch.setattr(_direct._Work, name, held_up)
+        monkeypatch.setattr(_in_place.Work, name, held_up)
 
 
 def assert_aborted(future: Any) -> None:
@@ -320,7 +321,7 @@ def test_what_was_read_of_a_rank_that_has_left_is_not_believed(
 def test_an_abort_is_seen_between_two_blocks(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
     arrays = [tensors.zeros(1_000_000) for _ in trio.everyone]
     folded = []
-    original = _direct.fold
+    original = _in_place.fold
 
     def slow(op: ReduceOp, parts: Any, out: Any) -> None:
         if threading.get_ident() == held[0]:
@@ -328,7 +329,7 @@ def test_an_abort_is_seen_between_two_blocks(monkeypatch: pytest.MonkeyPatch, tr
             folded.append(out.size)
         original(op, parts, out)
 
-    monkeypatch.setattr(_direct, "fold", slow)
+    monkeypatch.setattr(_in_place, "fold", slow)
     held, launch = [0], trio.launch()
 
     def body(communicator: Communicator) -> None:
@@ -338,7 +339,7 @@ def test_an_abort_is_seen_between_two_blocks(monkeypatch: pytest.MonkeyPatch, tr
 
     results = trio.run(body)
     assert isinstance(results[1], PlanAbortedError)
-    assert 0 < len(folded) < _direct.FOLDS_PER_LOOK
+    assert 0 < len(folded) < _in_place.FOLDS_PER_LOOK
 
 
 def test_a_listing_beyond_its_segment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
