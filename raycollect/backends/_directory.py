@@ -7,6 +7,9 @@ offset and length of each array.
 A rank that shows a segment to somebody for the first time says so. Then each tries to map what it was shown, and tells
 the others at one more barrier: either all work in place, or none does. One mapping per rank is kept: who shows another
 segment has given up the one before.
+
+What a rank writes while others may read it are words of 8 bytes, each by one store: its answer must not tear what it
+has listed.
 """
 
 from __future__ import annotations
@@ -24,11 +27,12 @@ from .arrays import Array
 
 __all__ = ["GIVES", "STAGED", "TAKES", "Directory", "Listing", "Places", "directory_nbytes"]
 
-STAGED, GIVES, TAKES, _NEW, _REACHED = 1, 2, 4, 8, 16
+STAGED, GIVES, TAKES, _NEW = 1, 2, 4, 8
 """Flags: the first chunk is in the rank's slot; others can read all that it gives; they can write all that it takes;
-it shows its segment for the first time; it has mapped all that it was shown."""
+it shows its segment for the first time."""
 
-_WORD = struct.Struct("<HxxI")  # flags, number of arrays
+_FLAGS_BITS = 8  # of the word; the others count the arrays
+_WORDS_NBYTES = 16  # the word, and whether the rank has mapped all that it was shown
 _SEGMENT = struct.Struct("<QQQ32s")  # pid, descriptor, size, token
 _ENTRY = struct.Struct("<QQ")  # offset, length
 _LINE_NBYTES = 64
@@ -37,7 +41,7 @@ _NOTHING: Array = np.empty(0, np.uint8)
 
 
 def _area_nbytes(world_size: int) -> int:
-    nbytes = _WORD.size + _SEGMENT.size + (world_size + 1) * _ENTRY.size  # a piece for each rank, and one array
+    nbytes = _WORDS_NBYTES + _SEGMENT.size + (world_size + 1) * _ENTRY.size  # a piece for each rank, and one array
     return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
 
 
@@ -95,12 +99,13 @@ class Directory:
 
     def __init__(self, memory: memoryview, rank: int, world_size: int, segments: SegmentSource) -> None:
         self._memory = memory
+        self._words = memory.cast("Q")
         self._rank = rank
         self._area = _area_nbytes(world_size)
         self._segments = segments
         self._shown: dict[int, Segment] = {}  # by rank: which segment of one's own it knows
         self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
-        self._known: dict[tuple[int, int], tuple[bytes, Listing]] = {}
+        self._known: dict[tuple[int, int], tuple[tuple[int, bytes], Listing]] = {}
         self._turn = 0
         self._closed = False
 
@@ -120,9 +125,10 @@ class Directory:
         if segment is not None and any(self._shown.get(rank) is not segment for rank in ranks if rank != self._rank):
             flags |= _NEW
             self._shown.update(dict.fromkeys(ranks, segment))
-        start = at + _WORD.size
+        start = at + _WORDS_NBYTES
         self._memory[start : start + len(places.packed)] = places.packed
-        _WORD.pack_into(self._memory, at, flags, places.count)
+        self._words[at // 8] = flags | places.count << _FLAGS_BITS
+        self._words[at // 8 + 1] = 0
 
     def read(self, ranks: Sequence[int], barrier: Callable[[], None]) -> list[Listing]:
         """Reads the listings of a kernel, after the barrier that follows their writing.
@@ -131,47 +137,47 @@ class Directory:
             ranks: Whose, in this order.
             barrier: Brings them together once more.
         """
-        words = [_WORD.unpack_from(self._memory, self._at(rank)) for rank in ranks]
-        if any(flags & _NEW for flags, _ in words) and not self._meet(ranks, words, barrier):
+        words = [self._words[self._at(rank) // 8] for rank in ranks]
+        if any(word & _NEW for word in words) and not self._meet(ranks, words, barrier):
             self._closed = True
-            listings = [Listing(flags & STAGED) for flags, _ in words]
+            listings = [Listing(word & STAGED) for word in words]
         else:
-            listings = [self._listing(rank, *word) for rank, word in zip(ranks, words, strict=True)]
+            listings = [self._listing(rank, word) for rank, word in zip(ranks, words, strict=True)]
         self._turn = (self._turn + 1) % _PARITIES
         return listings
 
-    def _meet(self, ranks: Sequence[int], words: Sequence[tuple[int, int]], barrier: Callable[[], None]) -> bool:
+    def _meet(self, ranks: Sequence[int], words: Sequence[int], barrier: Callable[[], None]) -> bool:
         """Maps what is shown, and tells whether all could."""
         try:
             for rank, word in zip(ranks, words, strict=True):
-                self._listing(rank, *word)
+                self._listing(rank, word)
         except OSError:
             pass
         else:
-            flags, count = words[ranks.index(self._rank)]
-            _WORD.pack_into(self._memory, self._at(self._rank), flags | _REACHED, count)
+            self._words[self._at(self._rank) // 8 + 1] = 1
         barrier()
-        return all(_WORD.unpack_from(self._memory, self._at(rank))[0] & _REACHED for rank in ranks)
+        return all(self._words[self._at(rank) // 8 + 1] for rank in ranks)
 
-    def _listing(self, rank: int, flags: int, count: int) -> Listing:
+    def _listing(self, rank: int, word: int) -> Listing:
         """Maps one listing.
 
         Raises:
             OSError: Its memory can't be mapped.
         """
+        flags, count = word & ((1 << _FLAGS_BITS) - 1) & ~_NEW, word >> _FLAGS_BITS
         if not flags & (GIVES | TAKES):
             return Listing(flags)
-        at = self._at(rank)
-        written = bytes(self._memory[at : self._entry(at, count)])
+        start = self._at(rank) + _WORDS_NBYTES
+        written = bytes(self._memory[start : start + _SEGMENT.size + count * _ENTRY.size])
         known = self._known.get((rank, self._turn))
-        if known is None or known[0] != written:
-            known = written, Listing(flags, self._map(rank, written))
+        if known is None or known[0] != (flags, written):
+            known = (flags, written), Listing(flags, self._map(rank, written))
             self._known[rank, self._turn] = known
         return known[1]
 
     def _map(self, rank: int, written: bytes) -> tuple[Array, ...]:
-        pid, fd, nbytes, token = _SEGMENT.unpack_from(written, _WORD.size)
-        places = list(_ENTRY.iter_unpack(written[self._entry(0, 0) :]))
+        pid, fd, nbytes, token = _SEGMENT.unpack_from(written)
+        places = list(_ENTRY.iter_unpack(written[_SEGMENT.size :]))
         segment = Segment(pid, fd, token, nbytes)
         if not any(length for _, length in places):
             return tuple(_NOTHING for _ in places)
@@ -184,7 +190,3 @@ class Directory:
 
     def _at(self, rank: int) -> int:
         return (rank * _PARITIES + self._turn) * self._area
-
-    @staticmethod
-    def _entry(at: int, index: int) -> int:
-        return at + _WORD.size + _SEGMENT.size + index * _ENTRY.size

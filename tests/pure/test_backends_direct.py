@@ -14,6 +14,7 @@ import pytest
 
 from raycollect import tensors
 from raycollect.backends import _direct, _in_place
+from raycollect.backends._directory import GIVES, TAKES, Directory, Places, directory_nbytes
 from raycollect.backends._staged import Staged
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource
@@ -357,3 +358,25 @@ def test_a_listing_beyond_its_segment_is_refused(monkeypatch: pytest.MonkeyPatch
     assert all(isinstance(result, (KernelError, PlanAbortedError)) or "beyond" in str(result) for result in results)
     assert any("beyond the end" in str(result) for result in results)
     team.close()
+
+
+def test_the_answer_to_a_new_segment_leaves_the_listing_alone() -> None:
+    """Others may be reading it at that moment: a rank that saw no listing would stage where the others do not."""
+    memory = bytearray(directory_nbytes(2))
+    first, second = (Directory(memoryview(memory), rank, 2, Segments.current()) for rank in (0, 1))
+    array = tensors.zeros(10_000)
+    ref = Segments.current().locate(array.ctypes.data, array.nbytes)
+    assert ref is not None
+    for directory in (first, second):
+        directory.write(GIVES | TAKES, Places.of([ref, ref]), (0, 1))
+    before = bytes(memory)
+
+    def meet() -> None:
+        changed = [at for at in range(0, len(memory), 8) if memory[at : at + 8] != before[at : at + 8]]
+        assert len(changed) == 1  # one word, which said nothing before
+        assert not any(before[changed[0] : changed[0] + 8])
+        listings = second.read((0, 1), lambda: None)
+        assert [listing.flags for listing in listings] == [GIVES | TAKES] * 2
+
+    listings = first.read((0, 1), meet)
+    assert [listing.flags for listing in listings] == [GIVES | TAKES] * 2
