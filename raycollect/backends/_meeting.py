@@ -3,7 +3,8 @@
 Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is the launch it is in, `phase` counts
 its barriers inside that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its
 word and ringing the others' bells; it waits until every word is at least the same. So nothing is ever reset, an
-abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look.
+abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look. Beside the word stands the
+core that the rank was last seen on.
 
 A rank that leaves a launch first records how far it came: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
 `passed` is the last barrier that it got through (`CLOSED` if it ran everything). Whoever waits for it at a later
@@ -25,11 +26,12 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, Violation, refusal
 from raycollect.model import Launch
 
-from ._bell import SEM_NBYTES, Bells
+from ._bell import SEM_NBYTES, Bells, current_core
 
 ARRIVAL_NBYTES = 64 * 1024
 """The longest arrival."""
@@ -47,6 +49,8 @@ YIELD_S = 500e-6
 Being woken costs the ringer a system call and an interrupt to another core, and the sleeper the way back: 40 to 150 us
 on a virtual machine, several times a small reduction.
 """
+SETTLED_S = 2e-3
+"""How long a rank that has looked for a core of its own does not look again, in seconds."""
 _RINGS_KEPT = 64
 _PARITIES = 2
 
@@ -85,6 +89,7 @@ class Meeting:
         self._passed = 0
         self._agreed = 0
         self._spare_rings = 0
+        self._settled_s = 0.0
         self._debts: dict[int, int] = {}
         self._aborted: set[int] = set()
         self._closed = False
@@ -236,13 +241,16 @@ class Meeting:
         if self._spare_rings > _RINGS_KEPT:  # drained before the words are looked at, so that no news is lost
             self._bells.drain(self.rank)
             self._spare_rings = 0
-        until_asleep_s = time.monotonic() + YIELD_S
+        until_asleep_s = 0.0
         while True:
             self._check_aborted(launch)
             absent = [rank for rank, target in targets.items() if not self._has_come(rank, target)]
             if not absent:
                 return
             now_s = time.monotonic()
+            if not until_asleep_s:
+                until_asleep_s = now_s + YIELD_S
+                self._make_way(absent, now_s)
             if now_s < min(until_asleep_s, until_s):
                 os.sched_yield()
                 continue
@@ -256,6 +264,27 @@ class Meeting:
                 )
             if self._bells.wait(self.rank, min(left_s, _SLICE_S)):
                 self._spare_rings -= 1
+
+    def _make_way(self, absent: Sequence[int], now_s: float) -> None:
+        """Moves to a core of its own where one of these ranks was last seen on this one, and some core has no rank.
+
+        Ranks that were woken by one process often share its core, and the scheduler leaves them there for
+        milliseconds: they take turns, and a small kernel takes three times as long. The mask of the thread is as
+        before when this returns.
+        """
+        core = current_core()
+        cores = self._words[1::_WORD_STRIDE].tolist()
+        self._words[self.rank * _WORD_STRIDE + 1] = core
+        if now_s < self._settled_s or all(cores[rank] != core for rank in absent):
+            return
+        self._settled_s = now_s + SETTLED_S
+        mine = os.sched_getaffinity(0)
+        free = mine.difference(one - 1 for one in cores).difference((core - 1,))
+        if free:
+            with suppress(OSError):  # the system has just taken one of these cores away
+                os.sched_setaffinity(0, free)
+                os.sched_setaffinity(0, mine)
+            self._words[self.rank * _WORD_STRIDE + 1] = current_core()
 
     def _has_come(self, rank: int, target: int) -> bool:
         """Tells whether a rank's word has reached `target`.
