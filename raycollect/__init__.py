@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from raycollect.backends.adopted import register_collective_backend as register_collective_backend
     from raycollect.bulletin import DirectoryBulletin as DirectoryBulletin
     from raycollect.declared import Group as Group
+    from raycollect.declared import GroupStatistics as GroupStatistics
     from raycollect.declared import GroupStatus as GroupStatus
+    from raycollect.declared import MemberStatistics as MemberStatistics
     from raycollect.declared import MemberStatus as MemberStatus
     from raycollect.declared import create_collective_group as create_collective_group
     from raycollect.declared import declare_collective_group as declare_collective_group
@@ -84,8 +86,10 @@ _HOMES: dict[str, str] = {
     "CollectiveParticipant": "participant",
     "DirectoryBulletin": "bulletin",
     "Group": "declared",
+    "GroupStatistics": "declared",
     "GroupStatus": "declared",
     "Handle": "handle",
+    "MemberStatistics": "declared",
     "MemberStatus": "declared",
     "RankTable": "rank_table",
     "ReduceOp": "model",

@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
 from time import monotonic
 from typing import Any
@@ -33,6 +34,7 @@ from raycollect.channel.messages import (
     Store,
     Stored,
     Stuck,
+    Surveyed,
     Waiting,
     Withdraw,
 )
@@ -199,6 +201,16 @@ class Controller:
         if peer is None or peer.link is None:
             raise GroupBrokenError(group_name="", detail=f"{member.actor} is gone")
         return peer
+
+    def survey(self, membership: Membership, timeout_s: float) -> list[Surveyed | None]:
+        """Asks all members what they hold; None for one that is gone, or has not answered in time."""
+        pairs = [(member, self._peers.get(member.actor_id)) for member in membership.members]
+        asked = [
+            peer.survey() if peer is not None and peer.info["incarnation"] == member.incarnation else None
+            for member, peer in pairs
+        ]
+        answered = wait_for(filter(None, asked), timeout_s).done
+        return [one.result() if one in answered else None for one in asked]
 
     # ------------------------------------------------------------------------------------------ forming
 

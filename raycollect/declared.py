@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from raycollect import group as groups
 from raycollect import imperative, ray_internals
+from raycollect.channel.messages import Surveyed
 from raycollect.controller import Controller
-from raycollect.errors import InvalidGroupError
+from raycollect.errors import InvalidGroupError, UnknownGroupError
 from raycollect.group import Declaration, Membership
+from raycollect.model import Member
+from raycollect.pos import StoreStatistics
+from raycollect.pos.arena import ArenaStatistics
 from raycollect.rank_table import Place, RankTable
 
 _log = logging.getLogger("raycollect")
+_Statistics = TypeVar("_Statistics", StoreStatistics, ArenaStatistics)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +57,48 @@ class GroupStatus:
     state: str
     detail: str
     members: tuple[MemberStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatistics:
+    """What one rank's process holds, for all groups that it is in, at the moment of its answer.
+
+    Attributes:
+        rank: Its rank.
+        actor: What a person calls it.
+        store: The tensors that its methods returned.
+        arena: Its shared memory, and what it has mapped of others'.
+    """
+
+    rank: int
+    actor: str
+    store: StoreStatistics
+    arena: ArenaStatistics
+
+    def __str__(self) -> str:
+        store, arena = self.store, self.arena
+        text = f"rank {self.rank} ({self.actor}): {store.held} refs held, {store.freed} freed, {store.dirty} dirty; "
+        if arena.limit:
+            text += f"arena: {_size(arena.in_use)} in {arena.blocks} blocks, {_size(arena.backed)} backed, "
+            text += f"limit {_size(arena.limit)}"
+        else:
+            text += "no arena"
+        return f"{text}, {_size(arena.mapped)} mapped of others"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GroupStatistics:
+    """What the members of a group hold, at the moment of asking.
+
+    Attributes:
+        members: By rank; None for one that is gone, or did not answer in time.
+    """
+
+    members: tuple[MemberStatistics | None, ...]
+
+    def __repr__(self) -> str:
+        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
+        return "\n  ".join(("<GroupStatistics", *lines)) + ">"
 
 
 class Group:
@@ -113,6 +160,23 @@ class Group:
             state, detail = groups.DESTROYED, ""
         return GroupStatus(state=state, detail=detail, members=members)
 
+    def statistics(self, timeout_s: float = 10.0) -> GroupStatistics:
+        """What its members hold. They answer from a thread of their own, so that busy ones do as well.
+
+        Args:
+            timeout_s: How long to wait for their answers, in seconds.
+
+        Raises:
+            UnknownGroupError: It was destroyed.
+        """
+        if not self._controller.exists(self._membership):
+            raise UnknownGroupError(group_name=self.name, detail="it was destroyed")
+        answers = self._controller.survey(self._membership, timeout_s)
+        pairs = zip(self._membership.members, answers, strict=True)
+        return GroupStatistics(
+            members=tuple(None if one is None else _statistics(member, one) for member, one in pairs)
+        )
+
     def destroy(self) -> None:
         """Ends the group; the actors live on. Collectives of it under way are aborted."""
         self._controller.destroy(self.name)
@@ -120,6 +184,21 @@ class Group:
     def __repr__(self) -> str:
         members = ", ".join(member.actor for member in self._membership.members)
         return f"<Group {self.name!r} of {members}; backend {self.backend}, {self.status().state}>"
+
+
+def _statistics(member: Member, answer: Surveyed) -> MemberStatistics:
+    def part(cls: type[_Statistics]) -> _Statistics:
+        return cls(**{field.name: getattr(answer, field.name) for field in fields(cls)})
+
+    return MemberStatistics(
+        rank=member.rank, actor=member.actor, store=part(StoreStatistics), arena=part(ArenaStatistics)
+    )
+
+
+def _size(nbytes: int) -> str:
+    """``1.5 MiB``: for a person."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
+    return f"{nbytes / (1 << 10 * power):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def declare_collective_group(
@@ -145,7 +224,7 @@ def declare_collective_group(
         actors: The actor handles.
         world_size: The number of actors, if given.
         ranks: The rank of each actor, a permutation of 0 to n-1; by default their order.
-        backend: ``"auto"`` takes shared memory where all members share a host and gloo otherwise; others by name.
+        backend: ``"auto"`` takes shared memory where all members share a host and sockets otherwise; others by name.
         group_name: What to call it; the verbs use ``"default"`` unless told otherwise.
         gloo_timeout: How long imperative calls of the members wait for each other where they do not say, in
             milliseconds; on every backend, for all its name.

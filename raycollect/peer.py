@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from raycollect.channel import Link
-from raycollect.channel.messages import Message, Refused, Welcome
+from raycollect.channel.messages import Message, Refused, Survey, Surveyed, Welcome
 from raycollect.errors import ChannelError, CollectiveTimeoutError, RaycollectError, from_wire
 
 
@@ -43,6 +45,9 @@ class Peer:
         self._answer: RaycollectError | None = None
         self._answered = threading.Event()
         self._submits: dict[int, Any] = {}
+        self._requests = itertools.count(1)
+        self._surveys: dict[int, Future[Surveyed | None]] = {}
+        self._lost = False
         self._run = () if info["participant"] else (run,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
@@ -68,11 +73,31 @@ class Peer:
         if self._answer is not None:
             raise self._answer
 
+    def survey(self) -> Future[Surveyed | None]:
+        """Asks what it holds; the result is None where its connection ends before it says so."""
+        request, asked = next(self._requests), Future[Surveyed | None]()
+        self._surveys[request] = asked
+        self.send(Survey(request=request))
+        if self._lost:
+            self._end_surveys()
+        return asked
+
+    def _end_surveys(self) -> None:
+        for request in list(self._surveys):
+            self._surveyed(request, None)
+
+    def _surveyed(self, request: int, answer: Surveyed | None) -> None:
+        asked = self._surveys.pop(request, None)
+        if asked is not None:
+            asked.set_result(answer)
+
     def received(self, link: Link, message: Any) -> None:
         """A message of the participant; on the hub's thread."""
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
             self._answered.set()
+        elif isinstance(message, Surveyed):
+            self._surveyed(message.request, message)
         else:
             self._owner.received(self, message)
 
@@ -81,6 +106,8 @@ class Peer:
         if not self._answered.is_set():
             self._answer = reason
             self._answered.set()
+        self._lost = True
+        self._end_surveys()
         self._owner.lost(self, reason.detail)
 
     def send(self, message: Any) -> None:

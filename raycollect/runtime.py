@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -41,6 +41,8 @@ from raycollect.channel.messages import (
     Refused,
     Stored,
     Stuck,
+    Survey,
+    Surveyed,
     Waiting,
     Welcome,
 )
@@ -414,6 +416,10 @@ class Runtime:
         if membership is not None:
             membership.rendezvous.stored(message.name, message.value)
 
+    def _survey(self, message: Survey) -> None:
+        store, arena = self.store.statistics(), Segments.current().statistics()
+        self._tell(Surveyed(request=message.request, **asdict(store), **asdict(arena)))
+
     def _bye(self, message: Bye) -> None:
         self._end_lease("the controller said goodbye")
 
@@ -434,6 +440,7 @@ _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
     Abort: Runtime._abort,
     Arrivals: Runtime._arrivals,
     Stored: Runtime._stored,
+    Survey: Runtime._survey,
     Bye: Runtime._bye,
     Gone: Runtime._gone,
     **dict.fromkeys((Deny, Depart, Drop, Met, Missed, Publish), Runtime._for_seat),

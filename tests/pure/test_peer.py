@@ -1,0 +1,94 @@
+"""A leased participant, as its controller sees it: questions, and answers, over a link that may end at any time."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from raycollect.channel.messages import Joined, Survey, Surveyed
+from raycollect.errors import ConnectionLostError
+from raycollect.peer import Peer
+
+
+class Line:
+    """A link on which nothing answers by itself; broken, it refuses to send."""
+
+    def __init__(self):
+        self.sent = []
+        self.broken = False
+
+    def send(self, message):
+        if self.broken:
+            raise ConnectionLostError(detail="the link is closed")
+        self.sent.append(message)
+
+
+class Owner:
+    """What a peer tells its controller."""
+
+    def __init__(self):
+        self.heard = []
+
+    def received(self, peer, message):
+        self.heard.append(message)
+
+    def lost(self, peer, reason):
+        self.heard.append(reason)
+
+
+@pytest.fixture
+def peer():
+    made = Peer(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None, lambda actor, payload: None)
+    made.link = Line()
+    return made
+
+
+def answer(request):
+    """An answer whose fields are all different."""
+    return Surveyed(request=request, **{f.name: i for i, f in enumerate(fields(Surveyed)) if f.name != "request"})
+
+
+def test_each_answer_goes_to_its_question(peer):
+    first, second = peer.survey(), peer.survey()
+    asked = [message.request for message in peer.link.sent]
+    assert all(type(message) is Survey for message in peer.link.sent)
+    peer.received(peer.link, answer(asked[1]))
+    assert second.result(0) == answer(asked[1])
+    assert not first.done()
+    peer.received(peer.link, answer(asked[0]))
+    assert first.result(0) == answer(asked[0])
+    assert peer._owner.heard == []
+
+
+def test_an_answer_to_no_question_is_ignored_and_other_messages_are_passed_on(peer):
+    asked = peer.survey()
+    request = peer.link.sent[0].request
+    for number in (request, request, request + 7):
+        peer.received(peer.link, answer(number))
+    assert asked.result(0) == answer(request)
+    joined = Joined(request=request)
+    peer.received(peer.link, joined)
+    assert peer._owner.heard == [joined]
+
+
+def test_questions_end_with_the_connection(peer):
+    open_ones = [peer.survey(), peer.survey()]
+    peer.closed(peer.link, ConnectionLostError(detail="reset"))
+    assert [one.result(0) for one in open_ones] == [None, None]
+    assert peer._owner.heard == ["reset"]
+    assert peer.survey().result(0) is None
+
+
+def test_a_question_on_a_link_that_just_broke_ends_when_that_is_known(peer):
+    peer.link.broken = True
+    asked = peer.survey()
+    assert not asked.done()
+    peer.closed(peer.link, ConnectionLostError(detail="reset"))
+    assert asked.result(0) is None
+
+
+def test_a_connection_that_ends_while_the_question_is_sent(peer):
+    line = peer.link
+    line.send = lambda message: peer.closed(line, ConnectionLostError(detail="reset"))
+    assert peer.survey().result(0) is None

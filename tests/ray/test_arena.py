@@ -1,0 +1,405 @@
+"""Tensors in shared memory, in real actors: every verb, one-sided reads, limits, and who may write what."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.backends import arrays
+from raycollect.errors import ArenaFullError
+from raycollect.pos.segments import Segments
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Plain, Worker
+
+torch = pytest.importorskip("torch")
+
+SIZES = (8191, 8192, 8193, 262_145)
+"""Elements of float32: around 32 KiB, from where on kernels work in place, and about a megabyte, odd."""
+
+ARENA, ORDINARY = "arena", "ordinary"
+PLACES = {"all": (ARENA,) * 3, "first": (ARENA, ORDINARY, ORDINARY), "last": (ORDINARY, ORDINARY, ARENA)}
+
+
+def values(giver, taker, size):
+    """What one rank gives another: small integers, so that sums are exact in float32; no two are alike."""
+    return (np.arange(size) % 251 + 1000 * giver + 100_000 * taker).astype(np.float32)
+
+
+def lies_in_arena(tensor):
+    """Whether a tensor lies in the arena of the process that asks."""
+    memory = arrays.memory(tensor)
+    return Segments.current().locate(memory.ctypes.data, memory.nbytes) is not None
+
+
+def hold(self, place, library, given):
+    """Makes an array, or a list of them, where and as it is wanted. Runs inside the actor."""
+    if isinstance(given, list):
+        return [hold(self, place, library, one) for one in given]
+    if place == ARENA:
+        made = col.array(given, library=library)
+        assert lies_in_arena(made)
+        return made
+    made = np.array(given)
+    assert not lies_in_arena(made)
+    return torch.from_numpy(made) if library == "torch" else made
+
+
+def limited(text):
+    """Options of an actor whose arena has that limit."""
+    return {"runtime_env": {"env_vars": {"RAYCOLLECT_ARENA_LIMIT": text}}}
+
+
+@pytest.fixture(scope="module")
+def crew(cluster):
+    """Three actors for the whole file; a test declares its groups of them."""
+    made = [Worker.options(num_cpus=0).remote() for _ in range(3)]
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+class Ranks:
+    """The ranks of a group, and where each of them keeps its tensors."""
+
+    def __init__(self, actors, places, library):
+        self.actors = actors
+        self.world = len(actors)
+        self.places = (*places[: self.world - 1], places[-1])
+        self.library = library
+
+    def hold(self, function):
+        """Keeps ``function(rank)`` in each actor."""
+        triples = zip(self.actors, self.places, range(self.world), strict=True)
+        return [actor.make.remote(hold, place, self.library, function(rank)) for actor, place, rank in triples]
+
+    def blank(self, function):
+        """Keeps tensors like ``function(rank)`` that hold something else."""
+        return self.hold(lambda rank: one(function(rank), lambda array: np.full_like(array, -7)))
+
+    def check(self, outs, expected, given=None):
+        """The refs hold what they should, by rank; what the library made lies in the arena of its actor."""
+        assert given is None or outs == given
+        for rank, (found, wanted) in enumerate(zip(col.get(outs), expected, strict=True)):
+            pairs = zip(found, wanted, strict=True) if isinstance(wanted, list) else [(found, wanted)]
+            for tensor, array in pairs:
+                assert torch.is_tensor(tensor) == (self.library == "torch")
+                np.testing.assert_array_equal(np.asarray(tensor), array, f"rank {rank}")
+        if given is None:
+            asked = [
+                actor.call.remote(lambda self, made: one(made, lies_in_arena), out)
+                for actor, out in zip(self.actors, outs, strict=True)
+            ]
+            assert all(np.all(answer) for answer in ray.get(asked))
+
+
+def one(value, function):
+    """Applies a function to a tensor, or to each of a list."""
+    return [function(item) for item in value] if isinstance(value, list) else function(value)
+
+
+# ---------------------------------------------------------------------------------------------- verbs
+
+
+@pytest.fixture(
+    params=[(2, "all", "numpy"), (3, "all", "torch"), (2, "last", "torch"), (3, "first", "numpy")],
+    ids=lambda param: "-".join(map(str, param)),
+)
+def ranks(request, crew, tidy):
+    world, places, library = request.param
+    col.declare_collective_group(crew[:world])
+    return Ranks(crew[:world], PLACES[places], library)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_reductions(ranks, size):
+    world = ranks.world
+    given = [values(rank, 0, size) for rank in range(world)]
+    refs = ranks.hold(lambda rank: given[rank])
+    total = np.sum(given, axis=0)
+
+    ranks.check(col.allreduce_refs(refs, op="max", inplace=False), [given[-1]] * world)
+    ranks.check(refs, given, refs)
+    made = col.reduce_refs(refs, world - 1, inplace=False)
+    np.testing.assert_array_equal(np.asarray(col.get(made)), total)
+    ranks.check(refs, given, refs)
+    assert col.reduce_refs(refs, 0) == refs[0]
+    ranks.check(refs, [total, *given[1:]], refs)
+    ranks.check(col.allreduce_refs(refs), [total + np.sum(given[1:], axis=0)] * world, refs)
+
+    pieces = ranks.hold(lambda rank: [values(rank, taker, size) for taker in range(world)])
+    sums = [np.sum([values(giver, taker, size) for giver in range(world)], axis=0) for taker in range(world)]
+    ranks.check(col.reducescatter_refs(None, pieces), sums)
+    blank = ranks.blank(lambda rank: sums[rank])
+    ranks.check(col.reducescatter_refs(blank, pieces), sums, blank)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_movements(ranks, size):
+    world, last = ranks.world, ranks.world - 1
+    sizes = [size + rank for rank in range(world)]
+    given = [values(rank, 0, sizes[rank]) for rank in range(world)]
+    refs = ranks.hold(lambda rank: given[rank])
+
+    ranks.check(col.allgather_refs(None, refs), [given] * world)
+    lists = ranks.blank(lambda rank: given)
+    ranks.check(col.allgather_refs(lists, refs), [given] * world, lists)
+    for root in (0, last):
+        assert col.gather_refs(lists[root], refs, root) == lists[root]
+    ranks.check(lists, [given] * world, lists)
+    gathered = col.gather_refs(None, refs, last)
+    assert [np.asarray(found).tolist() for found in col.get(gathered)] == [array.tolist() for array in given]
+
+    ranks.check(col.scatter_refs(None, gathered, last), given)
+    blank = ranks.blank(lambda rank: given[rank])
+    ranks.check(col.scatter_refs(blank, lists[0], 0), given, blank)
+
+    pieces = ranks.hold(lambda rank: [values(rank, taker, sizes[taker]) for taker in range(world)])
+    turned = [[values(giver, rank, sizes[rank]) for giver in range(world)] for rank in range(world)]
+    ranks.check(col.alltoall_refs(None, pieces), turned)
+    blank = ranks.blank(lambda rank: turned[rank])
+    ranks.check(col.alltoall_refs(blank, pieces), turned, blank)
+    square = ranks.hold(lambda rank: [values(rank, taker, size) for taker in range(world)])
+    expected = [[values(giver, rank, size) for giver in range(world)] for rank in range(world)]
+    ranks.check(col.alltoall_refs(square, square), expected, square)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_from_one_to_others(ranks, size):
+    world, last = ranks.world, ranks.world - 1
+    given = [values(rank, 0, size) for rank in range(world)]
+    refs = ranks.hold(lambda rank: given[rank])
+
+    made = col.send_ref(refs[0], ranks.actors[last])
+    np.testing.assert_array_equal(np.asarray(col.get(made)), given[0])
+    assert ray.get(ranks.actors[last].call.remote(lambda self, tensor: lies_in_arena(tensor), made))
+    assert col.send_ref(refs[last], refs[0]) == refs[0]
+    ranks.check(refs, [given[last], *given[1:]], refs)
+    ranks.check(col.broadcast_refs(refs, last), [given[last]] * world, refs)
+
+
+def test_members_map_the_arenas_that_they_work_in_as_long_as_the_group_lasts(crew, tidy):
+    group = col.declare_collective_group(crew)
+    ranks = Ranks(crew, PLACES["all"], "numpy")
+    refs = ranks.hold(lambda rank: values(rank, 0, 1 << 16))
+    watching = col.declare_collective_group(crew, group_name="watching")
+    assert [member.arena.mapped for member in watching.statistics().members] == [0, 0, 0]
+    col.allreduce_refs(refs)
+    arenas = [member.arena for member in watching.statistics().members]
+    everybody = sum(arena.limit for arena in arenas)
+    assert [arena.mapped for arena in arenas] == [everybody - arena.limit for arena in arenas]
+    group.destroy()
+    assert wait_until(lambda: not any(member.arena.mapped for member in watching.statistics().members))
+
+
+# ---------------------------------------------------------------------------------------------- reads
+
+
+def stride(array):
+    """A view with gaps."""
+    return array[::2]
+
+
+def turn(array):
+    """A view that is not in C order."""
+    return array.reshape(2, -1).T
+
+
+VIEWS = {"whole": lambda array: array, "gaps": stride, "turned": turn}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("place", [ARENA, ORDINARY])
+def test_what_is_read_is_a_copy(crew, tidy, place, view):
+    expected = VIEWS[view](values(0, 0, SIZES[-1] - 1))
+
+    def keep(self, place, array, view):
+        self.held = VIEWS[view](hold(self, place, "numpy", array))
+        return self.held
+
+    def scribble(self, read):
+        found = read.copy()
+        read[...] = -1
+        return found, read
+
+    ref = crew[0].make.remote(keep, place, values(0, 0, SIZES[-1] - 1), view)
+    found = col.get(ref)
+    np.testing.assert_array_equal(found, expected)
+    found[...] = -1
+    here, there = ray.get(crew[1].call.remote(scribble, ref))
+    np.testing.assert_array_equal(here, expected)
+    assert (there == -1).all()
+    np.testing.assert_array_equal(ray.get(crew[0].call.remote(lambda self: self.held.copy())), expected)
+    assert ray.get(crew[0].call.remote(lambda self, very: very is self.held, ref))
+
+
+def extremes(self, tensor):
+    return int(tensor.min()), int(tensor.max())
+
+
+class Reader:
+    """A thread that reads tensors again and again, and keeps what it saw; all elements of one are equal."""
+
+    def __init__(self, refs, read, seed):
+        self.seen = {kind: set() for kind in refs}
+        self.failures = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(refs, read, random.Random(seed)))
+
+    def _run(self, refs, read, rng):
+        try:
+            while not self._ended.is_set():
+                for kind in rng.sample(list(refs), len(refs)):
+                    low, high = read(rng.choice(refs[kind]))
+                    assert low == high, f"{kind}: {low} and {high} in one tensor"
+                    self.seen[kind].add(low)
+        except BaseException as exc:
+            self.failures.append(exc)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc):
+        self._ended.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        assert not self.failures, self.failures[0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_readers_see_whole_tensors_while_they_are_reduced(crew, actors, seed):
+    """Three ranks triple a tensor again and again, modulo 2^64: what is read is a power of three everywhere."""
+    rng = random.Random(seed)
+    size, rounds, begin = rng.randrange(1 << 18, 1 << 20) & ~1, 40, rng.randrange(1, 1 << 32, 2)
+    powers = [begin * 3**k % (1 << 64) for k in range(rounds + 1)]
+    (other,) = actors(Worker, 1)
+
+    def keep(self, place, view):
+        return VIEWS[view](hold(self, place, "numpy", np.full(size, begin, np.uint64)))
+
+    kinds = [(place, view) for place in (ARENA, ORDINARY) for view in ("whole", "gaps")]
+    refs = {kind: [actor.make.remote(keep, *kind) for actor in crew] for kind in kinds}
+    col.declare_collective_group(crew)
+    with (
+        Reader(refs, lambda ref: extremes(None, col.get(ref)), seed) as here,
+        Reader(refs, lambda ref: ray.get(other.call.remote(extremes, ref)), seed) as there,
+    ):
+        for _ in range(rounds):
+            for kind in kinds:
+                col.allreduce_refs(refs[kind])
+    for kind in kinds:
+        seen = here.seen[kind] | there.seen[kind]
+        assert len(seen) > 1, f"{kind}: the readers never met the loop"
+        assert seen <= set(powers)
+        assert [extremes(None, found) for found in col.get(refs[kind])] == [(powers[-1], powers[-1])] * 3
+
+
+# ---------------------------------------------------------------------------------------------- members' own calls
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_imperative_calls(crew, tidy, library):
+    col.declare_collective_group(crew)
+
+    def call(self, library, size):
+        rank, world = col.get_rank(), col.get_collective_group_size()
+        x = hold(self, ARENA, library, values(rank, 0, size))
+        col.allreduce(x)
+        y = hold(self, ARENA, library, values(rank, 1, size))
+        col.broadcast(y, 1)
+        z = col.full(size, -7, np.float32, library=library)
+        if rank < 2:
+            col.send(y, 2) if rank == 0 else None
+        else:
+            col.recv(z, 0)
+        lists = [col.zeros(size, np.float32, library=library) for _ in range(world)]
+        col.allgather(lists, hold(self, ARENA, library, values(rank, 2, size)))
+        return [np.array(found) for found in (x, y, z, *lists)]
+
+    for size in SIZES:
+        total = np.sum([values(rank, 0, size) for rank in range(3)], axis=0)
+        sent, gathered = values(1, 1, size), [values(rank, 2, size) for rank in range(3)]
+        for rank, found in enumerate(ray.get([actor.call.remote(call, library, size) for actor in crew])):
+            taken = sent if rank == 2 else np.full(size, -7, np.float32)
+            for array, expected in zip(found, [total, sent, taken, *gathered], strict=True):
+                np.testing.assert_array_equal(array, expected)
+
+
+# ---------------------------------------------------------------------------------------------- the driver
+
+
+def test_the_driver_has_an_arena_too(crew, tidy):
+    before = col.arena_statistics().blocks
+    mine = col.empty((300, 400), np.float32)
+    mine[:] = np.arange(400)
+    assert lies_in_arena(mine)
+    assert col.arena_statistics().blocks == before + 1
+    ref = crew[0].make.remote(lambda self, given: col.array(given), mine)
+    np.testing.assert_array_equal(col.get(ref), mine)
+    mine[:] = 0
+    np.testing.assert_array_equal(col.get(ref)[7], np.arange(400))
+    del mine
+    assert col.arena_statistics().blocks == before
+
+
+# ---------------------------------------------------------------------------------------------- limits
+
+
+def test_a_member_without_an_arena_has_its_group_stage(crew, actors):
+    without = actors(Worker, 1, **limited("0"))[0]
+    group = col.declare_collective_group([crew[0], without])
+
+    def make(self, value):
+        return col.full(1 << 20, value, np.float32)
+
+    def has_arena(self, tensor):
+        return lies_in_arena(tensor)
+
+    refs = [actor.make.remote(make, value) for actor, value in ((crew[0], 1), (without, 2))]
+    outs = col.allreduce_refs(refs, inplace=False)
+    for _ in range(2):
+        col.allreduce_refs(refs)
+    for found, expected in zip(col.get([*refs, *outs]), (6, 6, 3, 3), strict=True):
+        np.testing.assert_array_equal(found, np.full(1 << 20, expected, np.float32))
+    for pair in (refs, outs):
+        placed = [crew[0].call.remote(has_arena, pair[0]), without.call.remote(has_arena, pair[1])]
+        assert ray.get(placed) == [True, False]
+    assert group.statistics().members[0].arena.mapped == group.statistics().members[1].arena.limit == 0
+
+
+@pytest.mark.parametrize("cls", [Worker, Plain])
+def test_an_arena_that_is_full_is_an_error_of_the_users(actors, cls):
+    worker = actors(cls, 1, **limited("4M"))[0]
+
+    def take(self, nbytes):
+        self.kept = col.empty(nbytes, np.uint8)
+
+    ray.get(worker.call.remote(take, 1 << 20))
+    for _ in range(2):
+        with pytest.raises(ArenaFullError, match="RAYCOLLECT_ARENA_LIMIT") as caught:
+            ray.get(worker.call.remote(take, 4 << 20))
+        cause = caught.value.cause
+        assert isinstance(cause, MemoryError)
+        assert (cause.nbytes, cause.limit, cause.in_use) == (4 << 20, 4 << 20, 1 << 20)
+        again = pickle.loads(pickle.dumps(cause))
+        assert (type(again), str(again)) == (ArenaFullError, str(cause))
+    ray.get(worker.call.remote(take, 1 << 20))  # the old one goes when the new one is there
+
+
+def test_outputs_that_find_the_arena_full_lie_in_ordinary_memory(crew, actors):
+    small = actors(Worker, 1, **limited("8M"))[0]
+    col.declare_collective_group([crew[0], small])
+    refs = [actor.make.remote(lambda self: col.ones(3 << 18, np.float32)) for actor in (crew[0], small)]
+    outs = col.allreduce_refs(refs, inplace=False)
+    for found in col.get(outs):
+        np.testing.assert_array_equal(found, np.full(3 << 18, 2, np.float32))
+    assert ray.get(crew[0].call.remote(lambda self, made: lies_in_arena(made), outs[0]))
+    assert not ray.get(small.call.remote(lambda self, made: lies_in_arena(made), outs[1]))
+    col.allreduce_refs(outs)
+    assert (col.get(outs[1]) == 4).all()
