@@ -68,8 +68,13 @@ class Team:
         self._ask("fill")
 
     def run(self, count: int) -> Sequence[float]:
-        """A burst; each operation took as long as on its slowest rank."""
-        return [max(spent) for spent in zip(*self._ask("run", count), strict=True)]
+        """A burst; the times are those of the rank whose burst took longest.
+
+        Operations run back to back: who is late in one is short in the next, so that to take the slowest rank of each
+        would count lateness twice.
+        """
+        burst: list[float] = max(self._ask("run", count), key=sum)
+        return burst
 
     def check(self, runs: int) -> None:
         """Looks at the operands; each rank knows how often it has run."""

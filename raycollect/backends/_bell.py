@@ -18,9 +18,6 @@ _RETRY = frozenset({errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT})
 _CLOCK_MONOTONIC = 1
 
 
-_core = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
-
-
 class _TimeSpec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
@@ -56,11 +53,6 @@ class _LibC:
         if self._clock_wait:
             return int(self._clock_wait(sem, _CLOCK_MONOTONIC, ctypes.byref(spec)))
         return int(self._timed_wait(sem, ctypes.byref(spec)))
-
-
-def current_core() -> int:
-    """The core that runs this thread, counted from 1; 0 where that can't be told."""
-    return _core() + 1
 
 
 class Bells:

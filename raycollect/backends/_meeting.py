@@ -26,12 +26,12 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, Violation, refusal
 from raycollect.model import Launch
 
-from ._bell import SEM_NBYTES, Bells, current_core
+from ._bell import SEM_NBYTES, Bells
+from ._cores import Seeker
 
 ARRIVAL_NBYTES = 64 * 1024
 """The longest arrival."""
@@ -49,8 +49,6 @@ YIELD_S = 500e-6
 Being woken costs the ringer a system call and an interrupt to another core, and the sleeper the way back: 40 to 150 us
 on a virtual machine, several times a small reduction.
 """
-SETTLED_S = 2e-3
-"""How long a rank that has looked for a core of its own does not look again, in seconds."""
 _RINGS_KEPT = 64
 _PARITIES = 2
 
@@ -89,7 +87,7 @@ class Meeting:
         self._passed = 0
         self._agreed = 0
         self._spare_rings = 0
-        self._settled_s = 0.0
+        self._seeker = Seeker()
         self._debts: dict[int, int] = {}
         self._aborted: set[int] = set()
         self._closed = False
@@ -250,7 +248,9 @@ class Meeting:
             now_s = time.monotonic()
             if not until_asleep_s:
                 until_asleep_s = now_s + YIELD_S
-                self._make_way(absent, now_s)
+                cores = self._words[1::_WORD_STRIDE].tolist()
+                awaited = [cores[rank] for rank in absent]
+                self._words[self.rank * _WORD_STRIDE + 1] = self._seeker.seek(awaited, cores, now_s)
             if now_s < min(until_asleep_s, until_s):
                 os.sched_yield()
                 continue
@@ -264,27 +264,6 @@ class Meeting:
                 )
             if self._bells.wait(self.rank, min(left_s, _SLICE_S)):
                 self._spare_rings -= 1
-
-    def _make_way(self, absent: Sequence[int], now_s: float) -> None:
-        """Moves to a core of its own where one of these ranks was last seen on this one, and some core has no rank.
-
-        Ranks that were woken by one process often share its core, and the scheduler leaves them there for
-        milliseconds: they take turns, and a small kernel takes three times as long. The mask of the thread is as
-        before when this returns.
-        """
-        core = current_core()
-        cores = self._words[1::_WORD_STRIDE].tolist()
-        self._words[self.rank * _WORD_STRIDE + 1] = core
-        if now_s < self._settled_s or all(cores[rank] != core for rank in absent):
-            return
-        self._settled_s = now_s + SETTLED_S
-        mine = os.sched_getaffinity(0)
-        free = mine.difference(one - 1 for one in cores).difference((core - 1,))
-        if free:
-            with suppress(OSError):  # the system has just taken one of these cores away
-                os.sched_setaffinity(0, free)
-                os.sched_setaffinity(0, mine)
-            self._words[self.rank * _WORD_STRIDE + 1] = current_core()
 
     def _has_come(self, rank: int, target: int) -> bool:
         """Tells whether a rank's word has reached `target`.

@@ -24,6 +24,7 @@ from raycollect.errors import (
 )
 from raycollect.model import Launch
 
+from ._cores import Seeker
 from ._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, Batch, Peer, Place
 from .arrays import Array
 
@@ -58,6 +59,7 @@ class Link:
         self._seq = self._step = self._passed = 0  # the launch, its step, and the last agreement
         self._aborted: set[int] = set()
         self._stopped = False
+        self._seeker = Seeker()
         self._gone: dict[int, str] = {}  # who has left this launch, or is lost, and how
         self._peers = {other: Peer(other, sock) for other, sock in socks.items()}
         self._by_fd = {peer.sock.fileno(): peer for peer in self._peers.values()}
@@ -193,7 +195,10 @@ class Link:
                 raise self._timed_out(launch)
             if ready:
                 continue
-            asleep_s = asleep_s or now_s + YIELD_S
+            if not asleep_s:
+                asleep_s = now_s + YIELD_S
+                peers = self._peers.values()
+                self._seeker.seek([peer.core for peer in peers if peer.is_owed], [peer.core for peer in peers], now_s)
             if now_s < asleep_s:
                 os.sched_yield()
             else:

@@ -24,6 +24,8 @@ import struct
 from collections import deque
 from dataclasses import dataclass
 
+from ._cores import current_core
+
 __all__ = ["ARRIVAL", "DATA", "FRAME_NBYTES", "LEFT", "Batch", "Peer", "Place"]
 
 ARRIVAL, DATA, LEFT = 1, 2, 3
@@ -31,7 +33,7 @@ ARRIVAL, DATA, LEFT = 1, 2, 3
 FRAME_NBYTES = 1 << 20
 """The longest frame, whatever its kind."""
 
-_HEADER = struct.Struct("<QIIQ")
+_HEADER = struct.Struct("<QHHIQ")
 _BUFFER_NBYTES = 4096
 _ALL = 1 << 32
 _SCRATCH = memoryview(bytearray(64 * 1024))
@@ -97,6 +99,7 @@ class Peer:
         is_blocked: Whether the socket takes no more for now.
         is_held: Whether what comes next has to wait, so that nothing is read.
         mask: What the socket is watched for.
+        core: The core of this machine that the other was last seen on, as `current_core`; 0 where it is not known.
     """
 
     def __init__(self, rank: int, sock: socket.socket) -> None:
@@ -104,14 +107,15 @@ class Peer:
         self.sock = sock
         self.lost = ""
         self.has_left = self.is_blocked = self.is_held = False
-        self.mask = 0
+        self.mask = self.core = 0
+        self._is_near = _is_near(sock)
         self.passed = _ALL
         self._seq = self._floor = 0  # the launch; frames of those below the floor are thrown away
         self._out: deque[_Outgoing] = deque()
         self._places: deque[Place] = deque()
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
         self._lo = self._hi = 0  # what of the buffer was read from the socket, and not yet looked at
-        self._frame: tuple[int, int, int, int] | None = None  # of which no byte was read yet
+        self._frame: tuple[int, int, int, int, int] | None = None  # of which no byte was read yet
         self._into: memoryview | None = None  # where the bytes of the frame that is being read go; None: nowhere
         self._need = 0  # how many of its bytes are still to come
 
@@ -168,7 +172,8 @@ class Peer:
 
     def send(self, kind: int, step: int, body: memoryview, batch: Batch | None) -> None:
         """Queues a frame, and sends what the socket takes; `body` must not change until it has gone."""
-        self._out.append(_Outgoing(self._seq, _HEADER.pack(self._seq, kind, step, body.nbytes), body, batch))
+        head = _HEADER.pack(self._seq, kind, current_core(), step, body.nbytes)
+        self._out.append(_Outgoing(self._seq, head, body, batch))
         if batch is not None:
             batch.left += 1
         if not self.is_blocked:
@@ -259,8 +264,9 @@ class Peer:
                 self._lo, self._hi = 0, there
                 return
 
-    def _begin(self, seq: int, kind: int, step: int, nbytes: int) -> None:
+    def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int) -> None:
         """Decides where the bytes of a frame go; see the table above."""
+        self.core = core if self._is_near else 0
         if kind not in (ARRIVAL, DATA, LEFT) or nbytes > FRAME_NBYTES:
             self._lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
         elif seq < self._floor:
@@ -289,3 +295,11 @@ class Peer:
 
     def _lose(self, reason: str) -> None:
         self.lost = self.lost or reason
+
+
+def _is_near(sock: socket.socket) -> bool:
+    """Whether the other end is on this machine, as far as addresses tell."""
+    try:
+        return bool(sock.getpeername()[:1] == sock.getsockname()[:1])
+    except OSError:  # it has ended already
+        return False

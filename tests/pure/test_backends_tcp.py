@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from raycollect.backends import _tcp_join, _tcp_link, _tcp_run, tcp
+from raycollect.backends import _tcp_join, _tcp_link, _tcp_peer, _tcp_run, tcp
 from raycollect.backends._tcp_link import Link
 from raycollect.backends._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, Batch
 from raycollect.errors import (
@@ -315,13 +315,14 @@ def test_one_rank_needs_no_socket() -> None:
 
 
 def frame(seq: int, kind: int, step: int, body: bytes = b"", *, nbytes: int | None = None) -> bytes:
-    return struct.pack("<QIIQ", seq, kind, step, len(body) if nbytes is None else nbytes) + body
+    return struct.pack("<QHHIQ", seq, kind, 0, step, len(body) if nbytes is None else nbytes) + body
 
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, socket.socket]]:
     """Rank 0's end of a group of two, and the bare socket that is rank 1."""
     monkeypatch.setattr(_tcp_link, "FAREWELL_S", 0.0)
+    monkeypatch.setattr(_tcp_peer, "current_core", lambda: 0)  # as `frame` has it
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
     theirs.settimeout(5)

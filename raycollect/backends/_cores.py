@@ -1,0 +1,58 @@
+"""Which core a rank waits on.
+
+Ranks that were woken by one process often share its core, and the scheduler leaves them there for milliseconds: they
+take turns, and a small kernel takes three times as long as on two cores. So ranks of one machine tell each other where
+they are, and one that waits for a rank of its own core moves to a core that has no rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Collection
+from contextlib import suppress
+
+__all__ = ["SETTLED_S", "Seeker", "current_core"]
+
+SETTLED_S = 2e-3
+"""How long a rank that has looked for a core of its own does not look again, in seconds."""
+
+_sched_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", lambda: -1)
+
+
+def current_core() -> int:
+    """The core that runs this thread, counted from 1; 0 where that can't be told."""
+    return int(_sched_getcpu()) + 1
+
+
+class Seeker:
+    """One rank's search for a core of its own."""
+
+    def __init__(self) -> None:
+        self._settled_s = 0.0
+
+    def seek(self, awaited: Collection[int], taken: Collection[int], now_s: float) -> int:
+        """Moves this thread, if a rank that it waits for was last seen on its core and some core has no rank.
+
+        The mask of the thread is the same when this returns.
+
+        Args:
+            awaited: The cores of those ranks, counted from 1; 0 where they are not known.
+            taken: The cores of all ranks.
+            now_s: The time by the monotonic clock.
+
+        Returns:
+            The core that it is on now.
+        """
+        core = current_core()
+        if not core or core not in awaited or now_s < self._settled_s:
+            return core
+        self._settled_s = now_s + SETTLED_S
+        mine = os.sched_getaffinity(0)
+        free = mine.difference(one - 1 for one in (core, *taken))
+        if not free:
+            return core
+        with suppress(OSError):  # the system has just taken one of these cores away
+            os.sched_setaffinity(0, free)
+            os.sched_setaffinity(0, mine)
+        return current_core()
