@@ -169,7 +169,8 @@ class ShmCommunicator:
     def _go_out(self) -> None:
         with self._lock:
             self._users -= 1
-        self._release()
+        if self._closed:
+            self._release()
 
     def _release(self) -> None:
         with self._lock:
