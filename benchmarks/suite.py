@@ -93,6 +93,14 @@ def close(contenders: Sequence[Contender]) -> None:
             closing.callback(contender.close)
 
 
+BURST = 6
+"""How many calls of one contender follow each other in the suites with Ray.
+
+As in the loops that people write, a call pays for what the one before it has left behind: Ray tidies up after a call
+has returned. Where contenders took turns call by call, each would pay for another's.
+"""
+
+
 def compare(
     contenders: Sequence[Contender], *, suite: str, op: str, ranks: int, nbytes: int, runs: int, burst: int = 1
 ) -> list[Row]:

@@ -8,8 +8,8 @@ What makes it fair:
 
 - All players of an operation get float32 arrays of the same sizes, filled with the same values; only where the memory
   comes from differs: ordinary (numpy) for all but `raycollect shm, arena` and the limit.
-- Each operation is timed by each rank; a burst counts as on the rank whose burst took longest. So a sender that returns early, or a rank
-  that leaves a barrier first, gains nothing. Where ranks need not wait for each other (a broadcast,
+- Each operation is timed by each rank; a burst counts as on the rank whose burst took longest. So a sender that returns
+  early, or a rank that leaves a barrier first, gains nothing. Where ranks need not wait for each other (a broadcast,
   a send), an operation may overlap the next one of its burst.
 - A burst of operations runs back to back, after one that is not timed and brings ranks and caches to where the
   contender itself leaves them.

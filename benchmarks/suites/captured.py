@@ -16,7 +16,7 @@ from benchmarks import names
 from benchmarks.crew import Contestant, crew, expected, needs, needs_torch
 from benchmarks.ours import Declared, RaycollectAllreduce
 from benchmarks.report import Record, Skipped, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import KB, MB
 from benchmarks.theirs import RayAllreduce
 
@@ -167,5 +167,7 @@ def measure(choice: Choice) -> Iterator[Record]:
             for nbytes in choice.sizes or SIZES:
                 choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
                 runs = choice.runs_or(40, 200)
-                yield from compare(contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs)
+                yield from compare(
+                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
+                )
             close(contenders)

@@ -12,7 +12,7 @@ from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.ours import RaycollectAllreduce
 from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import MB
 from benchmarks.theirs import RayAllreduce, StoreAllreduce
 
@@ -42,5 +42,7 @@ def measure(choice: Choice) -> Iterator[Record]:
                 choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
                 quick, full = (120, 400) if nbytes < MB else (60, 200) if nbytes < 16 * MB else (12, 48)
                 runs = choice.runs_or(quick, full)
-                yield from compare(contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs)
+                yield from compare(
+                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
+                )
             close(contenders)

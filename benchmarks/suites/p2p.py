@@ -15,7 +15,7 @@ from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.pairs import ROUND_TRIP, SEND, DirectTransport, Imperative, SendRef, Store
 from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import KB, MB
 
 NAME = "p2p"
@@ -49,5 +49,5 @@ def measure(choice: Choice) -> Iterator[Record]:
                 choice.progress(f"{NAME}: {op}, {size(nbytes)}")
                 quick, full = (30, 200) if nbytes < 16 * MB else (6, 24)
                 runs = choice.runs_or(quick, full)
-                yield from compare(contenders, suite=NAME, op=op, ranks=2, nbytes=nbytes, runs=runs)
+                yield from compare(contenders, suite=NAME, op=op, ranks=2, nbytes=nbytes, runs=runs, burst=BURST)
             close(contenders)

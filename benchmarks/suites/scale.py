@@ -8,7 +8,7 @@ from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.ours import RaycollectAllreduce
 from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import MB
 from benchmarks.theirs import RayAllreduce
 
@@ -36,5 +36,7 @@ def measure(choice: Choice) -> Iterator[Record]:
             for nbytes in choice.sizes or SIZES:
                 choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
                 runs = choice.runs_or(40, 200)
-                yield from compare(contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs)
+                yield from compare(
+                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
+                )
             close(contenders)
