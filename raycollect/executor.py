@@ -13,6 +13,7 @@ from typing import Any
 from raycollect.backends import arrays
 from raycollect.door import Arrival, Verdict, encode_arrival, judge
 from raycollect.errors import (
+    CollectiveTimeoutError,
     FaultError,
     KernelError,
     PlanAbortedError,
@@ -257,8 +258,20 @@ class Execution:
     # ------------------------------------------------------------------------------------------ after the door
 
     def _run_kernels(self) -> None:
-        operands, store = self._operands, self._instruments.store
-        with store.writing(operands.ranges):
+        operands, store, clock = self._operands, self._instruments.store, self._instruments.clock
+        until_s = clock() + self._program.timeout_s
+
+        def given_up() -> RaycollectError | None:
+            reason = self._aborted()
+            if reason is not None:
+                return PlanAbortedError(detail=reason)
+            if clock() <= until_s:
+                return None
+            limit_s = self._program.timeout_s
+            detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
+            return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
+
+        with store.writing(operands.ranges, given_up):
             try:
                 for kernel in self._kernels:
                     self._at("before_kernel")

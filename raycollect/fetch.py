@@ -306,7 +306,10 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
     with ExitStack() as claim:
         claim.enter_context(store.reading([arrays.byte_range(view) for view in views]))
         find(store, key)  # once more: the plan that was waited for may have failed
-        offers = [_offer(view, tensor, lend) for view, tensor in zip(views, container.tensors, strict=True)]
+        pairs = list(zip(views, container.tensors, strict=True))
+        offers = [_offer(view, tensor, lend) for view, tensor in pairs]
+        if any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full: none is lent
+            offers = [_offer(view, tensor, False) for view, tensor in pairs]
         if all(offer.is_copy for offer in offers):
             claim.close()  # a slow reader of copies holds up nobody
         blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]

@@ -149,6 +149,10 @@ class Lane:
         """Queues a call for the lane's communication thread."""
         future: Future[Outcome] = Future()
         with self._changed:
+            if self._closed:  # its thread may have ended
+                broken = self._owner.why_not(self.ranks) or InternalError(detail="a call on a lane that was closed")
+                future.set_exception(broken)
+                return future
             self._queue.append((future, op, attempt, timeout_s))
             self._pending += 1
             if self._worker is None:
@@ -207,7 +211,7 @@ class Lane:
                 with self._changed:
                     self._call, self._place = 0, ""
                     closed = self._closed
-                if closed:
+                if closed or self._owner.why_not(self.ranks) is not None:  # for good: nothing of the dead is kept
                     self._give_up()
 
     def _attempt(self, attempt: Attempt, deadline_s: float) -> Outcome | None:

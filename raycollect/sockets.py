@@ -13,9 +13,12 @@ from raycollect.errors import ConnectionLostError
 
 __all__ = ["close", "connect", "flat", "listen", "peer_of", "tune", "wake_pair"]
 
-# A dead host is noticed after 5 + 3 * 2 s of silence, or 10 s after something sent was not acknowledged. What the
-# platform lacks is left out; a dead process is noticed by the end of its connection in any case.
-_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000))
+# A dead host is noticed after 5 + 3 * 2 s of silence, or when something sent was not acknowledged for so long as `tune`
+# is told. What the platform lacks is left out; a dead process is noticed by the end of its connection in any case.
+_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+
+USER_TIMEOUT_S = 10.0
+"""The time for that on connections whose ends read all the time. (Linux counts a full receiver as silence, too.)"""
 
 _BACKLOG = 1024
 
@@ -34,8 +37,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
     """Sets the options that every connection has.
+
+    Args:
+        sock: The socket.
+        user_timeout_s: How long the other end may leave unacknowledged, or unread, what was sent.
 
     Raises:
         OSError: The connection ended meanwhile.
@@ -43,7 +50,7 @@ def tune(sock: socket.socket) -> None:
     _open_sockets.add(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _TCP_OPTIONS:
+    for name, value in (*_TCP_OPTIONS, ("TCP_USER_TIMEOUT", int(user_timeout_s * 1000))):
         option = getattr(socket, name, None)
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

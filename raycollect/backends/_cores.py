@@ -53,6 +53,8 @@ class Seeker:
         if not free:
             return core
         with suppress(OSError):  # the system has just taken one of these cores away
-            os.sched_setaffinity(0, free)
-            os.sched_setaffinity(0, mine)
+            try:
+                os.sched_setaffinity(0, free)
+            finally:
+                os.sched_setaffinity(0, mine)
         return current_core()

@@ -29,8 +29,16 @@ DIRECT_FROM_NBYTES = 32 << 10
 _NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
 _NOWHERE = Places()
 
-_forsaken: list[Any] = []
-"""Arrays that a closed communicator had lent to ranks which have not come back: they may be written yet."""
+_Loan = tuple[Any, dict[int, int], Meeting]
+"""What was lent, the words of those who have yet to give it back, and where they say so."""
+
+_forsaken: list[_Loan] = []
+"""What communicators that are closed had lent to ranks that have not come back: it may be written yet."""
+
+
+def _recall() -> None:
+    """Lets go of what has come back meanwhile."""
+    _forsaken[:] = [loan for loan in _forsaken if loan[2].owing(loan[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +49,13 @@ class _Seen:
         flags: Of GIVES and TAKES.
         places: Where those arrays lie.
         largest: The bytes of the largest array that it gives.
+        lends: Whether others may write arrays of this rank.
     """
 
     flags: int
     places: Places
     largest: int
+    lends: bool
 
 
 class Direct:
@@ -61,19 +71,22 @@ class Direct:
         self._directory = directory
         self._rank = rank
         self._segments = segments
-        self._lent: list[tuple[Any, dict[int, int]]] = []
+        self._lent: list[_Loan] = []
         self._blocks: Blocks = {}
 
     def restart(self, meeting: Meeting) -> None:
         """Begins a launch."""
         self._directory.restart()
         if self._lent:
-            self._lent = [(array, owed) for array, owed in self._lent if meeting.owing(owed)]
+            self._lent = [loan for loan in self._lent if meeting.owing(loan[1])]
+        if _forsaken:
+            _recall()
 
-    def close(self, meeting: Meeting) -> None:
-        """Ends it; what may still be written is kept for good."""
-        _forsaken.extend(array for array, owed in self._lent if meeting.owing(owed))
+    def close(self) -> None:
+        """Ends it; what may still be written is kept on, and looked at by the other communicators of this process."""
+        _forsaken.extend(self._lent)
         self._lent.clear()
+        _recall()
 
     def show(self, launch: Launch, kernel: Kernel, flags: int = 0) -> None:
         """Lists one's own arrays for the next kernel; a barrier has to follow.
@@ -115,20 +128,22 @@ class Direct:
             Whether it has run, and this rank's arrays are its own again; and if not, whether all ranks had staged its
             first chunk before the door.
         """
+        lent = not listed  # who has passed the barrier may write, whether or not this rank has
         try:
             if not listed:
                 self.show(launch, kernel)
                 meeting.barrier(launch, until_s)
             listings = self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
             way = self._way(launch, kernel, listings)
+            lent = way == "push"
             if not way:
                 return False, all(listing.flags & STAGED for listing in listings)
             if listed and way == "push":
                 meeting.barrier(launch, until_s)  # all hold off who reads what others write
             Work(meeting, launch, kernel, way, listings, self._rank, self._blocks, until_s).run()
         except BaseException:
-            if self._see(kernel).flags & TAKES and kernel.dst is not None:
-                self._lent.append((kernel.dst, meeting.closing(launch)))
+            if lent and self._see(kernel).lends:
+                self._lent.append((kernel.dst, meeting.closing(launch), meeting))
             raise
         return True, False
 
@@ -151,7 +166,7 @@ class Direct:
                     flags |= flag
                     refs += found
             largest = max((array.nbytes for array in gives or ()), default=0)
-            seen = kernel.memo["direct"] = _Seen(flags, Places.of(refs), largest)
+            seen = kernel.memo["direct"] = _Seen(flags, Places.of(refs), largest, bool(takes and flags & TAKES))
         return seen
 
     def _locate(self, arrays: Sequence[Array] | None) -> list[BufferRef] | None:

@@ -103,7 +103,8 @@ class Directory:
         self._rank = rank
         self._area = _area_nbytes(world_size)
         self._segments = segments
-        self._shown: dict[int, Segment] = {}  # by rank: which segment of one's own it knows
+        self._shown: dict[int, Segment] = {}  # by rank: which segment of one's own it has mapped
+        self._offered: Segment | None = None
         self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
         self._known: dict[tuple[int, int], tuple[tuple[int, bytes], Listing]] = {}
         self._turn = 0
@@ -124,7 +125,7 @@ class Directory:
         segment = places.segment
         if segment is not None and any(self._shown.get(rank) is not segment for rank in ranks if rank != self._rank):
             flags |= _NEW
-            self._shown.update(dict.fromkeys(ranks, segment))
+            self._offered = segment
         start = at + _WORDS_NBYTES
         self._memory[start : start + len(places.packed)] = places.packed
         self._words[at // 8] = flags | places.count << _FLAGS_BITS
@@ -138,10 +139,13 @@ class Directory:
             barrier: Brings them together once more.
         """
         words = [self._words[self._at(rank) // 8] for rank in ranks]
-        if any(word & _NEW for word in words) and not self._meet(ranks, words, barrier):
+        is_new = any(word & _NEW for word in words)
+        if is_new and not self._meet(ranks, words, barrier):
             self._closed = True
             listings = [Listing(word & STAGED) for word in words]
         else:
+            if is_new and self._offered is not None:
+                self._shown.update(dict.fromkeys(ranks, self._offered))
             listings = [self._listing(rank, word) for rank, word in zip(ranks, words, strict=True)]
         self._turn = (self._turn + 1) % _PARITIES
         return listings

@@ -3,8 +3,8 @@
 Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is the launch it is in, `phase` counts
 its barriers inside that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its
 word and ringing the others' bells; it waits until every word is at least the same. So nothing is ever reset, an
-abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look. Beside the word stands the
-core that the rank was last seen on.
+abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look. Beside the word stand the
+core that the rank was last seen on, and its process.
 
 A rank that leaves a launch first records how far it came: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
 `passed` is the last barrier that it got through (`CLOSED` if it ran everything). Whoever waits for it at a later
@@ -82,6 +82,7 @@ class Meeting:
         self._outcomes = cells[world_size * _WORD_STRIDE : world_size * (_WORD_STRIDE + OUTCOMES)]
         self._lengths = cells[world_size * (_WORD_STRIDE + OUTCOMES) :]
         self._arrivals = whole[areas_at : areas_at + world_size * _PARITIES * ARRIVAL_NBYTES]
+        self._words[rank * _WORD_STRIDE + 2] = os.getpid()
         self._seq = 0
         self._phase = 0
         self._passed = 0
@@ -161,8 +162,9 @@ class Meeting:
         return dict.fromkeys((r for r in launch.ranks if r != self.rank), launch.seq << _PHASE_BITS | CLOSED)
 
     def owing(self, words: dict[int, int]) -> bool:
-        """Whether one of these ranks has not reached its word yet."""
-        return any(self._words[rank * _WORD_STRIDE] < word for rank, word in words.items())
+        """Whether one of these ranks lives and has not reached its word yet."""
+        late = (rank for rank, word in words.items() if self._words[rank * _WORD_STRIDE] < word)
+        return any(_is_alive(self._words[rank * _WORD_STRIDE + 2]) for rank in late)
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; never waits, never raises.
@@ -300,3 +302,14 @@ class Meeting:
     def _read(self, rank: int, parity: int) -> bytes:
         start = self._area(rank, parity)
         return bytes(self._arrivals[start : start + self._lengths[rank * _PARITIES + parity]])
+
+
+def _is_alive(pid: int) -> bool:
+    """Whether there is such a process; where that can't be told, as of no pid, it is taken to be there."""
+    try:
+        os.kill(pid, 0) if pid else None
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -87,19 +87,6 @@ class Staged:
         self._rank = rank
         self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
         self._turn = 0
-        self._kernels: dict[OpKind, Callable[[Meeting, Launch, Kernel, bool, float], None]] = {
-            OpKind.ALLREDUCE: self._allreduce,
-            OpKind.REDUCE: self._allreduce,
-            OpKind.BROADCAST: self._copy,
-            OpKind.ALLGATHER: self._move,
-            OpKind.GATHER: self._move,
-            OpKind.SCATTER: self._move,
-            OpKind.REDUCESCATTER: self._reducescatter,
-            OpKind.ALLTOALL: self._move,
-            OpKind.SEND: self._copy,
-            OpKind.RECV: self._copy,
-            OpKind.BARRIER: self._barrier,
-        }
 
     def restart(self) -> None:
         """Begins a launch: its first chunk takes the first slots."""
@@ -114,7 +101,7 @@ class Staged:
 
     def run(self, meeting: Meeting, launch: Launch, kernel: Kernel, *, staged: bool, until_s: float) -> None:
         """Runs a kernel; `staged`: all ranks brought their first chunk before the barrier that was passed last."""
-        self._kernels[kernel.kind](meeting, launch, kernel, staged, until_s)
+        _KERNELS[kernel.kind](self, meeting, launch, kernel, staged, until_s)
 
     def _staging(self, dtype: np.dtype[np.generic], width: int) -> Array:
         """Gives the slots of the next chunk, [world_size, width]."""
@@ -219,6 +206,21 @@ class Staged:
                     first, last = clipped(dst, lo, hi)
                     dst.write(first, last, staging[rank, at : at + last - first])
         keep_own(give, take, self._rank, step)
+
+
+_KERNELS: dict[OpKind, Callable[[Staged, Meeting, Launch, Kernel, bool, float], None]] = {
+    OpKind.ALLREDUCE: Staged._allreduce,
+    OpKind.REDUCE: Staged._allreduce,
+    OpKind.BROADCAST: Staged._copy,
+    OpKind.ALLGATHER: Staged._move,
+    OpKind.GATHER: Staged._move,
+    OpKind.SCATTER: Staged._move,
+    OpKind.REDUCESCATTER: Staged._reducescatter,
+    OpKind.ALLTOALL: Staged._move,
+    OpKind.SEND: Staged._copy,
+    OpKind.RECV: Staged._copy,
+    OpKind.BARRIER: Staged._barrier,
+}
 
 
 def _parts(kernel: Kernel, launch: Launch) -> int:

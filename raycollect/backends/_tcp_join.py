@@ -35,6 +35,12 @@ __all__ = ["HELLO_TIMEOUT_S", "join"]
 HELLO_TIMEOUT_S = 5.0
 """How long one handshake may take."""
 
+USER_TIMEOUT_S = 120.0
+"""How long a rank may leave unread what was sent: it may be at work elsewhere, for longer than plans usually wait.
+
+That a host has died the control connections tell much earlier.
+"""
+
 MAX_STRANGERS = 64
 """How many may be shaking hands beside the members; more wait in the kernel's backlog."""
 
@@ -255,7 +261,7 @@ class _Joining:
     def _shaken(self, meeting: _Meeting, rank: int) -> None:
         self._forget(meeting)
         try:
-            sockets.tune(meeting.sock)
+            sockets.tune(meeting.sock, USER_TIMEOUT_S)
         except OSError:
             self._drop(meeting)
             return

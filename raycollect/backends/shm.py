@@ -176,7 +176,7 @@ class ShmCommunicator:
         with self._lock:
             if self._closed and self._users == 0 and self._parts is not None:
                 self._parts.meeting.leave()
-                self._parts.direct.close(self._parts.meeting)
+                self._parts.direct.close()
                 self._parts = None
 
     def _begin(self, parts: _Parts, launch: Launch) -> None:

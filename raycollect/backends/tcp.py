@@ -143,6 +143,7 @@ class _Inside:
         there._inside.acquire()
         if there._closed:
             there._inside.release()
+            there._release()
             raise GroupBrokenError(group_name=there._group_name, detail="the communicator was closed")
         return there._link
 

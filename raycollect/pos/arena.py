@@ -105,6 +105,11 @@ class Arena:
             if os.getpid() == self._pid:  # in a forked child the number may be another file's by now
                 os.close(self._fd)
 
+    def abandon(self) -> None:
+        """In a forked child: closes its copy of the file, which would keep the memory when the parent is dead."""
+        with suppress(OSError):
+            os.close(self._fd)
+
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
         """Makes a block, whose contents are undefined; it comes back when the last view of it is gone.
 

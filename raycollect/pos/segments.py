@@ -36,10 +36,16 @@ class Segments:
             with cls._making:
                 if cls._current is None:
                     cls._current = made = cls()
-                    os.register_at_fork(after_in_child=made._begin)
+                    os.register_at_fork(after_in_child=made._begin_in_child)
         return cls._current
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin_in_child(self) -> None:
+        """Leaves the arena to the parent."""
+        if self._arena is not None:
+            self._arena.abandon()
         self._begin()
 
     def _begin(self) -> None:

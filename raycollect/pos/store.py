@@ -21,6 +21,8 @@ from raycollect.pos.container import Container
 Range = tuple[int, int]
 """Addresses in memory: first byte, one past the last."""
 
+_LOOK_S = 0.5  # how long a claim waits before it asks again whether to go on
+
 
 class State(enum.Enum):
     """What the store knows of a key."""
@@ -108,6 +110,7 @@ class Store:
         self._freed = 0
         self._reading: list[Sequence[Range]] = []
         self._writing: list[Sequence[Range]] = []
+        self._pending: list[Sequence[Range]] = []  # of plans that wait to write
         self._dirty: dict[Range, Callable[[], Any]] = {}
 
     def limit(self, count: int | None) -> None:
@@ -221,12 +224,17 @@ class Store:
     # ------------------------------------------------------------------------------------------ ranges
 
     def reading(self, ranges: Sequence[Range]) -> _Claim:
-        """A context that holds off plans which write these ranges; entering waits for one that does now."""
-        return _Claim(self._changed, self._reading, (self._writing,), ranges)
+        """A context that holds off plans which write these ranges; entering waits for one that does, or is about to."""
+        return _Claim(self._changed, self._reading, (self._writing, self._pending), ranges)
 
-    def writing(self, ranges: Sequence[Range]) -> _Claim:
-        """A context that holds off readers of these ranges; entering waits for those at it (they only copy)."""
-        return _Claim(self._changed, self._writing, (self._writing, self._reading), ranges)
+    def writing(self, ranges: Sequence[Range], given_up: Callable[[], Exception | None] = lambda: None) -> _Claim:
+        """A context that holds off readers of these ranges; entering waits for those at it (they only copy).
+
+        Args:
+            ranges: What is written.
+            given_up: Asked while waiting, now and then and after every `wake`: what to raise, or None to wait on.
+        """
+        return _Claim(self._changed, self._writing, (self._writing, self._reading), ranges, self._pending, given_up)
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Notes that these ranges are half-written, for as long as the owners of the memory live."""
@@ -260,7 +268,7 @@ class Store:
 class _Claim:
     """Memory ranges in use, between entering and leaving."""
 
-    __slots__ = ("_against", "_changed", "_mine", "_ranges")
+    __slots__ = ("_against", "_changed", "_given_up", "_mine", "_pending", "_ranges")
 
     def __init__(
         self,
@@ -268,22 +276,49 @@ class _Claim:
         mine: list[Sequence[Range]],
         against: Sequence[list[Sequence[Range]]],
         ranges: Sequence[Range],
+        pending: list[Sequence[Range]] | None = None,
+        given_up: Callable[[], Exception | None] = lambda: None,
     ) -> None:
         self._changed = changed
+        self._pending = pending
+        self._given_up = given_up
         self._mine = mine
         self._against = against
         self._ranges = ranges
 
     def __enter__(self) -> None:
         with self._changed:
-            while any(others and _any_overlap(self._ranges, others) for others in self._against):
-                self._changed.wait()
+            if self._has_to_wait():
+                self._wait()
             self._mine.append(self._ranges)
 
     def __exit__(self, *exc: object) -> None:
         with self._changed:
-            del self._mine[next(i for i, held in enumerate(self._mine) if held is self._ranges)]
+            _drop(self._mine, self._ranges)
             self._changed.notify_all()
+
+    def _has_to_wait(self) -> bool:
+        return any(others and _any_overlap(self._ranges, others) for others in self._against)
+
+    def _wait(self) -> None:
+        """Waits; whoever reads after this began lets it go first, so that readers in turn can't hold it off."""
+        if self._pending is not None:
+            self._pending.append(self._ranges)
+        try:
+            while self._has_to_wait():
+                error = self._given_up()
+                if error is not None:
+                    raise error
+                self._changed.wait(_LOOK_S)
+        finally:
+            if self._pending is not None:
+                _drop(self._pending, self._ranges)
+                self._changed.notify_all()
+
+
+def _drop(claims: list[Sequence[Range]], ranges: Sequence[Range]) -> None:
+    """Takes out this very claim; others may be equal."""
+    del claims[next(i for i, held in enumerate(claims) if held is ranges)]
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:

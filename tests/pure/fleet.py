@@ -117,6 +117,7 @@ class Fleet:
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
         self.faults: Faults = NoFaults()
+        self.allocate = arrays.empty
         self.seq = 0
         self._threads = ThreadPoolExecutor(world)
 
@@ -163,7 +164,13 @@ class Fleet:
         execution = Execution(
             decode_program(encode_program(planned.program(rank))),
             self.communicators[rank],
-            Instruments(store=self.stores[rank], recorder=self.recorders[rank], clock=Ticks(), faults=self.faults),
+            Instruments(
+                store=self.stores[rank],
+                recorder=self.recorders[rank],
+                clock=Ticks(),
+                faults=self.faults,
+                allocate=self.allocate,
+            ),
             seq=seq,
             aborted=lambda: self.aborts[rank].get(seq),
             waiting=self.waiting[rank],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import subprocess
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +17,7 @@ import pytest
 from raycollect import tensors
 from raycollect.backends import _direct, _in_place
 from raycollect.backends._directory import GIVES, TAKES, Directory, Places, directory_nbytes
+from raycollect.backends._meeting import Meeting, control_nbytes, prepare
 from raycollect.backends._staged import Staged
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource
@@ -289,13 +292,14 @@ def test_an_array_that_may_yet_be_written_outlives_its_communicator(
     assert stop.reached.wait(WAIT_S)
     trio.communicators[0].close()
     futures[0].result(WAIT_S)
-    assert [array is arrays[0] for array in kept] == [True]
+    assert [array is arrays[0] for array, *_ in kept] == [True]
     trio.communicators[1].abort(launch.seq)
     assert_aborted(futures[1])
     stop.go_on.set()
     assert_aborted(futures[2])
-    trio.communicators[1].close()
     assert len(kept) == 1
+    trio.communicators[1].close()  # looks again: all have left that launch
+    assert kept == []
 
 
 @pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.SCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])
@@ -380,3 +384,32 @@ def test_the_answer_to_a_new_segment_leaves_the_listing_alone() -> None:
 
     listings = first.read((0, 1), meet)
     assert [listing.flags for listing in listings] == [GIVES | TAKES] * 2
+
+
+def test_a_segment_counts_as_shown_only_when_it_was_mapped() -> None:
+    """A launch that is refused at the door reads no listing: the next one says once more that the segment is new."""
+    memory = bytearray(directory_nbytes(2))
+    segments = (Segments.current(), Blind())
+    first, second = (Directory(memoryview(memory), rank, 2, segments[rank]) for rank in (0, 1))
+    array = tensors.zeros(10_000)
+    ref = Segments.current().locate(array.ctypes.data, array.nbytes)
+    assert ref is not None
+    for _ in range(2):  # of which nobody reads the first
+        for directory in (first, second):
+            directory.restart()
+            directory.write(GIVES | TAKES, Places.of([ref, ref]), (0, 1))
+    met = []
+    flags = [listing.flags for listing in second.read((0, 1), lambda: met.append("barrier"))]
+    assert (met, flags, second.is_open) == (["barrier"], [0, 0], False)
+
+
+def test_what_was_lent_to_a_process_that_is_dead_comes_back() -> None:
+    memory = mmap.mmap(-1, control_nbytes(2))
+    prepare(memory, 2)
+    first, _ = (Meeting(memory, rank, 2, "team") for rank in (0, 1))
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    owed = {1: 1 << 62}
+    assert first.owing(owed)
+    first._words[8 + 2] = dead.pid
+    assert not first.owing(owed)

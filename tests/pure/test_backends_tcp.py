@@ -282,7 +282,7 @@ def test_the_connections_find_out_about_dead_hosts(team: ThreadTeam) -> None:
         for peer in communicator._link._peers.values():
             assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+            assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
             assert not peer.sock.getblocking()
 
 

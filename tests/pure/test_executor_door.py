@@ -167,7 +167,7 @@ def test_an_output_that_cannot_be_made_is_refused_on_all(fleet: MakeFleet, monke
     values = numbers(0, 2)
     keys = one.keep_all(values)
     with monkeypatch.context() as patch:
-        patch.setattr(arrays, "empty", no_memory)
+        patch.setattr(one, "allocate", no_memory)
         for outcome in one.run(OpKind.ALLREDUCE, keys, inplace=False):
             assert type(outcome.error) is AllocationError
             assert "40 bytes" in str(outcome.error)

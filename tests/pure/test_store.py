@@ -457,3 +457,45 @@ def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Ran
         assert store.is_dirty([asked])
     store.mark_written([(0, 100)])
     assert not store.is_dirty([asked])
+
+
+def test_readers_in_turn_do_not_hold_a_plan_off(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    span: list[Range] = [(0, 10)]
+    order = []
+
+    def claim(name: str, context: Any) -> None:
+        with context:
+            order.append(name)
+
+    with store.reading(span):
+        writer = threads.submit(claim, "plan", store.writing(span))
+        assert watched.someone_waits()
+        reader = threads.submit(claim, "reader", store.reading(span))
+        assert watched.someone_waits()
+        assert order == []
+    writer.result(WAIT_S)
+    reader.result(WAIT_S)
+    assert order == ["plan", "reader"]
+
+
+def test_a_plan_gives_up_waiting_for_readers_and_nothing_of_it_stays(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    span: list[Range] = [(0, 10)]
+    given_up: list[Exception] = []
+
+    def write() -> None:
+        with store.writing(span, lambda: given_up[0] if given_up else None):
+            raise AssertionError("somebody reads it")
+
+    with store.reading(span):
+        writer = threads.submit(write)
+        assert watched.someone_waits()
+        given_up.append(KeyError("aborted"))
+        store.wake()
+        with pytest.raises(KeyError, match="aborted"):
+            writer.result(WAIT_S)
+        with store.reading(span):  # it is not held off by a plan that has gone
+            pass
+    with store.writing(span):
+        pass

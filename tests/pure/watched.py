@@ -17,9 +17,11 @@ class WatchedCondition(threading.Condition):
 
     def wait(self, timeout: float | None = None) -> bool:
         self._begun.release()
-        if not super().wait(timeout if timeout is not None else WAIT_S):
+        if super().wait(timeout if timeout is not None else WAIT_S):
+            return True
+        if timeout is None:
             raise TimeoutError("nobody ended this wait")
-        return True
+        return False
 
     def someone_waits(self) -> bool:
         """True once one more wait has begun; whoever began it holds the lock until it really waits."""
