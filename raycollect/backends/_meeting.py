@@ -27,11 +27,12 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
-from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, Violation, refusal
+from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
 from raycollect.model import Launch
 
 from ._bell import SEM_NBYTES, Bells
-from ._cores import Seeker
+from ._cores import YIELD_S, Seeker
+from .completion import check_arrival
 
 ARRIVAL_NBYTES = 64 * 1024
 """The longest arrival."""
@@ -43,12 +44,6 @@ OUTCOMES = 64
 _WORD_STRIDE = 8  # in words: a cache line each
 _SLICE_S = 0.5
 """The longest sleep before the words are looked at again, should a ring ever be lost."""
-YIELD_S = 500e-6
-"""How long a rank offers its core to others, ready to go on, before it sleeps on its bell.
-
-Being woken costs the ringer a system call and an interrupt to another core, and the sleeper the way back: 40 to 150 us
-on a virtual machine, several times a small reduction.
-"""
 _RINGS_KEPT = 64
 _PARITIES = 2
 
@@ -95,16 +90,7 @@ class Meeting:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals between `launch.ranks`; see `Communicator.agree`."""
-        if len(arrival) > ARRIVAL_NBYTES:
-            found = f"of so many tensors that their description takes {len(arrival)} bytes"
-            violation = Violation(
-                kind="unsupported",
-                rank=self.rank,
-                field="operand",
-                found=found,
-                expected=f"at most {ARRIVAL_NBYTES}: several operands, one after the other",
-            )
-            raise refusal("", self._group_name, (violation,))
+        check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
         until_s = time.monotonic() + launch.timeout_s
         self.enter(launch, until_s)
         # Two areas in turn: nobody comes to agreement k+1 of a launch before having read agreement k.

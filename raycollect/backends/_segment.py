@@ -9,7 +9,6 @@ here, not as SIGBUS later) and hands the descriptor over a Unix socket. The sock
 from __future__ import annotations
 
 import array
-import fcntl
 import hmac
 import json
 import mmap
@@ -23,6 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from raycollect import memfd
 from raycollect.errors import BackendUnavailableError
 from raycollect.model import GroupSpec, Rendezvous
 
@@ -36,7 +36,6 @@ _TOKEN_NBYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
 _PATH_LIMIT = 100
 _RETRY_S = 0.02
-_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
 
 
 def unavailable(spec: GroupSpec, detail: str) -> BackendUnavailableError:
@@ -99,29 +98,18 @@ def server_segment(
 
 
 def _make(nbytes: int) -> int:
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create (Linux has)")
-    fd = os.memfd_create("raycollect", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = memfd.create("raycollect", nbytes)
     try:
-        os.ftruncate(fd, nbytes)
         os.posix_fallocate(fd, 0, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
     except BaseException:
         os.close(fd)
         raise
     return fd
 
 
-def _seals() -> int:
-    bits = 0
-    for name in _SEALS:
-        bits |= int(getattr(fcntl, name))
-    return bits
-
-
 def _map(fd: int, nbytes: int) -> mmap.mmap:
     # Before Python 3.13 an mmap keeps a descriptor of its own; the seals make that harmless.
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() != _seals() or os.fstat(fd).st_size != nbytes:
+    if not memfd.is_sealed(fd, nbytes):
         raise OSError("the segment is not sealed, or has another size: are the versions of raycollect equal?")
     return mmap.mmap(fd, nbytes)
 

@@ -19,25 +19,18 @@ from raycollect.errors import (
     GroupBrokenError,
     InternalError,
     PlanAbortedError,
-    Violation,
-    refusal,
 )
 from raycollect.model import Launch
 
-from ._cores import Seeker
+from ._cores import YIELD_S, Seeker
 from ._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, Batch, Peer, Place
 from .arrays import Array
+from .completion import check_arrival
 
 __all__ = ["ARRIVAL_NBYTES", "Batch", "Link"]
 
 ARRIVAL_NBYTES = FRAME_NBYTES
 """The longest arrival."""
-
-YIELD_S = 500e-6
-"""How long a rank offers its core to others, ready to go on, before it sleeps.
-
-Being woken costs 40 to 150 us on a virtual machine, several times what a small frame takes.
-"""
 
 FAREWELL_S = 0.05
 """How long a rank that leaves a launch tries to tell those who still fill its socket."""
@@ -75,11 +68,7 @@ class Link:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Gives one's arrival to `launch.ranks` and waits for theirs; see `Communicator.agree`."""
-        if len(arrival) > ARRIVAL_NBYTES:
-            found = f"of so many tensors that their description takes {len(arrival)} bytes"
-            expected = f"at most {ARRIVAL_NBYTES}: several operands, one after the other"
-            violation = Violation(kind="unsupported", rank=self.rank, field="operand", found=found, expected=expected)
-            raise refusal("", self._group_name, (violation,))
+        check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
         self.begin(launch)
         until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
         places = {other: Place(self._step, None, batch) for other in launch.ranks if other != self.rank}

@@ -1,4 +1,4 @@
-"""Kernels that end before `launch` returns, and what backends share around a kernel: whose arrays go where."""
+"""Kernels that end before `launch` returns, and what backends share at the door and around a kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.errors import InternalError, KernelError, RaycollectError
+from raycollect.errors import InternalError, KernelError, RaycollectError, Violation, refusal
 from raycollect.model import Kernel, OpKind, ReduceOp
 
 from .arrays import Flat
@@ -16,6 +16,7 @@ from .arrays import Flat
 __all__ = [
     "DONE",
     "Done",
+    "check_arrival",
     "chunks",
     "clipped",
     "keep_own",
@@ -27,6 +28,19 @@ __all__ = [
     "transfers",
     "translated",
 ]
+
+
+def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int) -> None:
+    """Refuses what is too long to be brought to the door.
+
+    Raises:
+        UnsupportedError: It is.
+    """
+    if len(arrival) > limit_nbytes:
+        found = f"of so many tensors that their description takes {len(arrival)} bytes"
+        expected = f"at most {limit_nbytes}: several operands, one after the other"
+        violation = Violation(kind="unsupported", rank=rank, field="operand", found=found, expected=expected)
+        raise refusal("", group_name, (violation,))
 
 
 class Done:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from raycollect import memfd
 from raycollect.errors import ArenaFullError
 from raycollect.model import Segment
 from raycollect.pos.extents import Extents
@@ -87,7 +87,7 @@ class Arena:
         """
         nbytes = _up(limit)
         self._pid = os.getpid()
-        self._fd = _create(nbytes)
+        self._fd = memfd.create(NAME, nbytes)
         self.root = map_file(self._fd, nbytes)
         self.address = int(self.root.ctypes.data)
         self.segment = Segment(self._pid, self._fd, secrets.token_bytes(TOKEN_NBYTES), nbytes)
@@ -239,29 +239,6 @@ class _Block:
     def __array_interface__(self) -> dict[str, Any]:
         address = self._arena.address + self._lo
         return {"data": (address, False), "shape": (self._nbytes,), "typestr": "|u1", "version": 3}
-
-
-def _create(nbytes: int) -> int:
-    """Makes a sealed memfd; gives its descriptor."""
-    if not hasattr(os, "memfd_create"):
-        raise OSError("this system has no memfd_create (Linux has)")
-    fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def is_sealed(fd: int) -> bool:
-    """Tells whether a file can never again change its size."""
-    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() == _seals()
-
-
-def _seals() -> int:
-    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:

@@ -15,8 +15,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from raycollect import memfd
 from raycollect.model import BufferRef, Segment
-from raycollect.pos.arena import NAME, TOKEN_NBYTES, Arena, ArenaStatistics, is_sealed, map_file
+from raycollect.pos.arena import NAME, TOKEN_NBYTES, Arena, ArenaStatistics, map_file
 from raycollect.pos.limit import arena_limit
 
 _READ_NBYTES = 64 << 20  # at a time: the interpreter may have a signal to handle
@@ -163,7 +164,7 @@ def _opened(segment: Segment, flags: int) -> Iterator[int]:
         raise OSError(errno.ESTALE, "no longer the memory of an arena", path)
     fd = os.open(path, flags | os.O_CLOEXEC)
     try:
-        if not is_sealed(fd) or os.fstat(fd).st_size != segment.nbytes:
+        if not memfd.is_sealed(fd, segment.nbytes):
             raise OSError(errno.EINVAL, "not sealed, or of another size: are the versions of raycollect equal?", path)
         if os.pread(fd, TOKEN_NBYTES, 0) != segment.token:
             raise OSError(errno.ESTALE, "the arena of another process", path)

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycollect import memfd
 from raycollect.backends import arrays
 from raycollect.errors import ArenaFullError
 from raycollect.pos import arena as module
-from raycollect.pos.arena import ALIGN, GRAIN, Arena, is_sealed
+from raycollect.pos.arena import ALIGN, GRAIN, Arena
 from raycollect.pos.limit import SHARE, arena_limit, usable_nbytes
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -130,7 +131,7 @@ def test_an_arena_lives_as_long_as_its_blocks_and_leaves_nothing() -> None:
 
 
 def test_the_file_can_never_change_its_size(arena: Arena) -> None:
-    assert is_sealed(arena.segment.fd)
+    assert memfd.is_sealed(arena.segment.fd, arena.segment.nbytes)
     for nbytes in (GRAIN, 17 * GRAIN):
         with pytest.raises(PermissionError):
             os.ftruncate(arena.segment.fd, nbytes)
