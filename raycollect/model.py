@@ -496,6 +496,23 @@ class Communicator(Protocol):
         ...
 
 
+@runtime_checkable
+class Together(Protocol):
+    """What a communicator may offer beside `Communicator`: kernels that share what each would cost by itself."""
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """Runs some of these kernels to their end, from the first one on.
+
+        Args:
+            launch: The launch, after its door.
+            kernels: Kernels of one kind, op and root that don't depend on each other, in the same order on all ranks.
+
+        Returns:
+            How many it has run, the same on all ranks; 0 where it is better that they are launched one by one.
+        """
+        ...
+
+
 class Faults(Protocol):
     """Where tests make things go wrong; the default does nothing."""
 

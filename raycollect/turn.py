@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError
-from raycollect.model import Communicator, Completion, Kernel, Launch, OpKind
+from raycollect.model import Communicator, Completion, Kernel, Launch, OpKind, Together
 
 __all__ = ["Turn", "TurnLane"]
 
@@ -57,6 +57,13 @@ class Turn:
         """See `Communicator.launch`."""
         with self._translated(launch):
             return self._communicator.launch(self._inside(launch), self._mapped(kernel))
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """See `model.Together`."""
+        if not isinstance(self._communicator, Together):
+            return 0
+        with self._translated(launch):
+            return self._communicator.launch_together(self._inside(launch), [self._mapped(one) for one in kernels])
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """See `Communicator.end`."""

@@ -10,21 +10,30 @@ array that was lent for writing in a launch that failed is kept until all who ma
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, SegmentSource
 
-from ._directory import GIVES, STAGED, TAKES, Directory, Listing, Places
+from ._directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
 from ._in_place import Blocks, Work, root_of
 from ._meeting import Meeting
 from .arrays import Array, Flat
 
-__all__ = ["DIRECT_FROM_NBYTES", "Direct"]
+__all__ = ["ALIKE", "DIRECT_FROM_NBYTES", "TOGETHER", "Direct"]
 
 DIRECT_FROM_NBYTES = 32 << 10
 """From which size of the largest array on kernels work in place; below, staging needs one barrier less."""
+
+TOGETHER = (CAPACITY - 1) // 2
+"""How many kernels at most can run together: each lists one array that it gives, and one that it takes."""
+
+ALIKE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND, OpKind.RECV)
+"""The kernels that can run together: each rank lists equally many arrays for each of them."""
+
+_SPLITS_KEPT = 16
 
 _NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
 _NOWHERE = Places()
@@ -73,6 +82,7 @@ class Direct:
         self._segments = segments
         self._lent: list[_Loan] = []
         self._blocks: Blocks = {}
+        self._splits: dict[Any, list[list[Listing]]] = {}
 
     def restart(self, meeting: Meeting) -> None:
         """Begins a launch."""
@@ -88,16 +98,16 @@ class Direct:
         self._lent.clear()
         _recall()
 
-    def show(self, launch: Launch, kernel: Kernel, flags: int = 0) -> None:
-        """Lists one's own arrays for the next kernel; a barrier has to follow.
+    def show(self, launch: Launch, kernels: Sequence[Kernel], flags: int = 0) -> None:
+        """Lists one's own arrays for the kernels that run next, together; a barrier has to follow.
 
         Args:
             launch: The launch.
-            kernel: The kernel.
+            kernels: The kernels; see `run`.
             flags: STAGED, if the first chunk is in the slot already.
         """
         if self._directory.is_open:
-            seen = self._see(kernel)
+            seen = self._see(kernels)
             self._directory.write(flags | seen.flags, seen.places, launch.ranks)
         else:
             self._directory.write(flags, _NOWHERE, launch.ranks)
@@ -109,43 +119,72 @@ class Direct:
 
     def can_give(self, kernel: Kernel) -> bool:
         """Whether others can read in place what this rank gives, and that is worth it by its size."""
-        seen = self._see(kernel)
+        seen = self._see((kernel,))
         return bool(seen.flags & GIVES) and self.is_worth(seen.largest) and self._directory.is_open
 
     def run(
-        self, meeting: Meeting, launch: Launch, kernel: Kernel, *, listed: bool, until_s: float
+        self, meeting: Meeting, launch: Launch, kernels: Sequence[Kernel], *, listed: bool, until_s: float
     ) -> tuple[bool, bool]:
-        """Runs a kernel in place if that can be; all ranks come to the same, by what they have listed.
+        """Runs kernels in place if that can be; all ranks come to the same, by what they have listed.
 
         Args:
             meeting: Where the ranks wait for each other.
             launch: The launch.
-            kernel: The kernel.
+            kernels: One kernel; or several, at most `TOGETHER`, of one of the kinds `ALIKE`, with one root.
             listed: Whether all ranks have listed their arrays before the barrier that was passed last, the door.
             until_s: When to give up, by the monotonic clock.
 
         Returns:
-            Whether it has run, and this rank's arrays are its own again; and if not, whether all ranks had staged its
-            first chunk before the door.
+            Whether they have run, and this rank's arrays are its own again; and if not, whether all ranks had staged
+            the first chunk before the door.
         """
         lent = not listed  # who has passed the barrier may write, whether or not this rank has
         try:
             if not listed:
-                self.show(launch, kernel)
+                self.show(launch, kernels)
                 meeting.barrier(launch, until_s)
             listings = self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
-            way = self._way(launch, kernel, listings)
+            way = self._way(launch, kernels[0], listings)
             lent = way == "push"
             if not way:
                 return False, all(listing.flags & STAGED for listing in listings)
             if listed and way == "push":
                 meeting.barrier(launch, until_s)  # all hold off who reads what others write
-            Work(meeting, launch, kernel, way, listings, self._rank, self._blocks, until_s).run()
+            self._work(meeting, launch, kernels, way, listings, until_s)
         except BaseException:
-            if lent and self._see(kernel).lends:
-                self._lent.append((kernel.dst, meeting.closing(launch), meeting))
+            if lent and self._see(kernels).lends:
+                self._lent.append(([kernel.dst for kernel in kernels], meeting.closing(launch), meeting))
             raise
         return True, False
+
+    def _work(
+        self,
+        meeting: Meeting,
+        launch: Launch,
+        kernels: Sequence[Kernel],
+        way: str,
+        listings: Sequence[Listing],
+        until_s: float,
+    ) -> None:
+        """Does this rank's part of all, and then waits once for those who work in its arrays."""
+        for kernel, shown in zip(kernels, self._split(listings, len(kernels)), strict=True):
+            work = Work(meeting, launch, kernel, way, shown, self._rank, self._blocks, until_s)
+            work.run()
+        work.finish()
+
+    def _split(self, listings: Sequence[Listing], count: int) -> Sequence[Sequence[Listing]]:
+        """What all ranks list, by kernel: a listing names first what all its kernels give, then what they all take."""
+        if count == 1:
+            return [listings]
+        key = (count, *listings)
+        split = self._splits.get(key)
+        if split is None:
+            if len(self._splits) >= _SPLITS_KEPT:
+                self._splits.clear()
+            split = self._splits[key] = [
+                [Listing(listing.flags, listing.arrays[at::count]) for listing in listings] for at in range(count)
+            ]
+        return split
 
     def _way(self, launch: Launch, kernel: Kernel, listings: Sequence[Listing]) -> str:
         """Who works in whose arrays."""
@@ -154,19 +193,23 @@ class Direct:
         root = launch.ranks.index(root_of(kernel, self._rank)) if kernel.peer >= 0 else 0
         return _way(kernel.kind, gives, takes, root)
 
-    def _see(self, kernel: Kernel) -> _Seen:
-        """Looks where this rank's arrays lie; remembered with the kernel."""
-        seen: _Seen | None = kernel.memo.get("direct")
-        if seen is None:
-            flags, refs = 0, list[BufferRef]()
-            gives, takes = _shown(kernel, self._rank)
-            for flag, arrays in ((GIVES, gives), (TAKES, takes)):
-                found = self._locate(arrays)
-                if found is not None:
-                    flags |= flag
-                    refs += found
-            largest = max((array.nbytes for array in gives or ()), default=0)
-            seen = kernel.memo["direct"] = _Seen(flags, Places.of(refs), largest, bool(takes and flags & TAKES))
+    def _see(self, kernels: Sequence[Kernel]) -> _Seen:
+        """Looks where this rank's arrays lie; remembered with the first kernel."""
+        first, *rest = kernels
+        known: tuple[list[Kernel], _Seen] | None = first.memo.get("direct")
+        if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
+            return known[1]
+        flags, refs = 0, list[BufferRef]()
+        shown = [_shown(kernel, self._rank) for kernel in kernels]
+        for flag, sides in ((GIVES, [gives for gives, _ in shown]), (TAKES, [takes for _, takes in shown])):
+            found = self._locate(None if None in sides else [array for side in sides for array in side or ()])
+            if found is not None:
+                flags |= flag
+                refs += found
+        largest = max((array.nbytes for gives, _ in shown for array in gives or ()), default=0)
+        lends = flags & TAKES and any(takes for _, takes in shown)
+        seen = _Seen(flags, Places.of(refs), largest, bool(lends))
+        first.memo["direct"] = (rest, seen)  # not with itself: a cycle would keep the tensors
         return seen
 
     def _locate(self, arrays: Sequence[Array] | None) -> list[BufferRef] | None:

@@ -25,11 +25,14 @@ from raycollect.model import BufferRef, Segment, SegmentSource
 
 from .arrays import Array
 
-__all__ = ["GIVES", "STAGED", "TAKES", "Directory", "Listing", "Places", "directory_nbytes"]
+__all__ = ["CAPACITY", "GIVES", "STAGED", "TAKES", "Directory", "Listing", "Places", "directory_nbytes"]
 
 STAGED, GIVES, TAKES, _NEW = 1, 2, 4, 8
 """Flags: the first chunk is in the rank's slot; others can read all that it gives; they can write all that it takes;
 it shows its segment for the first time."""
+
+CAPACITY = 511
+"""How many arrays a listing has room for, at least."""
 
 _FLAGS_BITS = 8  # of the word; the others count the arrays
 _WORDS_NBYTES = 16  # the word, and whether the rank has mapped all that it was shown
@@ -41,7 +44,8 @@ _NOTHING: Array = np.empty(0, np.uint8)
 
 
 def _area_nbytes(world_size: int) -> int:
-    nbytes = _WORDS_NBYTES + _SEGMENT.size + (world_size + 1) * _ENTRY.size  # a piece for each rank, and one array
+    entries = max(CAPACITY, world_size + 1)  # a piece for each rank, and one array
+    nbytes = _WORDS_NBYTES + _SEGMENT.size + entries * _ENTRY.size
     return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
 
 

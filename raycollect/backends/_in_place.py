@@ -54,7 +54,7 @@ FOLDS_PER_LOOK = 4
 """How many blocks are folded before the launch is looked at again."""
 
 _LINE_NBYTES = 64
-_FOLDS_KEPT = 16
+_FOLDS_KEPT = 1024
 
 _LENDERS: dict[tuple[OpKind, str], str] = {
     (OpKind.REDUCE, "pull"): "others",
@@ -114,7 +114,7 @@ class Work:
         self._root = root_of(kernel, rank)
 
     def run(self) -> None:
-        """Does this rank's part, and waits for those who work in its arrays."""
+        """Does this rank's part; `finish` has to follow, once for kernels that run together."""
         kernel = self._kernel
         if kernel.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
             self._reduce()
@@ -124,6 +124,10 @@ class Work:
             self._pull()
         else:
             self._push()
+
+    def finish(self) -> None:
+        """Waits for those who work in this rank's arrays."""
+        kernel = self._kernel
         lenders, waiting, waits_for = _loan(_paired(kernel.kind), self._way, self._root, self._launch.ranks, self._rank)
         if lenders:
             self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent

@@ -29,7 +29,7 @@ from raycollect.model import (
     SegmentSource,
 )
 
-from ._direct import Direct
+from ._direct import ALIKE, TOGETHER, Direct
 from ._directory import STAGED, Directory, directory_nbytes
 from ._meeting import Meeting, control_nbytes, prepare
 from ._segment import client_segment, server_segment
@@ -110,7 +110,7 @@ class ShmCommunicator:
                 parts.staged.stage(launch, kernel)
                 flags = STAGED
             if kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel)):
-                parts.direct.show(launch, kernel, flags)
+                parts.direct.show(launch, (kernel,), flags)
             self._staged = launch.seq
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
@@ -126,11 +126,22 @@ class ShmCommunicator:
         with _Inside(self) as (meeting, staged, direct), translated(kernel.kind, self._group_name, self.rank):
             is_first, self._staged = self._staged == launch.seq, 0
             if direct.is_worth(_nbytes(kernel)):
-                has_run, is_first = direct.run(meeting, launch, kernel, listed=is_first, until_s=until_s)
+                has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
                 if has_run:
                     return DONE
             staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
         return DONE
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """Runs kernels in place, with one meeting for many of them; see `raycollect.model.Together`."""
+        some, until_s = kernels[:TOGETHER], time.monotonic() + launch.timeout_s
+        kind = kernels[0].kind
+        if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
+            return 0
+        with _Inside(self) as (meeting, _, direct), translated(kind, self._group_name, self.rank):
+            self._staged = 0
+            has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
+        return len(some) if has_run else 0
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""

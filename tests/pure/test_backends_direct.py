@@ -20,7 +20,7 @@ from raycollect.backends._directory import GIVES, TAKES, Directory, Places, dire
 from raycollect.backends._meeting import Meeting, control_nbytes, prepare
 from raycollect.backends._staged import Staged
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
-from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource
+from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource, Together
 from raycollect.pos.segments import Segments
 
 from .communicators import ThreadTeam
@@ -292,7 +292,7 @@ def test_an_array_that_may_yet_be_written_outlives_its_communicator(
     assert stop.reached.wait(WAIT_S)
     trio.communicators[0].close()
     futures[0].result(WAIT_S)
-    assert [array is arrays[0] for array, *_ in kept] == [True]
+    assert [one is arrays[0] for lent, *_ in kept for one in lent] == [True]
     trio.communicators[1].abort(launch.seq)
     assert_aborted(futures[1])
     stop.go_on.set()
@@ -413,3 +413,127 @@ def test_what_was_lent_to_a_process_that_is_dead_comes_back() -> None:
     assert first.owing(owed)
     first._words[8 + 2] = dead.pid
     assert not first.owing(owed)
+
+
+# ---------------------------------------------------------------------------------------------- together
+
+
+def together(communicator: Communicator, launch: Launch, kernels: list[Kernel]) -> list[int]:
+    """Runs kernels as many at a time as the backend likes; gives how many each time."""
+    assert isinstance(communicator, Together)
+    ran, ok = [], False
+    try:
+        communicator.agree(launch, b"")
+        while kernels:
+            done = communicator.launch_together(launch, kernels)
+            ran.append(done)
+            for kernel in () if done else kernels[:1]:
+                communicator.launch(launch, kernel).wait(launch.timeout_s)
+            kernels = kernels[done or 1 :]
+        ok = True
+    finally:
+        communicator.end(launch, ok)
+    return ran
+
+
+def kernels_of(kind: OpKind, rank: int, arrays: list[Any], peer: int = -1) -> list[Kernel]:
+    """One kernel per array, in place."""
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    gives = kind in REDUCTIONS or rank == peer
+    takes = kind is OpKind.ALLREDUCE or (rank == peer) == (kind is OpKind.REDUCE)
+    return [Kernel(kind=kind, src=a if gives else None, dst=a if takes else None, op=op, peer=peer) for a in arrays]
+
+
+SIZES_TOGETHER = [5, 0, 100_001, 1, 4096, 17] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST])
+def test_many_kernels_with_one_meeting(kind: OpKind, world: int) -> None:
+    team = ThreadTeam("shm", world)
+    rng = np.random.default_rng(world)
+    root = world // 2 if kind is not OpKind.ALLREDUCE else -1
+    given = [[rng.standard_normal(n).astype("f8" if n % 2 else "f4") for n in SIZES_TOGETHER] for _ in team.everyone]
+    arrays = [[tensors.array(one) for one in mine] for mine in given]
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        return together(communicator, launch, kernels_of(kind, communicator.rank, arrays[communicator.rank], root))
+
+    for _ in range(2):  # the second time by what was remembered
+        for mine, before in zip(arrays, given, strict=True):
+            for array, values in zip(mine, before, strict=True):
+                array[...] = values
+        assert team.must(body, team.launch()) == [[len(SIZES_TOGETHER)]] * world
+        for at in range(len(SIZES_TOGETHER)):
+            expected = given[root][at].copy() if kind is OpKind.BROADCAST else given[0][at].copy()
+            for other in given[1:] if kind in REDUCTIONS else ():
+                expected += other[at]
+            for rank in team.everyone:
+                alone = kind is OpKind.REDUCE and rank != root
+                np.testing.assert_array_equal(arrays[rank][at], given[rank][at] if alone else expected)
+    team.close()
+
+
+def test_one_ordinary_array_anywhere_sends_all_of_them_one_by_one(trio: ThreadTeam) -> None:
+    arrays = [[tensors.full(40_000, rank + 1.0) for _ in range(3)] for rank in trio.everyone]
+    arrays[1][2] = np.full(40_000, 2.0)
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        kernels = kernels_of(OpKind.ALLREDUCE, communicator.rank, arrays[communicator.rank])
+        return together(communicator, launch, kernels)
+
+    assert trio.must(body, trio.launch()) == [[0, 0, 0]] * 3
+    assert all((array == 6).all() for mine in arrays for array in mine)
+
+
+def test_more_kernels_than_a_listing_has_room_for(trio: ThreadTeam) -> None:
+    count = 2 * _direct.TOGETHER + 3
+    arrays = [[tensors.full(40, rank + 1.0) for _ in range(count)] for rank in trio.everyone]
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        kernels = kernels_of(OpKind.ALLREDUCE, communicator.rank, arrays[communicator.rank])
+        return together(communicator, launch, kernels)
+
+    ran = trio.must(body, trio.launch())
+    assert ran == [[_direct.TOGETHER, _direct.TOGETHER, 0, 0, 0]] * 3, "the last three are too small to be worth it"
+    assert all((array == 6).all() for mine in arrays for array in mine)
+
+
+def test_small_kernels_are_not_run_together(trio: ThreadTeam) -> None:
+    arrays = [[tensors.zeros(8) for _ in range(3)] for _ in trio.everyone]
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        kernels = kernels_of(OpKind.ALLREDUCE, communicator.rank, arrays[communicator.rank])
+        return together(communicator, launch, kernels)
+
+    assert trio.must(body, trio.launch()) == [[0, 0, 0]] * 3
+
+
+def test_all_arrays_lent_together_are_kept_until_nobody_can_write_them(
+    monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam
+) -> None:
+    arrays: list[Any] = [[tensors.zeros(50_000) for _ in range(4)] for _ in trio.everyone]
+    roots = [weakref.ref(array.base) for array in arrays[0]]
+    stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
+    launch = trio.launch()
+
+    def body(communicator: Communicator) -> list[int]:
+        kernels = kernels_of(OpKind.ALLREDUCE, communicator.rank, arrays[communicator.rank])
+        return together(communicator, launch, kernels)
+
+    futures = [trio.start(rank, body) for rank in trio.everyone]
+    assert stop.reached.wait(WAIT_S)
+    for rank in (0, 1):
+        trio.communicators[rank].abort(launch.seq)
+        assert_aborted(futures[rank])
+    arrays[0] = None
+    gc.collect()
+    assert all(root() is not None for root in roots)
+    stop.go_on.set()
+    assert_aborted(futures[2])
+    arrays[0] = [np.zeros(100_000)]
+    trio.must(
+        body_allreduce, trio.launch(), [mine[0] if rank == 0 else np.zeros(100_000) for rank, mine in enumerate(arrays)]
+    )
+    gc.collect()
+    assert all(root() is None for root in roots)
