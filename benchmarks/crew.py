@@ -54,6 +54,10 @@ class Worker(col.CollectiveParticipant):
         """Gives a ref to them."""
         return self.arrays[name]
 
+    def get_named(self, name: str) -> Any:
+        """Gives a ref to them by names, as a model's parameters have them."""
+        return {f"layer.{at}.weight": array for at, array in enumerate(self.arrays[name])}
+
     @col.by_value
     def read(self, name: str) -> Any:
         """Gives them through the object store."""
@@ -92,15 +96,15 @@ class Worker(col.CollectiveParticipant):
         """Leaves it."""
         _library(library).destroy_collective_group(group)
 
-    def allreduce(self, name: str, group: str) -> None:
-        """One allreduce of `ray.util.collective` for each array."""
-        collective = _library("ray")
+    def each(self, op: str, name: str, group: str) -> None:
+        """One call of `ray.util.collective` for each array."""
+        call = getattr(_library("ray"), op)
         for array in self._all(name):
-            collective.allreduce(array, group)
+            call(array, group_name=group)
 
-    def allreduce_at(self, name: str, at: int, group: str) -> None:
+    def one(self, op: str, name: str, at: int, group: str) -> None:
         """The same for one array."""
-        _library("ray").allreduce(self.arrays[name][at], group)
+        getattr(_library("ray"), op)(self.arrays[name][at], group_name=group)
 
     def send(self, library: str, name: str, to: int, group: str) -> None:
         """Sends."""

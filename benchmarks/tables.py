@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks import names
 from benchmarks.report import Peak, Row, Skip, size
-from benchmarks.targets import Ceiling, Verdict
+from benchmarks.targets import Ceiling, Deadline, Verdict
 
 
 def show_machine(console: Console, machine: dict[str, str]) -> None:
@@ -73,6 +73,10 @@ def _said(verdict: Verdict) -> str:
         what = "?" if found is None else f"{found / 2**20:.1f}"
         limit = f"target at most {target.most_nbytes / 2**20:g}"
         return f"{target.op}, {size(target.nbytes)}, {target.contender}: {what} MB extra ({limit})"
+    if isinstance(target, Deadline):
+        what = "?" if found is None else f"{found:.3g}"
+        limit = f"target at most {target.most_ms:g}"
+        return f"{target.suite} {target.op}, {target.ranks} ranks, {target.contender}: {what} ms ({limit})"
     case = f"{target.suite} {target.op}, {target.ranks} ranks, {size(target.nbytes)}, {target.contender}: "
     if target.peer == names.LIMIT:
         what = "?" if found is None else f"{found:.0%}"

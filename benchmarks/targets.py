@@ -52,15 +52,37 @@ class Ceiling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    """How long something may take.
+
+    Attributes:
+        suite: The suite that measures it.
+        op: The operation.
+        ranks: How many ranks.
+        contender: Whose.
+        most_ms: At most, in milliseconds.
+    """
+
+    suite: str
+    op: str
+    ranks: int
+    contender: str
+    most_ms: float
+
+
+Goal = Target | Ceiling | Deadline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """A target beside what was measured.
 
     Attributes:
         target: The target.
-        found: The ratio, or the most bytes on any rank; None where somebody was not measured.
+        found: The ratio, the most bytes on any rank, or the milliseconds; None where somebody was not measured.
     """
 
-    target: Target | Ceiling
+    target: Goal
     found: float | None
 
     @property
@@ -70,6 +92,8 @@ class Verdict:
             return False
         if isinstance(self.target, Ceiling):
             return self.found <= self.target.most_nbytes
+        if isinstance(self.target, Deadline):
+            return self.found <= self.target.most_ms
         return self.found >= self.target.ratio
 
 
@@ -85,9 +109,12 @@ def _targets(
 _TO_TORCH = {4: 4.0, 64 * KB: 15.0, MB: 5.0, 16 * MB: 5.0, 64 * MB: 5.0}
 _TO_MPICH = {MB: 2.5, 16 * MB: 2.5, 64 * MB: 2.5}
 _TCP_TO_XOSCAR = {4: 1.0, 64 * KB: 2.0, MB: 2.0, 16 * MB: 1.3, 64 * MB: 1.3}
+_MANY = 200 * 4 * KB
+_NEARLY_ONE = 1 / 1.3
+"""How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
 _EVERY_SIZE = dict.fromkeys((4, 64 * KB, MB, 16 * MB, 64 * MB), 4.0)
 
-TARGETS: tuple[Target | Ceiling, ...] = (
+TARGETS: tuple[Goal, ...] = (
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.TORCH, _TO_TORCH),
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.MPICH, _TO_MPICH),
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.LIMIT, {64 * MB: 0.85}),
@@ -98,16 +125,31 @@ TARGETS: tuple[Target | Ceiling, ...] = (
     *_targets("p2p", "send", names.ORDINARY, names.RDT, _EVERY_SIZE),
     *_targets("p2p", "send", names.ARENA, names.RDT, _EVERY_SIZE),
     *_targets("p2p", "send", names.ARENA, names.STORE, {64 * MB: 4.0}),
+    *_targets("batch", "200 broadcasts", names.BATCH, names.CALLS, {_MANY: 30.0}),
+    *_targets("batch", "200 broadcasts", names.BATCH, names.RAY_CALLS, {_MANY: 30.0}),
+    *_targets("batch", "200 broadcasts", names.BATCH, names.RAY, {_MANY: 4.0}),
+    *_targets("batch", "allreduce of 200", names.NAMED, names.ONE, {_MANY: _NEARLY_ONE, 16 * _MANY: _NEARLY_ONE}),
+    *_targets(
+        "batch", "allreduce of 200", names.NAMED_ARENA, names.ONE_ARENA, {_MANY: _NEARLY_ONE, 16 * _MANY: _NEARLY_ONE}
+    ),
+    Deadline(suite="plan", op="200 allreduces", ranks=1024, contender=names.PLANNED, most_ms=2000.0),
+    Deadline(suite="plan", op="allreduce", ranks=8, contender=names.REMEMBERED, most_ms=0.2),
+    Deadline(suite="plan", op="200 allreduces", ranks=8, contender=names.REMEMBERED, most_ms=0.2),
     Ceiling(op="allreduce", nbytes=64 * MB, contender=names.ORDINARY, most_nbytes=16 * MB),
 )
 
 
-def judge(report: Report, targets: Sequence[Target | Ceiling] = TARGETS) -> list[Verdict]:
+def judge(report: Report, targets: Sequence[Goal] = TARGETS) -> list[Verdict]:
     """Compares what was measured with those targets whose case was measured, by whomever."""
     verdicts = []
     for target in targets:
         if isinstance(target, Ceiling):
             verdicts += _judge_memory(report, target)
+        elif isinstance(target, Deadline):
+            case = (target.suite, target.op, target.ranks)
+            rows = [row for row in report.rows if (row.suite, row.op, row.ranks) == case]
+            found = [row.median_ms for row in rows if row.contender == target.contender]
+            verdicts += [Verdict(target=target, found=found[0] if found else None)] if rows else []
         else:
             verdicts += _judge_time(report.rows, target)
     return verdicts

@@ -33,7 +33,7 @@ class RayAllreduce(RayGroup):
 
     def operate(self) -> None:
         """One call per rank."""
-        ray.get([actor.allreduce.remote(self.name, self.group) for actor in self.actors])
+        ray.get([actor.each.remote("allreduce", self.name, self.group) for actor in self.actors])
 
 
 class StoreAllreduce(Contestant):

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raycollect.agenda import Pending as Pending
     from raycollect.api import allgather_refs as allgather_refs
     from raycollect.api import allreduce_refs as allreduce_refs
     from raycollect.api import alltoall_refs as alltoall_refs
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from raycollect.api import scatter_refs as scatter_refs
     from raycollect.api import send_ref as send_ref
     from raycollect.backends.adopted import register_collective_backend as register_collective_backend
+    from raycollect.batches import Batch as Batch
+    from raycollect.batches import batch as batch
     from raycollect.bulletin import DirectoryBulletin as DirectoryBulletin
     from raycollect.declared import Group as Group
     from raycollect.declared import GroupStatistics as GroupStatistics
@@ -68,6 +71,7 @@ if TYPE_CHECKING:
     from raycollect.multigpu import synchronize as synchronize
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.participant import by_value as by_value
+    from raycollect.planned import plan as plan
     from raycollect.rank_table import RankTable as RankTable
     from raycollect.runtime import mark_written as mark_written
     from raycollect.tensors import arena_statistics as arena_statistics
@@ -83,12 +87,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES: dict[str, str] = {
+    "Batch": "batches",
     "CollectiveParticipant": "participant",
     "DirectoryBulletin": "bulletin",
     "Group": "declared",
     "GroupStatistics": "declared",
     "GroupStatus": "declared",
     "Handle": "handle",
+    "Pending": "agenda",
     "MemberStatistics": "declared",
     "MemberStatus": "declared",
     "RankTable": "rank_table",
@@ -105,6 +111,7 @@ _HOMES: dict[str, str] = {
     "arena_statistics": "tensors",
     "array": "tensors",
     "barrier": "api",
+    "batch": "batches",
     "broadcast": "imperative",
     "broadcast_multigpu": "multigpu",
     "broadcast_refs": "api",
@@ -130,6 +137,7 @@ _HOMES: dict[str, str] = {
     "mark_written": "runtime",
     "nccl_available": "imperative",
     "ones": "tensors",
+    "plan": "planned",
     "recv": "imperative",
     "recv_multigpu": "multigpu",
     "recv_ref": "api",

@@ -1,12 +1,14 @@
 """The driver's verbs: the whole collective stated once, over ObjectRefs.
 
 All of them may be called by the driver, or by an actor or task that drives participants other than itself; from any
-thread. Without ``async_op`` a call returns when the collective is done on every rank.
+thread. Without ``async_op`` a call returns when the collective is done on every rank. In a ``with batch():`` block
+(`raycollect.batch`) it returns at once, and is sent with all others of the block when that ends.
 
 In a declared group an actor's rank counts, whatever the order of a list; where the group is derived, the position in
 the list of tensors. A ref stands for a tensor, or for a list, tuple or dict of tensors. A *tensor list* is one ref to a
 list or tuple with one such value per rank, whose sizes may differ, or to one contiguous tensor, which is cut into equal
-pieces. In a list of outputs an actor handle has the output made there; None in its place has all of them made.
+pieces. In a list of outputs an actor handle has the output made there; None in its place has all of them made. What an
+earlier call of the same batch makes (`raycollect.Pending`) may stand wherever a ref may.
 """
 
 from __future__ import annotations

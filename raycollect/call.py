@@ -1,8 +1,7 @@
-"""One call of a driver's verb, from its refs to the work under way."""
+"""One call of a driver's verb, from its refs to the work under way, or to its place in a batch."""
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -10,13 +9,15 @@ from typing import Any
 
 import ray
 
+from raycollect import batches
 from raycollect import group as groups
+from raycollect.agenda import Agenda, Pending
 from raycollect.controller import Controller
-from raycollect.dispatch import send_program
-from raycollect.errors import RefusedError, Violation, refusal
+from raycollect.dispatch import Asked
+from raycollect.errors import Violation, refusal
 from raycollect.group import Membership, Operand
-from raycollect.model import Key, OpKind, ReduceOp
-from raycollect.planner import Request
+from raycollect.model import OpKind, ReduceOp
+from raycollect.planner import STAGING_NBYTES
 from raycollect.work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -42,6 +43,9 @@ _SINGLE = "tensor_list_ref"
 _AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)
 """The operations whose one result is the root's."""
 
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)
+"""The operations whose result takes the place of what is given, unless a new one is asked for."""
+
 
 class Call:
     """One call of a verb: its refs read, its group found, its operands bound to ranks.
@@ -56,15 +60,18 @@ class Call:
     Raises:
         RefusedError: The refs can't be bound; with every reason.
         GroupError: There is no such group.
+        BatchError: A ref is still to be made, by another batch than the one that the call is in.
     """
 
     def __init__(self, kind: OpKind, group_name: str, timeout_s: float | None, *, op: Any = None, **refs: Any) -> None:
         self._kind = kind
         self._group_name = group_name
         self._controller = Controller.current()
+        self._batch = batches.current()
+        self._agenda = Agenda() if self._batch is None else self._batch.agenda
         self._violations: list[Violation] = []
-        self._timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        if not isinstance(self._timeout_s, (int, float)) or not 0 < self._timeout_s < math.inf:
+        self._timeout_s = self._time_limit(timeout_s)
+        if not batches.is_time_limit(self._timeout_s):
             self._wrong("timeout_s", timeout_s, "a positive, finite number of seconds")
         self._op = None if op is None else self._reduce_op(op)
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
@@ -74,7 +81,7 @@ class Call:
         self._raise()
 
     def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True) -> Any:
-        """Runs a collective over all ranks.
+        """Runs a collective over all ranks, or records it.
 
         Args:
             root: The root; -1 where there is none.
@@ -82,23 +89,30 @@ class Call:
             inplace: False: a reduction goes into new tensors.
         """
         root = self._root(root)
+        self._check_async(async_op)
         self._raise()
         src, dst = (self._bound.get(name, {}) for name in _PARTS[self._kind])
         if self._kind is OpKind.BROADCAST:  # only the root gives, and the others only take
             src, dst = _split(src, root)
-        members = range(self._membership.spec.world_size)
-        work = self._dispatch(members, src, dst, root=root, inplace=inplace)
-        if self._kind in _AT_ROOT:
-            work.refs = work.refs[root]
-        if self._kind is OpKind.BARRIER:
-            work.refs = None
-        return work if async_op else work.wait()
+        self._record(range(self._membership.spec.world_size), src, dst, root=root, inplace=inplace)
+        return self._result(async_op)
 
     def send(self, *, async_op: bool) -> Any:
-        """Runs a send; its refs are the source and the destination."""
+        """Runs a send, or records it; its refs are the source and the destination."""
+        self._check_async(async_op)
+        self._raise()
         ((root, src), (peer, dst)) = self._bound["refs"].items()
-        work = self._dispatch(sorted((root, peer)), {root: src}, {peer: dst}, root=root, peer=peer)
-        work.refs = work.refs[int(root < peer)]
+        self._record(sorted((root, peer)), {root: src}, {peer: dst}, root=root, peer=peer)
+        return self._result(async_op)
+
+    def _result(self, async_op: bool) -> Any:
+        """What the call gives: in a batch its refs; else it is sent now."""
+        agenda = self._agenda
+        if self._batch is not None:
+            result = agenda.results[-1]
+            return list(result) if isinstance(result, list) else result  # the caller may change it
+        flight = agenda.send(self._controller, STAGING_NBYTES)
+        work = Work(self._controller, flight, agenda.results[0])
         return work if async_op else work.wait()
 
     # ------------------------------------------------------------------------------------------ binding
@@ -114,12 +128,29 @@ class Call:
             what, expected = f"list of refs ({name})", "one ref per rank"
             self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
             return []
-        read = [
-            _destination(ref) if self._makes(name, position) and _is_actor(ref) else groups.operand(ref, position)
-            for position, ref in enumerate(refs)
-        ]
-        self._violations += [one for one in read if isinstance(one, Violation)]
-        return [one for one in read if isinstance(one, Operand)]
+        read: list[Operand] = []
+        for position, ref in enumerate(refs):
+            if type(ref) is Pending:
+                one: Operand | Violation = self._read_pending(ref, position)
+            elif _is_actor(ref) and self._makes(name, position):
+                one = _destination(ref)
+            else:
+                one = groups.operand(ref, position)
+            if type(one) is Operand:
+                read.append(one)
+            elif isinstance(one, Violation):
+                self._violations.append(one)
+        return read
+
+    def _read_pending(self, pending: Pending, position: int) -> Operand | Violation:
+        """What an earlier call of the same batch makes, or the ref that it has become.
+
+        Raises:
+            BatchError: It is still to be made, by another batch.
+        """
+        if pending.is_of(self._agenda):
+            return Operand(ref=pending, key=None, actor_id=pending.actor_id)
+        return groups.operand(pending.ref, position)
 
     def _makes(self, name: str, position: int) -> bool:
         """Whether an actor handle may stand there, for an output to be made on that actor."""
@@ -172,33 +203,53 @@ class Call:
         if self._violations:
             raise refusal(self._kind.value, self._group_name, tuple(self._violations))
 
-    # ------------------------------------------------------------------------------------------ dispatch
+    def _time_limit(self, timeout_s: Any) -> Any:
+        """The call's own, the batch's, or the default."""
+        if timeout_s is None and self._batch is not None:
+            timeout_s = self._batch.timeout_s
+        return DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
 
-    def _dispatch(
-        self, ranks: Iterable[int], src: Mapping[int, Operand], dst: Mapping[int, Operand], **arguments: Any
-    ) -> Work:
-        keys = [{rank: one.key for rank, one in side.items()} for side in (src, dst)]
-        request = Request(
-            kind=self._kind,
-            group=self._membership.spec,
-            operands=tuple((rank, keys[0].get(rank), keys[1].get(rank)) for rank in ranks),
-            op=self._op,
-            timeout_s=self._timeout_s,
-            **arguments,
-        )
-        refs = {one.key: one.ref for one in (*src.values(), *dst.values()) if one.key is not None}
-        try:
-            flight = send_program(self._controller, request, self._membership, refs)
-        except RefusedError as exc:
-            named = tuple(self._named(one, keys[int(one.field == "output")]) for one in exc.violations)
-            raise refusal(exc.op, self._group_name, named) from None
-        return Work(self._controller, flight, [flight.results.get(rank) for rank in ranks])
+    def _check_async(self, async_op: Any) -> None:
+        if async_op and self._batch is not None and not self._batch.outermost.is_rehearsal:
+            self._wrong("async_op", async_op, "False in a batch: batch(async_op=True) is for all of its calls")
 
-    def _named(self, violation: Violation, keys: Mapping[int, Key | None]) -> Violation:
-        """Adds what the planner does not know: the rank's actor, and its ref."""
-        members, key = self._membership.members, keys.get(violation.rank)
-        actor = members[violation.rank].actor if 0 <= violation.rank < len(members) else ""
-        return replace(violation, actor=actor, ref=key.hex() if key else "")
+    # ------------------------------------------------------------------------------------------ recording
+
+    def _record(
+        self,
+        ranks: Iterable[int],
+        src: Mapping[int, Operand],
+        dst: Mapping[int, Operand],
+        *,
+        root: int,
+        peer: int = -1,
+        inplace: bool = True,
+    ) -> None:
+        """Writes the call into the agenda, with what it gives."""
+        agenda, membership, kind = self._agenda, self._membership, self._kind
+        source = agenda.source
+        if self._batch is not None:
+            self._batch.hold(self._controller, membership)
+        keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
+        sole: int | None = None  # the one rank with a result; None: all have one
+        if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):
+            sole = root if kind in _AT_ROOT else peer
+        operands, results = [], []
+        for rank in ranks:
+            given, taken = src.get(rank), dst.get(rank)
+            operands.append((rank, source(given), source(taken)))
+            if sole is None or rank == sole:
+                results.append(self._ref(rank, taken or (given if keeps else None)))
+        limit_s = float(self._timeout_s)
+        asked = Asked(membership.roster, kind, tuple(operands), self._op, root, peer, bool(inplace), limit_s)
+        result: Any = results if sole is None else results[0] if results else None
+        agenda.add(asked, membership, result)
+
+    def _ref(self, rank: int, holder: Operand | None) -> Any:
+        """The ref of one rank's result, or what stands for it where it is made."""
+        if holder is not None and holder.ref is not None:
+            return holder.ref
+        return self._agenda.promise(self._membership.members[rank].actor_id)
 
 
 def _split(operands: Mapping[int, Operand], root: int) -> tuple[dict[int, Operand], dict[int, Operand]]:

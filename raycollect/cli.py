@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 import raycollect
-from raycollect.errors import InvalidGroupError
+from raycollect.errors import InvalidGroupError, KernelError
 from raycollect.rank_table import ENVIRONMENT_VARIABLE, RankTable
 
 STDOUT = "-"
@@ -95,3 +95,51 @@ def _write(table: RankTable, path: str, origin: str) -> None:
         reason = exc.strerror if isinstance(exc, OSError) else exc
         raise click.BadParameter(f"{path!r}{origin} can't be written: {reason}.", param_hint="--output") from exc
     click.echo(f"{table}, written to {path}{origin}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------- bench
+
+_BENCH_EXAMPLES = """\b
+Examples:
+  raycollect bench --calibrate
+  raycollect bench --calibrate --between 50 25
+  raycollect bench --calibrate --output costs.json
+"""
+
+
+@main.command("bench", epilog=_BENCH_EXAMPLES, no_args_is_help=True)
+@click.option("--calibrate", is_flag=True, help="Measure what moving bytes costs on this host; takes a few seconds.")
+@click.option(
+    "--between",
+    metavar="MICROSECONDS GBIT/S",
+    nargs=2,
+    type=click.FloatRange(min=0, min_open=True),
+    help="The latency and the bandwidth between hosts, as you know them: one host can't measure them.",
+)
+@click.option("--output", metavar="FILE", help="Where to write it, instead of where the planner reads it.")
+def bench(calibrate: bool, between: tuple[float, float] | None, output: str | None) -> None:
+    """Measures this machine for the planner, which chooses algorithms and predicts times by what is found.
+
+    The planner of a driver reads the file that RAYCOLLECT_COSTS names, else raycollect/costs.json under XDG_CONFIG_HOME
+    (~/.config). The link between hosts keeps its default unless --between says what it is.
+    """
+    if not calibrate:
+        raise click.UsageError("There is nothing but --calibrate yet.")
+    from raycollect import calibrate as measuring  # with numpy
+    from raycollect import costs
+
+    try:
+        found = [measuring.measure(backend) for backend in measuring.BACKENDS]
+    except KernelError as exc:
+        raise click.ClickException(str(exc)) from exc
+    if between is not None:
+        found.append(costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
+    for line in costs.table(found):
+        click.echo(line)
+    path = output or str(costs.default_path())
+    try:
+        costs.write(path, found)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{path!r} can't be written: {reason}.", param_hint="--output") from exc
+    click.echo(f"written to {path}", err=True)

@@ -6,10 +6,11 @@ A participant is leased with its control connection and given back when its last
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
 from time import monotonic
@@ -18,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError
 
-from raycollect import backends, fetch, plain, ray_internals
+from raycollect import backends, costs, fetch, plain, ray_internals
 from raycollect.channel import Hub
 from raycollect.channel.messages import (
     Arrive,
@@ -57,8 +58,11 @@ from raycollect.flight import Flight
 from raycollect.gate import Gate, Orders
 from raycollect.group import Declaration, Membership, is_participant
 from raycollect.handle import Handle
+from raycollect.inner import inner_groups
 from raycollect.model import Key, Member
 from raycollect.peer import Peer
+
+_log = logging.getLogger("raycollect")
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
@@ -102,6 +106,7 @@ class Controller:
         self._peers: dict[str, Peer] = {}
         self._named: dict[str, Membership] = {}
         self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
+        self._in_use: Counter[str] = Counter()  # group id -> how many calls are being recorded that need it
         self._broken: dict[str, str] = {}  # group id -> why
         self._joining: dict[int, _Joining] = {}
         self._held: dict[str, tuple[Any, ...]] = {}  # group id -> its actors' handles, which keep them alive (P5)
@@ -142,9 +147,22 @@ class Controller:
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
             membership = self._form(declaration)
             self._derived[actor_ids] = membership
-            if len(self._derived) > DERIVED_LIMIT:
-                self._dissolve(self._derived.popitem(last=False)[1])
+            spare = [ids for ids, one in self._derived.items() if not self._in_use[one.spec.group_id]]
+            for ids in spare[: max(len(self._derived) - DERIVED_LIMIT, 0)]:
+                if ids != actor_ids:
+                    self._dissolve(self._derived.pop(ids))
             return membership
+
+    def hold(self, membership: Membership) -> None:
+        """Keeps a derived group, however long it is unused: a call of it was recorded, which is still to be sent."""
+        with self._changing:
+            self._in_use[membership.spec.group_id] += 1
+
+    def release(self, membership: Membership) -> None:
+        """Ends what `hold` began."""
+        with self._changing:
+            self._in_use.subtract([membership.spec.group_id])
+            self._in_use = +self._in_use
 
     def named(self, name: Any) -> Membership:
         """A declared group.
@@ -191,15 +209,17 @@ class Controller:
         """False once the group was destroyed."""
         return any(m is membership for m in (*self._named.values(), *self._derived.values()))
 
-    def peer(self, member: Member) -> Peer:
-        """The leased participant behind a member.
+    def peer(self, actor_id: str) -> Peer:
+        """The leased participant behind an actor.
 
         Raises:
             GroupBrokenError: Its process is gone.
         """
-        peer = self._peers.get(member.actor_id)
+        peer = self._peers.get(actor_id)
         if peer is None or peer.link is None:
-            raise GroupBrokenError(group_name="", detail=f"{member.actor} is gone")
+            members = (one for _, group in list(self._gates.values()) for one in group.members)
+            actor = next((one.actor for one in members if one.actor_id == actor_id), f"actor {actor_id[:6]}")
+            raise GroupBrokenError(group_name="", detail=f"{actor} is gone")
         return peer
 
     def survey(self, membership: Membership, timeout_s: float) -> list[Surveyed | None]:
@@ -225,18 +245,41 @@ class Controller:
         infos = _describe(declaration, deadline)
         members = declaration.ranked(infos)
         spec = declaration.spec(secrets.token_hex(8), _choose_backend(declaration, members))
-        membership = Membership(spec=spec, members=members)
+        membership = Membership(spec=spec, members=members, costs=costs.current())
         actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
         self._gates[spec.group_id] = (Gate(spec.group_id, spec.world_size, spec.name), membership)
         try:
             for info in infos:
                 member = members[membership.rank_of(info["actor_id"])]
                 self._lease(member, actors[member.actor_id], info, deadline).group_ids.add(spec.group_id)
-            self._join(membership, deadline)
+            self._join([membership], deadline)
+            membership = self._with_inner(membership, deadline)
         except BaseException:
             self._dissolve(membership)
             raise
         return membership
+
+    def _with_inner(self, membership: Membership, deadline: float) -> Membership:
+        """The group with those inside it, where plans may go host by host; as it was where these can't be formed."""
+        inner = inner_groups(membership)
+        if not inner:
+            return membership
+        for one in inner:
+            for member in one.members:
+                self.peer(member.actor_id).group_ids.add(one.spec.group_id)
+        whole = replace(membership, inner=inner)
+        try:
+            self._join([one for one in inner if one.spec.world_size > 1], deadline)
+        except RaycollectError as exc:
+            for one in inner:
+                self._part(one)
+            if isinstance(exc, (ActorGoneError, CollectiveTimeoutError)):
+                raise
+            _log.warning("group %r goes without host-by-host plans: %s", membership.spec.name, exc)
+            return membership
+        gate, _ = self._gates[membership.spec.group_id]
+        self._gates[membership.spec.group_id] = (gate, whole)
+        return whole
 
     def _lease(self, member: Member, actor: Any, info: dict[str, Any], deadline: float) -> Peer:
         peer = self._peers.get(member.actor_id)
@@ -256,14 +299,17 @@ class Controller:
         self._peers[member.actor_id] = peer
         return peer
 
-    def _join(self, membership: Membership, deadline: float) -> None:
-        members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
-        waiting = {next(self._requests): _Joining(member) for member in membership.members}
-        self._joining.update(waiting)
-        for request, joining in waiting.items():
-            self.peer(joining.member).send(
-                Join(request=request, group=asdict(membership.spec), rank=joining.member.rank, members=members)
-            )
+    def _join(self, memberships: Sequence[Membership], deadline: float) -> None:
+        waiting: dict[int, _Joining] = {}
+        for membership in memberships:
+            members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+            asked = {next(self._requests): _Joining(member) for member in membership.members}
+            self._joining.update(asked)
+            waiting.update(asked)
+            for request, joining in asked.items():
+                self.peer(joining.member.actor_id).send(
+                    Join(request=request, group=asdict(membership.spec), rank=joining.member.rank, members=members)
+                )
         try:
             late = [one for one in waiting.values() if not one.settled.wait(max(deadline - monotonic(), 0))]
         finally:
@@ -276,7 +322,7 @@ class Controller:
             names = ", ".join(f"rank {one.member.rank} ({one.member.actor})" for one in late)
             raise CollectiveTimeoutError(
                 op="declare",
-                group_name=membership.spec.name,
+                group_name=memberships[0].spec.name,
                 detail=f"not joined in time: {names}",
                 missing=tuple(one.member.rank for one in late),
             )
@@ -285,8 +331,16 @@ class Controller:
         """Ends a group everywhere, and the leases that no other group needs."""
         group_id = membership.spec.group_id
         reason = PlanAbortedError(detail="its group was destroyed")
-        for flight in [f for f in self._flights.values() if f.membership is membership]:
+        for flight in [flight for flight in self.flights() if membership in flight.groups]:
             self.send(flight, flight.fail(reason))
+        for one in reversed(membership.tree):
+            self._part(one)
+        self._gates.pop(group_id, None)
+        self._held.pop(group_id, None)
+
+    def _part(self, membership: Membership) -> None:
+        """Lets the members of a group leave it, and ends the leases that no other group needs."""
+        group_id = membership.spec.group_id
         for member in membership.members:
             peer = self._peers.get(member.actor_id)
             if peer is None or group_id not in peer.group_ids:
@@ -298,15 +352,15 @@ class Controller:
                 del self._peers[member.actor_id]
                 if peer.link is not None:
                     peer.link.close()
-        self._gates.pop(group_id, None)
         self._broken.pop(group_id, None)
-        self._held.pop(group_id, None)
 
     # ------------------------------------------------------------------------------------------ flights
 
-    def take_off(self, make: Callable[[int], Flight]) -> Flight:
-        """Registers a new flight under the next number; called under `dispatching`."""
+    def take_off(self, make: Callable[[int], Flight], width: int = 1) -> Flight:
+        """Registers a new flight under the next numbers, as many as it has launches; called under `dispatching`."""
         flight = make(next(self._seq))
+        for _ in itertools.islice(self._seq, width - 1):
+            pass
         self._flights[flight.seq] = flight
         return flight
 
@@ -316,13 +370,13 @@ class Controller:
 
     def send(self, flight: Flight, orders: Orders) -> None:
         """Carries out what a flight wants said, and forgets it once it has landed."""
-        self._deliver(flight.membership, orders)
+        self._deliver(flight.plan.participants, orders)
         if flight.landed:
             self._flights.pop(flight.seq, None)
 
-    def _deliver(self, membership: Membership, orders: Orders) -> None:
-        for rank, message in orders:
-            peer = self._peers.get(membership.members[rank].actor_id)
+    def _deliver(self, actor_ids: Sequence[str], orders: Orders) -> None:
+        for at, message in orders:
+            peer = self._peers.get(actor_ids[at])
             if peer is not None:
                 peer.send(message)
 
@@ -346,14 +400,14 @@ class Controller:
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
             if group_id in self._gates:
                 gate, membership = self._gates[group_id]
-                self._deliver(membership, gate.lost(membership.rank_of(actor_id), reason))
+                self._deliver(membership.roster.members, gate.lost(membership.rank_of(actor_id), reason))
         gone = ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})")
         if any(one.member.actor_id == actor_id for one in list(self._joining.values())):
             self._fail_join(gone)
         for flight in self.flights():
-            rank = flight.membership.rank_of(actor_id)
-            if rank >= 0:
-                self.send(flight, flight.lost(rank, reason))
+            position = flight.plan.positions.get(actor_id)
+            if position is not None:
+                self.send(flight, flight.lost(position, reason))
 
     def _joined(self, peer: Peer, message: Joined) -> None:
         joining = self._joining.get(message.request)
@@ -380,7 +434,22 @@ class Controller:
         found = self._gates.get(message.group_id)
         if found is not None:  # else the group was destroyed meanwhile
             gate, membership = found
-            self._deliver(membership, gate.receive(membership.rank_of(peer.info["actor_id"]), message))
+            orders = gate.receive(membership.rank_of(peer.info["actor_id"]), message)
+            self._deliver(membership.roster.members, orders)
+
+    def _stuck(self, peer: Peer, message: Stuck) -> None:
+        """A participant waits, or no more. Of a plan all groups hear that it is in: any may have a call that waits."""
+        if message.group_id:
+            self._meet(peer, message)
+            return
+        flight = self._flights.get(message.seq)
+        if message.seq and flight is None:
+            return
+        for group_id in peer.group_ids & self._gates.keys():
+            _, membership = self._gates[group_id]
+            actors = () if flight is None else flight.plan.participants
+            ranks = [rank for rank in map(membership.rank_of, actors) if rank >= 0]
+            self._meet(peer, replace(message, group_id=group_id, ranks=ranks))
 
     def _depart(self, peer: Peer, message: Depart) -> None:
         """A member has left by itself: it is answered, and the group does no more for the driver either."""
@@ -390,9 +459,10 @@ class Controller:
         peer.send(message)
 
     def _arrive(self, peer: Peer, message: Arrive) -> None:
-        flight = self._flights.get(message.seq)
+        flight = self._flights.get(message.seq) or next((one for one in self.flights() if one.has(message.seq)), None)
         if flight is not None:
-            self.send(flight, flight.arrive(message.rank, message.round, message.blob))
+            position = flight.plan.positions.get(peer.info["actor_id"], -1)
+            self.send(flight, flight.arrive(position, message))
 
     def _done(self, peer: Peer, message: Done) -> None:
         flight = self._flights.get(message.seq)
@@ -400,14 +470,17 @@ class Controller:
             return
         error = None if message.error is None else from_wire(message.error)
         if isinstance(error, GroupBrokenError):
-            self._broken.setdefault(flight.membership.spec.group_id, error.detail)
-        rank = flight.membership.rank_of(peer.info["actor_id"])
-        self.send(flight, flight.done(rank, error, message.story, others=message.ranks))
+            for membership in flight.blamed(error):
+                self._broken.setdefault(membership.spec.group_id, error.detail)
+        position = flight.plan.positions.get(peer.info["actor_id"], -1)
+        if position >= 0:
+            self.send(flight, flight.done(position, error, message.story, others=message.ranks))
 
     def _waiting(self, peer: Peer, message: Waiting) -> None:
-        """A rank waits for a method that has not ended: watch its ref, which may hold an error instead."""
+        """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
         flight = self._flights.get(message.seq)
-        ref = flight.refs.get(Key(message.key)) if flight is not None else None
+        key = Key(message.key)
+        ref = flight.refs.get(key) if flight is not None else None
         if flight is None or ref is None:
             return
 
@@ -415,9 +488,9 @@ class Controller:
             secret = peer.info["address"].secret
             if isinstance(value, Handle) and value.address.secret == secret:
                 return  # the participant has it, or freed it, and knows
-            violation = Violation(kind="lost", rank=message.rank, field="operand", found="not there", ref=ref.hex())
-            error = refusal(flight.plan.request.kind.value, flight.membership.spec.name, (violation,))
-            self.send(flight, flight.fail(error))
+            call, rank = flight.user_of(key)
+            violation = Violation(kind="lost", rank=rank, field="operand", found="not there", ref=ref.hex(), call=call)
+            self.send(flight, flight.fail(refusal(flight.plan.name, flight.group_name, (violation,))))
 
         ref._on_completed(settled)
 
@@ -429,7 +502,8 @@ _HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {
     Depart: Controller._depart,
     Done: Controller._done,
     Waiting: Controller._waiting,
-    **dict.fromkeys((Drop, Meet, Publish, Stuck, Withdraw), Controller._meet),
+    Stuck: Controller._stuck,
+    **dict.fromkeys((Drop, Meet, Publish, Withdraw), Controller._meet),
 }
 
 

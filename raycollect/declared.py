@@ -142,7 +142,7 @@ class Group:
     def status(self) -> GroupStatus:
         """Where it stands."""
         membership, controller = self._membership, self._controller
-        flights = [flight for flight in controller.flights() if flight.membership is membership and not flight.landed]
+        flights = [flight for flight in controller.flights() if membership in flight.groups and not flight.landed]
         members = tuple(
             MemberStatus(
                 rank=m.rank,
@@ -150,7 +150,7 @@ class Group:
                 node_id=m.node_id,
                 pid=m.pid,
                 ordered=m.ordered,
-                plans=tuple(flight.seq for flight in flights if flight.is_pending(m.rank)),
+                plans=tuple(one.seq for one in flights if one.is_pending(one.plan.positions.get(m.actor_id, -1))),
             )
             for m in membership.members
         )

@@ -1,4 +1,4 @@
-"""Plan -> one message per participant -> flight.
+"""Calls -> plan -> one message per participant -> flight.
 
 One lock spans all submits of a plan, so every participant's queue sees the plans of this controller in the same order
 (P2). A submit that fails in the middle aborts the plan on those that have it.
@@ -6,70 +6,184 @@ One lock spans all submits of a plan, so every participant's queue sees the plan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from raycollect.controller import Controller
-from raycollect.errors import DispatchError, GroupBrokenError
-from raycollect.flight import Flight
+from raycollect.errors import DispatchError, GroupBrokenError, RefusedError, UnknownGroupError, Violation, refusal
+from raycollect.flight import Flight, described
 from raycollect.group import Membership
-from raycollect.model import Key
-from raycollect.planner import Plan, Request, Ticket, encode_order, encode_program, plan
+from raycollect.model import Key, OpKind, ReduceOp
+from raycollect.planner import Plan, Request, Roster, Ticket, encode_order, encode_program, plan, plan_part
+from raycollect.planner.ir import Operands
+
+
+class Asked(NamedTuple):
+    """One call, as far as its plan depends on it: a `Request` that is cheap to make, and to look up.
+
+    Attributes:
+        roster: Its group.
+        kind: See `Request`.
+        operands: See `Request`; a source is the place of a ref among the different refs of all calls, or a `Made`.
+        op: See `Request`.
+        root: See `Request`.
+        peer: See `Request`.
+        inplace: See `Request`.
+        timeout_s: See `Request`.
+    """
+
+    roster: Roster
+    kind: OpKind
+    operands: tuple[Operands, ...]
+    op: ReduceOp | None
+    root: int
+    peer: int
+    inplace: bool
+    timeout_s: float
+
+    def request(self) -> Request:
+        """The request."""
+        return Request(
+            kind=self.kind,
+            group=self.roster.spec,
+            operands=self.operands,
+            op=self.op,
+            root=self.root,
+            peer=self.peer,
+            inplace=self.inplace,
+            timeout_s=self.timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A plan with all that dispatching it needs, by position.
+
+    Attributes:
+        plan: The plan.
+        programs: What each participant gets, encoded.
+        sources: The places of the refs whose keys travel with it.
+        outputs: The requests that make something there, in the order in which it comes back.
+    """
+
+    plan: Plan
+    programs: tuple[bytes, ...]
+    sources: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
 
 
 @lru_cache(maxsize=256)
-def prepare(request: Request) -> tuple[Plan, tuple[bytes, ...]]:
-    """Plans a request and encodes its programs, by rank; remembered, for loops that repeat themselves.
+def prepare(asked: tuple[Asked, ...], staging: int) -> Prepared:
+    """Plans calls and encodes the programs; remembered, for loops that repeat themselves, with the same refs or others.
 
     Raises:
-        RefusedError: The request makes no sense.
+        RefusedError: A call makes no sense; with the reasons of all calls.
     """
-    planned = plan(request)
-    return planned, tuple(encode_program(planned.program(rank)) for rank in planned.ranks)
+    requests = [one.request() for one in asked]
+    rosters = [one.roster for one in asked]
+    try:
+        planned = plan(requests, rosters, staging=staging)
+    except RefusedError:
+        raise _refusal(requests, rosters) from None
+    positions = range(len(planned.participants))
+    return Prepared(
+        plan=planned,
+        programs=tuple(encode_program(planned.program(at)) for at in positions),
+        sources=tuple(planned.sources(at) for at in positions),  # type: ignore[misc]  # places, as `Asked` has them
+        outputs=tuple(planned.outputs(at) for at in positions),
+    )
 
 
-def send_program(controller: Controller, request: Request, membership: Membership, refs: dict[Key, Any]) -> Flight:
-    """Plans a request and sends each participant its half, as one actor task each.
+def _refusal(requests: Sequence[Request], rosters: Sequence[Roster]) -> RefusedError:
+    """What is wrong with all requests."""
+    found: list[Violation] = []
+    for number, (request, roster) in enumerate(zip(requests, rosters, strict=True)):
+        try:
+            plan_part(request, roster)
+        except RefusedError as exc:
+            if len(requests) == 1:
+                return exc
+            found += [replace(one, call=number) for one in exc.violations]
+    return refusal("batch", "", tuple(found))
+
+
+def send_plan(
+    controller: Controller,
+    asked: tuple[Asked, ...],
+    memberships: Sequence[Membership],
+    refs: dict[Key, Any],
+    staging: int,
+) -> Flight:
+    """Plans calls and sends each participant its half, as one actor task each.
 
     Args:
         controller: This process's controller.
-        request: What to do.
-        membership: Its group.
-        refs: The operand refs by key.
+        asked: The calls, in program order.
+        memberships: The group of each.
+        refs: The operand refs by key; their order gives the places that `asked` has.
+        staging: See `planner.Program`.
 
     Returns:
-        The flight; its `results` are the result refs by rank. Where not all could be submitted it has failed with
-        DispatchError, and is aborted on those that were.
+        The flight. Where not all could be submitted it has failed with DispatchError, and is aborted on those that
+        were.
 
     Raises:
-        RefusedError: The request makes no sense; nothing was sent.
+        RefusedError: A call makes no sense; nothing was sent.
+        UnknownGroupError: A group was destroyed meanwhile; nothing was sent.
         GroupBrokenError: A member is gone; nothing was sent.
     """
-    planned, programs = prepare(request)
-    members = [membership.members[rank] for rank in planned.ranks]
+    try:
+        prepared = prepare(asked, staging)
+    except RefusedError as exc:
+        raise _explained(exc, asked, memberships, tuple(refs)) from None
+    planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
-        broken = controller.why_broken(membership)
-        if broken:
-            raise GroupBrokenError(group_name=membership.spec.name, detail=broken)
-        peers = [controller.peer(member) for member in members]
-        flight = controller.take_off(lambda seq: Flight(seq, planned, membership, refs))
-        for at, (rank, peer) in enumerate(zip(planned.ranks, peers, strict=True)):
+        peers = _crew(controller, planned, memberships)
+        flight = controller.take_off(lambda seq: Flight(seq, planned, memberships, refs), planned.width)
+        for at, peer in enumerate(peers):
+            outputs = prepared.outputs[at]
             ticket = Ticket(flight.seq, peer.last_seq)
+            order = encode_order(ticket, [keys[place] for place in prepared.sources[at]], prepared.programs[at])
             try:
-                made = peer.submit(encode_order(ticket, programs[at]), planned.outputs(rank))
+                made = peer.submit(order, len(outputs))
             except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
-                error = DispatchError(rank=rank, actor=members[at].actor, detail=f"{type(exc).__name__}: {exc}")
+                error = DispatchError(
+                    rank=flight.rank_of(at), actor=peer.info["actor"], detail=f"{type(exc).__name__}: {exc}"
+                )
                 error.__cause__ = exc
-                controller.send(flight, flight.fail(error, unsent=planned.ranks[at:]))
+                controller.send(flight, flight.fail(error, unsent=range(at, len(peers))))
                 return flight
             peer.last_seq = flight.seq
-            flight.results[rank] = made[0] if made else _kept(planned, rank, refs)
+            if outputs:
+                flight.made.update(zip(((number, at) for number in outputs), made, strict=True))
     return flight
 
 
-def _kept(planned: Plan, rank: int, refs: dict[Key, Any]) -> Any:
-    """The ref of a result that is an operand; None where the rank has no result."""
-    template = planned.template(rank)
-    if template.result < 0:
-        return None
-    return refs[planned.keys(rank)[template.result]]
+def _crew(controller: Controller, planned: Plan, memberships: Sequence[Membership]) -> list[Any]:
+    """The leased participants by position.
+
+    Raises:
+        UnknownGroupError, GroupBrokenError: See `send_plan`.
+    """
+    for membership in dict.fromkeys(memberships):
+        name = membership.spec.name
+        if not controller.exists(membership):
+            raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
+        broken = controller.why_broken(membership)
+        if broken:
+            raise GroupBrokenError(group_name=name, detail=broken)
+    return [controller.peer(actor_id) for actor_id in planned.participants]
+
+
+def _explained(
+    error: RefusedError, asked: Sequence[Asked], memberships: Sequence[Membership], keys: Sequence[Key]
+) -> RefusedError:
+    """Adds what the planner does not know: the groups' names, the ranks' actors, and their refs."""
+    found = []
+    for one in error.violations:
+        number = max(one.call, 0)
+        found.append(described(one, memberships[number], asked[number].operands, lambda place: keys[place]))
+    names = dict.fromkeys(membership.spec.name for membership in memberships)
+    return refusal(error.op, ", ".join(names), tuple(found))

@@ -30,6 +30,7 @@
     │   └── PlanAbortedError   DispatchError   KernelError
     ├── ChannelError              the control plane
     │   └── ProtocolError   AuthenticationError   ConnectionLostError
+    ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     └── InternalError             our bug: please report it
@@ -51,6 +52,7 @@ __all__ = [
     "AuthenticationError",
     "BackendNotInstalledError",
     "BackendUnavailableError",
+    "BatchError",
     "ChannelError",
     "CollectiveTimeoutError",
     "ConnectionLostError",
@@ -107,6 +109,7 @@ class Violation:
         expected: What would have been right.
         actor: The actor of that rank, as ``Class(id)``.
         ref: The hexadecimal id of the ObjectRef.
+        call: Which call of a batch, counted from 0; -1 where there is but one.
     """
 
     kind: str
@@ -116,6 +119,7 @@ class Violation:
     expected: str = ""
     actor: str = ""
     ref: str = ""
+    call: int = -1
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "the call"
@@ -123,6 +127,8 @@ class Violation:
             who += f" ({self.actor})"
         if self.ref:
             who += f", ref {self.ref}"
+        if self.call >= 0:
+            who = f"call {self.call} of the batch, {who}"
         text = f"{who}: {self.field} is {self.found}"
         return f"{text}, expected {self.expected}" if self.expected else text
 
@@ -526,6 +532,20 @@ class ConnectionLostError(ChannelError):
 
 
 # ---------------------------------------------------------------------------------------------- others
+
+
+@dataclass(eq=False, kw_only=True)
+class BatchError(RaycollectError):
+    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it.
+
+    Attributes:
+        detail: What was used, and what to do.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,4 +1,4 @@
-"""Runs one program with what it is given: a store, a communicator, a recorder, a clock, faults. It decides nothing.
+"""Runs one program with what it is given: a store, communicators, a recorder, a clock, faults. It decides nothing.
 
 The order is what P3 and P4 promise: everything that can fail locally happens before the door and is brought there as a
 violation; after the door kernels run; a failure among them leaves exactly the tensors being written dirty.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raycollect.agreement import Agreement
 from raycollect.backends import arrays
-from raycollect.door import Arrival, Verdict, encode_arrival, judge
 from raycollect.errors import (
     CollectiveTimeoutError,
     FaultError,
@@ -19,19 +19,21 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
     RefusedError,
+    Violation,
     refusal,
 )
-from raycollect.model import Clock, Communicator, Faults, Kernel, Key, Launch, NoFaults, TensorInfo
+from raycollect.launches import Launches
+from raycollect.model import Clock, Communicator, Exchange, Faults, Kernel, Key, Launch, NoFaults, TensorInfo, Together
 from raycollect.observe import Recorder
-from raycollect.operands import Operands, ranges_of
-from raycollect.planner import Program, Role
-from raycollect.pos import Absence, Container, Range, State, Store
+from raycollect.packing import Block, Pool, copy
+from raycollect.planner import Program
+from raycollect.pos import Absence, Container, State, Store
+from raycollect.prepared import Prepared, places_of
+from raycollect.script import Move, Script, Stretch, Writer
+from raycollect.tasks import Missing, Tasks
 
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
 """Where faults can be injected."""
-
-_REMEMBERED = 8
-"""How many programs a container remembers."""
 
 _ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: ("lost", "not there: its method never ran here", "a value that its method returned"),
@@ -51,7 +53,8 @@ class Instruments:
         recorder: The story.
         clock: Time, for the story.
         faults: Where tests make things go wrong.
-        allocate: Makes an output or a scratch tensor; raises MemoryError where there is no memory.
+        allocate: Makes an output, a scratch tensor or staging; raises MemoryError where there is no memory.
+        staging: Where small tensors are packed.
     """
 
     store: Store
@@ -59,16 +62,17 @@ class Instruments:
     clock: Clock
     faults: Faults = field(default_factory=NoFaults)
     allocate: Callable[[TensorInfo], Any] = arrays.empty
+    staging: Pool = field(default_factory=Pool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a program ended on this rank.
+    """How a program ended on this participant.
 
     Attributes:
         error: None when it ran to its end.
-        outputs: The containers that it made, in the order of its output buffers.
-        ended: The ranks that are known to have run all of it; see `Communicator.end`.
+        outputs: The containers that it made, in the order of the requests.
+        ended: The places at the door of those who are known to have run all of the plan; see `Communicator.end`.
     """
 
     error: RaycollectError | None = None
@@ -76,73 +80,64 @@ class Outcome:
     ended: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """What one program found about one container, remembered with it as long as its arrays stay as they are.
-
-    Attributes:
-        places: `arrays.place` of each tensor.
-        kernels: The steps with their arrays filled in.
-        ranges: The memory of all tensors.
-        arrival: What this rank brings to the door.
-    """
-
-    places: tuple[Any, ...]
-    kernels: list[Kernel]
-    ranges: list[Range]
-    arrival: bytes
-
-
 class Execution:
     """One run of one program.
 
     Args:
         program: What to do.
-        communicator: This rank's end of the program's group.
+        keys: The keys of its operands.
+        communicators: Gives this participant's end of a group, by the group's id; raises GroupBrokenError.
         instruments: See `Instruments`.
-        seq: The plan's place in its controller's order.
-        aborted: Why the plan was aborted, or None; asked while waiting for a producer.
+        seq: The plan's place in its controller's order; its launches take the numbers from there on.
+        aborted: Why the plan was aborted, or None; asked before each launch, and while waiting for a producer.
         waiting: Called when an operand's method has not ended yet; None: a method that has not ended never will
             (ordered actors run methods in order, so it never ran).
-        operands: The values of the template's OPERAND buffers, where an imperative call gives them itself; None: they
-            are in the store, under the program's keys.
+        operands: The values of the operands, in the order of the keys, where an imperative call gives them itself;
+            None: they are in the store, under the keys.
+        exchange: How the participants meet at the door where they have no group in common.
     """
 
     def __init__(
         self,
         program: Program,
-        communicator: Communicator,
+        keys: Sequence[Key],
+        communicators: Callable[[str], Communicator],
         instruments: Instruments,
         *,
         seq: int,
         aborted: Callable[[], str | None],
         waiting: Callable[[Key], None] | None = None,
         operands: Sequence[Container] | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._program = program
-        self._communicator = communicator
+        self._keys = keys
         self._instruments = instruments
-        self._aborted = aborted
         self._waiting = waiting
         self._given = operands
-        self._operands = Operands(program, instruments.allocate, given=operands is not None)
         self._seq = seq
-        self._launch = Launch(seq=seq, ranks=program.ranks, timeout_s=program.timeout_s)
-        self._kernels: list[Kernel] = []
-        self._arrival = b""
+        self._launches = Launches(program, communicators, exchange, seq=seq, aborted=aborted)
+        self._operands: Sequence[Container | Missing] = ()
+        self._tasks: Tasks | None = None  # None: as in the last run
+        self._known: Prepared | None = None
+        self._block: Block | None = None
+        self._first: Kernel | None = None  # what the backend may prepare before the door
+        self._under_way: Stretch | None = None
+        self._packs = False  # whether a kernel has worked in the staging
 
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
-        self._record("start", self._program.op)
+        self._record("start", self._program.name)
         ended: tuple[int, ...] = ()
         ok = False
         try:
+            self._launches.begin()
             self._at("start")
             self._prepare()
             self._at("before_door")
-            self._agree()
+            script = self._agree()
             self._at("after_door")
-            self._run_kernels()
+            self._run(script)
             self._at("end")
             ok = True
         except RaycollectError as exc:
@@ -150,148 +145,227 @@ class Execution:
         except MemoryError as exc:
             return Outcome(error=self._located(KernelError(detail=f"out of memory: {exc}")))
         finally:
-            ended = self._communicator.end(self._launch, ok)
+            ended = self._launches.end(ok=ok)
+            if self._block is not None and (ok or not self._packs):
+                self._block.give()
         self._record("done")
-        return Outcome(outputs=self._operands.made(), ended=ended)
+        return Outcome(outputs=self._tasks.made() if self._tasks else (), ended=ended)
+
+    def abort(self) -> None:
+        """Ends its waits, now and from now on; any thread may call it."""
+        self._launches.abort()
+        self._instruments.store.wake()
 
     # ------------------------------------------------------------------------------------------ before the door
 
     def _prepare(self) -> None:
         """Finds operands, checks them and makes outputs; what is wrong is noted, not raised."""
-        operands = self._operands
-        keys, given = iter(self._program.keys), iter(self._given or ())
-        for index, buffer in enumerate(self._program.template.buffers):
-            if buffer.role is Role.OPERAND:
-                operands.bind(index, self._find(next(keys), index) if self._given is None else next(given))
-            else:
-                operands.make(index)
-        if not self._recall():
-            operands.check(self._instruments.store)
-            self._arrival = self._write_arrival()
-            if not operands.violations and self._program.rounds == 1:
-                self._kernels = operands.kernels()
-                self._remember()
-        if self._kernels and operands.fit(self._kernels[0]):
-            self._stage()
-
-    def _stage(self) -> None:
-        """Lets the backend prepare; what it refuses, all ranks hear of at the door."""
-        try:
-            self._communicator.stage(self._launch, self._kernels[0])
-        except RefusedError as exc:
-            rank = self._program.rank
-            self._operands.violations += [replace(v, rank=rank) if v.rank < 0 else v for v in exc.violations]
-            self._arrival = self._write_arrival()
-
-    def _recall(self) -> bool:
-        """Takes over what the last run of this program found, if its one operand is as it was."""
-        bound = self._operands.sole()
-        known = bound.container.memo.get(self._program) if bound is not None else None
-        if bound is None or known is None or known.places != tuple(map(arrays.place, bound.arrays)):
-            return False
-        if self._instruments.store.is_dirty(known.ranges):
-            return False
-        self._kernels, self._arrival = known.kernels, known.arrival
-        if any(step.dst == 0 for step in self._program.template.steps):
-            self._operands.write(bound, known.ranges)
-        return True
-
-    def _remember(self) -> None:
-        bound = self._operands.sole()
-        if bound is None:
+        self._operands = self._given if self._given is not None else tuple([self._find(key) for key in self._keys])
+        self._known = self._recall()
+        if self._known is None:
+            self._make_ready(0)
             return
-        memo = bound.container.memo
-        if len(memo) >= _REMEMBERED:
-            memo.clear()
-        memo[self._program] = _Prepared(
-            places=tuple(map(arrays.place, bound.arrays)),
-            kernels=self._kernels,
-            ranges=ranges_of(bound.arrays),
-            arrival=self._arrival,
-        )
+        self._block, self._first = self._known.block, self._known.first
+        if self._first is not None:
+            self._stage(self._first)
 
-    def _find(self, key: Key, index: int) -> Container | None:
+    def _recall(self) -> Prepared | None:
+        """What the last run on the same operands found out."""
+        found = self._operands
+        if self._given is not None or any(type(one) is Missing for one in found):
+            return None
+        return Prepared.recall(self._program, found, self._instruments.store)  # type: ignore[arg-type]
+
+    def _make_ready(self, turn: int) -> None:
+        """Prepares what is first brought in a round of the door; before the last round, the staging too."""
+        if self._tasks is None:
+            self._tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
+        tasks = self._tasks
+        tasks.ready(turn, self._operands, self._instruments.store)
+        if turn == self._program.rounds - 1 and not tasks.has_violations:
+            self._reserve(tasks)
+            self._first = None if tasks.has_violations else tasks.first()
+            if self._first is not None:
+                self._stage(self._first)
+
+    def _reserve(self, tasks: Tasks) -> None:
+        """Takes what staging may be needed, while all can yet be told that there is none.
+
+        Which tensors are packed follows from all ranks' sizes, but what this rank stages of them from its own: these
+        are known before the last round, and those that the others have only bound them.
+        """
+        nbytes = tasks.room()
+        if not nbytes or self._block is not None:
+            return
+        pool, limit = self._instruments.staging, self._program.staging
+        try:
+            self._block = pool.take(nbytes, limit, self._instruments.allocate)
+        except MemoryError as exc:
+            found, expected = str(exc) or "out of memory", f"{nbytes} bytes"
+            self._object([Violation(kind="allocation", rank=-1, field="staging", found=found, expected=expected)])
+
+    def _stage(self, kernel: Kernel) -> None:
+        """Lets the backend prepare; what it refuses, all ranks hear of at the door."""
+        opened = self._launches.stage()
+        if opened is None:
+            return
+        communicator, launch = opened
+        try:
+            communicator.stage(launch, kernel)
+        except RefusedError as exc:
+            self._object(exc.violations)
+
+    def _object(self, violations: Sequence[Violation]) -> None:
+        """Notes for the door what is wrong besides the operands."""
+        self._known = None
+        rank = self._program.shares[self._program.tasks[0].share].rank
+        self._tasks_here().violate([replace(v, rank=rank) if v.rank < 0 else v for v in violations])
+
+    def _find(self, key: Key) -> Container | Missing:
         store = self._instruments.store
         found = store.look(key)
-        if isinstance(found, Absence) and found.state is State.ABSENT and self._waiting:
+        if type(found) is Absence and found.state is State.ABSENT and self._waiting:
             self._waiting(key)
             self._record("waiting", key.hex())
-            found = store.wait(key, lambda: self._aborted() is not None)
+            found = store.wait(key, lambda: self._launches.reason is not None)
             if isinstance(found, Absence) and found.state is State.ABSENT:
-                raise PlanAbortedError(detail=self._aborted() or "aborted while waiting for an operand")
+                raise PlanAbortedError(detail=self._launches.reason or "aborted while waiting for an operand")
         if isinstance(found, Container):
             return found
         kind, text, expected = _ABSENCES[found.state]
-        text = text.format(found.detail or "a value that is not kept")
-        self._operands.violate(kind, "operand", text, expected, index)
-        return None
+        return Missing(kind, text.format(found.detail or "a value that is not kept"), expected)
 
     # ------------------------------------------------------------------------------------------ the door
 
-    def _agree(self) -> None:
-        """Meets the others, once or twice; raises what all of them raise."""
-        clock = self._instruments.clock
+    def _agree(self) -> Script:
+        """Meets the others, as often as the plan says; raises what all of them raise."""
+        clock, program = self._instruments.clock, self._program
         came_s = clock()
-        verdict = self._meet()
-        if self._program.rounds > 1:
-            self._operands.learn(verdict.specs)
-            self._arrival = self._write_arrival()
-            verdict = self._meet()
-        if not self._kernels:
-            self._kernels = self._operands.kernels()
-        if verdict.most:
-            self._kernels = self._operands.with_sizes(self._kernels, verdict.most)
+        agreement = Agreement(program)
+        for turn in range(program.rounds):
+            if turn:
+                self._make_ready(turn)
+            arrival = self._known.arrival if self._known else self._tasks_here().arrival(turn)
+            self._record("door")
+            blobs = self._launches.meet(arrival)
+            if self._known is not None and self._known.blobs == blobs:
+                self._record("agreed", f"after {clock() - came_s:.6f} s")
+                return self._known.script
+            violations = agreement.meet(blobs)
+            if violations:
+                raise refusal(program.name, "", violations)
+            if turn + 1 < program.rounds and self._tasks is not None:
+                self._tasks.learn(turn, agreement.verdicts)
         self._record("agreed", f"after {clock() - came_s:.6f} s")
+        tasks = self._tasks_here()
+        writer = Writer(program, tasks.operands, self._block, self._first)
+        script = writer.write(agreement.verdicts, alone=agreement.conflict)
+        if self._given is None and tasks.is_repeatable:
+            containers = [one for one in self._operands if isinstance(one, Container)]
+            prepared = Prepared(
+                program=program,
+                places=places_of(containers),
+                ranges=tasks.ranges,
+                arrival=arrival,
+                first=self._first,
+                blobs=blobs,
+                script=script,
+                block=self._block,
+            )
+            prepared.remember(containers)
+        return script
 
-    def _meet(self) -> Verdict:
-        program = self._program
-        self._record("door")
-        blobs = self._communicator.agree(self._launch, self._arrival)
-        verdict = judge(program.ranks, tuple(map(bytes, blobs)))
-        if verdict.violations:
-            raise refusal(program.op, "", verdict.violations)
-        return verdict
-
-    def _write_arrival(self) -> bytes:
-        return encode_arrival(Arrival(spec=self._operands.spec(), violations=tuple(self._operands.violations)))
+    def _tasks_here(self) -> Tasks:
+        """The tasks, looked at anew where something is not as in the last run after all."""
+        if self._tasks is None:
+            self._tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
+            self._tasks.ready(0, self._operands, self._instruments.store)
+        return self._tasks
 
     # ------------------------------------------------------------------------------------------ after the door
 
-    def _run_kernels(self) -> None:
-        operands, store, clock = self._operands, self._instruments.store, self._instruments.clock
-        until_s = clock() + self._program.timeout_s
+    def _run(self, script: Script) -> None:
+        with self._instruments.store.writing(script.ranges, self._patience()):
+            for stretch in script.stretches:
+                self._under_way = stretch
+                if len(script.stretches) > 1:
+                    self._record("bundle", f"{stretch.share.op} of {stretch.tasks}")
+                self._run_stretch(stretch)
+                self._under_way = None
+
+    def _run_stretch(self, stretch: Stretch) -> None:
+        """Runs one bundle; if it fails after it has begun, what it writes is dirty, and nothing else."""
+        store, begun = self._instruments.store, False
+        try:
+            for move in stretch.moves:
+                if not move.kernels:
+                    begun = True
+                    for target, source in move.copies:
+                        copy(target, source)
+                    continue
+                communicator, launch = self._launches.at(move.number, move.group_id, move.ranks)
+                begun = True
+                self._launch(communicator, launch, move)
+        except BaseException:
+            if begun:
+                store.mark_dirty(stretch.ranges, stretch.owners)
+            raise
+        store.mark_written(stretch.dense)
+
+    def _launch(self, communicator: Communicator, launch: Launch, move: Move) -> None:
+        """Runs the kernels of a move: together where the backend can, else by what is to be done instead."""
+        kernels = move.kernels
+        if len(kernels) > 1 and isinstance(communicator, Together):
+            self._at("before_kernel")
+            while kernels and (count := communicator.launch_together(launch, kernels)):
+                kernels = kernels[count:]
+            if not kernels:
+                self._at("after_kernel")
+                return
+        if move.instead and len(kernels) == len(move.kernels):
+            for other in move.instead:
+                self._launch(communicator, launch, other)
+            return
+        for kernel in kernels:
+            self._at("before_kernel")
+            if move.packed is not None:
+                self._packs = True
+                move.packed.load()
+            communicator.launch(launch, kernel).wait(self._program.timeout_s)
+            if move.packed is not None:
+                move.packed.unload()
+            self._at("after_kernel")
+
+    def _patience(self) -> Callable[[], RaycollectError | None]:
+        """What ends the wait for those who read what the plan writes."""
+        clock, limit_s = self._instruments.clock, self._program.timeout_s
+        until_s = clock() + limit_s
 
         def given_up() -> RaycollectError | None:
-            reason = self._aborted()
+            reason = self._launches.reason
             if reason is not None:
                 return PlanAbortedError(detail=reason)
             if clock() <= until_s:
                 return None
-            limit_s = self._program.timeout_s
             detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
             return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
 
-        with store.writing(operands.ranges, given_up):
-            try:
-                for kernel in self._kernels:
-                    self._at("before_kernel")
-                    self._communicator.launch(self._launch, kernel).wait(self._program.timeout_s)
-                    self._at("after_kernel")
-            except BaseException:
-                store.mark_dirty(operands.ranges, operands.owners)
-                raise
-            store.mark_written(operands.dense())
+        return given_up
 
     # ------------------------------------------------------------------------------------------ notes
 
     def _located(self, error: RaycollectError) -> RaycollectError:
         self._record("failed", type(error).__name__)
-        if isinstance(error, FaultError) and not error.op:
-            error.op = self._program.op
+        if isinstance(error, FaultError):
+            share = self._under_way.share if self._under_way else None
+            error.op = error.op or (share.op if share else self._program.name)
+            error.group_name = error.group_name or (share.group_id if share else self._program.door.group_id)
+            if share and error.rank < 0 and isinstance(error, KernelError):
+                error.rank = share.rank
         return error.with_traceback(None)  # a value from here on: its frames would keep the tensors alive
 
     def _record(self, what: str, detail: str = "") -> None:
         self._instruments.recorder.add(what, self._seq, detail)
 
     def _at(self, point: str) -> None:
-        self._instruments.faults.at(point, self._seq, self._program.rank)
+        self._instruments.faults.at(point, self._seq, self._program.door.rank)

@@ -1,8 +1,10 @@
 """One plan under way, as its controller sees it: events in, messages out. No I/O; one lock.
 
-Whatever happens ends in one of three ways. All ranks are done: success. All were refused at the door: an error, and
-nobody was touched. Anything else is lopsided: the flight tells every rank that has not ended to abort, and fails with
+Whatever happens ends in one of three ways. All participants are done: success. All were refused at the door: an error,
+and nobody was touched. Anything else is lopsided: the flight tells everyone who has not ended to abort, and fails with
 the first cause, not with an echo of it.
+
+Participants go by their positions in the plan; in errors they are ranks of the user's groups.
 """
 
 from __future__ import annotations
@@ -10,48 +12,61 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from raycollect.channel.messages import Abort, Arrivals
+from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.door import OUTPUT, Door, DoorState
 from raycollect.errors import (
     CollectiveTimeoutError,
     FaultError,
+    GroupBrokenError,
     ParticipantDiedError,
     PlanAbortedError,
+    ProtocolError,
     RaycollectError,
     RefusedError,
+    Violation,
 )
 from raycollect.group import Membership
-from raycollect.model import Key
-from raycollect.planner import Plan
+from raycollect.model import Key, Member
+from raycollect.planner import Made, Plan
+from raycollect.planner.ir import Operands
 
 Orders = list[tuple[int, Any]]
-"""(rank, message): what to send, in order."""
+"""(position, message): what to send, in order."""
+
+_Door = tuple[int, int, str, tuple[int, ...]]
+"""(launch, round, group id, ranks)."""
 
 
 class Flight:
-    """A plan between its dispatch and the end of its last rank.
+    """A plan between its dispatch and the end of its last participant.
 
     Args:
-        seq: The plan's number.
-        plan: The plan.
-        membership: The group.
-        refs: The operand refs by key; held until the plan has ended everywhere (P5). `results` gets the result refs,
-            by rank.
+        seq: The first of the plan's numbers.
+        plan: The plan; its sources are places in `refs`.
+        memberships: The group of each request.
+        refs: The operand refs by key; held until the plan has ended everywhere (P5).
+
+    Attributes:
+        groups: The groups of its requests, each once.
+        made: (request, position) -> the ref of what the request makes there.
+        error: Why it failed.
     """
 
-    def __init__(self, seq: int, plan: Plan, membership: Membership, refs: dict[Key, Any]) -> None:
+    def __init__(self, seq: int, plan: Plan, memberships: Sequence[Membership], refs: dict[Key, Any]) -> None:
         self.seq = seq
         self.plan = plan
-        self.membership = membership
         self.refs = refs
-        self.results: dict[int, Any] = {}
+        self.groups = tuple(dict.fromkeys(memberships))
+        self.made: dict[tuple[int, int], Any] = {}
         self.error: RaycollectError | None = None
-        self._pending = set(plan.ranks)
-        self._doors: dict[int, Door] = {}
-        self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that a rank told
-        self._told = False  # whether the ranks were told to abort
+        self._memberships = memberships
+        self._pending = set(range(len(plan.participants)))
+        self._doors: dict[_Door, Door] = {}
+        self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that one told
+        self._told = False  # whether the participants were told to abort
         self._resolved = False
         self._unresolved = threading.Lock()  # held until the outcome is known: a wait costs one hand-over
         self._unresolved.acquire()
@@ -67,12 +82,38 @@ class Flight:
 
     @property
     def landed(self) -> bool:
-        """True when no rank runs it any more."""
+        """True when no participant runs it any more."""
         return not self._pending
 
-    def is_pending(self, rank: int) -> bool:
-        """True while that rank has not ended it."""
-        return rank in self._pending
+    @property
+    def group_name(self) -> str:
+        """What to call its groups in messages."""
+        return ", ".join(group.spec.name for group in self.groups)
+
+    def is_pending(self, position: int) -> bool:
+        """True while that participant has not ended it."""
+        return position in self._pending
+
+    def rank_of(self, position: int) -> int:
+        """What rank a participant is in the group of the first request that it takes part in."""
+        return self._home(position)[1].rank
+
+    def user_of(self, key: Key) -> tuple[int, int]:
+        """(call, rank) of the first use of a ref; the call is -1 where there is but one."""
+        source = tuple(self.refs).index(key)
+        for number, request in enumerate(self.plan.requests):
+            for rank, *sources in request.operands:
+                if source in sources:
+                    return (number if len(self.plan.requests) > 1 else -1), rank
+        return -1, -1
+
+    def has(self, seq: int) -> bool:
+        """Whether a launch of that number is one of its."""
+        return self.seq <= seq < self.seq + self.plan.width
+
+    def writes(self, key: Key) -> bool | None:
+        """Whether it writes the tensor of a ref; None where it does not use it."""
+        return self._uses.get(key)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the outcome; False where it is not known in time."""
@@ -92,19 +133,19 @@ class Flight:
     # ------------------------------------------------------------------------------------------ events
 
     def done(
-        self, rank: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
+        self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
     ) -> Orders:
-        """A rank has ended, and says so of others that ran all of it."""
+        """A participant has ended, and says so of others that ran all of it."""
         with self._lock:
-            self._pending.difference_update((rank, *others))
+            self._pending.difference_update((position, *others))
             waiting = bool(self._pending)
             if error is not None and self._first is None:
-                self._first = (rank, error, tuple(story))
+                self._first = (position, error, tuple(story))
             first = self._first
         if error is not None:
             if isinstance(error, PlanAbortedError) and waiting and not self.resolved:
                 return []  # an echo: who caused it will tell, or its process is gone
-            return self._failed(rank, error, tuple(story))
+            return self._failed(position, error, tuple(story))
         if waiting:
             return []
         if first is not None:
@@ -112,43 +153,52 @@ class Flight:
         self._resolve(None)
         return []
 
-    def lost(self, rank: int, reason: str) -> Orders:
-        """A rank's process is gone."""
+    def lost(self, position: int, reason: str) -> Orders:
+        """A participant's process is gone."""
         with self._lock:
-            if rank not in self._pending:
+            if position not in self._pending:
                 return []
-            self._pending.discard(rank)
-        error = ParticipantDiedError(rank=rank, detail=f"its process ended while the plan was under way ({reason})")
-        return self._failed(rank, error, ())
+            self._pending.discard(position)
+        error = ParticipantDiedError(detail=f"its process ended while the plan was under way ({reason})")
+        return self._failed(position, error, ())
 
-    def arrive(self, rank: int, turn: int, blob: bytes) -> Orders:
-        """A rank is at the door of the star; the last one opens it."""
+    def arrive(self, position: int, message: Arrive) -> Orders:
+        """A participant is at a door that the controller keeps; the last one opens it.
+
+        Raises:
+            ProtocolError: It can't be there, or was there before.
+        """
+        ranks = tuple(message.ranks)
+        crew = self._crew_of(message.group_id)
+        places = [crew.get(rank, -1) for rank in ranks]
+        if min(places, default=-1) < 0 or crew.get(message.rank) != position:
+            raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
         with self._lock:
-            door = self._doors.setdefault(turn, Door(self.plan.ranks))
-            if door.arrive(rank, blob) is not DoorState.COMPLETE:
+            door = self._doors.setdefault((message.seq, message.round, message.group_id, ranks), Door(ranks))
+            if door.arrive(message.rank, message.blob) is not DoorState.COMPLETE:
                 return []
             blobs = list(door.blobs)
-        group_id = self.membership.spec.group_id
-        message = Arrivals(group_id=group_id, seq=self.seq, round=turn, blobs=blobs)
-        return [(other, message) for other in self.plan.ranks]
+        answer = Arrivals(group_id=message.group_id, seq=message.seq, round=message.round, blobs=blobs)
+        return [(place, answer) for place in places]
 
     def fail(self, error: RaycollectError, *, unsent: Sequence[int] = ()) -> Orders:
-        """The controller itself ends it; ranks in `unsent` never got it."""
+        """The controller itself ends it; participants in `unsent` never got it."""
         with self._lock:
             self._pending.difference_update(unsent)
         return self._failed(-1, error, ())
 
     # ------------------------------------------------------------------------------------------ outcome
 
-    def _failed(self, rank: int, error: RaycollectError, story: tuple[str, ...]) -> Orders:
-        self._resolve(self._located(rank, error, story))
-        if isinstance(error, RefusedError) and rank >= 0:
-            return []  # refused at the door: every rank knows
+    def _failed(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> Orders:
+        self._resolve(self._located(position, error, story))
+        if isinstance(error, RefusedError) and position >= 0:
+            return []  # refused at the door: everyone knows
         with self._lock:
             told, self._told = self._told, True
         if told:
             return []
-        message = Abort(seq=self.seq, reason=f"{type(error).__name__} on rank {rank}" if rank >= 0 else str(error))
+        reason = str(error) if position < 0 else f"{type(error).__name__} on {self._describe(position)}"
+        message = Abort(seq=self.seq, reason=reason)
         return [(other, message) for other in sorted(self._pending)]
 
     def _resolve(self, error: RaycollectError | None) -> None:
@@ -162,38 +212,116 @@ class Flight:
         for call in watchers:
             call()
 
-    def _located(self, rank: int, error: RaycollectError, story: tuple[str, ...]) -> RaycollectError:
-        """Adds what only the controller knows: the group's name, actors and refs."""
-        name = self.membership.spec.name
-        op = self.plan.request.kind.value
+    def _located(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> RaycollectError:
+        """Adds what only the controller knows: the groups' names, actors and refs."""
         if isinstance(error, RefusedError):
-            violations = tuple(self._named(v) for v in error.violations)
-            return type(error)(op=op, group_name=name, violations=violations)
-        if isinstance(error, FaultError):
-            error.op, error.group_name = op, name
-            error.rank = rank if error.rank < 0 else error.rank
-            error.actor = error.actor or self._actor(error.rank)
-            error.story = error.story or story
+            return type(error)(op=self.plan.name, group_name=self.group_name, violations=self.named(error.violations))
+        if isinstance(error, GroupBrokenError):
+            error.group_name = self.blamed(error)[0].spec.name
+        if not isinstance(error, FaultError):
+            return error
+        found = self._trees.get(error.group_name)
+        group, inner = found or (self._home(position)[0], None)
+        if inner is not None:
+            error.rank = _outer(error.rank, inner, group)
+        error.op = self.plan.name if len(self.plan.requests) == 1 else error.op or self.plan.name
+        error.group_name = group.spec.name if position >= 0 or found else self.group_name
+        if error.rank < 0 and position >= 0:
+            error.rank = group.rank_of(self.plan.participants[position])
+        error.actor = error.actor or (group.members[error.rank].actor if 0 <= error.rank < len(group.members) else "")
+        error.story = error.story or story
         if isinstance(error, CollectiveTimeoutError):
-            missing = error.missing or self._last_missing()
-            names = ", ".join(f"rank {r} ({self._actor(r)})" for r in missing) or "nobody"
-            error.missing = tuple(missing)
+            ranks = tuple(_outer(rank, inner, group) for rank in error.missing) if inner else tuple(error.missing)
+            missing = [(rank, group.members[rank].actor) for rank in ranks] or self._last_missing()
+            names = ", ".join(f"rank {rank} ({actor})" for rank, actor in missing) or "nobody"
+            error.missing = tuple(rank for rank, _ in missing)
             error.detail = f"after {error.timeout_s:g} s these had not come: {names}"
         return error
 
-    def _last_missing(self) -> tuple[int, ...]:
+    def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
+        """The group that an error means; where it names none of the plan, all."""
+        found = self._trees.get(error.group_name)
+        return self.groups if found is None else (found[0],)
+
+    def named(self, violations: Sequence[Violation]) -> tuple[Violation, ...]:
+        """Adds to violations the actor of the rank, and its ref."""
+        return tuple(map(self._named, violations))
+
+    def _last_missing(self) -> list[tuple[int, str]]:
+        """(rank, actor) of those whom others wait for at the latest door."""
         with self._lock:
-            return self._doors[max(self._doors)].missing if self._doors else ()
+            if not self._doors:
+                return []
+            place = max(self._doors)
+            missing = self._doors[place].missing
+        crew = self._crew_of(place[2])
+        return [(group.rank_of(one.actor_id), one.actor) for group, one in (self._home(crew[at]) for at in missing)]
 
-    def _named(self, violation: Any) -> Any:
-        ref = violation.ref or self._ref(violation.rank, is_output=OUTPUT in violation.field)
-        return replace(violation, actor=violation.actor or self._actor(violation.rank), ref=ref)
+    def _named(self, violation: Violation) -> Violation:
+        number = max(violation.call, 0)
+        if not 0 <= number < len(self.plan.requests):
+            return violation
+        operands = self.plan.requests[number].operands
+        keys = tuple(self.refs)
+        return described(violation, self._memberships[number], operands, lambda source: keys[source])
 
-    def _ref(self, rank: int, *, is_output: bool) -> str:
-        found = (keys for at, *keys in self.plan.request.operands if at == rank)
-        src, dst = next(found, (None, None))
-        key = dst if is_output or src is None else src
-        return key.hex() if key else ""
+    # ------------------------------------------------------------------------------------------ who is who
 
-    def _actor(self, rank: int) -> str:
-        return self.membership.members[rank].actor if 0 <= rank < len(self.membership.members) else ""
+    def _home(self, position: int) -> tuple[Membership, Member]:
+        """The group of the first request that a participant takes part in, and its member there."""
+        number, rank = self.plan.involved[max(position, 0)][0]
+        membership = self._memberships[number]
+        return membership, membership.members[rank]
+
+    def _describe(self, position: int) -> str:
+        _, member = self._home(position)
+        return f"rank {member.rank}" if len(self.groups) == 1 else member.actor
+
+    def _crew_of(self, group_id: str) -> dict[int, int]:
+        """Rank -> position of those members of a group who take part; without a group: of all participants."""
+        if not group_id:
+            return {at: at for at in range(len(self.plan.participants))}
+        outer, inner = self._trees.get(group_id, (None, None))
+        group, positions = inner or outer, self.plan.positions
+        members = () if group is None else group.members
+        return {member.rank: positions[member.actor_id] for member in members if member.actor_id in positions}
+
+    @cached_property
+    def _trees(self) -> dict[str, tuple[Membership, Membership | None]]:
+        """Group id, or name -> the user's group, and which of those inside it is meant."""
+        found: dict[str, tuple[Membership, Membership | None]] = {}
+        for outer in self.groups:
+            for one in outer.tree:
+                inner = None if one is outer else one
+                found[one.spec.group_id] = found[one.spec.name] = (outer, inner)
+        return found
+
+    @cached_property
+    def _uses(self) -> dict[Key, bool]:
+        keys = tuple(self.refs)
+        return {keys[source]: written for source, written in self.plan.uses().items()}  # type: ignore[call-overload]
+
+
+def described(
+    violation: Violation, membership: Membership, operands: Sequence[Operands], key: Callable[[Any], Key]
+) -> Violation:
+    """Adds to a violation what neither the planner nor a participant knows: the rank's actor, and its ref.
+
+    Args:
+        violation: The violation.
+        membership: The group.
+        operands: Those of the request.
+        key: Gives the key of a source.
+    """
+    members = membership.members
+    actor = members[violation.rank].actor if 0 <= violation.rank < len(members) else ""
+    src, dst = next(((src, dst) for rank, src, dst in operands if rank == violation.rank), (None, None))
+    is_output = OUTPUT in violation.field or violation.field == "output" or src is None
+    source = dst if is_output else src
+    ref = "" if source is None or isinstance(source, Made) else key(source).hex()
+    return replace(violation, actor=violation.actor or actor, ref=violation.ref or ref)
+
+
+def _outer(rank: int, inner: Membership, outer: Membership) -> int:
+    """The rank in a group of a rank of one inside it."""
+    return outer.rank_of(inner.members[rank].actor_id) if 0 <= rank < len(inner.members) else -1

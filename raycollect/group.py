@@ -11,9 +11,11 @@ from typing import Any
 import ray
 
 from raycollect import backends, options, ray_internals
+from raycollect.costs import Costs
 from raycollect.errors import InvalidGroupError, Violation
 from raycollect.handle import Handle
 from raycollect.model import GroupSpec, Key, Member
+from raycollect.planner import Inner, Roster, Topology
 from raycollect.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
@@ -22,25 +24,54 @@ _WITH_CHIP_MAP = ("torch:sccl",)
 """The backends that take the devices of a rank table as their option ``chip_map``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Membership:
     """A group with its members, as its controller knows it.
 
     Attributes:
-        spec: What the planner sees.
+        spec: What backends see.
         members: By rank.
+        inner: The groups inside it, which only its plans use: for each host that of its ranks, by the number of the
+            host, and last that of each host's lowest rank; or none.
+        costs: What moving bytes between the members costs.
+        roster: What the planner sees; members are named by their actors' ids.
     """
 
     spec: GroupSpec
     members: tuple[Member, ...]
-    _ranks: dict[str, int] = field(init=False, repr=False, compare=False)
+    inner: tuple[Membership, ...] = ()
+    costs: Costs = field(default_factory=Costs, repr=False)
+    roster: Roster = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ranks", {member.actor_id: member.rank for member in self.members})
+        object.__setattr__(self, "roster", self._roster())
 
     def rank_of(self, actor_id: str) -> int:
         """The rank of an actor; -1 where it is no member."""
-        return self._ranks.get(actor_id, -1)
+        return self.roster.rank_of(actor_id)
+
+    @property
+    def tree(self) -> tuple[Membership, ...]:
+        """The group and those inside it."""
+        return (self, *self.inner)
+
+    def _roster(self) -> Roster:
+        ranks = {member.actor_id: member.rank for member in self.members}
+        inner = [
+            Inner(spec=one.spec, ranks=tuple(ranks[member.actor_id] for member in one.members)) for one in self.inner
+        ]
+        return Roster(
+            spec=self.spec,
+            members=tuple(ranks),
+            topology=self._topology(),
+            hosts=tuple(inner[:-1]),
+            leaders=inner[-1] if inner else None,
+            bitwise=backends.get(self.spec.backend, self.spec.name).bitwise,
+        )
+
+    def _topology(self) -> Topology:
+        places = [member.machine for member in self.members]
+        return Topology.of(places, inside=self.costs.inside, between=self.costs.between)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from raycollect.backends.capabilities import BUILT_IN, Capabilities
 from raycollect.backends.folds import refusal_reason
 from raycollect.model import OpKind, ReduceOp
 from raycollect.planner import SUBSTITUTES
+from raycollect.planner.algorithms import STAND_INS
 
 __all__ = ["reduction_table", "support_matrix", "write"]
 
@@ -101,6 +102,9 @@ def write(path: Path, *, check: bool = False) -> bool:
     return after != before
 
 
+_SUBSTITUTES = {kind: parts for kind, (parts, _) in SUBSTITUTES.items()}
+_STAND_INS = {kind: row.needs for kind, row in STAND_INS.items()}
+
 _SECTIONS: dict[str, Callable[[], str]] = {"support matrix": support_matrix, "reduction table": reduction_table}
 
 
@@ -111,8 +115,9 @@ def _between(text: str, _match: re.Match[str]) -> str:
 def _mark(kind: OpKind, line: Capabilities, notes: dict[str, int]) -> str:
     if kind in line.ops:
         return _RUNS
-    parts = SUBSTITUTES[kind][0] if kind in SUBSTITUTES and line.ops else None
-    if parts is None or not line.ops.issuperset(parts):
+    made_of = [table[kind] for table in (_SUBSTITUTES, _STAND_INS) if kind in table and line.ops]
+    parts = next((parts for parts in made_of if line.ops.issuperset(parts)), None)
+    if parts is None:
         return _REFUSED
     made = " and ".join(f"`{part.value}`" for part in parts) or "the ranks' agreement alone"
     return _MADE.format(notes.setdefault(made, len(notes) + 1))

@@ -17,15 +17,15 @@ from raycollect.gate import ALL, lane_of, ranks_of
 from raycollect.lane import Attempt
 from raycollect.member_work import MemberWork
 from raycollect.members import get_group_handle
-from raycollect.model import KEY_NBYTES, TENSOR, Communicator, GroupSpec, Key, Launch, OpKind, ReduceOp
+from raycollect.model import TENSOR, Communicator, GroupSpec, Launch, OpKind, ReduceOp
 from raycollect.planner import Program, Request, brought, plan
 from raycollect.pos import Container
 from raycollect.seats import Seats
 
 __all__ = ["MemberCall"]
 
-_GIVEN = Key(b"\xff" * KEY_NBYTES)
-"""Stands in requests for what each rank brings with its call."""
+_SRC, _DST = 0, 1
+"""Stand in requests for what each rank gives with its call, and what it takes into."""
 
 
 class MemberCall:
@@ -95,7 +95,13 @@ class MemberCall:
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
             execution = Execution(
-                program, communicator, instruments, seq=seq, aborted=lambda: None, operands=tuple(operands)
+                program,
+                (),
+                lambda group_id: communicator,
+                instruments,
+                seq=seq,
+                aborted=lambda: None,
+                operands=tuple(operands),
             )
             return execution.run()
 
@@ -152,4 +158,11 @@ def _program(
         peer=peer,
         timeout_s=timeout_s,
     )
-    return plan(replace(request, operands=brought(request, _GIVEN))).program(rank)
+    operands = tuple(
+        (one, None if src is None else _SRC, None if dst is None else _DST) for one, src, dst in brought(request, _SRC)
+    )
+    planned = plan([replace(request, operands=operands)])
+    if planned.width > 1:  # the lanes of members count one launch per call
+        found = f"{kind.value}, which backend {spec.backend!r} does not have inside the members"
+        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", rank=-1, field="op", found=found),))
+    return planned.program(planned.parts[0].places[rank])

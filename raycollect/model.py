@@ -267,6 +267,8 @@ class GroupSpec:
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
+        parent: The id of the group that it is inside of: only plans of that group use it, and its members do not see
+            it. Empty for all others.
     """
 
     name: str
@@ -277,6 +279,7 @@ class GroupSpec:
     ops: tuple[str, ...] = tuple(kind.value for kind in OpKind)
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
+    parent: str = ""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -1,4 +1,4 @@
-"""The buffers of one program on one rank: their memory, what is wrong with it, and the kernels over it.
+"""The buffers of one task of a program: their memory, what is wrong with it, and what its kernels work on.
 
 Everything here happens before any tensor is written. What is wrong is noted, not raised: the door tells all ranks.
 """
@@ -6,17 +6,20 @@ Everything here happens before any tensor is written. What is wrong is noted, no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
+
+import numpy as np
 
 from raycollect.backends import arrays, folds
 from raycollect.door import Side, Spec, learn
 from raycollect.errors import Violation
-from raycollect.model import PIECES, TENSOR, Kernel, OpKind, ReduceOp, Structure, TensorInfo
-from raycollect.planner import Program, Role, Step
+from raycollect.model import PIECES, TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.planner import Local, Role, Share, Step
 from raycollect.pos import Container, Range, Store
+from raycollect.pos.extents import Extents
 
 __all__ = ["Bound", "Operands", "ranges_of"]
 
@@ -63,32 +66,44 @@ class Bound:
 
 
 class Operands:
-    """The buffers of one program on one rank.
+    """The buffers of one task on one rank.
 
     Args:
-        program: The program.
+        share: What the rank does.
         allocate: Makes a tensor; see `Instruments`.
-        given: Whether an imperative call gave the operands itself; else the store has them, under the program's keys.
+        given: Whether an imperative call gave the operands itself; else the store has them, or an earlier task.
+        keys: The keys of the OPERAND buffers, in their order, for messages; None for what has none.
 
     Attributes:
+        share: What the rank does.
         buffers: By index; None where there is none (yet).
         violations: What is wrong, so far.
-        written: The memory that the plan writes.
+        written: The memory that the task writes.
         ranges: Its addresses.
         owners: For each, the object that lives as long as it.
     """
 
-    def __init__(self, program: Program, allocate: Callable[[TensorInfo], Any], *, given: bool) -> None:
-        self.buffers: list[Bound | None] = [None] * len(program.template.buffers)
+    def __init__(
+        self,
+        share: Share,
+        allocate: Callable[[TensorInfo], Any],
+        *,
+        given: bool = False,
+        keys: Sequence[Key | None] = (),
+    ) -> None:
+        self.share = share
+        self.buffers: list[Bound | None] = [None] * len(share.template.buffers)
         self.violations: list[Violation] = []
         self.written: list[Any] = []
         self.ranges: list[Range] = []
         self.owners: list[object] = []
-        self._program = program
-        self._template = program.template
-        self._kind = OpKind(program.op)
+        self._known_touched: tuple[set[int], set[int]] | None = None
+        self._pairs: dict[int, list[tuple[Any, Any]]] = {}
+        self._template = share.template
+        self._kind = OpKind(share.op)
         self._allocator = allocate
         self._given = given
+        self._keys = keys
 
     def bind(self, index: int, container: Container | None) -> None:
         """Puts a value into a buffer; None: there is none, which was noted."""
@@ -101,7 +116,7 @@ class Operands:
         if like is None:
             return
         if buffer.role is Role.PIECE:
-            side = like.side.item(self._program.ranks.index(self._program.rank))
+            side = like.side.item(self.share.ranks.index(self.share.rank))
             self._allocate(index, side.structure, side.tensors)
         else:
             infos = tuple(map(arrays.describe, like.container.tensors))
@@ -109,12 +124,12 @@ class Operands:
 
     def learn(self, specs: Sequence[Spec]) -> None:
         """Makes the outputs whose shapes follow from what the ranks brought to the first round."""
-        program = self._program
+        share = self.share
         for index, buffer in enumerate(self._template.buffers):
             if buffer.role is not Role.LEARNED:
                 continue
-            root = program.ranks.index(program.root) if program.root in program.ranks else -1
-            side = learn(specs, program.ranks.index(program.rank), root)
+            root = share.ranks.index(share.root) if share.root in share.ranks else -1
+            side = learn(specs, share.ranks.index(share.rank), root)
             self._allocate(index, side.structure, side.tensors)
             made = self.buffers[index]
             if made is not None:
@@ -135,7 +150,7 @@ class Operands:
         structure = container.structure
         if not self._is_in_pieces(index):
             return Bound(container, views)
-        count = len(self._program.ranks)
+        count = len(self.share.ranks)
         side = "output" if index == self._template.dst else "input"
         if structure.kind in ("list", "tuple") and len(structure.items) == count:
             if len({item.count for item in structure.items}) > 1:
@@ -173,24 +188,64 @@ class Operands:
 
     # ------------------------------------------------------------------------------------------ what is wrong with it
 
-    def check(self, store: Store) -> None:
-        """Checks what the plan reads and writes, before any of it is touched."""
-        steps = self._template.steps
-        read, written = set[int](), set[int]()
-        for step in steps:
-            read |= {step.src} - written  # what a step before has written whole need not be intact
-            written |= {step.dst} - {-1}
+    def check(self, store: Store, fresh: Extents | None = None) -> None:
+        """Checks what the task reads and writes, before any of it is touched.
+
+        Args:
+            store: Knows what is half-written.
+            fresh: The addresses that tasks before it write whole; None: nothing.
+        """
+        read, written = self._touched()
         for index, bound in enumerate(self.buffers):
             if bound is None:
                 continue
-            if index in read and store.is_dirty(ranges_of(bound.arrays)):
+            if index in read and _is_dirty(store, bound, fresh):
                 self.violate("dirty", "operand", "half-written by a failed collective", "an intact tensor", index)
             if index in written:
                 self._check_written(index, bound)
         self._check_aliases(written)
-        for step in steps:
+        for step in self._template.steps:
             if step.op is not None:
                 self._check_op(step.op, step.src)
+
+    def check_staging(self, staging: int) -> None:
+        """Checks that an element fits into the staging, where there is any."""
+        for index, bound in enumerate(self.buffers):
+            largest = max((array.dtype.itemsize for array in bound.arrays), default=0) if bound else 0
+            if 0 < staging < largest:
+                self.violate("argument", "staging_nbytes", str(staging), f"0, or at least {largest} bytes", index)
+                return
+
+    @property
+    def uses(self) -> list[tuple[int, Bound, bool]]:
+        """(index, buffer, whether it is written) of the buffers that are there."""
+        _, written = self._touched()
+        return [(index, bound, index in written) for index, bound in enumerate(self.buffers) if bound is not None]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether every buffer is one array, so that every step is one kernel."""
+        return all(bound is None or len(bound.leaves) == 1 for bound in self.buffers)
+
+    def _touched(self) -> tuple[set[int], set[int]]:
+        """The buffers that are read, unless a step before has written them whole; and those that are written."""
+        if self._known_touched is not None:
+            return self._known_touched
+        steps = self._template.steps
+        if len(steps) == 1 and not self._template.others:
+            (step,) = steps
+            self._known_touched = {step.src}, ({step.dst} if step.dst >= 0 else set())
+            return self._known_touched
+        read, written = set[int](), set[int]()
+        for way in self._template.ways:
+            before = set[tuple[int, int]]()
+            for step in way:
+                if not before.intersection(((step.src, step.src_piece), (step.src, -1))):
+                    read.add(step.src)
+                before.add((step.dst, step.dst_piece))
+            written.update(index for index, _ in before if index >= 0)
+        self._known_touched = read, written
+        return read, written
 
     def write(self, bound: Bound, ranges: Sequence[Range]) -> None:
         """Notes that the plan writes a buffer, which lies at these addresses."""
@@ -255,7 +310,7 @@ class Operands:
         if src is None or dst is None:
             return False
         gives, takes = PIECES.get(self._kind, (False, False))
-        me = self._program.ranks.index(self._program.rank)
+        me = self.share.ranks.index(self.share.rank)
         if gives and takes:
             return src == dst
         if takes:
@@ -263,82 +318,71 @@ class Operands:
         return gives and src == me * len(self._leaves(template.dst)) + dst
 
     def _check_op(self, op: ReduceOp, index: int) -> None:
-        for dtype in dict.fromkeys(arrays.info(array).dtype for array in self._leaves(index)):
-            reason = folds.refusal_reason(op, dtype)
+        for dtype in dict.fromkeys([array.dtype for array in self._leaves(index)]):
+            reason = _objection(op, dtype)
             if reason:
                 self.violate("unsupported", "reduce op", reason, "", index)
 
     def violate(self, kind: str, name: str, found: str, expected: str, index: int) -> None:
         """Notes what is wrong with a buffer."""
-        rank, ref = self._program.rank, self._refs().get(index, "")
+        rank, ref = self.share.rank, self._refs().get(index, "")
         self.violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected, ref=ref))
 
     def _refs(self) -> dict[int, str]:
         """The refs of the operands that are in the store, by the index of their buffer."""
-        if self._given:
-            return {}
         buffers = enumerate(self._template.buffers)
         operands = (index for index, buffer in buffers if buffer.role is Role.OPERAND)
-        return {index: key.hex() for index, key in zip(operands, self._program.keys, strict=True)}
+        return {index: key.hex() for index, key in zip(operands, self._keys, strict=False) if key is not None}
 
     # ------------------------------------------------------------------------------------------ what becomes of it
 
     def spec(self) -> Spec:
         """What this rank is about to do."""
-        program = self._program
-        template = program.template
+        share, template = self.share, self._template
         gives, takes = (self.buffers[index] if index >= 0 else None for index in (template.src, template.dst))
         return Spec(
-            op=program.op,
+            op=share.op,
             caller="call" if self._given else "plan",
-            reduce_op=program.reduce_op.name if program.reduce_op else "",
-            root=program.root,
+            reduce_op=share.reduce_op.name if share.reduce_op else "",
+            root=share.root,
             gives=gives.side if gives else None,
             takes=takes.side if takes else None,
         )
 
-    def kernels(self) -> list[Kernel]:
-        """The steps with their arrays filled in: one kernel per step and tensor."""
-        kernels = []
-        for step in self._template.steps:
-            reads, writes = self._filled(step)
-            if reads and writes and len(reads) != len(writes):
-                return []  # the door will refuse it
-            for i in range(max(len(reads), len(writes), 1)):
-                src = reads[i] if reads else None
-                dst = writes[i] if writes else None
-                kernels.append(Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer))
-        return kernels
+    def pairs(self, step: Step) -> list[tuple[Any, Any]]:
+        """What each kernel of a step reads and writes: an array, pieces, or None; asked for when all is made.
 
-    def fit(self, kernel: Kernel) -> bool:
+        Nothing where the door will refuse it.
+        """
+        known = self._pairs.get(id(step))
+        if known is None:
+            known = self._pairs[id(step)] = self._paired(step)
+        return known
+
+    def _paired(self, step: Step) -> list[tuple[Any, Any]]:
+        gives, takes = PIECES.get(step.kind, _WHOLE) if isinstance(step.kind, OpKind) else _WHOLE
+        reads = self._filled(step.src, step.src_piece, gives)
+        writes = self._filled(step.dst, step.dst_piece, takes)
+        if reads and writes and len(reads) != len(writes):
+            return []
+        nothing = (None,) * max(len(reads), len(writes), step.kind is not Local.COPY)
+        return list(zip(reads or nothing, writes or nothing, strict=True))
+
+    def fit(self, src: Any, dst: Any) -> bool:
         """Whether this rank's own arrays fit each other: what does not, the door refuses, and no backend shall see."""
-        me = self._program.ranks.index(self._program.rank)
-        sides = [side if type(side) is tuple else (side,) for side in (kernel.src, kernel.dst) if side is not None]
+        if src is dst or ((src is None or dst is None) and type(src) is not tuple and type(dst) is not tuple):
+            return True
+        me = self.share.ranks.index(self.share.rank)
+        sides = [side if type(side) is tuple else (side,) for side in (src, dst) if side is not None]
         sizes = {side[me if len(side) > 1 else 0].size for side in sides}
         return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
 
-    def _filled(self, step: Step) -> tuple[Sequence[Any], Sequence[Any]]:
-        """What each kernel of a step reads and writes: arrays, or tuples of pieces."""
-        sides = zip((step.src, step.dst), PIECES.get(step.kind, (False, False)), strict=True)
-        reads, writes = (
-            list(zip(*self._pieces(index), strict=True)) if in_pieces else self._leaves(index)
-            for index, in_pieces in sides
-        )
-        return reads, writes
-
-    def with_sizes(self, kernels: Sequence[Kernel], most: Sequence[int]) -> list[Kernel]:
-        """Kernels, told the size of the largest piece of their tensor."""
-        each = {step.kind for step in self._template.steps if step.kind in PIECES}
-        sized, at = [], dict.fromkeys(each, 0)
-        for kernel in kernels:
-            if kernel.kind in each:
-                kernel, at[kernel.kind] = replace(kernel, most=most[at[kernel.kind]]), at[kernel.kind] + 1
-            sized.append(kernel)
-        return sized
-
-    def sole(self) -> Bound | None:
-        """The one buffer of a program that has no other, and no pieces, whose sizes are other ranks' business too."""
-        return self.buffers[0] if len(self.buffers) == 1 and self._kind not in PIECES else None
+    def _filled(self, index: int, piece: int, in_pieces: bool) -> Sequence[Any]:
+        """What each kernel has of one side: arrays, or tuples of pieces."""
+        if piece >= 0:
+            pieces = self._pieces(index)
+            return pieces[piece] if pieces else ()
+        return list(zip(*self._pieces(index), strict=True)) if in_pieces else self._leaves(index)
 
     def _pieces(self, index: int) -> tuple[tuple[Any, ...], ...]:
         bound = self.buffers[index] if index >= 0 else None
@@ -347,6 +391,21 @@ class Operands:
     def _leaves(self, index: int) -> tuple[Any, ...]:
         bound = self.buffers[index] if index >= 0 else None
         return bound.leaves if bound else ()
+
+
+_WHOLE = (False, False)
+
+
+@lru_cache(maxsize=256)
+def _objection(op: ReduceOp, dtype: np.dtype[Any]) -> str | None:
+    return folds.refusal_reason(op, arrays.info(np.empty(0, dtype)).dtype)
+
+
+def _is_dirty(store: Store, bound: Bound, fresh: Extents | None) -> bool:
+    ranges = ranges_of(bound.arrays)
+    if not store.is_dirty(ranges):
+        return False
+    return fresh is None or store.is_dirty([gap for start, stop in ranges for gap in fresh.gaps(start, stop)])
 
 
 def ranges_of(views: Sequence[Any]) -> list[Range]:

@@ -63,13 +63,17 @@ def read_ref(ref: Any) -> tuple[Key, str]:
         The ref's own id, and the actor's in hexadecimal; empty where no method of an actor returned it.
     """
     binary: bytes = ref.binary()
-    nobody = binary[8:20] == _NOBODY or is_put(ref)
+    nobody = binary[8:20] == _NOBODY or _is_of_put(binary)
     return Key(binary), "" if nobody else binary[8:24].hex()
 
 
 def is_put(ref: Any) -> bool:
     """True for a ref made by ray.put: Ray counts those from `_FIRST_PUT` on, beyond any return of a method."""
-    return int.from_bytes(ref.binary()[-4:], "little") >= _FIRST_PUT
+    return _is_of_put(ref.binary())
+
+
+def _is_of_put(binary: bytes) -> bool:
+    return int.from_bytes(binary[24:], "little") >= _FIRST_PUT
 
 
 def current_actor_id() -> str:

@@ -63,11 +63,11 @@ class ChannelRendezvous:
 
 
 class StarExchange:
-    """An `Exchange` through the controller, for backends without a faster door.
+    """An `Exchange` through the controller, for backends without a faster door, and for plans without a group of all.
 
     Args:
-        group_id: The group.
-        rank: This participant's rank.
+        group_id: The group; empty for the door of one plan.
+        rank: This participant's rank, or its place in the plan.
         send: Sends a message to the controller.
     """
 
@@ -85,7 +85,8 @@ class StarExchange:
         seq = launch.seq
         turn = self._rounds.get(seq, 0)
         self._rounds = {seq: turn + 1}
-        self._send(Arrive(group_id=self._group_id, seq=seq, round=turn, rank=self._rank, blob=arrival))
+        ranks = list(launch.ranks)
+        self._send(Arrive(group_id=self._group_id, seq=seq, round=turn, ranks=ranks, rank=self._rank, blob=arrival))
         with self._changed:
             there = self._changed.wait_for(
                 lambda: (seq, turn) in self._answers or seq in self._aborted, launch.timeout_s

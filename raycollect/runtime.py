@@ -1,6 +1,6 @@
 """The participant's process: its store, communicators, ledger and control endpoint. One per process.
 
-Programs come as actor tasks (`dispatch.send_program` here becomes `run_program`); everything that must not wait in the
+Programs come as actor tasks (`dispatch.send_plan` here becomes `run_program`); everything that must not wait in the
 actor's queue comes over the channel, on a thread of its own.
 """
 
@@ -87,16 +87,24 @@ it (docs/adr/0002-ray-internals.md); without this, an item could be freed before
 
 @dataclass(slots=True, kw_only=True)
 class _Membership:
-    """This process's part in one group."""
+    """This process's part in one group; without a seat in one that only plans use."""
 
     spec: GroupSpec
     rank: int
-    seat: Seat
+    seat: Seat | None
     rendezvous: ChannelRendezvous
     exchange: StarExchange
     ledger: Ledger
     ordered: bool
     communicator: Communicator | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A program under way, and the door that the controller keeps for it, where it does."""
+
+    execution: Execution
+    door: StarExchange | None
 
 
 class Runtime:
@@ -127,6 +135,7 @@ class Runtime:
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self._groups: dict[str, _Membership] = {}
         self._ledger = Ledger()
+        self._running: dict[int, _Running] = {}
         self._begun = 0  # the latest plan that has begun here
         self._watch = Watch()
         self._lease: tuple[str, str, Link] | None = None  # controller's id, its description, its link
@@ -179,7 +188,7 @@ class Runtime:
     # ------------------------------------------------------------------------------------------ programs
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
-        """Runs this rank's half of a plan and tells the controller how it ended.
+        """Runs this participant's half of a plan and tells the controller how it ended.
 
         Args:
             payload: What `planner.encode_order` made.
@@ -191,19 +200,19 @@ class Runtime:
         Raises:
             RaycollectError: The plan failed and had outputs here: whoever uses their refs gets the error.
         """
-        ticket, program = decode_order(payload)
-        membership = self._groups.get(program.group_id)
-        if membership is None:
-            raise GroupBrokenError(group_name=program.group_id, detail="its controller is gone")
-        ledger = membership.ledger
+        ticket, keys, program = decode_order(payload)
+        memberships = [self._membership(group_id) for group_id in {share.group_id for share in program.shares}]
+        ledger = memberships[0].ledger
         reason = ledger.start(ticket.seq, ticket.predecessor)
         self._begun = max(self._begun, ticket.seq)
         handles = []
         try:
-            outcome = self._run(ticket, program, membership, reason)
+            if reason is not None:
+                raise PlanAbortedError(detail=reason)
+            outcome = self._run(ticket, keys, program, memberships[0])
             if task is not None:
                 handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
-        except RaycollectError as exc:  # the store is full
+        except RaycollectError as exc:  # aborted before it came, or the store is full
             outcome = Outcome(error=exc)
         except Exception as exc:
             log.exception("plan %d failed in an unforeseen way", ticket.seq)
@@ -211,31 +220,52 @@ class Runtime:
         finally:
             ledger.end(ticket.seq)  # whatever happened, its successors go on
         self._tell_done(ticket.seq, program, outcome)
-        if outcome.error is not None and any(buffer.is_output for buffer in program.template.buffers):
+        if outcome.error is not None and program.makes:
             raise outcome.error
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def _run(self, ticket: Ticket, program: Program, membership: _Membership, reason: str | None) -> Outcome:
-        if reason is not None:
-            return Outcome(error=PlanAbortedError(op=program.op, rank=program.rank, detail=reason))
-        communicator, ledger = membership.communicator, membership.ledger
-        if communicator is None:
-            error = GroupBrokenError(group_name=membership.spec.name, detail="this participant never joined")
-            return Outcome(error=error)
-
-        def tell_waiting(key: Key) -> None:
-            self._tell(Waiting(seq=ticket.seq, rank=program.rank, key=key))
-
+    def _run(self, ticket: Ticket, keys: Sequence[Key], program: Program, membership: _Membership) -> Outcome:
+        seq, ledger = ticket.seq, membership.ledger
+        door = None if program.door.group_id else StarExchange("", program.door.rank, self._tell)
         execution = Execution(
             program,
-            communicator,
+            keys,
+            self._communicator,
             self.instruments,
-            seq=ticket.seq,
-            aborted=lambda: ledger.reason(ticket.seq),
-            waiting=None if membership.ordered else tell_waiting,
+            seq=seq,
+            aborted=lambda: ledger.reason(seq),
+            waiting=None if membership.ordered else lambda key: self._tell(Waiting(seq=seq, key=key)),
+            exchange=door,
         )
-        with self._stuck(program.group_id, "", program.op, program.ranks, seq=ticket.seq, call=lambda: 0):
-            return execution.run()
+        running = self._running[seq] = _Running(execution=execution, door=door)
+        try:
+            with self._stuck("", "", program.name, (), seq=seq, call=lambda: 0):
+                return execution.run()
+        finally:
+            if self._running.get(seq) is running:  # a later controller counts from 1 again
+                del self._running[seq]
+
+    def _membership(self, group_id: str) -> _Membership:
+        """This process's part in a group.
+
+        Raises:
+            GroupBrokenError: It has none.
+        """
+        try:
+            return self._groups[group_id]
+        except KeyError:
+            raise GroupBrokenError(group_name=group_id, detail="its controller is gone") from None
+
+    def _communicator(self, group_id: str) -> Communicator:
+        """This process's end of a group.
+
+        Raises:
+            GroupBrokenError: It has none.
+        """
+        communicator = self._membership(group_id).communicator
+        if communicator is None:
+            raise GroupBrokenError(group_name=group_id, detail="this participant never joined")
+        return communicator
 
     def _stuck(
         self, group_id: str, lane: str, op: str, ranks: Sequence[int], *, seq: int, call: Callable[[], int]
@@ -250,11 +280,11 @@ class Runtime:
         return self._watch.waiting(lambda: tell(lane, op, seq, call()), lambda: tell("", "", 0, 0))
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
-        """Tells how a plan ended here; where ranks see each other, the last one tells for all that went well."""
+        """Tells how a plan ended here; where all see each other, the last one tells for all that went well."""
         if outcome.error is not None:
             story = list(self.recorder.tail())
             self._tell(Done(seq=seq, ranks=[], error=to_wire(outcome.error), story=story))
-        elif not outcome.ended or len(outcome.ended) == len(program.ranks):
+        elif not outcome.ended or len(outcome.ended) == len(program.door.ranks):
             self._tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
     def _send(self, message: Message) -> None:
@@ -308,14 +338,15 @@ class Runtime:
         membership = _Membership(
             spec=spec,
             rank=message.rank,
-            seat=self._make_seat(spec, message),
+            seat=None if spec.parent else self._make_seat(spec, message),
             rendezvous=ChannelRendezvous(spec.group_id, self._tell),
             exchange=StarExchange(spec.group_id, message.rank, self._tell),
             ledger=self._ledger,
             ordered=message.members[message.rank]["ordered"],
         )
         try:
-            self._seats.adopt(membership.seat)
+            if membership.seat is not None:
+                self._seats.adopt(membership.seat)
         except GroupExistsError as exc:
             self._tell(Joined(request=message.request, error=to_wire(exc)))
             return
@@ -374,8 +405,9 @@ class Runtime:
         if membership is None:
             return
         membership.rendezvous.close(reason)
-        self._seats.remove(membership.seat)
-        membership.seat.close(reason)
+        if membership.seat is not None:
+            self._seats.remove(membership.seat)
+            membership.seat.close(reason)
         if membership.communicator is not None:
             membership.communicator.close()
 
@@ -388,28 +420,32 @@ class Runtime:
             self._wake(message.seq)
 
     def _wake(self, seq: int) -> None:
-        for membership in list(self._groups.values()):
-            membership.exchange.abort(seq)
-            if membership.communicator is not None:
-                membership.communicator.abort(seq)
+        running = self._running.get(seq)  # else it has not begun, and asks the ledger before each launch
+        if running is not None:
+            running.execution.abort()
+            if running.door is not None:
+                running.door.abort(seq)
         self.store.wake()
 
     def _arrivals(self, message: Arrivals) -> None:
-        membership = self._groups.get(message.group_id)
-        if membership is not None:
+        running, membership = self._running.get(message.seq), self._groups.get(message.group_id)
+        if not message.group_id and running is not None and running.door is not None:
+            running.door.arrived(message.seq, message.round, message.blobs)
+        elif membership is not None:
             membership.exchange.arrived(message.seq, message.round, message.blobs)
 
     def _for_seat(self, message: Any) -> None:
         membership = self._groups.get(message.group_id)
-        if membership is not None:
+        if membership is not None and membership.seat is not None:
             membership.seat.received(message)
 
     def _gone(self, message: Gone) -> None:
         """A member is gone. Where it has died, the group does no more, and must not keep the memory of the dead."""
         self._for_seat(message)
-        membership = self._groups.get(message.group_id)
-        if message.died and membership is not None and membership.communicator is not None:
-            membership.communicator.close()
+        for group_id, membership in list(self._groups.items()) if message.died else ():
+            within = message.group_id in (group_id, membership.spec.parent)
+            if within and membership.communicator is not None:
+                membership.communicator.close()
 
     def _stored(self, message: Stored) -> None:
         membership = self._groups.get(message.group_id)

@@ -7,6 +7,7 @@ from typing import Any
 import ray
 
 from raycollect import fetch, ray_internals
+from raycollect.agenda import plain
 from raycollect.controller import Controller
 from raycollect.errors import NotATensorError, Violation
 from raycollect.handle import Handle
@@ -19,7 +20,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
     Waits for collectives of this process that write the tensor, not for methods of the actor.
 
     Args:
-        refs: An ObjectRef or a list of them.
+        refs: An ObjectRef, or what a batch gave for one, or a list of them.
         timeout_s: How long to wait in all, in seconds; None: no limit.
         ordered: True: goes through the actor's queue, after all methods submitted before.
 
@@ -29,10 +30,12 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
     Raises:
         TensorFreedError, TensorLostError, TensorDirtyError: The tensor can't be had.
         GetTimeoutError: Ray's own: the method has not returned in time.
+        BatchError: A ref is still to be made by a batch that has not ended.
     """
     ray_internals.ensure_ray()
     if isinstance(refs, list):
         return [get(ref, timeout_s, ordered=ordered) for ref in refs]
+    refs = plain(refs)
     _wait_for_writers(refs, timeout_s)
     value: Any = ray.get(refs, timeout=timeout_s)
     if not isinstance(value, Handle):
@@ -46,7 +49,8 @@ def free(refs: Any) -> int:
     """Frees tensors now, though refs to them exist; using them afterwards raises TensorFreedError.
 
     Args:
-        refs: An ObjectRef or a list of them. Collectives of this process that use them are waited for.
+        refs: An ObjectRef, or what a batch gave for one, or a list of them. Collectives of this process that use them
+            are waited for.
 
     Returns:
         How many were held.
@@ -54,10 +58,11 @@ def free(refs: Any) -> int:
     Raises:
         NotATensorError: A ref does not stand for a kept tensor.
         TensorLostError: The participant is gone.
+        BatchError: A ref is still to be made by a batch that has not ended.
     """
     ray_internals.ensure_ray()
     count = 0
-    for ref in refs if isinstance(refs, (list, tuple)) else [refs]:
+    for ref in map(plain, refs if isinstance(refs, (list, tuple)) else [refs]):
         _wait_for_writers(ref, None, readers=True)
         value: Any = ray.get(ref)
         if not isinstance(value, Handle):
@@ -74,6 +79,6 @@ def _wait_for_writers(ref: Any, timeout_s: float | None, *, readers: bool = Fals
         return
     key = Key(ref.binary())
     for flight in Controller.current().flights():
-        written = flight.plan.uses().get(key)
+        written = flight.writes(key)
         if written or (readers and written is not None):
             flight.wait(timeout_s)

@@ -31,7 +31,7 @@ class Work:
 
     Attributes:
         refs: The result: a list of refs in rank order, or the one ref of a send, reduce or gather; None for a barrier.
-            Usable at once: what uses them waits.
+            For a batch: the list of all these. Usable at once: what uses them waits.
     """
 
     def __init__(self, controller: Controller, flight: Flight, refs: Any) -> None:
@@ -59,16 +59,15 @@ class Work:
         flight = self._flight
         if not flight.wait(timeout_s):
             raise CollectiveTimeoutError(
-                op=flight.plan.request.kind.value,
-                group_name=flight.membership.spec.name,
+                op=flight.plan.name,
+                group_name=flight.group_name,
                 detail="this wait is over; the collective goes on",
                 timeout_s=timeout_s or 0.0,
             )
         error = _explain(flight)
         if error is not None:
-            for rank, ref in flight.results.items():
-                if flight.plan.outputs(rank):
-                    ref.future()  # it holds the error too: as nobody else asks for it, Ray would log it as unhandled
+            for ref in flight.made.values():
+                ref.future()  # it holds the error too: as nobody else asks for it, Ray would log it as unhandled
             raise error
         return self.refs
 
@@ -101,8 +100,7 @@ class Work:
     def __repr__(self) -> str:
         flight = self._flight
         state = "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
-        kind, name = flight.plan.request.kind.value, flight.membership.spec.name
-        return f"<Work {kind} on group {name!r}, plan {flight.seq}: {state}>"
+        return f"<Work {flight.plan.name} on group {flight.group_name!r}, plan {flight.seq}: {state}>"
 
 
 def _explain(flight: Flight) -> RaycollectError | None:

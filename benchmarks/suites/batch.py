@@ -1,8 +1,9 @@
-"""Many small tensors at once: 64 of 4 KB on each of two actors, as the gradients of a small model.
+"""Many tensors at once: 200 of 4 KB on each of two actors, as the parameters of a small model.
 
-What is timed is the reduction of all of them. `ray.util.collective` is called once per tensor: by an actor call each,
-or by one actor call per rank that reduces all. raycollect gets one ref per rank that stands for a list, or a ref and a
-call per tensor.
+First 200 broadcasts: raycollect by a call each, one after the other, and in one ``raycollect.batch()``;
+`ray.util.collective` by an actor call each per rank, one after the other and all submitted ahead, and by one actor call
+per rank that makes all 200. Then an allreduce of 200 tensors that are one operand, a dict, beside one tensor of the
+same bytes.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ import raycollect as col
 from benchmarks import names
 from benchmarks.crew import crew, needs
 from benchmarks.ours import Declared, RaycollectAllreduce
-from benchmarks.report import Record
+from benchmarks.report import Record, size
 from benchmarks.suite import Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import KB
-from benchmarks.theirs import RayAllreduce, RayGroup
+from benchmarks.theirs import RayGroup
 
 NAME = "batch"
-TITLE = "allreduce of 64 small tensors, called from the driver"
-REFERENCE = names.RAY_CALLS
+TITLE = "many tensors at once, called from the driver"
+REFERENCE = names.RAY
 NEEDS_RAY = True
 
-COUNT = 64
-SIZES = (COUNT * 4 * KB,)
+COUNT = 200
+SIZES = (COUNT * 4 * KB, COUNT * 64 * KB)
+_ROOTS = 1.0  # what rank 0 has, and all after the broadcast
 
 
 class Each(Declared):
-    """64 refs per rank, one to each tensor."""
+    """200 refs per rank, one to each tensor; a broadcast of each, one after the other."""
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        super().__init__(name, actors)
+        super().__init__(name, actors, count=COUNT)
         self._tensors: list[list[Any]] = []
 
     def prepare(self, nbytes: int) -> None:
-        """Makes 64 buffers on each rank."""
+        """Makes 200 buffers on each rank, and a ref to each."""
         self._tensors = []
         made = [(actor, f"{self.name} {at}") for at in range(COUNT) for actor in self.actors]
         ray.get([actor.allocate.remote(name, nbytes // COUNT, False) for actor, name in made])
@@ -49,16 +51,15 @@ class Each(Declared):
         """Sets all of them to the rank + 1."""
         ray.get([actor.fill.remote(f"{self.name} {at}") for at in range(COUNT) for actor in self.actors])
 
-    def must_hold(self, value: float, name: str = "") -> None:
-        """Looks at all of them."""
+    def check(self, runs: int) -> None:
+        """Raises unless all hold what rank 0 had."""
         for at in range(COUNT):
-            super().must_hold(value, f"{self.name} {at}")
+            self.must_hold(_ROOTS, f"{self.name} {at}")
 
     def operate(self) -> None:
-        """A call each, all under way at once."""
-        works = [col.allreduce_refs(refs, group_name=self.group, async_op=True) for refs in self._tensors]
-        for work in works:
-            work.wait()
+        """A call each."""
+        for refs in self._tensors:
+            col.broadcast_refs(refs, group_name=self.group)
 
     def close(self) -> None:
         """Lets go of all of them."""
@@ -77,19 +78,52 @@ class Batch(Each):
     def operate(self) -> None:
         """A call each, in one block."""
         with col.batch():
-            for refs in self._tensors:
-                col.allreduce_refs(refs, group_name=self.group)
+            super().operate()
 
 
-class RayCalls(RayGroup):
-    """One actor call per tensor and rank, all under way at once."""
+class RayEach(RayGroup):
+    """200 broadcasts by one actor call per rank."""
+
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        super().__init__(name, actors, count=COUNT)
+
+    def check(self, runs: int) -> None:
+        """Raises unless all hold what rank 0 had."""
+        self.must_hold(_ROOTS)
+
+    def operate(self) -> None:
+        """One call per rank."""
+        ray.get([actor.each.remote("broadcast", self.name, self.group) for actor in self.actors])
+
+
+class RayCalls(RayEach):
+    """One actor call per tensor and rank, one tensor after the other."""
+
+    def operate(self) -> None:
+        """Submits, waits, and goes on."""
+        for at in range(COUNT):
+            ray.get([actor.one.remote("broadcast", self.name, at, self.group) for actor in self.actors])
+
+
+class RayAhead(RayEach):
+    """One actor call per tensor and rank, all submitted before any is waited for."""
 
     def operate(self) -> None:
         """Submits all, waits for all."""
-        calls: list[Any] = []
-        for at in range(COUNT):
-            calls += [actor.allreduce_at.remote(self.name, at, self.group) for actor in self.actors]
-        ray.get(calls)
+        calls = [(at, actor) for at in range(COUNT) for actor in self.actors]
+        ray.get([actor.one.remote("broadcast", self.name, at, self.group) for at, actor in calls])
+
+
+class Named(RaycollectAllreduce):
+    """An allreduce of 200 tensors that are one operand: a dict."""
+
+    def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False) -> None:
+        super().__init__(name, actors, arena=arena, count=COUNT)
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the buffers, and one ref to the dict of each rank."""
+        super().prepare(nbytes)
+        self.refs = [actor.get_named.remote(self.name) for actor in self.actors]
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -97,19 +131,31 @@ def measure(choice: Choice) -> Iterator[Record]:
     for ranks in choice.ranks or (2,):
         choice.progress(f"{NAME}: starts {ranks} actors")
         with crew(ranks) as actors:
-            makers: list[Maker] = [
-                entry(names.ORDINARY, RaycollectAllreduce, actors, count=COUNT),
-                entry(names.ARENA, RaycollectAllreduce, actors, arena=True, count=COUNT),
-                entry(names.CALLS, Each, actors),
+            broadcasts: list[Maker] = [
                 entry(names.BATCH, Batch, actors),
-                entry(names.RAY_CALLS, RayCalls, actors, count=COUNT),
-                entry(names.RAY, RayAllreduce, actors, count=COUNT),
+                entry(names.CALLS, Each, actors),
+                entry(names.RAY, RayEach, actors),
+                entry(names.RAY_CALLS, RayCalls, actors),
+                entry(names.RAY_AHEAD, RayAhead, actors),
             ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or SIZES:
-                choice.progress(f"{NAME}: {ranks} actors, {COUNT} tensors")
-                runs = choice.runs_or(8, 80)
-                op = f"allreduce of {COUNT} tensors"
-                yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs)
-            close(contenders)
+            op, sizes = f"{COUNT} broadcasts", choice.sizes or SIZES[:1]
+            yield from _compared(choice, broadcasts, ranks, op, sizes, choice.runs_or(8, 80))
+            reductions: list[Maker] = [
+                entry(names.NAMED, Named, actors),
+                entry(names.NAMED_ARENA, Named, actors, arena=True),
+                entry(names.ONE, RaycollectAllreduce, actors),
+                entry(names.ONE_ARENA, RaycollectAllreduce, actors, arena=True),
+            ]
+            op, sizes = f"allreduce of {COUNT}", choice.sizes or SIZES
+            yield from _compared(choice, reductions, ranks, op, sizes, choice.runs_or(40, 200), burst=4)
+
+
+def _compared(
+    choice: Choice, makers: Sequence[Maker], ranks: int, op: str, sizes: Sequence[int], runs: int, *, burst: int = 1
+) -> Iterator[Record]:
+    contenders, skipped = gather(NAME, makers)
+    yield from skipped
+    for nbytes in sizes:
+        choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
+        yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=burst)
+    close(contenders)

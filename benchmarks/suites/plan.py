@@ -1,42 +1,54 @@
-"""The planner alone: how long it takes from a request to a verified plan with its programs encoded. No Ray runs."""
+"""The planner alone: how long it takes from calls to a verified plan with its programs encoded. No Ray runs.
+
+Allreduces are native; the all-to-all is made of sends, of which there are as many as pairs of ranks. "Planned" starts
+with nothing remembered.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 from benchmarks import names
 from benchmarks.interleave import timed
 from benchmarks.report import Record
 from benchmarks.suite import Choice, compare
-from raycollect.dispatch import prepare
-from raycollect.model import GroupSpec, OpKind, ReduceOp, task_key
-from raycollect.planner import Request
+from raycollect import dispatch, planner
+from raycollect.dispatch import Asked, prepare
+from raycollect.model import GroupSpec, OpKind, ReduceOp
+from raycollect.planner import Roster, Topology
 
 NAME = "plan"
-TITLE = "from a request to its encoded programs"
+TITLE = "from calls to their encoded programs"
 REFERENCE = names.PLANNED
 NEEDS_RAY = False
 
 RANKS = (2, 4, 8, 16, 64, 256, 1024)
-_TASK_NBYTES = 24
+MANY = 200
+PAIRS_RANKS = (2, 4, 8, 16, 64)
+_STAGING = 32 << 20
 
 
 class Planner:
-    """Plans an allreduce.
+    """Plans calls of one kind.
 
     Args:
         name: What it is called.
         ranks: How many ranks.
-        fresh: Whether each request is a new one, or always the same.
+        count: How many calls.
+        kind: ALLREDUCE or ALLTOALL; the backend has everything but the latter.
+        fresh: Whether nothing is remembered when it begins.
     """
 
-    def __init__(self, name: str, ranks: int, *, fresh: bool) -> None:
+    def __init__(self, name: str, ranks: int, *, count: int = 1, kind: OpKind = OpKind.ALLREDUCE, fresh: bool) -> None:
         self.name = name
         self._ranks = ranks
         self._fresh = fresh
-        self._salts = itertools.count(1)
-        self._requests: Iterator[Request] = iter(())
+        ops = tuple(one.value for one in OpKind if one is not OpKind.ALLTOALL)
+        spec = GroupSpec(name="benchmark", group_id="benchmark", backend="shm", world_size=ranks, ops=ops)
+        members = tuple(f"actor {rank}" for rank in range(ranks))
+        self._roster = Roster(spec=spec, members=members, topology=Topology(hosts=(0,) * ranks))
+        self._kind, self._count = kind, count
         self._last: tuple[bytes, ...] = ()
 
     def prepare(self, nbytes: int) -> None:
@@ -47,14 +59,17 @@ class Planner:
         self._last = ()
 
     def run(self, count: int) -> Sequence[float]:
-        """Plans requests that were made before the clock runs."""
-        salts = [next(self._salts) if self._fresh else 0 for _ in range(count)]
-        requests = iter([self._request(salt) for salt in salts])
+        """Plans calls that were made before the clock runs."""
+        spent = []
+        for _ in range(count):
+            asked = tuple(self._asked(number) for number in range(self._count))
+            if self._fresh:
+                forget()
+            spent += timed(lambda asked=asked: self._once(asked), 1)
+        return spent
 
-        def once() -> None:
-            self._last = prepare(next(requests))[1]
-
-        return timed(once, count)
+    def _once(self, asked: tuple[Asked, ...]) -> None:
+        self._last = prepare(asked, _STAGING).programs
 
     def check(self, runs: int) -> None:
         """Raises unless there is a program for each rank."""
@@ -64,19 +79,38 @@ class Planner:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _request(self, salt: int) -> Request:
+    def _asked(self, number: int) -> Asked:
+        pieces, width = self._kind is OpKind.ALLTOALL, 2 if self._kind is OpKind.ALLTOALL else 1
+        first = number * self._ranks * width
         operands = tuple(
-            (rank, task_key(rank.to_bytes(8, "little") + salt.to_bytes(_TASK_NBYTES - 8, "little"), 1), None)
-            for rank in range(self._ranks)
+            (rank, first + rank, first + self._ranks + rank if pieces else None) for rank in range(self._ranks)
         )
-        spec = GroupSpec(name="benchmark", group_id="benchmark", backend="shm", world_size=self._ranks)
-        return Request(kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM)
+        op = None if pieces else ReduceOp.SUM
+        return Asked(self._roster, self._kind, operands, op, -1, -1, True, 60.0)
+
+
+def forget() -> None:
+    """Drops all that planning remembers."""
+    modules = [one for one in vars(planner).values() if isinstance(one, ModuleType)]
+    for module in (dispatch, *modules):
+        for one in vars(module).values():
+            if hasattr(one, "cache_clear"):
+                one.cache_clear()
 
 
 def measure(choice: Choice) -> Iterator[Record]:
-    """Measures an allreduce over each number of ranks."""
-    for ranks in choice.ranks or RANKS:
-        choice.progress(f"{NAME}: {ranks} ranks")
-        contenders = [Planner(names.PLANNED, ranks, fresh=True), Planner(names.REMEMBERED, ranks, fresh=False)]
-        runs = choice.runs_or(20, 100)
-        yield from compare(contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=0, runs=runs)
+    """Measures one allreduce, 200 of them, and an all-to-all of sends, over each number of ranks."""
+    cases = (
+        ("allreduce", OpKind.ALLREDUCE, 1, RANKS),
+        (f"{MANY} allreduces", OpKind.ALLREDUCE, MANY, RANKS),
+        ("alltoall of sends", OpKind.ALLTOALL, 1, PAIRS_RANKS),
+    )
+    for op, kind, count, worlds in cases:
+        for ranks in choice.ranks or worlds:
+            choice.progress(f"{NAME}: {op}, {ranks} ranks")
+            contenders = [
+                Planner(names.PLANNED, ranks, count=count, kind=kind, fresh=True),
+                Planner(names.REMEMBERED, ranks, count=count, kind=kind, fresh=False),
+            ]
+            runs = choice.runs_or(5, 25)
+            yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=0, runs=runs)

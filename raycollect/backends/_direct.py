@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, SegmentSource
 
 from ._directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
@@ -33,8 +35,7 @@ TOGETHER = (CAPACITY - 1) // 2
 ALIKE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND, OpKind.RECV)
 """The kernels that can run together: each rank lists equally many arrays for each of them."""
 
-_SPLITS_KEPT = 16
-
+_NONE: Array = np.empty(0, np.uint8)
 _NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
 _NOWHERE = Places()
 
@@ -59,12 +60,14 @@ class _Seen:
         places: Where those arrays lie.
         largest: The bytes of the largest array that it gives.
         lends: Whether others may write arrays of this rank.
+        dtypes: The type of each kernel's elements.
     """
 
     flags: int
     places: Places
     largest: int
     lends: bool
+    dtypes: tuple[np.dtype[Any], ...]
 
 
 class Direct:
@@ -82,7 +85,6 @@ class Direct:
         self._segments = segments
         self._lent: list[_Loan] = []
         self._blocks: Blocks = {}
-        self._splits: dict[Any, list[list[Listing]]] = {}
 
     def restart(self, meeting: Meeting) -> None:
         """Begins a launch."""
@@ -150,41 +152,13 @@ class Direct:
                 return False, all(listing.flags & STAGED for listing in listings)
             if listed and way == "push":
                 meeting.barrier(launch, until_s)  # all hold off who reads what others write
-            self._work(meeting, launch, kernels, way, listings, until_s)
+            dtypes = self._see(kernels).dtypes
+            Work(meeting, launch, kernels, dtypes, way, listings, self._rank, self._blocks, until_s).run()
         except BaseException:
             if lent and self._see(kernels).lends:
                 self._lent.append(([kernel.dst for kernel in kernels], meeting.closing(launch), meeting))
             raise
         return True, False
-
-    def _work(
-        self,
-        meeting: Meeting,
-        launch: Launch,
-        kernels: Sequence[Kernel],
-        way: str,
-        listings: Sequence[Listing],
-        until_s: float,
-    ) -> None:
-        """Does this rank's part of all, and then waits once for those who work in its arrays."""
-        for kernel, shown in zip(kernels, self._split(listings, len(kernels)), strict=True):
-            work = Work(meeting, launch, kernel, way, shown, self._rank, self._blocks, until_s)
-            work.run()
-        work.finish()
-
-    def _split(self, listings: Sequence[Listing], count: int) -> Sequence[Sequence[Listing]]:
-        """What all ranks list, by kernel: a listing names first what all its kernels give, then what they all take."""
-        if count == 1:
-            return [listings]
-        key = (count, *listings)
-        split = self._splits.get(key)
-        if split is None:
-            if len(self._splits) >= _SPLITS_KEPT:
-                self._splits.clear()
-            split = self._splits[key] = [
-                [Listing(listing.flags, listing.arrays[at::count]) for listing in listings] for at in range(count)
-            ]
-        return split
 
     def _way(self, launch: Launch, kernel: Kernel, listings: Sequence[Listing]) -> str:
         """Who works in whose arrays."""
@@ -208,7 +182,8 @@ class Direct:
                 refs += found
         largest = max((array.nbytes for gives, _ in shown for array in gives or ()), default=0)
         lends = flags & TAKES and any(takes for _, takes in shown)
-        seen = _Seen(flags, Places.of(refs), largest, bool(lends))
+        dtypes = tuple(_sample(kernel).dtype.newbyteorder("=") for kernel in kernels)
+        seen = _Seen(flags, Places.of(refs), largest, bool(lends), dtypes)
         first.memo["direct"] = (rest, seen)  # not with itself: a cycle would keep the tensors
         return seen
 
@@ -243,6 +218,12 @@ def _shown(kernel: Kernel, rank: int) -> tuple[Sequence[Array] | None, Sequence[
     if kind is OpKind.ALLTOALL and _is_in_place(kernel):
         return None, ()  # what others have yet to read would be overwritten
     return kernel.src if type(kernel.src) is tuple else (kernel.src,), takes
+
+
+def _sample(kernel: Kernel) -> Array:
+    """One of its arrays: all have one type."""
+    side = kernel.dst if kernel.src is None else kernel.src
+    return side[0] if type(side) is tuple else _NONE if side is None else side
 
 
 def _is_in_place(kernel: Kernel) -> bool:

@@ -88,14 +88,31 @@ Blocks = dict[Any, list[_Block]]
 """What was cut, by all that it depends on; kept from launch to launch."""
 
 
+Shown = Sequence[Sequence[Array]]
+"""By the place of each rank: the bytes of the arrays that it lists for one kernel."""
+
+
 class Work:
-    """One kernel under way, on one rank."""
+    """Kernels under way, on one rank: one, or several of one kind that don't depend on each other.
+
+    Args:
+        meeting: Where the ranks wait for each other.
+        launch: The launch.
+        kernels: The kernels; several only of those kinds of which each rank lists equally many arrays for each.
+        dtypes: The type of the elements of each.
+        way: Who works in whose arrays: "pull" or "push".
+        listings: What all ranks list: first what all kernels give, then what all take.
+        rank: One's own rank.
+        folds: What was cut before.
+        until_s: When to give up, by the monotonic clock.
+    """
 
     def __init__(
         self,
         meeting: Meeting,
         launch: Launch,
-        kernel: Kernel,
+        kernels: Sequence[Kernel],
+        dtypes: tuple[np.dtype[Any], ...],
         way: str,
         listings: Sequence[Listing],
         rank: int,
@@ -104,50 +121,57 @@ class Work:
     ) -> None:
         self._meeting = meeting
         self._launch = launch
-        self._kernel = kernel
+        self._kernels = kernels
+        self._dtypes = dtypes
         self._way = way
         self._listings = listings
         self._rank = rank
         self._folds = folds
         self._until_s = until_s
         self._me = launch.ranks.index(rank)
-        self._root = root_of(kernel, rank)
+        self._kernel = kernels[0]
+        self._root = root_of(kernels[0], rank)
 
     def run(self) -> None:
-        """Does this rank's part; `finish` has to follow, once for kernels that run together."""
-        kernel = self._kernel
-        if kernel.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+        """Does this rank's part, and waits for those who work in its arrays."""
+        kind = self._kernel.kind
+        if kind in (OpKind.ALLREDUCE, OpKind.REDUCE) and self._way == "push":
             self._reduce()
-        elif kernel.kind is OpKind.REDUCESCATTER:
-            self._reducescatter()
-        elif self._way == "pull":
-            self._pull()
         else:
-            self._push()
-
-    def finish(self) -> None:
-        """Waits for those who work in this rank's arrays."""
-        kernel = self._kernel
-        lenders, waiting, waits_for = _loan(_paired(kernel.kind), self._way, self._root, self._launch.ranks, self._rank)
+            for at, kernel in enumerate(self._kernels):
+                self._kernel = kernel
+                self._one([listing.arrays[at :: len(self._kernels)] for listing in self._listings])
+        lenders, waiting, waits_for = _loan(_paired(kind), self._way, self._root, self._launch.ranks, self._rank)
         if lenders:
             self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
         self._meeting.arrive(self._launch, waiting, waits_for, self._until_s)
 
+    def _one(self, shown: Shown) -> None:
+        """Does this rank's part of one kernel, whose arrays all ranks show."""
+        kernel = self._kernel
+        if kernel.kind is OpKind.REDUCE:
+            if self._rank == self._root:
+                dst = Flat(kernel.dst)
+                self._fold_into(dst, [arrays[0].view(dst.dtype) for arrays in shown])
+        elif kernel.kind is OpKind.REDUCESCATTER:
+            dst = Flat(kernel.dst)
+            self._fold_into(dst, [arrays[self._me].view(dst.dtype) for arrays in shown])
+        elif self._way == "pull":
+            self._pull(shown)
+        else:
+            self._push(shown)
+
     # ------------------------------------------------------------------------------------------ reductions
 
     def _reduce(self) -> None:
-        """Folds this rank's slice into all targets, or into the root's; or the root folds all of it."""
-        kernel, dtype = self._kernel, Flat(self._kernel.src).dtype
-        if self._way == "pull":
-            if self._rank == self._root:
-                self._fold_into(Flat(kernel.dst), [listing.arrays[0].view(dtype) for listing in self._listings])
-            return
-        key = (kernel.kind, kernel.peer, dtype, self._launch.ranks, *self._listings)
+        """Folds this rank's slice of all into all targets, or into the root's."""
+        kernel = self._kernel
+        key = (kernel.kind, kernel.peer, self._dtypes, self._launch.ranks, *self._listings)
         blocks = self._folds.get(key)
         if blocks is None:
             if len(self._folds) >= _FOLDS_KEPT:
                 self._folds.clear()
-            blocks = self._folds[key] = list(self._cut(dtype))
+            blocks = self._folds[key] = list(self._cut())
         op = reduce_op(kernel)
         for at, block in enumerate(blocks):
             if at % FOLDS_PER_LOOK == FOLDS_PER_LOOK - 1:
@@ -159,20 +183,20 @@ class Work:
             for copy in block.copies:
                 np.copyto(copy, block.out)
 
-    def _cut(self, dtype: np.dtype[Any]) -> Iterator[_Block]:
+    def _cut(self) -> Iterator[_Block]:
         """Cuts this rank's slice of everybody's arrays into blocks."""
-        srcs = [listing.arrays[0].view(dtype) for listing in self._listings]
-        takers = self._launch.ranks if self._kernel.kind is OpKind.ALLREDUCE else (self._root,)
-        dst, *others = (self._listings[self._launch.ranks.index(rank)].arrays[1].view(dtype) for rank in takers)
-        later = _later(srcs, dst.ctypes.data)
-        start, stop = _slice(self._me, len(srcs), dst.size, dtype)
-        for lo, hi in chunks(stop - start, FOLD_NBYTES // dtype.itemsize):
-            block = slice(start + lo, start + hi)
-            yield _Block([src[block] for src in srcs], dst[block], later, [other[block] for other in others])
-
-    def _reducescatter(self) -> None:
-        dst = Flat(self._kernel.dst)
-        self._fold_into(dst, [listing.arrays[self._me].view(dst.dtype) for listing in self._listings])
+        count, ranks = len(self._kernels), self._launch.ranks
+        takers = ranks if self._kernel.kind is OpKind.ALLREDUCE else (self._root,)
+        into = [self._listings[ranks.index(rank)].arrays for rank in takers]
+        sizes = [into[0][count + at].size for at in range(count)]  # bytes
+        for at, (start, stop) in enumerate(_slices(self._me, len(ranks), sizes, self._dtypes)):
+            dtype = self._dtypes[at]
+            srcs = [listing.arrays[at].view(dtype) for listing in self._listings]
+            dst, *others = (arrays[count + at].view(dtype) for arrays in into)
+            later = _later(srcs, dst.ctypes.data)
+            for lo, hi in chunks(stop - start, FOLD_NBYTES // dtype.itemsize):
+                block = slice(start + lo, start + hi)
+                yield _Block([src[block] for src in srcs], dst[block], later, [other[block] for other in others])
 
     def _fold_into(self, dst: Flat, srcs: Sequence[Array]) -> None:
         """Folds whole arrays; `dst` may be one of them."""
@@ -190,7 +214,7 @@ class Work:
 
     # ------------------------------------------------------------------------------------------ movements
 
-    def _pull(self) -> None:
+    def _pull(self, shown: Shown) -> None:
         """Takes what others give, from their arrays."""
         kernel, ranks = self._kernel, self._launch.ranks
         if _paired(kernel.kind) in (OpKind.BROADCAST, OpKind.SEND):
@@ -198,16 +222,16 @@ class Work:
             if src is not None and dst is not None:
                 self._copy(src.read(0, src.size), dst)
             elif dst is not None:
-                self._copy(self._listings[ranks.index(self._root)].arrays[0], dst)
+                self._copy(shown[ranks.index(self._root)][0], dst)
             return
         give, take = transfers(kernel, ranks, self._rank)
         for rank, dst in take.items():
             if rank != self._rank:
-                arrays = self._listings[ranks.index(rank)].arrays
+                arrays = shown[ranks.index(rank)]
                 self._copy(arrays[self._me if kernel.kind in _CUT else 0], dst)
         keep_own(give, take, self._rank, COPY_NBYTES)
 
-    def _push(self) -> None:
+    def _push(self, shown: Shown) -> None:
         """Brings what this rank gives to the arrays of the one who takes it."""
         kernel, ranks = self._kernel, self._launch.ranks
         if kernel.kind is OpKind.GATHER:
@@ -216,10 +240,10 @@ class Work:
                 keep_own(give, take, self._rank, COPY_NBYTES)
             else:
                 src = give[self._root]
-                self._copy(src, Flat(self._listings[ranks.index(self._root)].arrays[self._me].view(src.dtype)))
+                self._copy(src, Flat(shown[ranks.index(self._root)][self._me].view(src.dtype)))
         elif kernel.kind is OpKind.SEND:
             src = Flat(kernel.src)
-            self._copy(src, Flat(self._listings[1 - self._me].arrays[0].view(src.dtype)))
+            self._copy(src, Flat(shown[1 - self._me][0].view(src.dtype)))
 
     def _copy(self, src: Array | Flat, dst: Flat) -> None:
         source = src if isinstance(src, Flat) else Flat(src.view(dst.dtype))
@@ -249,12 +273,21 @@ def _loan(
     return ((), (), users) if rank in lenders else (lenders, lenders, ())
 
 
-def _slice(at: int, count: int, size: int, dtype: np.dtype[Any]) -> tuple[int, int]:
-    """The elements [start, stop) of the `at`-th of `count` slices; they begin on cache lines."""
-    line = max(1, _LINE_NBYTES // dtype.itemsize)
-    ends = (min(-(-size * part // count // line) * line, size) for part in (at, at + 1))
-    start, stop = ends
-    return start, stop if at + 1 < count else size
+def _slices(at: int, count: int, sizes: Sequence[int], dtypes: Sequence[np.dtype[Any]]) -> Iterator[tuple[int, int]]:
+    """The elements [start, stop) of each of some arrays, given in bytes, that are in the `at`-th of `count` slices.
+
+    All arrays together are cut, as if they followed each other, so that a rank has few arrays whole rather than a
+    little of each; within an array, cuts are on cache lines.
+    """
+    total, before = sum(sizes), 0
+    for nbytes, dtype in zip(sizes, dtypes, strict=True):
+        size, line = nbytes // dtype.itemsize, max(1, _LINE_NBYTES // dtype.itemsize)
+        ends = []
+        for part in (at, at + 1):
+            elements = -(-max(total * part - before * count, 0) // (count * dtype.itemsize * line)) * line
+            ends.append(size if part == count else min(elements, size))
+        before += nbytes
+        yield ends[0], ends[1]
 
 
 def _later(srcs: Sequence[Array], address: int) -> int:

@@ -13,7 +13,8 @@ data        client -> server: Fetch Copied Free; server -> client: Fetched Freed
 
 The hub of a group is its controller, or rank 0 where the members made the group themselves (`raycollect.gate`).
 
-`seq` is always a plan's number in its controller's one order; `error` what `raycollect.errors.to_wire` made.
+`seq` is a plan's number in its controller's one order, in `Arrive` and `Arrivals` that of one of its launches; `error`
+what `raycollect.errors.to_wire` made.
 """
 
 from __future__ import annotations
@@ -220,7 +221,7 @@ class Abort(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals(Message):
-    """What every rank gave to one round of the door, in rank order; answers `Arrive`."""
+    """What all gave to one round of a door, in the order of their ranks; answers `Arrive`."""
 
     group_id: str
     seq: int
@@ -283,11 +284,15 @@ class Joined(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrive(Message):
-    """A rank is at the door, with what it brings to this round."""
+    """A rank is at the door of launch `seq`, with what it brings to this round; it waits for all of `ranks`.
+
+    Without a group the door is that of a whole plan, and ranks are places among its participants.
+    """
 
     group_id: str
     seq: int
     round: int
+    ranks: list[int]
     rank: int
     blob: bytes
 
@@ -295,10 +300,9 @@ class Arrive(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting(Message):
-    """A rank has reached plan `seq`, and waits for the tensor under `key`."""
+    """A participant has reached plan `seq`, and waits for the tensor under `key`."""
 
     seq: int
-    rank: int
     key: bytes
 
 
@@ -315,7 +319,7 @@ class Store(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done(Message):
-    """This rank has ended plan `seq`; `ranks` are all that are known to have run all of it.
+    """This participant has ended plan `seq`; `ranks` are the places of all that are known to have run all of it.
 
     `story` is the tail of its recorder where `error` is set.
     """
@@ -439,7 +443,8 @@ class Gone(Message):
 class Stuck(Message):
     """A member has waited for long: in a call on a lane, in plan `seq` (no lane), or no more (neither).
 
-    `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in.
+    `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in. Of a plan the
+    participant names no group, and no ranks: the controller knows them.
     """
 
     group_id: str

@@ -1,28 +1,62 @@
-"""The planner: a request becomes a verified `Plan`. Pure: no ray, numpy, clock or environment.
+"""The planner: requests become a verified `Plan`. Pure: no ray, numpy, clock or environment.
 
-`plan(request)` runs the passes in order: validate -> lower -> verify.
+`plan(requests, rosters)` runs the passes in order: validate -> lower -> route -> verify for the form of each request,
+then schedule for all of them.
 """
 
 from __future__ import annotations
 
-from raycollect.planner.ir import Buffer, Plan, Program, Request, Role, Step, Template, Ticket
-from raycollect.planner.passes import SUBSTITUTES, brought, plan
+from raycollect.planner.algorithms import ALGORITHMS, STAND_INS
+from raycollect.planner.cost import Cost, Layout, Line, native
+from raycollect.planner.ir import Made, Part, Plan, Request, Source, Together
+from raycollect.planner.passes import SUBSTITUTES, brought, plan, plan_part
+from raycollect.planner.predict import Cluster, Prediction, predict
+from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task, Ticket
+from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
+from raycollect.planner.topology import BETWEEN, INSIDE, Inner, Link, Roster, Topology
 from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
 
 __all__ = [
+    "ALGORITHMS",
+    "BETWEEN",
+    "INSIDE",
+    "STAGING_NBYTES",
+    "STAND_INS",
     "SUBSTITUTES",
     "Buffer",
+    "Bundle",
+    "Choice",
+    "Cluster",
+    "Cost",
+    "Domain",
+    "Inner",
+    "Layout",
+    "Line",
+    "Link",
+    "Local",
+    "Made",
+    "Part",
     "Plan",
+    "Prediction",
     "Program",
     "Request",
     "Role",
+    "Roster",
+    "Share",
+    "Source",
     "Step",
+    "Task",
     "Template",
     "Ticket",
+    "Together",
+    "Topology",
     "brought",
     "decode_order",
     "decode_program",
     "encode_order",
     "encode_program",
+    "native",
     "plan",
+    "plan_part",
+    "predict",
 ]

@@ -1,17 +1,43 @@
-"""Requests, plans and programs: what the planner reads and writes.
+"""Requests and plans: what the planner reads and writes.
 
-A `Request` is one call of the user, bound to ranks. A `Plan` says what every rank does, columnar: ranks that play the
-same part share one `Template`; what differs per rank are the operand keys. A `Program` is one rank's half, the only
-thing that travels.
+A `Request` is one call of the user, bound to ranks. A `Part` says what every rank does for one request, columnar: ranks
+that play the same part share one `Template`. A `Plan` is the parts of one call or of a whole batch, in one global
+order. A `Program` is one participant's half of a plan, the only thing that travels; which tensors it works on travels
+beside it, so that the same program serves other tensors too.
+
+A participant is one process. It has one rank in each group that it is a member of; its *position* is its place among
+the participants of a plan. In the plan of one call, positions are the ranks that take part, in their order.
 """
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from raycollect.model import GroupSpec, Key, OpKind, ReduceOp
+from raycollect.model import GroupSpec, OpKind, ReduceOp
+from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task
+from raycollect.planner.template import NATIVE, Choice, Role, Template
+from raycollect.planner.topology import Roster
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """An operand that an earlier request of the same plan makes, on the same participant.
+
+    Attributes:
+        request: The place of that request in the plan.
+    """
+
+    request: int
+
+
+Source = Hashable
+"""What an operand is: a `Made`, or what stands for one ref, a key or a number; equal for equal refs."""
+
+Operands = tuple[int, Source | None, Source | None]
+"""(rank, src, dst): what a rank gives, and what it takes into. None where it gives or takes nothing, works in place, or
+asks for an output (see `passes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +47,7 @@ class Request:
     Attributes:
         kind: The operation; a send and the receive that matches it are one request of kind SEND.
         group: The group.
-        operands: (rank, src, dst) for each rank that takes part, ascending: the key of what it gives, and of what it
-            takes. None where the rank gives or takes nothing, works in place, or asks for an output (see `passes`).
+        operands: For each rank that takes part, ascending.
         op: The reduce op, for reductions.
         root: The source rank of a broadcast, scatter or send, the destination of a reduce or gather; -1 otherwise.
         peer: The destination rank of a send; -1 otherwise.
@@ -32,7 +57,7 @@ class Request:
 
     kind: OpKind
     group: GroupSpec
-    operands: tuple[tuple[int, Key | None, Key | None], ...]
+    operands: tuple[Operands, ...]
     op: ReduceOp | None = None
     root: int = -1
     peer: int = -1
@@ -40,185 +65,279 @@ class Request:
     timeout_s: float = 60.0
 
 
-class Role(enum.Enum):
-    """What a buffer of a program is."""
-
-    OPERAND = "operand"
-    """Kept in the participant's store under a key, or given with the program."""
-    LIKE = "like"
-    """Made before the door, with the infos of another buffer of this rank."""
-    PIECE = "piece"
-    """Made before the door, with the infos of this rank's piece of another buffer."""
-    LEARNED = "learned"
-    """Made between the two rounds of the door, as what the other ranks bring demands."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Buffer:
-    """One operand, output or scratch of a program; it may stand for a list or dict of tensors.
-
-    Attributes:
-        role: See `Role`.
-        source: LIKE, PIECE: the index of the other buffer.
-        scratch: True: made for the steps only, and let go of when they have ended.
-    """
-
-    role: Role
-    source: int = -1
-    scratch: bool = False
-
-    @property
-    def is_output(self) -> bool:
-        """True where the plan makes it for the user."""
-        return self.role is not Role.OPERAND and not self.scratch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One kernel, over all tensors of its buffers.
-
-    Attributes:
-        kind: What to do; `model.PIECES` says where a buffer is taken as one piece per rank.
-        src: The index of the buffer read; -1: none.
-        dst: The index of the buffer written; -1: none; may equal `src`.
-        op: The reduce op.
-        peer: The root, or the other rank of a send or receive; -1 where it has no meaning.
-    """
-
-    kind: OpKind
-    src: int = -1
-    dst: int = -1
-    op: ReduceOp | None = None
-    peer: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Template:
-    """What one or several ranks do.
-
-    Attributes:
-        buffers: The buffers, by index.
-        steps: The kernels, in order.
-        src: The index of the buffer that holds what this rank gives; -1: none.
-        dst: The index of the buffer that holds what it takes, where that is not `src`; -1: none.
-        result: The index of the buffer that holds this rank's result; -1: none.
-    """
-
-    buffers: tuple[Buffer, ...]
-    steps: tuple[Step, ...]
-    src: int = -1
-    dst: int = -1
-    result: int = -1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """One rank's half of a plan; the same whenever the same plan is dispatched again.
-
-    Attributes:
-        op: The operation's name, for messages and the door.
-        group_id: The group whose communicator runs it.
-        rank: This participant's rank.
-        ranks: All ranks that take part, ascending.
-        root: The root rank that all must agree on; -1: none.
-        reduce_op: The reduce op that all must agree on.
-        timeout_s: How long to wait for the others, in seconds.
-        rounds: How often the ranks meet at the door: 2 where one learns its output's shape from another.
-        keys: The operand keys, in the order of the template's OPERAND buffers.
-        template: What to do.
-    """
-
-    op: str
-    group_id: str
-    rank: int
-    ranks: tuple[int, ...]
-    root: int
-    reduce_op: ReduceOp | None
-    timeout_s: float
-    rounds: int
-    keys: tuple[Key, ...]
-    template: Template
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """A plan's place in the order of one participant (P2).
-
-    Attributes:
-        seq: Its place in its controller's order, from 1.
-        predecessor: The plan that this participant must have ended before; 0: none.
-    """
-
-    seq: int
-    predecessor: int
-
-
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What every rank does.
+class Part:
+    """What every rank does for one request, whatever its tensors.
 
     Attributes:
-        request: What was asked for.
+        request: The request; of its operands only which are there counts.
         templates: The distinct parts.
         parts: For each rank that takes part, ascending: the index of its template.
+        choices: The algorithms, in the order of `Template.ways`; the first is always possible.
+        levels: For each level above 0, the groups of it, which share no rank: (group id, the ranks of the request's
+            group that are its ranks 0, 1, ...).
     """
 
     request: Request
     templates: tuple[Template, ...]
     parts: tuple[int, ...]
+    choices: tuple[Choice, ...] = (NATIVE,)
+    levels: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that take part, ascending."""
-        return tuple(self._places)
+        return tuple(self.places)
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def places(self) -> dict[int, int]:
         """Rank -> its place in `parts` and in the request's operands."""
         return {rank: at for at, (rank, _, _) in enumerate(self.request.operands)}
 
     @cached_property
     def rounds(self) -> int:
-        """How often the ranks meet at the door."""
-        learned = any(b.role is Role.LEARNED for t in self.templates for b in t.buffers)
-        return 2 if learned else 1
+        """How often the ranks have to meet at the door for it."""
+        return 2 if any(template.is_learned for template in self.templates) else 1
+
+    @cached_property
+    def width(self) -> int:
+        """How many launches it may have."""
+        return max(choice.width for choice in self.choices)
+
+    @cached_property
+    def writes(self) -> tuple[tuple[bool, bool], ...]:
+        """For each template: whether it writes what its rank gives, and the operand that it takes into."""
+        written = [{step.dst for way in template.ways for step in way} - {-1} for template in self.templates]
+        return tuple(
+            (template.src in found, template.dst in found and template.buffers[template.dst].role is Role.OPERAND)
+            for template, found in zip(self.templates, written, strict=True)
+        )
 
     def template(self, rank: int) -> Template:
         """The part of one rank."""
-        return self.templates[self.parts[self._places[rank]]]
+        return self.templates[self.parts[self.places[rank]]]
 
     def outputs(self, rank: int) -> int:
         """How many outputs the plan makes on that rank."""
         return sum(buffer.is_output for buffer in self.template(rank).buffers)
 
-    def keys(self, rank: int) -> tuple[Key, ...]:
-        """The keys of one rank's operands, in the order of its OPERAND buffers."""
-        _, src, dst = self.request.operands[self._places[rank]]
-        return tuple(key for key in (src, dst) if key is not None)
+    def touches(self, request: Request) -> list[tuple[Source, bool]]:
+        """The operands of a request of this form, and whether each is written."""
+        found = []
+        for (_, src, dst), index in zip(request.operands, self.parts, strict=True):
+            writes_src, writes_dst = self.writes[index]
+            if src is not None:
+                found.append((src, writes_src))
+            if dst is not None:
+                found.append((dst, writes_dst))
+        return found
 
-    def uses(self) -> dict[Key, bool]:
-        """The keys of all operands -> whether the plan writes what they stand for."""
-        used: dict[Key, bool] = {}
-        for rank in self.ranks:
-            template = self.template(rank)
-            written = {step.dst for step in template.steps}
-            operands = [i for i, buffer in enumerate(template.buffers) if buffer.role is Role.OPERAND]
-            for index, key in zip(operands, self.keys(rank), strict=True):
-                used[key] = used.get(key, False) or index in written
+    def domains(self, rank: int) -> tuple[Domain, ...]:
+        """The groups in which one rank takes part, by level; an empty one where it has none."""
+        found = [Domain(group_id=self.request.group.group_id, rank=rank, ranks=self.ranks)]
+        for level in self.levels:
+            mine = next(((group_id, ranks) for group_id, ranks in level if rank in ranks), None)
+            if mine is None:
+                found.append(Domain(group_id="", rank=-1, ranks=()))
+            else:
+                found.append(Domain(group_id=mine[0], rank=mine[1].index(rank), ranks=tuple(range(len(mine[1])))))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Together:
+    """Requests that run together: the columnar form of a `Bundle`.
+
+    Attributes:
+        requests: Their places in the plan, ascending.
+        base: See `Bundle.base`.
+    """
+
+    requests: tuple[int, ...]
+    base: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What every participant does for one call, or for all calls of a batch.
+
+    Attributes:
+        requests: What was asked for, in program order.
+        parts: What is done for each; requests of one form have the same.
+        rosters: The group of each.
+        participants: What names them (`Roster.members`), by position.
+        order: What runs together, in the one order for all.
+        alone: For each request, where its launches begin if nothing may be reordered.
+        brought: For each request, the round of the door to which it is first brought.
+        rounds: How often the participants meet at the door.
+        door: The roster of a group that has all participants; None: the controller keeps the door.
+        width: How many launches there may be, the door's included.
+        staging: See `Program.staging`.
+    """
+
+    requests: tuple[Request, ...]
+    parts: tuple[Part, ...]
+    rosters: tuple[Roster, ...] = field(repr=False)
+    participants: tuple[str, ...]
+    order: tuple[Together, ...]
+    alone: tuple[int, ...]
+    brought: tuple[int, ...]
+    rounds: int
+    door: Roster | None = field(repr=False)
+    width: int
+    staging: int = STAGING_NBYTES
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return self.requests[0].kind.value if len(self.requests) == 1 else "batch"
+
+    @property
+    def timeout_s(self) -> float:
+        """How long ranks wait for each other, in seconds."""
+        return max((request.timeout_s for request in self.requests), default=0.0)
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """Participant -> position."""
+        return {one: at for at, one in enumerate(self.participants)}
+
+    @cached_property
+    def everyone(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """See `Program.everyone`."""
+        known: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        found = []
+        for part, roster in zip(self.parts, self.rosters, strict=True):
+            if id(part) not in known:
+                places = tuple(self.positions[roster.members[rank]] for rank in part.ranks)
+                known[id(part)] = (part.ranks, places)
+            found.append(known[id(part)])
+        whole = tuple(range(len(self.participants)))
+        return () if all(places == whole for _, places in known.values()) else tuple(found)
+
+    @cached_property
+    def involved(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each position: (request, rank) of the requests that it takes part in."""
+        found: list[list[tuple[int, int]]] = [[] for _ in self.participants]
+        lists: dict[tuple[int, int], list[tuple[list[tuple[int, int]], int]]] = {}
+        for number, (part, roster) in enumerate(zip(self.parts, self.rosters, strict=True)):
+            mine = lists.get((id(part), id(roster)))
+            if mine is None:
+                mine = [(found[self.positions[roster.members[rank]]], rank) for rank in part.ranks]
+                lists[id(part), id(roster)] = mine
+            for one, rank in mine:
+                one.append((number, rank))
+        return tuple(map(tuple, found))
+
+    def outputs(self, position: int) -> tuple[int, ...]:
+        """The requests that make an output on a participant, in the order in which its program returns them."""
+        return tuple(number for number, rank in self.involved[position] if self.parts[number].outputs(rank))
+
+    def sources(self, position: int) -> tuple[Source, ...]:
+        """What stands for the keys of a participant's program, in their order."""
+        found: dict[Source, None] = {}
+        for number, rank in self.involved[position]:
+            found.update(dict.fromkeys(one for one in self._given(number, rank) if type(one) is not Made))
+        return tuple(found)
+
+    def uses(self) -> dict[Source, bool]:
+        """What stands for all operands -> whether the plan writes it."""
+        used: dict[Source, bool] = {}
+        for request, part in zip(self.requests, self.parts, strict=True):
+            for source, written in part.touches(request):
+                if type(source) is not Made:
+                    used[source] = used.get(source, False) or written
         return used
 
-    def program(self, rank: int) -> Program:
-        """Writes the half of one rank."""
-        request = self.request
+    def program(self, position: int) -> Program:
+        """Writes the half of one participant."""
+        shares: dict[tuple[int, int], int] = {}
+        written: list[Share] = []
+        tasks: list[Task] = []
+        task_of: dict[int, int] = {}
+        keys: dict[Source, int] = {}  # in the order of `sources`
+        for number, rank in self.involved[position]:
+            part = self.parts[number]
+            share = shares.setdefault((id(part), rank), len(written))
+            if share == len(written):
+                written.append(_share(part, rank))
+            _, src, dst = self.requests[number].operands[part.places[rank]]
+            inputs = tuple(
+                -1 - task_of[one.request] if isinstance(one, Made) else keys.setdefault(one, len(keys))
+                for one in (src, dst)
+                if one is not None
+            )
+            task_of[number] = len(tasks)
+            tasks.append(self._task(share, number, inputs))
         return Program(
-            op=request.kind.value,
-            group_id=request.group.group_id,
-            rank=rank,
-            ranks=self.ranks,
-            root=request.root,
-            reduce_op=request.op,
-            timeout_s=request.timeout_s,
+            name=self.name,
+            timeout_s=self.timeout_s,
             rounds=self.rounds,
-            keys=self.keys(rank),
-            template=self.template(rank),
+            door=self._door(position),
+            shares=tuple(written),
+            tasks=tuple(tasks),
+            bundles=self._bundles(task_of),
+            everyone=self.everyone,
+            keys=len(keys),
+            staging=self.staging,
         )
+
+    def _task(self, share: int, number: int, inputs: tuple[int, ...]) -> Task:
+        """A task; that of another participant where it is the same."""
+        task = self._tasks.get((share, number, inputs))
+        if task is None:
+            task = Task(
+                share=share, request=number, inputs=inputs, round=self.brought[number], alone=self.alone[number]
+            )
+            self._tasks[share, number, inputs] = task
+        return task
+
+    @cached_property
+    def _tasks(self) -> dict[tuple[int, int, tuple[int, ...]], Task]:
+        return {}
+
+    def _bundles(self, task_of: dict[int, int]) -> tuple[Bundle, ...]:
+        """The order, of some of the requests (request -> task)."""
+        if len(task_of) == len(self.requests):
+            return self._whole
+        found = []
+        for together in self.order:
+            mine = tuple(task_of[number] for number in together.requests if number in task_of)
+            if mine:
+                found.append(Bundle(tasks=mine, base=together.base))
+        return tuple(found)
+
+    @cached_property
+    def _whole(self) -> tuple[Bundle, ...]:
+        """The order, for who takes part in all requests."""
+        return tuple(Bundle(tasks=together.requests, base=together.base) for together in self.order)
+
+    def _door(self, position: int) -> Domain:
+        if self.door is None:
+            return Domain(group_id="", rank=position, ranks=self._at_door)
+        return Domain(group_id=self.door.spec.group_id, rank=self._at_door[position], ranks=self._at_door)
+
+    @cached_property
+    def _at_door(self) -> tuple[int, ...]:
+        """For each position its rank at the door."""
+        if self.door is None:
+            return tuple(range(len(self.participants)))
+        return tuple(map(self.door.rank_of, self.participants))
+
+    def _given(self, number: int, rank: int) -> tuple[Source, ...]:
+        """What a rank brings to a request, in the order of its OPERAND buffers."""
+        part = self.parts[number]
+        _, src, dst = self.requests[number].operands[part.places[rank]]
+        return tuple(one for one in (src, dst) if one is not None)
+
+
+def _share(part: Part, rank: int) -> Share:
+    request = part.request
+    return Share(
+        op=request.kind.value,
+        domains=part.domains(rank),
+        root=request.root,
+        reduce_op=request.op,
+        template=part.template(rank),
+        choices=part.choices,
+    )

@@ -1,39 +1,93 @@
-"""The passes: validate -> lower -> verify, each a function from value to value."""
+"""The passes: validate -> lower -> route -> verify for the form of each request, then the schedule of all of them.
+
+Each is a function from value to value. The form of a request is the request without what its operands are: what follows
+from it is worked out once, and remembered.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from raycollect.errors import Violation, refusal
-from raycollect.model import Key, OpKind
-from raycollect.planner.ir import Buffer, Plan, Request, Role, Step, Template
+from raycollect.errors import RefusedError, Violation, refusal
+from raycollect.model import GroupSpec, OpKind
+from raycollect.planner.algorithms import STAND_INS, route, stand_in
+from raycollect.planner.ir import Operands, Part, Plan, Request, Source
+from raycollect.planner.program import STAGING_NBYTES
+from raycollect.planner.schedule import schedule
+from raycollect.planner.template import Buffer, Role, Step, Template
+from raycollect.planner.topology import Roster
 from raycollect.planner.verify import verify
+from raycollect.planner.verify_order import verify_order
+
+_TIMEOUT_S = 60.0
+"""Stands for the time limit in forms, which do not depend on it."""
 
 
-def plan(request: Request) -> Plan:
-    """Plans one request.
+def plan(requests: Sequence[Request], rosters: Sequence[Roster] = (), *, staging: int = STAGING_NBYTES) -> Plan:
+    """Plans the requests of one call, or of a batch.
 
     Args:
-        request: The request, bound to ranks.
+        requests: The requests, bound to ranks, in program order.
+        rosters: The group of each; by default what `Roster.alone` says.
+        staging: The bytes of staging in which tensors may travel packed; 0: none does.
 
     Returns:
-        A plan that was verified against the postcondition of its operation.
+        A plan of which every part was verified against the postcondition of its operation, and the order against the
+        requests.
+
+    Raises:
+        RefusedError: A request makes no sense, or its backend can't do it; all reasons are in it.
+        InternalError: The plan would be wrong (a bug of ours).
+    """
+    given = tuple(rosters) or tuple(_unknown(request.group) for request in requests)
+    parts = [plan_part(request, roster) for request, roster in zip(requests, given, strict=True)]
+    planned = schedule(requests, parts, given, staging)
+    verify_order(planned)
+    return planned
+
+
+def plan_part(request: Request, roster: Roster | None = None) -> Part:
+    """Plans one request by itself.
+
+    Args:
+        request: The request.
+        roster: Its group; by default what `Roster.alone` says.
+
+    Returns:
+        What every rank does; the same object for all requests of this form.
 
     Raises:
         RefusedError: The request makes no sense, or the backend can't do it; all reasons are in it.
         InternalError: The plan would be wrong (a bug of ours).
     """
-    validate(request)
-    lowered = lower(request)
-    verify(lowered)
-    return lowered
+    operands = tuple(
+        (rank, None if src is None else 0, None if dst is None else 0) for rank, src, dst in request.operands
+    )
+    form = replace(request, operands=operands, timeout_s=_TIMEOUT_S if 0 < request.timeout_s < math.inf else -1.0)
+    try:
+        return _planned(form, roster or _unknown(request.group))
+    except RefusedError:
+        validate(request)  # says it of the request itself
+        raise
+
+
+@lru_cache(maxsize=1024)
+def _planned(form: Request, roster: Roster) -> Part:
+    validate(form)
+    part = route(lower(form, roster), roster)
+    verify(part, bitwise=roster.bitwise)
+    return part
+
+
+@lru_cache(maxsize=256)
+def _unknown(spec: GroupSpec) -> Roster:
+    return Roster.alone(spec)
 
 
 # ---------------------------------------------------------------------------------------------- validate
-
-_Operands = tuple[int, Key | None, Key | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +174,7 @@ def _who(request: Request, who: str) -> set[int]:
     }[who]
 
 
-def _placed(request: Request) -> list[_Operands]:
+def _placed(request: Request) -> list[Operands]:
     """The operands that are, or are not, where they belong: those of members, around roots that exist."""
     roots = {OpKind.SEND: (request.root, request.peer)}.get(request.kind, (request.root,))
     needs = _NEEDS.get(request.kind)
@@ -179,7 +233,7 @@ def _argument_violations(request: Request) -> list[Violation]:
     return found
 
 
-def brought(request: Request, key: Key) -> tuple[_Operands, ...]:
+def brought(request: Request, key: Source) -> tuple[Operands, ...]:
     """The operands of a collective to which every rank brings all that it can, as in imperative calls.
 
     Args:
@@ -197,18 +251,18 @@ def brought(request: Request, key: Key) -> tuple[_Operands, ...]:
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
 
-_Part = Callable[[Request, _Operands], Template]
+_Part = Callable[[Request, Operands], Template]
 """Writes the part of one rank."""
 
 
-def _allreduce(request: Request, operands: _Operands) -> Template:
+def _allreduce(request: Request, operands: Operands) -> Template:
     buffers = (_OPERAND,) if request.inplace else (_OPERAND, Buffer(role=Role.LIKE, source=0))
     dst = len(buffers) - 1
     step = Step(kind=OpKind.ALLREDUCE, src=0, dst=dst, op=request.op)
     return Template(buffers=buffers, steps=(step,), src=0, result=dst)
 
 
-def _reduce(request: Request, operands: _Operands) -> Template:
+def _reduce(request: Request, operands: Operands) -> Template:
     """Only the root writes: what the others hold stays as it is."""
     if operands[0] != request.root:
         step = Step(kind=OpKind.REDUCE, src=0, op=request.op, peer=request.root)
@@ -219,7 +273,7 @@ def _reduce(request: Request, operands: _Operands) -> Template:
     return Template(buffers=buffers, steps=(step,), src=0, result=dst)
 
 
-def _broadcast(request: Request, operands: _Operands) -> Template:
+def _broadcast(request: Request, operands: Operands) -> Template:
     """The root only reads, the others only write: what they held may be read-only there, or half-written here."""
     if operands[0] == request.root:
         step = Step(kind=OpKind.BROADCAST, src=0, peer=request.root)
@@ -228,11 +282,11 @@ def _broadcast(request: Request, operands: _Operands) -> Template:
     return Template(buffers=(_OPERAND,), steps=(step,), dst=0, result=0)
 
 
-def _barrier(request: Request, operands: _Operands) -> Template:
+def _barrier(request: Request, operands: Operands) -> Template:
     return Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),))
 
 
-def _send(request: Request, operands: _Operands) -> Template:
+def _send(request: Request, operands: Operands) -> Template:
     rank, _, dst = operands
     if rank == request.root:
         step = Step(kind=OpKind.SEND, src=0, peer=request.peer)
@@ -241,13 +295,13 @@ def _send(request: Request, operands: _Operands) -> Template:
     return Template(buffers=(_landing(dst),), steps=(step,), dst=0, result=0)
 
 
-def _exchange(request: Request, operands: _Operands) -> Template:
+def _exchange(request: Request, operands: Operands) -> Template:
     """Allgather and all-to-all: every rank gives one buffer and takes into another."""
     step = Step(kind=request.kind, src=0, dst=1)
     return Template(buffers=(_OPERAND, _landing(operands[2])), steps=(step,), src=0, dst=1, result=1)
 
 
-def _gather(request: Request, operands: _Operands) -> Template:
+def _gather(request: Request, operands: Operands) -> Template:
     rank, _, dst = operands
     if rank != request.root:
         step = Step(kind=OpKind.GATHER, src=0, peer=request.root)
@@ -256,7 +310,7 @@ def _gather(request: Request, operands: _Operands) -> Template:
     return Template(buffers=(_OPERAND, _landing(dst)), steps=(step,), src=0, dst=1, result=1)
 
 
-def _scatter(request: Request, operands: _Operands) -> Template:
+def _scatter(request: Request, operands: Operands) -> Template:
     rank, _, dst = operands
     if rank != request.root:
         step = Step(kind=OpKind.SCATTER, dst=0, peer=request.root)
@@ -265,16 +319,16 @@ def _scatter(request: Request, operands: _Operands) -> Template:
     return Template(buffers=(_OPERAND, _own_piece(dst)), steps=(step,), src=0, dst=1, result=1)
 
 
-def _reducescatter(request: Request, operands: _Operands) -> Template:
+def _reducescatter(request: Request, operands: Operands) -> Template:
     step = Step(kind=OpKind.REDUCESCATTER, src=0, dst=1, op=request.op)
     return Template(buffers=(_OPERAND, _own_piece(operands[2])), steps=(step,), src=0, dst=1, result=1)
 
 
-def _landing(dst: Key | None) -> Buffer:
+def _landing(dst: Source | None) -> Buffer:
     return _LEARNED if dst is None else _OPERAND
 
 
-def _own_piece(dst: Key | None) -> Buffer:
+def _own_piece(dst: Source | None) -> Buffer:
     return Buffer(role=Role.PIECE, source=0) if dst is None else _OPERAND
 
 
@@ -295,7 +349,7 @@ _LOWER: dict[OpKind, _Part] = {
 # ---------------------------------------------------------------------------------------------- substitutes
 
 
-def _allreduce_by_broadcast(request: Request, operands: _Operands) -> Template:
+def _allreduce_by_broadcast(request: Request, operands: Operands) -> Template:
     """Reduce to rank 0, then broadcast."""
     made = _allreduce(request, operands)
     root, dst = operands[0] == 0, made.result
@@ -306,7 +360,7 @@ def _allreduce_by_broadcast(request: Request, operands: _Operands) -> Template:
     return Template(buffers=made.buffers, steps=steps, src=0, result=dst)
 
 
-def _reduce_by_allreduce(request: Request, operands: _Operands) -> Template:
+def _reduce_by_allreduce(request: Request, operands: Operands) -> Template:
     """Allreduce, on other ranks than the root into scratch."""
     made = _reduce(request, operands)
     root = operands[0] == request.root
@@ -315,7 +369,7 @@ def _reduce_by_allreduce(request: Request, operands: _Operands) -> Template:
     return Template(buffers=buffers, steps=(step,), src=0, result=made.result)
 
 
-def _allgather_by_broadcast(request: Request, operands: _Operands) -> Template:
+def _allgather_by_broadcast(request: Request, operands: Operands) -> Template:
     """Gather to rank 0, then broadcast all pieces."""
     made = _exchange(request, operands)
     root = operands[0] == 0
@@ -326,7 +380,7 @@ def _allgather_by_broadcast(request: Request, operands: _Operands) -> Template:
     return Template(buffers=made.buffers, steps=steps, src=0, dst=1, result=1)
 
 
-def _gather_by_allgather(request: Request, operands: _Operands) -> Template:
+def _gather_by_allgather(request: Request, operands: Operands) -> Template:
     """Allgather, on other ranks than the root into scratch."""
     made = _gather(request, operands)
     root = operands[0] == request.root
@@ -335,7 +389,7 @@ def _gather_by_allgather(request: Request, operands: _Operands) -> Template:
     return Template(buffers=buffers, steps=(step,), src=0, dst=made.dst, result=made.result)
 
 
-def _reducescatter_by_scatter(request: Request, operands: _Operands) -> Template:
+def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
     """Reduce all pieces to rank 0, into scratch, then scatter them."""
     made = _reducescatter(request, operands)
     scratch = (Buffer(role=Role.LIKE, source=0, scratch=True),) if operands[0] == 0 else ()
@@ -347,7 +401,7 @@ def _reducescatter_by_scatter(request: Request, operands: _Operands) -> Template
     return Template(buffers=(*made.buffers, *scratch), steps=steps, src=0, dst=1, result=1)
 
 
-def _barrier_by_door(request: Request, operands: _Operands) -> Template:
+def _barrier_by_door(request: Request, operands: Operands) -> Template:
     """Nothing: nobody leaves the door before all have come."""
     return Template(buffers=(), steps=())
 
@@ -363,27 +417,35 @@ SUBSTITUTES: dict[OpKind, tuple[tuple[OpKind, ...], _Part]] = {
 """What a backend lacks -> the operations that it is made of instead, and how."""
 
 
-def lower(request: Request) -> Plan:
+def lower(request: Request, roster: Roster) -> Part:
     """Chooses buffers and kernels for each rank.
 
     Raises:
         UnsupportedError: The backend can't run the operation, nor what could stand for it.
     """
-    write = _part(request)
-    written = [write(request, operands) for operands in request.operands]
-    templates = tuple(dict.fromkeys(written))
-    return Plan(request=request, templates=templates, parts=tuple(templates.index(one) for one in written))
+    write = _writer(request)
+    written = [(write or _LOWER[request.kind])(request, operands) for operands in request.operands]
+    known = {template: at for at, template in enumerate(dict.fromkeys(written))}
+    part = Part(request=request, templates=tuple(known), parts=tuple(known[template] for template in written))
+    return part if write else stand_in(part, roster)
 
 
-def _part(request: Request) -> _Part:
+def _writer(request: Request) -> _Part | None:
+    """What writes the part of a rank; None where sends and receives have to stand for the operation."""
     kind, ops = request.kind, request.group.ops
-    wanted = (OpKind.SEND, OpKind.RECV) if kind is OpKind.SEND else (kind,)
-    if all(one.value in ops for one in wanted):
+    if _has(ops, (OpKind.SEND, OpKind.RECV) if kind is OpKind.SEND else (kind,)):
         return _LOWER[kind]
-    made_of, part = SUBSTITUTES.get(kind, (wanted, _LOWER[kind]))
-    if all(one.value in ops for one in made_of):
-        return part
-    can = sorted({*ops, *(k.value for k, (parts, _) in SUBSTITUTES.items() if all(p.value in ops for p in parts))})
+    if kind in SUBSTITUTES and _has(ops, SUBSTITUTES[kind][0]):
+        return SUBSTITUTES[kind][1]
+    if kind in STAND_INS and _has(ops, STAND_INS[kind].needs):
+        return None
+    made = {k for k, (parts, _) in SUBSTITUTES.items() if _has(ops, parts)}
+    made |= {k for k, algorithm in STAND_INS.items() if _has(ops, algorithm.needs)}
+    can = sorted({*ops, *(k.value for k in made)})
     found = f"{kind.value}, which backend {request.group.backend!r} does not have"
     violation = Violation(kind="unsupported", rank=-1, field="op", found=found, expected=f"one of {', '.join(can)}")
     raise refusal(kind.value, request.group.name, (violation,))
+
+
+def _has(ops: Sequence[str], kinds: Sequence[OpKind]) -> bool:
+    return all(kind.value in ops for kind in kinds)

@@ -1,12 +1,13 @@
 """Program <-> msgpack bytes, versioned. Positional, so that a small program is about a hundred bytes.
 
-A dispatch is a ticket of 16 bytes and a program. A loop sends the same programs again and again, so these are encoded
-and decoded once, and remembered.
+An order is a ticket of 16 bytes, the keys, and a program. A loop sends the same programs again and again, so these are
+encoded and decoded once, and remembered; the keys are bare bytes.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,43 +15,76 @@ import msgpack
 
 from raycollect.errors import ProtocolError
 from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
-from raycollect.planner.ir import Buffer, Program, Role, Step, Template, Ticket
+from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Ticket
+from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
-VERSION = 2
-_TICKET = struct.Struct("<QQ")
-
-
-def encode_order(ticket: Ticket, program: bytes) -> bytes:
-    """Puts a ticket before an encoded program; the inverse of `decode_order`."""
-    return _TICKET.pack(ticket.seq, ticket.predecessor) + program
+VERSION = 3
+_HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
 
 
-def decode_order(data: bytes) -> tuple[Ticket, Program]:
-    """Reads a ticket and its program.
+def encode_order(ticket: Ticket, keys: Sequence[Key], program: bytes) -> bytes:
+    """Puts a ticket and keys before an encoded program; the inverse of `decode_order`."""
+    return b"".join((_HEAD.pack(ticket.seq, ticket.predecessor, len(keys)), *keys, program))
+
+
+def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
+    """Reads a ticket, keys and their program.
 
     Raises:
         ProtocolError: The bytes are no such thing.
     """
-    if len(data) < _TICKET.size:
+    if len(data) < _HEAD.size:
         raise ProtocolError(detail="a dispatch without a ticket")
-    return Ticket(*_TICKET.unpack_from(data)), decode_program(data[_TICKET.size :])
+    seq, predecessor, count = _HEAD.unpack_from(data)
+    end = _HEAD.size + count * KEY_NBYTES
+    if len(data) < end:
+        raise ProtocolError(detail=f"a dispatch of {len(data)} bytes with {count} keys")
+    keys = tuple(Key(data[at : at + KEY_NBYTES]) for at in range(_HEAD.size, end, KEY_NBYTES))
+    program = decode_program(data[end:])
+    if program.keys != count:
+        raise ProtocolError(detail=f"{count} keys for a program of {program.keys}")
+    return Ticket(seq, predecessor), keys, program
 
 
 def encode_program(program: Program) -> bytes:
     """Writes a program; the inverse of `decode_program`."""
     p = program
-    reduce_op = None if p.reduce_op is None else p.reduce_op.value
-    head = (VERSION, p.op, p.group_id, p.rank, p.ranks, p.root, reduce_op, p.timeout_s, p.rounds)
-    packed: bytes = msgpack.packb((*head, p.keys, _encode_template(p.template)))
+    tasks = [(t.share, t.request, t.inputs, t.round, t.alone) for t in p.tasks]
+    bundles = [(b.tasks, b.base) for b in p.bundles]
+    head = (VERSION, p.name, p.timeout_s, p.rounds, _plain_domain(p.door), p.keys, p.staging)
+    packed: bytes = msgpack.packb((*head, [_encode_share(share) for share in p.shares], tasks, bundles, p.everyone))
     return packed
 
 
-@lru_cache(maxsize=256)
+def _plain_domain(domain: Domain) -> Any:
+    return domain.group_id, domain.rank, domain.ranks
+
+
+@lru_cache(maxsize=1024)
+def _encode_share(share: Share) -> bytes:
+    domains = [_plain_domain(domain) for domain in share.domains]
+    choices = [(c.name, c.at_least, c.stepwise, c.width) for c in share.choices]
+    head = (share.op, domains, share.root, _plain_op(share.reduce_op), choices)
+    packed: bytes = msgpack.packb((*head, _encode_template(share.template)))
+    return packed
+
+
+@lru_cache(maxsize=1024)
 def _encode_template(template: Template) -> bytes:
-    buffers = [(b.role.value, b.source, b.scratch) for b in template.buffers]
-    steps = [(s.kind.value, s.src, s.dst, None if s.op is None else s.op.value, s.peer) for s in template.steps]
-    packed: bytes = msgpack.packb((buffers, steps, template.src, template.dst, template.result))
+    t = template
+    buffers = [(b.role.value, b.source, b.scratch) for b in t.buffers]
+    ways = [[_plain_step(step) for step in way] for way in t.ways]
+    packed: bytes = msgpack.packb((buffers, ways, t.src, t.dst, t.result))
     return packed
+
+
+def _plain_op(op: ReduceOp | None) -> int | None:
+    return None if op is None else op.value
+
+
+def _plain_step(s: Step) -> Any:
+    place = (s.peer, s.level, s.ranks, s.at, s.src_piece, s.dst_piece)
+    return s.kind.value, s.src, s.dst, _plain_op(s.op), *place
 
 
 @lru_cache(maxsize=256)
@@ -61,41 +95,81 @@ def decode_program(data: bytes) -> Program:
         ProtocolError: The bytes are no program of this version.
     """
     try:
-        values: list[Any] = msgpack.unpackb(data)
+        values: list[Any] = msgpack.unpackb(data, use_list=False)
         if values[0] != VERSION:
             raise ProtocolError(
                 detail=f"a program of version {values[0]}, this process reads {VERSION}: driver and actors must run "
                 "the same raycollect"
             )
-        _, op, group_id, rank, ranks, root, reduce_op, timeout_s, rounds, keys, template = values
-        if any(len(key) != KEY_NBYTES for key in keys):
-            raise ProtocolError(detail="a key of the wrong length")
+        _, name, timeout_s, rounds, door, keys, staging, shares, tasks, bundles, everyone = values
         return Program(
-            op=OpKind(op).value,
-            group_id=group_id,
-            rank=rank,
-            ranks=tuple(ranks),
-            root=root,
-            reduce_op=None if reduce_op is None else ReduceOp(reduce_op),
+            name=name,
             timeout_s=timeout_s,
             rounds=rounds,
-            keys=tuple(Key(key) for key in keys),
-            template=_decode_template(template),
+            door=_domain(door),
+            keys=keys,
+            staging=staging,
+            shares=tuple(map(_decode_share, shares)),
+            tasks=tuple(
+                Task(share=share, request=request, inputs=inputs, round=turn, alone=alone)
+                for share, request, inputs, turn, alone in tasks
+            ),
+            bundles=tuple(Bundle(tasks=members, base=base) for members, base in bundles),
+            everyone=everyone,
         )
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
         raise ProtocolError(detail=f"malformed program: {exc}") from exc
 
 
+def _domain(values: Any) -> Domain:
+    group_id, rank, ranks = values
+    return Domain(group_id=group_id, rank=rank, ranks=ranks)
+
+
+@lru_cache(maxsize=256)
+def _decode_share(data: bytes) -> Share:
+    op, domains, root, reduce_op, choices, template = msgpack.unpackb(data, use_list=False)
+    return Share(
+        op=OpKind(op).value,
+        domains=tuple(map(_domain, domains)),
+        root=root,
+        reduce_op=None if reduce_op is None else ReduceOp(reduce_op),
+        choices=tuple(
+            Choice(name=name, at_least=at_least, stepwise=stepwise, width=width)
+            for name, at_least, stepwise, width in choices
+        ),
+        template=_decode_template(template),
+    )
+
+
 @lru_cache(maxsize=256)
 def _decode_template(data: bytes) -> Template:
-    buffers, steps, src, dst, result = msgpack.unpackb(data)
+    buffers, ways, src, dst, result = msgpack.unpackb(data, use_list=False)
+    first, *others = [tuple(map(_step, way)) for way in ways]
     return Template(
         buffers=tuple(Buffer(role=Role(role), source=source, scratch=scratch) for role, source, scratch in buffers),
-        steps=tuple(
-            Step(kind=OpKind(kind), src=read, dst=written, op=None if op is None else ReduceOp(op), peer=peer)
-            for kind, read, written, op, peer in steps
-        ),
+        steps=first,
         src=src,
         dst=dst,
         result=result,
+        others=tuple(others),
+    )
+
+
+_KINDS: dict[str, OpKind | Local] = {kind.value: kind for kinds in (OpKind, Local) for kind in kinds}
+
+
+def _step(values: Any) -> Step:
+    kind, src, dst, op, peer, level, ranks, at, src_piece, dst_piece = values
+    return Step(
+        kind=_KINDS[kind],
+        src=src,
+        dst=dst,
+        op=None if op is None else ReduceOp(op),
+        peer=peer,
+        level=level,
+        ranks=ranks,
+        at=at,
+        src_piece=src_piece,
+        dst_piece=dst_piece,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.local import LocalCommunicator, LocalWorld
-from raycollect.errors import KernelError
+from raycollect.errors import KernelError, RefusedError
 from raycollect.executor import POINTS, Execution, Instruments, Outcome
 from raycollect.model import (
     Communicator,
@@ -28,7 +29,8 @@ from raycollect.model import (
     task_key,
 )
 from raycollect.observe import Recorder
-from raycollect.planner import Plan, Request, decode_program, encode_program, plan
+from raycollect.packing import Pool
+from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
 
 from .meaning import REDUCTIONS
@@ -40,18 +42,23 @@ _ids = itertools.count(1)
 
 
 class FailAt:
-    """Raises once, at one point of one rank; `consumed` tells that it did."""
+    """Raises once, at one point of one rank, the nth time it comes there; `consumed` tells that it did."""
 
-    def __init__(self, *, point: str, rank: int, error: Callable[[], BaseException] | None = None) -> None:
+    def __init__(
+        self, *, point: str, rank: int, error: Callable[[], BaseException] | None = None, nth: int = 1
+    ) -> None:
         assert point in POINTS
         self.consumed = 0
+        self._left = nth
         self._where = (point, rank)
         self._error = error or (lambda: KernelError(detail="injected"))
 
     def at(self, point: str, seq: int, rank: int) -> None:
         if (point, rank) == self._where and not self.consumed:
-            self.consumed += 1
-            raise self._error()
+            self._left -= 1
+            if not self._left:
+                self.consumed += 1
+                raise self._error()
 
 
 class HoldAt:
@@ -151,19 +158,21 @@ class Fleet:
         if kind in REDUCTIONS:
             arguments.setdefault("op", ReduceOp.SUM)
         arguments.setdefault("timeout_s", WAIT_S)
-        return plan(Request(kind=kind, group=self.spec, operands=operands, **arguments))
+        return plan([Request(kind=kind, group=self.spec, operands=operands, **arguments)])
 
     def start(self, kind: OpKind, src: _By, dst: _By | None = None, **arguments: Any) -> list[Future[Outcome]]:
         """Plans a request over keys and starts its programs, as they come off the wire."""
         planned = self.plan(kind, src, dst, **arguments)
         self.seq += 1
-        return [self._threads.submit(self.run_one, planned, rank, self.seq) for rank in planned.ranks]
+        return [self._threads.submit(self.run_one, planned, rank, self.seq) for rank in planned.parts[0].ranks]
 
     def run_one(self, planned: Plan, rank: int, seq: int, operands: Sequence[Container] | None = None) -> Outcome:
         """Runs one rank's half in the caller's thread."""
+        position = planned.parts[0].places[rank]
         execution = Execution(
-            decode_program(encode_program(planned.program(rank))),
-            self.communicators[rank],
+            decode_program(encode_program(planned.program(position))),
+            planned.sources(position),
+            lambda group_id: self.communicators[rank],
             Instruments(
                 store=self.stores[rank],
                 recorder=self.recorders[rank],
@@ -192,7 +201,7 @@ class Fleet:
         planned = self.plan(kind, *keys, **arguments)
         self.seq += 1
         futures = []
-        for rank in planned.ranks:
+        for rank in planned.parts[0].ranks:
             given = [contain(side[rank]) for side in (gives, takes) if side.get(rank) is not None]
             futures.append(self._threads.submit(self.run_one, planned, rank, self.seq, given))
         return [future.result(WAIT_S) for future in futures]
@@ -212,6 +221,111 @@ class Fleet:
         self.must(OpKind.ALLREDUCE, self.keep_all(values))
         for value in values:
             np.testing.assert_array_equal(value, np.full(3, self.world * (self.world + 1) / 2))
+
+
+class _Star:
+    """The exchange of the participants of one plan, as a controller carries it."""
+
+    def __init__(self, world: LocalWorld, position: int) -> None:
+        self._communicator = LocalCommunicator(world, position)
+        self.abort = self._communicator.abort
+
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        return self._communicator.agree(launch, arrival)
+
+
+class Convoy:
+    """Participants in threads that are members of several groups, and run the programs of whole batches.
+
+    As a controller does, it aborts what is still under way when a program has failed after the door.
+
+    Args:
+        groups: For each group the participants, by rank.
+        make: Makes the communicators of a group, by rank.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[int]],
+        make: Callable[[int], Sequence[Communicator]] | None = None,
+    ) -> None:
+        self.count = 1 + max(one for group in groups for one in group)
+        self.rosters: list[Roster] = []
+        self.communicators: list[dict[str, Communicator]] = [{} for _ in range(self.count)]
+        for at, group in enumerate(groups):
+            spec = GroupSpec(name=f"group-{at}", group_id=f"id-{at}", backend="local", world_size=len(group))
+            members = tuple(f"actor-{one}" for one in group)
+            self.rosters.append(Roster(spec=spec, members=members, topology=Topology(hosts=(0,) * len(group))))
+            for one, communicator in zip(group, (make or _local)(len(group)), strict=True):
+                self.communicators[one][spec.group_id] = communicator
+        self.stores = [Store() for _ in range(self.count)]
+        self.recorders = [Recorder(Ticks()) for _ in range(self.count)]
+        self.faults: Faults = NoFaults()
+        self.staging = [Pool() for _ in range(self.count)]
+        self.allocate: Callable[[Any], Any] = arrays.empty
+        self.waiting: Callable[[Key], None] | None = None
+        self.seq = 1
+        self.executions: dict[int, Execution] = {}
+        self._threads = ThreadPoolExecutor(self.count)
+
+    def close(self) -> None:
+        for communicators in self.communicators:
+            for communicator in communicators.values():
+                communicator.close()
+        self._threads.shutdown()
+
+    def keep(self, participant: int, value: Any) -> Key:
+        key = task_key(next(_ids).to_bytes(24, "little"), 1)
+        self.stores[participant].put(key, contain(value))
+        return key
+
+    def start(self, planned: Plan) -> dict[int, Future[Outcome]]:
+        """Starts the programs of a plan, as they come off the wire; by participant."""
+        star = LocalWorld(len(planned.participants), "star")
+        self.executions = {}
+        for position, name in enumerate(planned.participants):
+            one = int(name.removeprefix("actor-"))
+            communicators = self.communicators[one]
+            self.executions[one] = Execution(
+                decode_program(encode_program(planned.program(position))),
+                planned.sources(position),  # type: ignore[arg-type]
+                communicators.__getitem__,
+                Instruments(
+                    store=self.stores[one],
+                    recorder=self.recorders[one],
+                    clock=time.monotonic,
+                    faults=self.faults,
+                    allocate=self.allocate,
+                    staging=self.staging[one],
+                ),
+                seq=self.seq,
+                aborted=lambda: None,
+                waiting=self.waiting,
+                exchange=_Star(star, position),
+            )
+        self.seq += planned.width
+        return {one: self._threads.submit(self._run_one, one) for one in self.executions}
+
+    def run(
+        self, requests: Sequence[Request], rosters: Sequence[Roster], staging: int = 32 << 20
+    ) -> dict[int, Outcome]:
+        """Plans and runs requests; by participant."""
+        futures = self.start(plan(requests, rosters, staging=staging))
+        return {one: future.result(WAIT_S) for one, future in futures.items()}
+
+    def _run_one(self, one: int) -> Outcome:
+        executions = self.executions
+        outcome = executions[one].run()
+        if outcome.error is not None and not isinstance(outcome.error, RefusedError):
+            for other, execution in executions.items():
+                if other != one:
+                    execution.abort()
+        return outcome
+
+
+def _local(world_size: int) -> list[Communicator]:
+    world = LocalWorld(world_size, "convoy")
+    return [LocalCommunicator(world, rank) for rank in range(world_size)]
 
 
 class _Launched:

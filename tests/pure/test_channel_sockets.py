@@ -212,7 +212,8 @@ def test_many_threads_on_one_link(rig: Rig) -> None:
 
     def send(rank: int) -> None:
         for seq in range(100):
-            link.send(Arrive(group_id="g", seq=seq, round=0, rank=rank, blob=bytes([rank]) * sizes[seq % 4]))
+            blob = bytes([rank]) * sizes[seq % 4]
+            link.send(Arrive(group_id="g", seq=seq, round=0, ranks=list(range(8)), rank=rank, blob=blob))
 
     threads = [threading.Thread(target=send, args=(rank,)) for rank in range(8)]
     for thread in threads:

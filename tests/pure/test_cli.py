@@ -188,3 +188,78 @@ def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp
     result = _run("rank-table", "--device-id", "[[0]]", environ=environ)
     assert result.exit_code == 2
     assert "(from RANK_TABLE_FILE) can't be written: Is a directory" in result.stderr
+
+
+# ---------------------------------------------------------------------------------------------- bench
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Links of known costs instead of measured ones; lists which were asked for."""
+    from raycollect import calibrate
+    from raycollect.costs import Measured
+    from raycollect.planner import Link
+
+    asked: list[str] = []
+
+    def measure(backend: str) -> Measured:
+        asked.append(backend)
+        link = Link(latency_s=2e-5, bandwidth=4e9)
+        return Measured(place="inside", backend=backend, link=link, how="measured: by a test")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return asked
+
+
+def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(measured: list[str], tmp_path: Path) -> None:
+    from raycollect import costs
+
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "RAYCOLLECT_COSTS": None}
+    result = _run("bench", "--calibrate", environ=environ)
+    assert result.exit_code == 0
+    assert measured == ["shm", "tcp"]
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["hosts", "inside", "inside", "between"]
+    path = tmp_path / "raycollect" / "costs.json"
+    assert result.stderr == f"written to {path}\n"
+    found = costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
+    assert (found.inside.bandwidth, found.between) == (4e9, costs.Costs().between)
+
+
+def test_what_lies_between_hosts_can_be_given(measured: list[str], tmp_path: Path) -> None:
+    from raycollect import costs
+
+    path = tmp_path / "costs.json"
+    result = _run("bench", "--calibrate", "--between", "50", "25", "--output", str(path))
+    assert result.exit_code == 0
+    assert "not measured" in result.stdout
+    found = costs.read(path).between
+    assert (found.latency_s, found.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--output", "x.json"], "nothing but --calibrate"),
+        (["--calibrate", "--between", "0", "25"], "0.0"),
+        (["--calibrate", "--between", "50"], "between"),
+        (["--calibrate", "--output", "/dev/null/x.json"], "/dev/null/x.json"),
+    ],
+)
+def test_a_wrong_bench_is_a_usage_error(measured: list[str], args: list[str], problem: str) -> None:
+    result = _run("bench", *args)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from raycollect import calibrate
+    from raycollect.errors import KernelError
+
+    def measure(backend: str) -> None:
+        raise KernelError(op="calibrate", group_name=backend, detail="the machine is busy")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    result = _run("bench", "--calibrate", "--output", str(tmp_path / "costs.json"))
+    assert result.exit_code == 1
+    assert "the machine is busy" in result.stderr
+    assert not (tmp_path / "costs.json").exists()

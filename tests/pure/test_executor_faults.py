@@ -260,7 +260,7 @@ def test_a_launch_is_always_closed_once(point: str | None, error: BaseException,
 def test_a_communicator_is_asked_to_agree_before_it_is_asked_to_launch(fleet: MakeFleet) -> None:
     one, counted = fleet(1), Counted()
     one.communicators[0] = counted  # type: ignore[call-overload]
-    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3)])])
+    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
     assert [call for call in counted.calls if call != "stage"] == ["agree", "launch", "launch", "end True"]
     assert "stage" not in counted.calls[1:]
     one.communicators[0] = counted._inner
@@ -273,11 +273,8 @@ def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) 
     launch = Launch(seq=1, ranks=(0, 1), timeout_s=WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         peer = threads.submit(one.communicators[0].agree, launch, silent)
-        planned = plan(
-            Request(
-                kind=OpKind.SEND, group=one.spec, operands=((0, one.new_key(), None), (1, None, None)), root=0, peer=1
-            )
-        )
+        operands = ((0, one.new_key(), None), (1, None, None))
+        planned = plan([Request(kind=OpKind.SEND, group=one.spec, operands=operands, root=0, peer=1)])
         outcome = one.run_one(planned, 1, 1)
         peer.result(WAIT_S)
     assert isinstance(outcome.error, InternalError)
@@ -322,7 +319,7 @@ def test_faults_are_asked_at_every_point_in_order(fleet: MakeFleet) -> None:
 
     one = fleet(1)
     one.faults = asked = Asked()
-    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3)])])
+    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
     kernels = ["before_kernel", "after_kernel"] * 2
     points = ["start", "before_door", "after_door", *kernels, "end"]
     assert asked.points == [(point, 1, 0) for point in points]

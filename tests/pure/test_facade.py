@@ -58,9 +58,9 @@ from raycollect.model import GroupSpec, OpKind, task_key
 group = GroupSpec(name="g", group_id="1", backend="local", world_size=2)
 keys = tuple((rank, task_key(bytes([rank] * 24), 1), None) for rank in range(2))
 request = planner.Request(kind=OpKind.ALLREDUCE, group=group, operands=keys, op=ReduceOp.SUM)
-program = planner.plan(request).program(1)
+program = planner.plan([request]).program(1)
 assert planner.decode_program(planner.encode_program(program)) == program
-print(program.op, program.rank)
+print(program.name, program.door.rank)
 """
     assert _python(code, "ray") == "allreduce 1"
 

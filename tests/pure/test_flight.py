@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Arrivals
+from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.errors import (
     CollectiveTimeoutError,
     DispatchError,
@@ -54,17 +54,39 @@ def _member(rank: int) -> Member:
     )
 
 
+def _group(world: int, name: str = "ring", group_id: str = "0123", first: int = 0) -> Membership:
+    """A group of the actors from `first` on."""
+    spec = GroupSpec(name=name, group_id=group_id, backend="gloo", world_size=world)
+    members = tuple(replace(_member(first + rank), rank=rank) for rank in range(world))
+    return Membership(spec=spec, members=members)
+
+
+def _refs(count: int) -> dict[Key, Any]:
+    return dict.fromkeys(map(_key, range(count)))
+
+
 def _flight(world: int = 4, ranks: tuple[int, int] | None = None) -> Flight:
     """An allreduce over all ranks, or a send from the first of `ranks` to the second."""
-    group = GroupSpec(name="ring", group_id="0123", backend="gloo", world_size=world)
-    membership = Membership(spec=group, members=tuple(_member(rank) for rank in range(world)))
+    membership = _group(world)
     if ranks is None:
-        operands = tuple((rank, _key(rank), None) for rank in range(world))
-        request = Request(kind=OpKind.ALLREDUCE, group=group, operands=operands, op=ReduceOp.SUM)
+        operands = tuple((rank, rank, None) for rank in range(world))
+        request = Request(kind=OpKind.ALLREDUCE, group=membership.spec, operands=operands, op=ReduceOp.SUM)
     else:
-        operands = tuple((r, *((_key(r), None) if r == ranks[0] else (None, _key(r)))) for r in sorted(ranks))
-        request = Request(kind=OpKind.SEND, group=group, operands=operands, root=ranks[0], peer=ranks[1])
-    return Flight(SEQ, plan(request), membership, {})
+        operands = tuple((r, *((r, None) if r == ranks[0] else (None, r))) for r in sorted(ranks))
+        request = Request(kind=OpKind.SEND, group=membership.spec, operands=operands, root=ranks[0], peer=ranks[1])
+    return _flying([request], [membership], _refs(world))
+
+
+def _flying(requests: list[Request], memberships: list[Membership], refs: dict[Key, Any]) -> Flight:
+    planned = plan(requests, [membership.roster for membership in memberships])
+    return Flight(SEQ, planned, memberships, refs)
+
+
+def _come(flight: Flight, rank: int, turn: int, blob: bytes, *, seq: int = SEQ) -> list[tuple[int, Any]]:
+    """One of a group comes to the door of all who take part in the flight's first request."""
+    ranks = [one for one, *_ in flight.plan.requests[0].operands]
+    message = Arrive(group_id="0123", seq=seq, round=turn, ranks=ranks, rank=rank, blob=blob)
+    return flight.arrive(flight.plan.positions.get(f"{rank:032x}", -1), message)
 
 
 def _refused(*violations: Violation) -> RefusedError:
@@ -112,10 +134,11 @@ def test_the_outcome_is_not_known_before() -> None:
 
 def test_only_the_ranks_that_take_part_are_waited_for() -> None:
     flight = _flight(5, ranks=(4, 1))
-    assert [rank for rank in range(5) if flight.is_pending(rank)] == [1, 4]
-    flight.done(4, None, [])
-    assert not flight.resolved
+    assert flight.plan.participants == tuple(f"{rank:032x}" for rank in (1, 4))
+    assert [position for position in range(5) if flight.is_pending(position)] == [0, 1]
     flight.done(1, None, [])
+    assert not flight.resolved
+    flight.done(0, None, [])
     assert flight.resolved
 
 
@@ -185,23 +208,23 @@ def test_a_refusal_gets_the_groups_name_the_actor_and_the_ref() -> None:
 )
 def test_a_violation_gets_the_ref_of_the_end_that_it_is_about(rank: int, field: str, side: int) -> None:
     keys = [(task_key(bytes([r, 0]) * 12, 1), task_key(bytes([r, 1]) * 12, 1)) for r in range(3)]
-    group = GroupSpec(name="ring", group_id="0123", backend="gloo", world_size=3)
-    request = Request(kind=OpKind.ALLGATHER, group=group, operands=tuple((r, *keys[r]) for r in range(3)))
+    membership = _group(3)
+    places = [(2 * r, 2 * r + 1) for r in range(3)]
+    request = Request(kind=OpKind.ALLGATHER, group=membership.spec, operands=tuple((r, *places[r]) for r in range(3)))
     if rank == 2:
         request = replace(
-            request, kind=OpKind.SCATTER, root=0, operands=((0, *keys[0]), *((r, None, keys[r][1]) for r in (1, 2)))
+            request, kind=OpKind.SCATTER, root=0, operands=((0, *places[0]), *((r, None, places[r][1]) for r in (1, 2)))
         )
-    membership = Membership(spec=group, members=tuple(_member(r) for r in range(3)))
-    flight = Flight(SEQ, plan(request), membership, {})
+    flight = _flying([request], [membership], dict.fromkeys(key for pair in keys for key in pair))
     flight.done(rank, _refused(Violation(kind="mismatch", rank=rank, field=field, found="x")), [])
     assert isinstance(flight.error, RefusedError)
     assert flight.error.violations[0].ref == keys[rank][side].hex()
 
 
 def test_a_rank_without_operand_has_no_ref() -> None:
-    group = GroupSpec(name="ring", group_id="0123", backend="gloo", world_size=2)
-    request = Request(kind=OpKind.BARRIER, group=group, operands=((0, None, None), (1, None, None)))
-    flight = Flight(SEQ, plan(request), Membership(spec=group, members=(_member(0), _member(1))), {})
+    membership = _group(2)
+    request = Request(kind=OpKind.BARRIER, group=membership.spec, operands=((0, None, None), (1, None, None)))
+    flight = _flying([request], [membership], {})
     flight.done(0, _refused(), [])
     assert isinstance(flight.error, RefusedError)
     assert flight.error.violations[0].ref == ""
@@ -325,7 +348,7 @@ def test_an_aborted_rank_among_finished_ones_is_no_success(aborted: int) -> None
 
 def test_a_rank_lost_before_the_door_aborts_the_others() -> None:
     flight = _flight(3)
-    flight.arrive(0, 0, b"zero")
+    _come(flight, 0, 0, b"zero")
     assert _aborted(flight.lost(1, "connection reset")) == [0, 2]
     error = flight.error
     assert isinstance(error, ParticipantDiedError)
@@ -374,8 +397,8 @@ def test_a_timeout_names_the_missing_ranks_and_their_actors() -> None:
 
 def test_a_timeout_at_the_star_knows_who_is_missing_from_the_door() -> None:
     flight = _flight(3)
-    flight.arrive(0, 0, b"")
-    flight.arrive(2, 0, b"")
+    _come(flight, 0, 0, b"")
+    _come(flight, 2, 0, b"")
     flight.done(0, CollectiveTimeoutError(timeout_s=1.0), [])
     assert isinstance(flight.error, CollectiveTimeoutError)
     assert flight.error.missing == (1,)
@@ -384,8 +407,8 @@ def test_a_timeout_at_the_star_knows_who_is_missing_from_the_door() -> None:
 def test_a_timeout_in_the_second_round_names_who_is_missing_there() -> None:
     flight = _flight(3)
     for rank in range(3):
-        flight.arrive(rank, 0, b"")
-    flight.arrive(2, 1, b"")
+        _come(flight, rank, 0, b"")
+    _come(flight, 2, 1, b"")
     flight.done(2, CollectiveTimeoutError(timeout_s=1.0), [])
     assert isinstance(flight.error, CollectiveTimeoutError)
     assert flight.error.missing == (0, 1)
@@ -406,8 +429,8 @@ def test_the_last_arrival_opens_the_door_for_all(seed: int) -> None:
     order = random.Random(seed).sample(range(5), 5)
     for turn in (0, 1):
         for rank in order[:-1]:
-            assert flight.arrive(rank, turn, bytes([turn, rank])) == []
-        orders = flight.arrive(order[-1], turn, bytes([turn, order[-1]]))
+            assert _come(flight, rank, turn, bytes([turn, rank])) == []
+        orders = _come(flight, order[-1], turn, bytes([turn, order[-1]]))
         assert [rank for rank, _ in orders] == list(range(5))
         (message,) = {id(message): message for _, message in orders}.values()
         blobs = [bytes([turn, rank]) for rank in range(5)]
@@ -417,17 +440,30 @@ def test_the_last_arrival_opens_the_door_for_all(seed: int) -> None:
 
 def test_the_door_of_a_send_waits_for_its_two_ranks_only() -> None:
     flight = _flight(6, ranks=(5, 2))
-    assert flight.arrive(5, 0, b"five") == []
-    orders = flight.arrive(2, 0, b"two")
-    assert [(rank, message.blobs) for rank, message in orders] == [(2, [b"two", b"five"]), (5, [b"two", b"five"])]
+    assert _come(flight, 5, 0, b"five") == []
+    orders = _come(flight, 2, 0, b"two")
+    assert [(at, message.blobs) for at, message in orders] == [(0, [b"two", b"five"]), (1, [b"two", b"five"])]
 
 
 def test_a_rank_at_the_door_twice_or_a_stranger_breaks_the_protocol() -> None:
     flight = _flight(6, ranks=(5, 2))
-    flight.arrive(5, 0, b"")
+    _come(flight, 5, 0, b"")
     for rank in (5, 3):
         with pytest.raises(ProtocolError):
-            flight.arrive(rank, 0, b"")
+            _come(flight, rank, 0, b"")
+    at_door = Arrive(group_id="0123", seq=SEQ, round=0, ranks=[2, 5], rank=2, blob=b"")
+    for wrong in (
+        {"rank": 5},  # it is rank 2
+        {"ranks": []},
+        {"ranks": [2, 3]},  # rank 3 has no part
+        {"ranks": [2, 9]},
+        {"group_id": "of another plan"},
+        {"group_id": "", "ranks": [0, 1], "rank": 1},  # it is at position 0
+        {"ranks": [3, 5]},
+    ):
+        with pytest.raises(ProtocolError):
+            flight.arrive(0, replace(at_door, **wrong))
+    assert len(flight.arrive(0, at_door)) == 2, "nothing of that was counted"
 
 
 # ---------------------------------------------------------------------------------------------- the controller

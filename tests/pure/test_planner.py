@@ -18,7 +18,7 @@ from raycollect.errors import (
     RefusedError,
 )
 from raycollect.model import GroupSpec, Key, OpKind, ReduceOp, task_key
-from raycollect.planner import Buffer, Plan, Request, Role, Step, Template, plan
+from raycollect.planner import Buffer, Part, Request, Role, Step, Template, plan, plan_part
 from raycollect.planner.verify import _run, verify
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
@@ -76,20 +76,22 @@ def _send(world: int, root: int, peer: int, *, given: bool = True, **changes: An
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("op", ReduceOp)
 def test_allreduce_in_place_reads_and_writes_one_operand(world: int, op: ReduceOp) -> None:
-    made = plan(_allreduce(world, op=op))
+    request = _allreduce(world, op=op)
+    made, uses = plan_part(request), plan([request]).uses()
     assert made.ranks == tuple(range(world))
     assert made.rounds == 1
     for rank in range(world):
         assert made.template(rank) == Template(
             buffers=(OPERAND,), steps=(Step(kind=OpKind.ALLREDUCE, src=0, dst=0, op=op),), src=0, result=0
         )
-        assert made.uses()[_key(rank)]
+        assert uses[_key(rank)]
         assert made.outputs(rank) == 0
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_allreduce_not_in_place_writes_an_output_like_the_operand(world: int) -> None:
-    made = plan(_allreduce(world, inplace=False))
+    request = _allreduce(world, inplace=False)
+    made, uses = plan_part(request), plan([request]).uses()
     for rank in range(world):
         assert made.template(rank) == Template(
             buffers=(OPERAND, Buffer(role=Role.LIKE, source=0)),
@@ -97,29 +99,31 @@ def test_allreduce_not_in_place_writes_an_output_like_the_operand(world: int) ->
             src=0,
             result=1,
         )
-        assert not made.uses()[_key(rank)]
+        assert not uses[_key(rank)]
         assert made.outputs(rank) == 1
 
 
 @pytest.mark.parametrize(("world", "root"), [(world, root) for world in WORLDS for root in range(world)])
 def test_broadcast_reads_on_the_root_and_overwrites_the_others_unread(world: int, root: int) -> None:
-    made = plan(_broadcast(world, root))
+    request = _broadcast(world, root)
+    made, uses = plan_part(request), plan([request]).uses()
     assert made.rounds == 1
     for rank in range(world):
         (step,) = made.template(rank).steps
         assert (step.kind, step.peer) == (OpKind.BROADCAST, root)
         assert (step.src, step.dst) == ((0, -1) if rank == root else (-1, 0))
-        assert made.uses()[_key(rank)] == (rank != root)
+        assert uses[_key(rank)] == (rank != root)
         assert made.template(rank).result == 0
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_barrier_has_no_buffers_and_no_keys(world: int) -> None:
-    made = plan(_barrier(world))
+    made, whole = plan_part(_barrier(world)), plan([_barrier(world)])
     for rank in range(world):
         assert made.template(rank) == Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),))
-        assert made.program(rank).keys == ()
-    assert made.uses() == {}
+        assert whole.sources(rank) == ()
+        assert whole.program(rank).keys == 0
+    assert whole.uses() == {}
 
 
 _PAIRS = [(world, root, peer) for world in WORLDS for root in range(world) for peer in range(world) if root != peer]
@@ -128,7 +132,8 @@ _PAIRS = [(world, root, peer) for world in WORLDS for root in range(world) for p
 @pytest.mark.parametrize("given_there", [True, False])
 def test_send_pairs_one_send_with_one_receive(given_there: bool) -> None:
     for world, root, peer in _PAIRS:
-        made = plan(_send(world, root, peer, given=given_there))
+        request = _send(world, root, peer, given=given_there)
+        made = plan_part(request)
         assert made.ranks == tuple(sorted((root, peer)))
         assert made.template(root).steps == (Step(kind=OpKind.SEND, src=0, peer=peer),)
         assert made.template(peer).steps == (Step(kind=OpKind.RECV, dst=0, peer=root),)
@@ -136,34 +141,52 @@ def test_send_pairs_one_send_with_one_receive(given_there: bool) -> None:
         assert made.template(peer).buffers == (landing,)
         assert made.rounds == (1 if given_there else 2)
         assert made.outputs(peer) == (0 if given_there else 1)
-        assert made.uses() == {_key(root): False} | ({_key(peer): True} if given_there else {})
+        assert plan([request]).uses() == {_key(root): False} | ({_key(peer): True} if given_there else {})
 
 
 def test_ranks_with_the_same_part_share_one_template() -> None:
-    made = plan(_allreduce(64))
+    made = plan_part(_allreduce(64))
     assert len(made.templates) == 1
     assert made.parts == (0,) * 64
 
 
 def test_a_program_carries_the_ranks_half() -> None:
     request = _broadcast(5, 3, timeout_s=2.5)
-    made = plan(request)
+    part, whole = plan_part(request), plan([request])
     for rank in range(5):
-        program = made.program(rank)
-        assert (program.op, program.rank) == ("broadcast", rank)
-        assert (program.ranks, program.root, program.reduce_op) == ((0, 1, 2, 3, 4), 3, None)
-        assert (program.group_id, program.timeout_s, program.rounds) == ("0123", 2.5, 1)
-        assert program.keys == (_key(rank),)
-        assert program.template is made.template(rank)
-        assert program == plan(request).program(rank), "the same whenever the same request is planned again"
+        program = whole.program(rank)
+        (share,) = program.shares
+        assert (share.op, share.rank, program.door.rank) == ("broadcast", rank, rank)
+        assert (share.ranks, share.root, share.reduce_op) == ((0, 1, 2, 3, 4), 3, None)
+        assert (share.group_id, program.timeout_s, program.rounds) == ("0123", 2.5, 1)
+        assert whole.sources(rank) == (_key(rank),)
+        assert program.keys == 1
+        assert share.template is part.template(rank)
+        assert program == plan([request]).program(rank), "the same whenever the same request is planned again"
+
+
+def test_the_plan_of_one_call_runs_in_the_doors_launch() -> None:
+    """The door is the group's own, and there is nothing but its launch."""
+    for request in (_allreduce(5), _broadcast(3, 1), _barrier(4), _send(6, 4, 2)):
+        whole = plan([request])
+        assert (whole.width, whole.alone, whole.everyone) == (1, (0,), ())
+        for position, rank in enumerate(plan_part(request).ranks):
+            program = whole.program(position)
+            (task,), (bundle,) = program.tasks, program.bundles
+            assert (task.share, task.request, task.round, task.alone) == (0, 0, 0, 0)
+            assert (bundle.tasks, bundle.base) == ((0,), (0,))
+            assert (program.door.group_id, program.door.rank) == ("0123", rank)
+            assert program.door.ranks == plan_part(request).ranks
 
 
 def test_a_program_for_a_learned_output_has_no_key() -> None:
-    made = plan(_send(4, 3, 1, given=False))
-    assert made.program(1).keys == ()
-    assert made.program(3).keys == (_key(3),)
-    assert made.program(1).rounds == 2
-    assert made.program(3).rounds == 2, "all ranks meet as often as the one that learns"
+    whole = plan([_send(4, 3, 1, given=False)])
+    assert whole.participants == ("1", "3")
+    assert [whole.sources(position) for position in range(2)] == [(), (_key(3),)]
+    taker, giver = whole.program(0), whole.program(1)
+    assert (taker.keys, giver.keys) == (0, 1)
+    assert taker.rounds == 2
+    assert giver.rounds == 2, "all ranks meet as often as the one that learns"
 
 
 # ---------------------------------------------------------------------------------------------- what is refused
@@ -171,7 +194,7 @@ def test_a_program_for_a_learned_output_has_no_key() -> None:
 
 def _violations(request: Request) -> set[tuple[str, int, str]]:
     with pytest.raises(RefusedError) as caught:
-        plan(request)
+        plan_part(request)
     assert caught.value.op == request.kind.value
     assert caught.value.group_name == "ring"
     return {(v.kind, v.rank, v.field) for v in caught.value.violations}
@@ -182,21 +205,21 @@ def test_a_member_without_operand_is_named() -> None:
         request = _allreduce(4, operands=_operands(r for r in range(4) if r != absent))
         assert _violations(request) == {("missing", absent, "operand")}
         with pytest.raises(MissingMemberError):
-            plan(request)
+            plan_part(request)
 
 
 def test_a_rank_outside_the_group_is_named() -> None:
     request = _allreduce(3, operands=_operands((0, 1, 2, 7)))
     assert _violations(request) == {("not_member", 7, "rank")}
     with pytest.raises(NotAMemberError):
-        plan(request)
+        plan_part(request)
 
 
 def test_a_rank_given_twice_is_named_once() -> None:
     request = _allreduce(3, operands=_operands((0, 1, 1, 1, 2)))
     assert _violations(request) == {("duplicate", 1, "operand")}
     with pytest.raises(DuplicateActorError):
-        plan(request)
+        plan_part(request)
 
 
 def test_a_third_rank_has_no_part_in_a_send() -> None:
@@ -209,7 +232,7 @@ def test_a_third_rank_has_no_part_in_a_send() -> None:
 def test_a_root_outside_the_group_is_no_argument(root: int) -> None:
     assert _violations(_broadcast(3, root)) == {("argument", -1, "src_rank")}
     with pytest.raises(InvalidArgumentError, match="from 0 to 2"):
-        plan(_broadcast(3, root))
+        plan_part(_broadcast(3, root))
 
 
 @pytest.mark.parametrize("peer", [-1, 3])
@@ -258,7 +281,7 @@ def test_all_violations_come_in_one_error() -> None:
     }
     assert _violations(request) == expected
     with pytest.raises(RefusedError) as caught:
-        plan(request)
+        plan_part(request)
     assert type(caught.value) is RefusedError, "violations of several kinds have no leaf in common"
     for part in ("rank 1", "rank 3", "rank 8", "rank 2", "src_rank is 9", "timeout_s is -1"):
         assert part in str(caught.value)
@@ -291,16 +314,18 @@ def _requests(draw: st.DrawFn) -> Request:
 @CALM
 @given(_requests())
 def test_a_request_that_makes_sense_is_planned_and_its_programs_fit_together(request: Request) -> None:
-    made = plan(request)
+    made, whole = plan_part(request), plan([request])
     verify(made)
     keys = {rank: {src, dst} for rank, src, dst in request.operands}
-    for rank in made.ranks:
-        program = made.program(rank)
-        operands = [buffer for buffer in program.template.buffers if buffer.role is Role.OPERAND]
-        assert len(program.keys) == len(operands), "a key for each operand"
-        assert set(program.keys) <= keys[rank]
-        for step in program.template.steps:
-            assert max(step.src, step.dst) < len(program.template.buffers)
+    for position, rank in enumerate(made.ranks):
+        program = whole.program(position)
+        template = program.shares[0].template
+        operands = [buffer for buffer in template.buffers if buffer.role is Role.OPERAND]
+        assert len(program.tasks[0].inputs) == len(operands), "a key for each operand"
+        assert len(whole.sources(position)) == program.keys
+        assert set(whole.sources(position)) <= keys[rank]
+        for step in template.steps:
+            assert max(step.src, step.dst) < len(template.buffers)
         assert program.rounds == made.rounds
 
 
@@ -333,7 +358,7 @@ _WILD = st.builds(
 def test_any_request_is_planned_or_refused_with_a_reason(request: Request) -> None:
     made, refused = None, None
     try:
-        made = plan(request)
+        made = plan_part(request)
     except RefusedError as exc:
         refused = exc
     if made is None:
@@ -341,17 +366,19 @@ def test_any_request_is_planned_or_refused_with_a_reason(request: Request) -> No
         assert refused.violations
         assert str(refused)
     else:
-        for rank in made.ranks:
-            program = made.program(rank)
-            assert len(program.keys) >= sum(b.role is Role.OPERAND for b in program.template.buffers)
+        whole = plan([request])
+        for position in range(len(made.ranks)):
+            program = whole.program(position)
+            buffers = program.shares[0].template.buffers
+            assert len(program.tasks[0].inputs) == sum(b.role is Role.OPERAND for b in buffers)
 
 
 # ---------------------------------------------------------------------------------------------- what is caught
 
 
-def _bad(request: Request, *templates: Template, parts: tuple[int, ...] | None = None) -> Plan:
+def _bad(request: Request, *templates: Template, parts: tuple[int, ...] | None = None) -> Part:
     chosen = parts if parts is not None else (0,) * len(request.operands)
-    return Plan(request=request, templates=templates, parts=chosen)
+    return Part(request=request, templates=templates, parts=chosen)
 
 
 def _template(*steps: Step, buffers: tuple[Buffer, ...] = (OPERAND,), src: int = 0, result: int = 0) -> Template:
@@ -360,7 +387,7 @@ def _template(*steps: Step, buffers: tuple[Buffer, ...] = (OPERAND,), src: int =
 
 SUM = Step(kind=OpKind.ALLREDUCE, src=0, dst=0, op=ReduceOp.SUM)
 OUTPUT = Buffer(role=Role.LIKE, source=0)
-BAD: dict[str, tuple[Plan, str]] = {
+BAD: dict[str, tuple[Part, str]] = {
     "a step is missing on one rank": (
         _bad(_allreduce(3), _template(SUM), _template(), parts=(0, 1, 0)),
         "deadlock",
@@ -482,7 +509,7 @@ def test_verification_proves_more_than_our_own_templates() -> None:
 def test_removing_any_rank_from_a_kernel_is_caught(seed: int) -> None:
     world = 4 + seed
     for make in (_allreduce, _broadcast, _barrier):
-        good = plan(make(world))
+        good = plan_part(make(world))
         for rank in range(world):
             idle = replace(good.template(rank), steps=())
             parts = tuple(len(good.templates) if r == rank else part for r, part in enumerate(good.parts))
@@ -493,14 +520,16 @@ def test_removing_any_rank_from_a_kernel_is_caught(seed: int) -> None:
 # ---------------------------------------------------------------------------------------------- cost
 
 
-def test_a_form_is_verified_once_and_remembered() -> None:
-    plan(_allreduce(64))
+def test_a_form_is_planned_and_verified_once_and_remembered() -> None:
+    first = plan_part(_allreduce(64))
     before = _run.cache_info()
     for salt in range(1, 50):
-        plan(_allreduce(64, operands=_operands(range(64), salt), timeout_s=float(salt)))
-    after = _run.cache_info()
-    assert after.misses == before.misses
-    assert after.hits == before.hits + 49
-    plan(_allreduce(64, inplace=False, operands=_operands(range(64), 77)))
-    plan(_allreduce(63))
-    assert _run.cache_info().currsize >= 2
+        again = plan_part(_allreduce(64, operands=_operands(range(64), salt), timeout_s=float(salt)))
+        assert again is first, "whatever its tensors"
+    assert _run.cache_info() == before
+    other = replace(_group(64), group_id="4567")
+    assert plan_part(_allreduce(64, group=other)) is not first
+    assert _run.cache_info().hits == before.hits + 1, "another group, but the form is the same"
+    plan_part(_allreduce(64, inplace=False, operands=_operands(range(64), 77)))
+    plan_part(_allreduce(63))
+    assert _run.cache_info().misses == before.misses + 2

@@ -11,7 +11,20 @@ import pytest
 
 from raycollect.errors import InternalError, RefusedError, UnsupportedError
 from raycollect.model import GroupSpec, Key, OpKind, ReduceOp, task_key
-from raycollect.planner import SUBSTITUTES, Plan, Request, Role, Step, Template, decode_program, encode_program, plan
+from raycollect.planner import (
+    STAND_INS,
+    SUBSTITUTES,
+    Local,
+    Part,
+    Request,
+    Role,
+    Step,
+    Template,
+    decode_program,
+    encode_program,
+    plan,
+    plan_part,
+)
 from raycollect.planner.verify import verify
 
 from .meaning import KINDS, REDUCTIONS, ROOTED, takers
@@ -72,20 +85,21 @@ def _asks(request: Request, rank: int, dst: Key | None) -> bool:
     )
 
 
-def _check(made: Plan) -> None:
-    """What every plan fulfils."""
-    request = made.request
+def _check(made: Part, request: Request) -> None:
+    """What every part fulfils."""
     verify(made)
-    for rank, src, dst in request.operands:
-        template, program = made.template(rank), made.program(rank)
+    whole = plan([request])
+    for position, (rank, src, dst) in enumerate(request.operands):
+        template, program = made.template(rank), whole.program(position)
         assert decode_program(encode_program(program)) == program
-        assert program.keys == tuple(key for key in (src, dst) if key is not None)
+        assert whole.sources(position) == tuple(key for key in (src, dst) if key is not None)
+        assert program.tasks[0].inputs == tuple(range(program.keys))
         operands = [at for at, buffer in enumerate(template.buffers) if buffer.role is Role.OPERAND]
-        assert operands == list(range(len(program.keys))), "operands come first, in the order of their keys"
+        assert operands == list(range(program.keys)), "operands come first, in the order of their keys"
         assert [at for at in (template.src, template.dst) if at in operands] == operands
         assert made.outputs(rank) == _asks(request, rank, dst)
         for step in template.steps:
-            assert step.kind.value in request.group.ops
+            assert step.kind is Local.COPY or step.kind.value in request.group.ops
             assert step.op in (None, request.op)
 
 
@@ -96,9 +110,9 @@ def _check(made: Plan) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_operation_is_planned_for_every_root_and_survives_the_wire(kind: OpKind, world: int) -> None:
     for request in _requests(kind, world):
-        made = plan(request)
-        _check(made)
-        uses = made.uses()
+        made = plan_part(request)
+        _check(made, request)
+        uses = plan([request]).uses()
         for rank, src, dst in request.operands:
             in_place = request.inplace and (
                 kind is OpKind.ALLREDUCE or (kind is OpKind.REDUCE and rank == request.root)
@@ -113,24 +127,26 @@ def test_every_operation_is_planned_for_every_root_and_survives_the_wire(kind: O
 def test_ranks_meet_twice_where_an_output_must_be_learned(kind: OpKind) -> None:
     learned = kind in MADE and kind is not OpKind.REDUCESCATTER
     for request in _requests(kind, 3):
-        assert plan(request).rounds == (2 if learned and not request.inplace else 1)
+        assert plan_part(request).rounds == (2 if learned and not request.inplace else 1)
 
 
 def test_an_output_that_one_rank_brings_is_used_and_the_others_are_made() -> None:
     request = _request(OpKind.ALLGATHER, 3)
     request = replace(request, operands=(request.operands[0], *((r, _key(r, 0), None) for r in (1, 2))))
-    made = plan(request)
+    made = plan_part(request)
     verify(made)
     assert [made.outputs(rank) for rank in range(3)] == [0, 1, 1]
     assert made.rounds == 2
-    assert made.program(0).rounds == 2
+    assert plan([request]).program(0).rounds == 2
 
 
 def test_one_key_may_be_given_and_taken() -> None:
     operands = tuple((rank, _key(rank, 0), _key(rank, 0)) for rank in range(2))
-    made = plan(replace(_request(OpKind.ALLTOALL, 2), operands=operands))
-    assert made.keys(0) == (_key(0, 0),) * 2
-    assert made.uses() == {_key(0, 0): True, _key(1, 0): True}
+    whole = plan([replace(_request(OpKind.ALLTOALL, 2), operands=operands)])
+    assert whole.sources(0) == (_key(0, 0),)
+    program = whole.program(0)
+    assert (program.keys, program.tasks[0].inputs) == (1, (0, 0)), "one key, given and taken"
+    assert whole.uses() == {_key(0, 0): True, _key(1, 0): True}
 
 
 # ---------------------------------------------------------------------------------------------- who brings what
@@ -138,7 +154,7 @@ def test_one_key_may_be_given_and_taken() -> None:
 
 def _violations(request: Request) -> list[tuple[str, int, str, str]]:
     with pytest.raises(RefusedError) as caught:
-        plan(request)
+        plan_part(request)
     return [(v.kind, v.rank, v.field, v.expected) for v in caught.value.violations]
 
 
@@ -203,7 +219,26 @@ def test_a_reduction_needs_a_reduce_op(kind: OpKind) -> None:
 @pytest.mark.parametrize("kind", SUBSTITUTES)
 def test_what_a_backend_lacks_is_made_of_what_it_has(kind: OpKind, world: int) -> None:
     for request in _requests(kind, world, ops=tuple(other.value for other in SUBSTITUTES[kind][0])):
-        _check(plan(request))
+        _check(plan_part(request), request)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_what_a_backend_lacks_is_made_of_sends_and_receives(kind: OpKind, world: int) -> None:
+    for request in _requests(kind, world, ops=("send", "recv")):
+        made = plan_part(request)
+        _check(made, request)
+        (choice,) = made.choices
+        assert choice.name == STAND_INS[kind].name
+
+
+def test_substitutes_are_preferred_to_sends_and_receives() -> None:
+    for kind in SUBSTITUTES.keys() & STAND_INS.keys():
+        ops = ("send", "recv", *(other.value for other in SUBSTITUTES[kind][0]))
+        for request in _requests(kind, 3, ops=ops):
+            made = plan_part(request)
+            kinds = {step.kind for template in made.templates for step in template.steps}
+            assert kinds == set(SUBSTITUTES[kind][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,11 +246,12 @@ def test_what_can_not_be_made_is_refused_naming_backend_operation_and_what_there
     needed = SUBSTITUTES[kind][0] if kind in SUBSTITUTES else ()
     if kind is OpKind.BARRIER:
         return
-    for lacking in needed or (kind,):
-        ops = tuple(op for op in ALL_OPS if op not in (kind.value, lacking.value))
+    for lacking, half in itertools.product(needed or (kind,), ("send", "recv")):
+        stands_in = {half} if kind in STAND_INS else set()
+        ops = tuple(op for op in ALL_OPS if op not in {kind.value, lacking.value} | stands_in)
         root, peer = _roots(kind, 3)[0]
         with pytest.raises(UnsupportedError) as caught:
-            plan(_request(kind, 3, root, peer, ops=ops))
+            plan_part(_request(kind, 3, root, peer, ops=ops))
         (violation,) = caught.value.violations
         assert violation.found == f"{kind.value}, which backend 'local' does not have"
         can = set(violation.expected.removeprefix("one of ").split(", "))
@@ -223,10 +259,17 @@ def test_what_can_not_be_made_is_refused_naming_backend_operation_and_what_there
         assert kind.value not in can
 
 
+def test_what_sends_and_receives_can_stand_for_is_named() -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        plan_part(_request(OpKind.ALLREDUCE, 3, ops=("send", "recv")))
+    (violation,) = caught.value.violations
+    assert violation.expected == "one of allgather, alltoall, barrier, broadcast, gather, recv, scatter, send"
+
+
 @pytest.mark.parametrize("half", ["send", "recv"])
 def test_a_send_needs_a_receive(half: str) -> None:
     with pytest.raises(UnsupportedError):
-        plan(_request(OpKind.SEND, 2, 0, 1, ops=(half,)))
+        plan_part(_request(OpKind.SEND, 2, 0, 1, ops=(half,)))
 
 
 def test_a_backend_without_send_receive_and_reduce_scatter_does_the_rest() -> None:
@@ -235,16 +278,16 @@ def test_a_backend_without_send_receive_and_reduce_scatter_does_the_rest() -> No
         for request in _requests(kind, 4, ops=ops):
             if kind is OpKind.SEND:
                 with pytest.raises(UnsupportedError, match="send"):
-                    plan(request)
+                    plan_part(request)
             else:
-                _check(plan(request))
+                _check(plan_part(request), request)
 
 
 def test_scratch_is_no_output() -> None:
     lacking = {OpKind.REDUCE: "reduce", OpKind.GATHER: "gather", OpKind.REDUCESCATTER: "reducescatter"}
     for kind, name in lacking.items():
         ops = tuple(op for op in ALL_OPS if op != name)
-        made = plan(_request(kind, 3, 0 if kind in ROOTED else -1, ops=ops))
+        made = plan_part(_request(kind, 3, 0 if kind in ROOTED else -1, ops=ops))
         assert any(buffer.scratch for template in made.templates for buffer in template.buffers)
         assert [made.outputs(rank) for rank in range(3)] == [0, 0, 0]
 
@@ -252,13 +295,13 @@ def test_scratch_is_no_output() -> None:
 # ---------------------------------------------------------------------------------------------- what is caught
 
 
-def _with(made: Plan, rank: int, template: Template) -> Plan:
+def _with(made: Part, rank: int, template: Template) -> Part:
     """The plan with another part for one rank."""
     parts = tuple(len(made.templates) if r == rank else p for r, p in zip(made.ranks, made.parts, strict=True))
     return replace(made, templates=(*made.templates, template), parts=parts)
 
 
-def _everywhere(made: Plan, change: Callable[[Step], tuple[Step, ...]]) -> Plan:
+def _everywhere(made: Part, change: Callable[[Step], tuple[Step, ...]]) -> Part:
     """The plan with each step replaced."""
     templates = (replace(t, steps=tuple(new for step in t.steps for new in change(step))) for t in made.templates)
     return replace(made, templates=tuple(templates))
@@ -268,17 +311,19 @@ def _drop(template: Template, at: int) -> Template:
     return replace(template, steps=template.steps[:at] + template.steps[at + 1 :])
 
 
-def _change(template: Template, at: int, **fields: Any) -> Template:
+def _change(template: Template, index: int, **fields: Any) -> Template:
     steps = list(template.steps)
-    steps[at] = replace(steps[at], **fields)
+    steps[index] = replace(steps[index], **fields)
     return replace(template, steps=tuple(steps))
 
 
-def _broken_steps(made: Plan, rank: int) -> Iterator[tuple[str, Plan]]:
+def _broken_steps(made: Part, rank: int) -> Iterator[tuple[str, Part]]:
     """(what was done to one rank's steps, the plan): wrong for any operation among two ranks or more."""
     template = made.template(rank)
     for at, step in enumerate(template.steps):
         yield f"rank {rank} without step {at}", _with(made, rank, _drop(template, at))
+        yield f"rank {rank} at another level", _with(made, rank, _change(template, at, level=1))
+        yield f"rank {rank} in a launch that there is not", _with(made, rank, _change(template, at, at=5))
         if step.peer >= 0:
             for peer in {(step.peer + 1) % made.request.group.world_size, -1} - {step.peer}:
                 yield f"rank {rank} with peer {peer}", _with(made, rank, _change(template, at, peer=peer))
@@ -292,7 +337,7 @@ def _broken_steps(made: Plan, rank: int) -> Iterator[tuple[str, Plan]]:
             yield f"rank {rank} overwrites what it gives", _with(made, rank, _change(template, at, dst=0))
 
 
-def _broken_parts(made: Plan, rank: int) -> Iterator[tuple[str, Plan]]:
+def _broken_parts(made: Part, rank: int) -> Iterator[tuple[str, Part]]:
     """The same, for one rank's part as a whole."""
     template = made.template(rank)
     if template.result >= 0:
@@ -302,7 +347,7 @@ def _broken_parts(made: Plan, rank: int) -> Iterator[tuple[str, Plan]]:
     yield f"rank {rank} does all twice", _with(made, rank, replace(template, steps=template.steps * 2))
 
 
-def _broken_everywhere(made: Plan) -> Iterator[tuple[str, Plan]]:
+def _broken_everywhere(made: Part) -> Iterator[tuple[str, Part]]:
     """The same, for all ranks alike, so that none waits for another."""
     steps = [step for template in made.templates for step in template.steps]
     if made.request.kind is not OpKind.BARRIER:
@@ -317,7 +362,7 @@ def _broken_everywhere(made: Plan) -> Iterator[tuple[str, Plan]]:
         yield "all have another root", _everywhere(made, lambda step: (replace(step, peer=(step.peer + 1) % world),))
 
 
-def _broken(made: Plan) -> Iterator[tuple[str, Plan]]:
+def _broken(made: Part) -> Iterator[tuple[str, Part]]:
     for rank in made.ranks:
         yield from _broken_steps(made, rank)
         yield from _broken_parts(made, rank)
@@ -332,7 +377,7 @@ def test_every_broken_plan_is_caught(kind: OpKind, world: int, lacking: bool) ->
     if lacking and (kind not in SUBSTITUTES or kind is OpKind.BARRIER):
         return
     for request in _requests(kind, world, ops=ops):
-        made = plan(request)
+        made = plan_part(request)
         verify(made)
         for what, wrong in _broken(made):
             with pytest.raises(InternalError):
@@ -343,23 +388,23 @@ def test_every_broken_plan_is_caught(kind: OpKind, world: int, lacking: bool) ->
 def test_only_the_root_has_what_is_reduced_or_gathered() -> None:
     """A kernel may leave anything in what another rank calls its target."""
     request = _request(OpKind.ALLREDUCE, 3)
-    made = plan(request)
+    made = plan_part(request)
     verify(made)
     with pytest.raises(InternalError, match="on rank 1"):
         verify(_everywhere(made, lambda step: (replace(step, kind=OpKind.REDUCE, peer=0),)))
-    made = plan(_request(OpKind.ALLGATHER, 3))
+    made = plan_part(_request(OpKind.ALLGATHER, 3))
     with pytest.raises(InternalError, match="on rank 0"):
         verify(_everywhere(made, lambda step: (replace(step, kind=OpKind.GATHER, peer=2),)))
 
 
 def test_one_buffer_is_not_one_value_and_all_pieces_at_once() -> None:
-    made = plan(_request(OpKind.ALLGATHER, 3))
+    made = plan_part(_request(OpKind.ALLGATHER, 3))
     one = replace(made.templates[0], buffers=made.templates[0].buffers[:1], dst=-1, result=0)
     with pytest.raises(InternalError):
         verify(replace(made, templates=(replace(one, steps=(replace(one.steps[0], dst=0),)),)))
 
 
 def test_a_source_that_is_no_operand_is_caught() -> None:
-    made = plan(_request(OpKind.ALLREDUCE, 2, given=False))
+    made = plan_part(_request(OpKind.ALLREDUCE, 2, given=False))
     with pytest.raises(InternalError):
         verify(replace(made, templates=(replace(made.templates[0], src=1),)))

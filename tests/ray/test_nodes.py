@@ -27,7 +27,11 @@ def run(*arguments):
 
 
 def test_three_nodes_choose_tcp_and_members_of_one_node_shared_memory():
-    assert "three nodes: done" in run("-m", "tests.ray.three_nodes")
+    assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "across")
+
+
+def test_groups_inside_a_group_carry_its_bytes_host_by_host():
+    assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "inside")
 
 
 def test_ray_starts_by_itself():

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import sys
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 import raycollect as col
+from raycollect import costs
+from raycollect.controller import Controller
+from raycollect.model import OpKind, ReduceOp
+from raycollect.planner import Request, passes, plan_part
+from raycollect.planner.algorithms import ALGORITHMS, build
+from raycollect.runtime import Runtime
+from tests.faults import inject
+from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker
 
 
@@ -120,7 +134,115 @@ def every_call(self):
     col.destroy_collective_group("own")
 
 
-def main():
+def host_by_host():
+    """Two members on each of two nodes, one on the third: by costs that make it cheaper, and wherever it can be."""
+    with tempfile.TemporaryDirectory() as folder:
+        slow = Path(folder, "costs.json")
+        costs.write(slow, [costs.given(latency_s=1e-3, bandwidth=1e6)])
+        os.environ[costs.ENVIRONMENT_VARIABLE] = str(slow)
+        without_inner()
+        _host_by_host("tcp", (OpKind.BROADCAST,))
+        _host_by_host("gloo", (OpKind.ALLREDUCE,))
+        passes.route = forced
+        _host_by_host("tcp", (OpKind.BROADCAST, OpKind.ALLREDUCE))
+        _host_by_host("gloo", (OpKind.BROADCAST, OpKind.ALLREDUCE))
+
+
+def without_inner():
+    """Where a group inside can't be formed, the group around does without."""
+    workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in ("one", "two", "one")]
+    ray.get(workers[2].call.remote(refuse_shared_memory))
+    group = col.declare_collective_group(workers)
+    assert Controller.current().named("default").inner == ()
+    refs = buffers(workers)
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 3))
+    group.destroy()
+    wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
+
+
+def refuse_shared_memory(self):
+    """Lets no group of this participant have shared memory."""
+    from raycollect import backends
+
+    load = backends.load
+
+    def refusing(name, *arguments):
+        if name == "shm":
+            raise col.errors.BackendUnavailableError(group_name=arguments[0], detail="no shared memory today")
+        return load(name, *arguments)
+
+    backends.load = refusing
+
+
+def open_groups(self):
+    """How many groups this participant has a place in, those inside others included."""
+    return len(Runtime.current()._groups)
+
+
+def forced(part, roster):
+    """Routes host by host, whatever it costs."""
+    if roster.leaders is None or part.request.kind not in ALGORITHMS["hierarchical"].kinds:
+        return part
+    return build(part, roster, ALGORITHMS["hierarchical"])
+
+
+def _host_by_host(backend, routed):
+    nodes = ("one", "one", "two", "three", "three")
+    workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in nodes]
+    group = col.declare_collective_group(workers, backend=backend)
+    assert [m.spec.world_size for m in Controller.current().named("default").tree] == [5, 2, 1, 2, 3]
+    values = [np.random.default_rng(rank).normal(size=2501) for rank in range(5)]
+    refs = [w.make.remote(lambda self, v: v.copy(), value) for w, value in zip(workers, values, strict=True)]
+    for kind in routed:
+        assert algorithm(kind, values[0].nbytes, root=3 if kind is OpKind.BROADCAST else -1) == "hierarchical", backend
+    total = functools.reduce(np.add, values)
+    for found in col.get(col.allreduce_refs(refs, inplace=False)):
+        np.testing.assert_allclose(found, total, rtol=1e-12)
+        if backend == "tcp":
+            np.testing.assert_array_equal(found, total, "the left fold in rank order")
+    with col.batch():
+        col.broadcast_refs(refs, 3)
+        made = col.allreduce_refs(refs, op="max", inplace=False)
+        pair = col.send_ref(made[4], refs[0])
+        col.allreduce_refs(refs)
+    for found in col.get(refs):
+        np.testing.assert_allclose(found, 5 * values[3], rtol=1e-12)
+    assert pair == refs[0]
+    assert not ray.get(workers[0].call.remote(lambda self: [col.is_group_initialized(n) for n in ("default/host-0",)]))[
+        0
+    ]
+    refused = [w.make.remote(lambda self, n: np.zeros(n), 2500 + (rank == 2)) for rank, w in enumerate(workers)]
+    with pytest.raises(col.errors.MismatchError):
+        col.allreduce_refs(refused)
+    col.destroy_collective_group()
+    wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
+    col.declare_collective_group(workers, backend=backend)
+    ray.get(workers[3].call.remote(inject.put, "after_kernel", "die"))
+    with pytest.raises(col.errors.ParticipantDiedError) as caught:
+        col.allreduce_refs(refs, timeout_s=30)
+    assert caught.value.rank == 3
+    assert caught.value.group_name == "default"
+    ray.get([worker.read.remote() for worker in workers[:3]])
+    with pytest.raises(col.errors.GroupBrokenError):
+        col.allreduce_refs(refs)
+    col.destroy_collective_group()
+    del group
+
+
+def algorithm(kind, nbytes, *, root):
+    """The algorithm of an operation of group "default" for so many bytes."""
+    roster = Controller.current().named("default").roster
+    operands = [(rank, 0, None) if root in (rank, -1) else (rank, None, 0) for rank in range(roster.spec.world_size)]
+    op = ReduceOp.SUM if kind is OpKind.ALLREDUCE else None
+    request = Request(kind=kind, group=roster.spec, operands=tuple(operands), op=op, root=root)
+    return [choice.name for choice in plan_part(request, roster).choices if choice.at_least <= nbytes][-1]
+
+
+PROGRAMS = {"across": across_nodes, "inside": host_by_host}
+
+
+def main(name):
     arguments = {"num_cpus": 2, "object_store_memory": 100 << 20}
     cluster = Cluster(
         initialize_head=True, head_node_args={**arguments, "resources": {"one": 1}, "include_dashboard": False}
@@ -129,7 +251,7 @@ def main():
         cluster.add_node(**arguments, resources={"two": 1})
         cluster.add_node(**arguments, resources={"three": 1})
         ray.init(address=cluster.address, log_to_driver=False)
-        across_nodes()
+        PROGRAMS[name]()
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -137,4 +259,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -1,0 +1,289 @@
+"""Batches: the calls of a ``with batch():`` block are recorded; its end sends all of them as one plan."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple, Self
+
+from raycollect.agenda import Agenda
+from raycollect.controller import Controller
+from raycollect.errors import BatchError, Violation, refusal
+from raycollect.group import Membership
+from raycollect.planner import STAGING_NBYTES, Request, Source
+from raycollect.work import Work
+
+__all__ = ["Batch", "Recorded", "batch", "current", "is_time_limit", "record"]
+
+_LEAST_STAGING_NBYTES = 16
+"""The size of the largest element that there is: less staging could not hold one."""
+
+_FAILED = "its batch failed, and nothing of it was sent"
+_REHEARSED = "its call was only planned, not made"
+
+
+class Batch:
+    """The calls of a ``with batch() as b:`` block; see `batch`. For the thread, or the asynchronous task, of the block.
+
+    Attributes:
+        agenda: What is recorded.
+        staging_nbytes: See `batch`.
+        timeout_s: The time limit of calls that name none, in seconds; None: the verbs' own.
+        is_rehearsal: Whether it is never sent.
+    """
+
+    def __init__(
+        self,
+        *,
+        staging_nbytes: int = STAGING_NBYTES,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+        is_rehearsal: bool = False,
+    ) -> None:
+        self.agenda = Agenda()
+        self.staging_nbytes = staging_nbytes
+        self.timeout_s = timeout_s
+        self.is_rehearsal = is_rehearsal
+        self._async_op = async_op
+        self._outer: Batch | None = None
+        self._token: Token[Batch | None] | None = None
+        self._thread = 0
+        self._task: Any = None
+        self._first = self._refs_before = self._end = 0  # which calls of the agenda are this block's
+        self._held: dict[Membership, Controller] = {}
+        self._work: Work | None = None
+        self._why = "it was not entered"  # why there are no results; empty once the block has ended well
+
+    # ------------------------------------------------------------------------------------------ the block
+
+    def __enter__(self) -> Self:
+        if self._token is not None:
+            raise BatchError(detail="a batch is entered once: make another one")
+        self._outer = None if self.is_rehearsal else current()
+        if self._outer is not None:
+            self.agenda = self._outer.agenda
+            self.timeout_s = self._outer.timeout_s if self.timeout_s is None else self.timeout_s
+        self._first, self._refs_before = len(self.agenda.asked), len(self.agenda.refs)
+        self._thread, self._task = threading.get_ident(), _running_task()
+        self._why = "its block has not ended"
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        if self._token is not None:
+            _current.reset(self._token)
+        self._end = len(self.agenda.asked)
+        try:
+            if exc is not None:
+                self._fail()
+                return
+            if self._outer is None:
+                self._send()
+            elif self.outermost.is_rehearsal:
+                self.outermost.staging_nbytes = self.staging_nbytes
+            self._why = ""
+        finally:
+            held, self._held = self._held, {}
+            for membership, controller in held.items():
+                controller.release(membership)
+        if self._work is not None and not self._async_op:
+            self._work.wait()
+
+    @property
+    def outermost(self) -> Batch:
+        """The batch that sends what this one records."""
+        return self if self._outer is None else self._outer.outermost
+
+    def hold(self, controller: Controller, membership: Membership) -> None:
+        """Keeps a derived group until all is sent."""
+        held = self.outermost._held
+        if membership not in held:
+            held[membership] = controller
+            controller.hold(membership)
+
+    def is_here(self) -> bool:
+        """Whether the caller is the thread, or the asynchronous task, that entered the block."""
+        if threading.get_ident() != self._thread:
+            return False
+        return self._task is None or _running_task() is self._task
+
+    def _send(self) -> None:
+        if self.is_rehearsal or not self.agenda.asked:
+            return
+        controller = Controller.current()
+        try:
+            flight = self.agenda.send(controller, self.staging_nbytes)
+        except BaseException:
+            self._fail()
+            raise
+        self._work = Work(controller, flight, self.agenda.results)
+
+    def _fail(self) -> None:
+        """Drops what the block has recorded."""
+        self.agenda.rewind(self._first, self._refs_before, _FAILED)
+        self._why = "its block failed, and nothing of it was sent"
+
+    # ------------------------------------------------------------------------------------------ results
+
+    @property
+    def refs(self) -> list[Any]:
+        """The result of each call of the block, as the call would have returned it outside.
+
+        Raises:
+            BatchError: The block has not ended, or failed.
+        """
+        self._sent()
+        return self.agenda.results[self._first : self._end]
+
+    @property
+    def work(self) -> Work | None:
+        """The plan under way; None where nothing was recorded.
+
+        Raises:
+            BatchError: The block has not ended, or failed.
+        """
+        return self._sent()._work
+
+    def done(self) -> bool:
+        """True when the outcome is known; never waits.
+
+        Raises:
+            BatchError: The block has not ended, or failed.
+        """
+        work = self.work
+        return work is None or work.done()
+
+    def wait(self, timeout_s: float | None = None) -> list[Any]:
+        """Waits for the outcome; see `Work.wait`.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as the calls' own limits allow.
+
+        Returns:
+            `refs`.
+
+        Raises:
+            BatchError: The block has not ended, or failed.
+            CollectiveTimeoutError: The outcome was not known in time; the plan goes on.
+            RaycollectError: The plan failed; the error says on which rank and why.
+        """
+        work = self.work
+        if work is not None:
+            work.wait(timeout_s)
+        return self.refs
+
+    def _sent(self) -> Batch:
+        """The batch that has sent the calls; one that is only rehearsed counts as sent.
+
+        Raises:
+            BatchError: None has.
+        """
+        around = self if self._outer is None else self._outer._sent()
+        if self._why and not (self.is_rehearsal and self._token is not None):
+            raise BatchError(detail=f"a batch has no results: {self._why}")
+        return around
+
+    def __repr__(self) -> str:
+        state = self._why or ("empty" if self._work is None else repr(self._work))
+        return f"<Batch of {len(self.agenda.asked)} calls: {state}>"
+
+
+_current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None)
+
+
+def current() -> Batch | None:
+    """The batch in whose block the caller is; None outside, and in threads and tasks that a block has started."""
+    found = _current.get()
+    return found if found is None or found.is_here() else None
+
+
+def _running_task() -> Any:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeout_s: float | None = None) -> Batch:
+    """Makes one plan of all calls in a block.
+
+    ``with batch() as b:`` records the calls of its block. They are sent when it ends, with one message per participant,
+    and small tensors of calls of one form travel together. Results are as if the calls ran one after the other. In the
+    block a call returns what it returns outside, with a `Pending` for each ref that is still to be made; afterwards
+    ``b.refs`` has the result of each call. If the block raises, nothing is sent. A batch inside another one joins it,
+    and goes by the arguments of that one, but for the time limit of its calls. Calls of threads and asynchronous tasks
+    that the block starts are none of its.
+
+    Args:
+        staging_nbytes: How many bytes of memory a participant may use for packing small tensors; 0: each travels alone.
+        async_op: True: the end of the block does not wait; ``b.wait()`` does.
+        timeout_s: How long ranks wait for each other, in seconds, where a call does not say; default 60.
+
+    Raises:
+        InvalidArgumentError: An argument makes no sense.
+        BatchError: A batch, or what one of its calls gave, is used where it can't be.
+        RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which.
+    """
+    found = []
+    if type(staging_nbytes) is not int or not (staging_nbytes == 0 or staging_nbytes >= _LEAST_STAGING_NBYTES):
+        expected = f"0, or a number of bytes from {_LEAST_STAGING_NBYTES} on"
+        found.append(_argument("staging_nbytes", staging_nbytes, expected))
+    if timeout_s is not None and not is_time_limit(timeout_s):
+        found.append(_argument("timeout_s", timeout_s, "a positive, finite number of seconds"))
+    if found:
+        raise refusal("batch", "", tuple(found))
+    return Batch(staging_nbytes=staging_nbytes, async_op=async_op, timeout_s=timeout_s)
+
+
+def is_time_limit(value: Any) -> bool:
+    """Whether ranks can wait for each other that many seconds."""
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def _argument(field: str, value: Any, expected: str) -> Violation:
+    return Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
+
+
+class Recorded(NamedTuple):
+    """What a function would have sent.
+
+    Attributes:
+        requests: Its calls; sources are keys of `refs`.
+        memberships: The group of each.
+        refs: What stands for a ref in requests -> the ref.
+        staging: The bytes of staging in which tensors may travel packed.
+    """
+
+    requests: tuple[Request, ...]
+    memberships: tuple[Membership, ...]
+    refs: Mapping[Source, Any]
+    staging: int
+
+
+def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Recorded:
+    """Runs a function that makes calls, and records them as one batch that is never sent.
+
+    Batches in the function are joined, and their calls need no waiting; what would be made is a `Pending` for ever.
+
+    Args:
+        function: One of the verbs, or what calls several.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Raises:
+        RaycollectError: As the calls themselves, less what is found out when they are planned.
+    """
+    with Batch(is_rehearsal=True) as rehearsal:
+        function(*args, **(kwargs or {}))
+    agenda = rehearsal.agenda
+    found = Recorded(
+        requests=tuple(asked.request() for asked in agenda.asked),
+        memberships=tuple(agenda.memberships),
+        refs=dict(enumerate(agenda.refs.values())),
+        staging=rehearsal.staging_nbytes,
+    )
+    agenda.rewind(0, 0, _REHEARSED)
+    return found

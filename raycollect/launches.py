@@ -1,0 +1,149 @@
+"""The launches of one program under way: which one is open, and how an abort reaches it.
+
+A program begins its launches one after the other, in ascending order. The first is the door's. One is open at a time:
+it is ended when the next one is begun, or when the program ends, whatever happened.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.model import Communicator, Exchange, Launch
+from raycollect.planner import Program
+
+__all__ = ["Launches"]
+
+_Open = tuple[Communicator, Launch]
+
+
+class Launches:
+    """The launches of one run of a program.
+
+    Args:
+        program: The program.
+        communicators: Group id -> this participant's end of that group.
+        exchange: How the participants meet where they have no group in common.
+        seq: The number of the door's launch.
+        aborted: Why the plan was aborted, or None.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        communicators: Callable[[str], Communicator],
+        exchange: Exchange | None,
+        *,
+        seq: int,
+        aborted: Callable[[], str | None],
+    ) -> None:
+        self._program = program
+        self._communicators = communicators
+        self._exchange = exchange
+        self._seq = seq
+        self._aborted = aborted
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._door = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
+        self._number = 0
+        self._open: _Open | None = None
+        self._wakes: Callable[[int], None] | None = None  # of what is open
+
+    @property
+    def reason(self) -> str | None:
+        """Why the program has to stop; None where it may go on."""
+        reason = self._aborted()
+        return "the plan was aborted" if reason is None and self._stopped else reason
+
+    def begin(self) -> None:
+        """Finds the door.
+
+        Raises:
+            GroupBrokenError: This participant has no such group.
+        """
+        door = self._program.door
+        if door.group_id:
+            communicator = self._communicators(door.group_id)
+            with self._lock:
+                self._open, self._wakes = (communicator, self._door), communicator.abort
+        elif self._exchange is None:
+            raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
+        else:
+            with self._lock:
+                self._wakes = self._exchange.abort
+
+    def stage(self) -> _Open | None:
+        """The communicator of the door; None where the controller keeps it."""
+        return self._open
+
+    def meet(self, arrival: bytes) -> tuple[bytes, ...]:
+        """Brings an arrival to the door, and waits for those of all.
+
+        Raises:
+            PlanAbortedError: The plan was aborted.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        self._check()
+        if self._open is not None:
+            blobs = self._open[0].agree(self._door, arrival)
+        else:
+            assert self._exchange is not None  # or there is no door: `begin`
+            blobs = self._exchange(self._door, arrival)
+        return tuple(map(bytes, blobs))
+
+    def at(self, number: int, group_id: str, ranks: Sequence[int]) -> _Open:
+        """Gives the communicator of a launch, after it was begun by all.
+
+        Args:
+            number: Which launch of the plan; not below that of the one that is open.
+            group_id: The group that it belongs to.
+            ranks: Its ranks.
+
+        Raises:
+            PlanAbortedError: The plan was aborted.
+            GroupBrokenError: This participant has no such group.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        if number == self._number and self._open is not None:
+            return self._open
+        communicator = self._communicators(group_id)
+        launch = Launch(seq=self._seq + number, ranks=tuple(ranks), timeout_s=self._program.timeout_s)
+        self._close(ok=True)
+        with self._lock:  # an abort comes either before, and is seen here, or after, and finds the launch
+            self._check()
+            self._number = number
+            opened = self._open = communicator, launch
+            self._wakes = communicator.abort
+        communicator.agree(launch, b"")
+        return opened
+
+    def end(self, *, ok: bool) -> tuple[int, ...]:
+        """Ends what is open.
+
+        Returns:
+            The places at the door of those who are known to have run all of their programs; empty where others may
+            have more to run than this one.
+        """
+        ranks = self._close(ok=ok)
+        if self._number or not ranks or self._program.everyone:
+            return ()
+        return tuple(self._program.door.ranks.index(rank) for rank in ranks)
+
+    def abort(self) -> None:
+        """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""
+        with self._lock:
+            self._stopped = True
+            wake, seq = self._wakes, self._seq + self._number
+        if wake is not None:
+            wake(seq)
+
+    def _close(self, *, ok: bool) -> tuple[int, ...]:
+        with self._lock:
+            opened, self._open, self._wakes = self._open, None, None
+        return () if opened is None else opened[0].end(opened[1], ok)
+
+    def _check(self) -> None:
+        reason = self.reason
+        if reason is not None:
+            raise PlanAbortedError(detail=reason)

@@ -1,0 +1,337 @@
+"""Small tensors that travel together (fusion): which do, where they are staged, and the one kernel that moves them.
+
+A kernel costs about as much to start as copying some hundred KiB. So the tensors of one step that are small are copied
+into one staging array, one kernel moves it, and what was written is copied out into the tensors again. What is packed
+with what follows from facts that all ranks have agreed on, so that all of them pack alike. Kernels fold element by
+element in the order of the ranks, so packing changes no bits (P7).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
+
+__all__ = [
+    "NO_BLOCK",
+    "PACKED_UP_TO_NBYTES",
+    "Block",
+    "Item",
+    "Packed",
+    "Pool",
+    "buckets",
+    "copy",
+    "dtype_of",
+    "room",
+    "size_of",
+]
+
+PACKED_UP_TO_NBYTES = 128 << 10
+"""The largest tensor (in pieces: all of them together) that is packed: copying it in and out takes about as long as
+the start of a kernel, some 20 us within a machine; above, two more copies cost more than they save."""
+
+_LEAST_NBYTES = 64 << 10
+_NONE: list[int] = []
+
+
+class Item(NamedTuple):
+    """What a kernel does to one tensor.
+
+    Attributes:
+        src: What is read: an array, pieces, or None.
+        dst: What is written: an array, pieces, or None.
+        most: See `model.Kernel.most`.
+    """
+
+    src: Any
+    dst: Any
+    most: int = 0
+
+    @property
+    def sample(self) -> Any:
+        """One array of it, or None: all have the same dtype and are on a device of the same kind."""
+        side = self.dst if self.src is None else self.src
+        return side[0] if type(side) is tuple and side else side
+
+
+def size_of(kind: OpKind, item: Item, count: int) -> int:
+    """The bytes of staging that any rank needs at most to pack an item, the same on all; -1: it can't be packed.
+
+    Args:
+        kind: The kernel.
+        item: One tensor.
+        count: The number of ranks.
+    """
+    sample = item.sample
+    if not isinstance(sample, np.ndarray):
+        return -1
+    if kind not in PIECES:
+        return int(sample.nbytes)
+    return item.most * int(sample.dtype.itemsize) * count * _sides(kind)
+
+
+def room(kind: OpKind, item: Item) -> int:
+    """The bytes of staging that an item takes on this rank, where it is packed; 0 where it can't be."""
+    if not isinstance(item.sample, np.ndarray):
+        return 0
+    sides = [
+        sum(array.nbytes for array in side) if type(side) is tuple else side.nbytes for side in _staged(kind, item)
+    ]
+    return sum(sides) if max(sides) <= PACKED_UP_TO_NBYTES else 0
+
+
+def buckets(sizes: Sequence[tuple[Any, int]], staging: int) -> list[list[int]]:
+    """Puts together the tensors that travel packed.
+
+    Args:
+        sizes: For each tensor its dtype, and what `size_of` says.
+        staging: The bytes that one bucket may take; 0: every tensor goes by itself.
+
+    Returns:
+        Which tensors each kernel moves, in the order of the kernels; one alone is not packed.
+    """
+    found: list[list[int]] = []
+    filling: dict[Any, tuple[list[int], int]] = {}
+    for at, (dtype, nbytes) in enumerate(sizes):
+        if not 0 <= nbytes <= min(staging, PACKED_UP_TO_NBYTES) or not staging:
+            found.append([at])
+            continue
+        bucket, filled = filling.get(dtype, (_NONE, 0))
+        if bucket is _NONE or filled + nbytes > staging:
+            bucket, filled = [], 0
+            found.append(bucket)
+        bucket.append(at)
+        filling[dtype] = bucket, filled + nbytes
+    return found
+
+
+def dtype_of(item: Item) -> np.dtype[Any] | None:
+    """The type of an item's elements, in this machine's byte order."""
+    sample = item.sample
+    return None if sample is None else _native(sample.dtype)
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def _sides(kind: OpKind) -> int:
+    return 2 if kind is OpKind.ALLTOALL else 1
+
+
+def _staged(kind: OpKind, item: Item) -> list[Any]:
+    """The sides that take room: where one side has a piece per rank, the other one is a piece of it."""
+    if kind is OpKind.ALLTOALL:
+        return [item.src, item.dst]
+    gives, _ = PIECES.get(kind, (False, False))
+    first, second = (item.src, item.dst) if gives or kind not in PIECES else (item.dst, item.src)
+    return [second if first is None else first]
+
+
+def copy(target: Array | DeviceArray, source: Array | DeviceArray) -> None:
+    """Copies a tensor to another one of as many elements, on the same device."""
+    if isinstance(target, DeviceArray) or isinstance(source, DeviceArray):
+        here: Any = target.tensor if isinstance(target, DeviceArray) else target
+        there: Any = source.tensor if isinstance(source, DeviceArray) else source
+        here.copy_(there.reshape(here.shape))
+    else:
+        np.copyto(target, source.reshape(target.shape))
+
+
+# ---------------------------------------------------------------------------------------------- staging
+
+
+class Block:
+    """Staging memory. Whoever has taken it is the only one who uses it, until it is given back."""
+
+    __slots__ = ("__weakref__", "_lock", "memory")
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Takes it, unless somebody else has."""
+        return self._lock.acquire(blocking=False)
+
+    def give(self) -> None:
+        """Gives it back. After a failure it is not: another rank may be slow to see that it must not write there."""
+        self._lock.release()
+
+
+NO_BLOCK = Block(np.empty(0, np.uint8))
+"""The staging of a rank that has no elements to pack."""
+
+
+class Pool:
+    """The staging of one process. A block lives as long as a program that is remembered has it, or one that runs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[weakref.ref[Block]] = []
+
+    def take(self, nbytes: int, limit: int, allocate: Callable[[TensorInfo], Any]) -> Block:
+        """Gives a block that nobody uses, the smallest that does, or a new one.
+
+        Args:
+            nbytes: The bytes needed.
+            limit: The most that a block takes, if that is enough.
+            allocate: Makes memory.
+
+        Raises:
+            MemoryError: There is none.
+        """
+        with self._lock:
+            living = [block for block in (known() for known in self._blocks) if block is not None]
+            self._blocks = [weakref.ref(block) for block in living]
+        for block in sorted(living, key=lambda one: one.memory.nbytes):
+            if block.memory.nbytes >= nbytes and block.take():
+                return block
+        # Powers of two, so that programs of many sizes share few blocks.
+        size = max(nbytes, min(max(_LEAST_NBYTES, 1 << max(nbytes - 1, 0).bit_length()), limit))
+        block = Block(allocate(TensorInfo(shape=(size,), dtype="uint8", itemsize=1)))
+        block.take()
+        with self._lock:
+            self._blocks.append(weakref.ref(block))
+        return block
+
+
+# ---------------------------------------------------------------------------------------------- packed kernels
+
+
+class _Rows:
+    """Arrays of one dtype laid out one after the other in a block."""
+
+    def __init__(self, block: Block, dtype: np.dtype[Any]) -> None:
+        usable = block.memory.nbytes // dtype.itemsize * dtype.itemsize
+        self._line: Array = block.memory[:usable].view(dtype)
+        self._end = 0
+
+    def add(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """Makes one row of room for arrays; and for each its stretch of it."""
+        start, parts = self._end, []
+        for array in arrays:
+            parts.append(self._line[self._end : self._end + array.size])
+            self._end += array.size
+        return self._line[start : self._end], parts
+
+    def add_each(self, sides: Sequence[tuple[Array, ...]]) -> tuple[tuple[Array, ...], list[list[Array]]]:
+        """Makes a row for each rank, of the pieces that several tensors have for it."""
+        rows = [self.add(pieces) for pieces in zip(*sides, strict=True)]
+        return tuple(row for row, _ in rows), [parts for _, parts in rows]
+
+
+class Packed:
+    """One kernel for several tensors of one dtype.
+
+    Args:
+        kind: The kernel.
+        op: The reduce op.
+        peer: See `model.Kernel`.
+        items: The tensors.
+        me: The place of this rank among those of the launch.
+        block: Where they are staged; room for `room` of all.
+
+    Attributes:
+        kernel: What is to be launched, between `load` and `unload`.
+    """
+
+    __slots__ = ("_bytes", "_gathered", "_into", "_loads", "_unloads", "kernel")
+
+    def __init__(
+        self, kind: OpKind, op: ReduceOp | None, peer: int, *, items: Sequence[Item], me: int, block: Block
+    ) -> None:
+        rows = _Rows(block, _native(items[0].sample.dtype))
+        reads = [item.src for item in items if item.src is not None]
+        writes = [item.dst for item in items if item.dst is not None]
+        src, loads, dst, unloads = _laid_out(kind, reads, writes, me, rows)
+        most = sum(item.most for item in items)
+        self.kernel = Kernel(kind=kind, src=src, dst=dst, op=op, peer=peer, most=most)
+        plain = [_is_plain(array) and array.size > 0 for array, _ in unloads]
+        self._unloads = [
+            (array, part.reshape(array.shape)) for (array, part), flat in zip(unloads, plain, strict=True) if not flat
+        ]
+        # Bytes to bytes: a third of what numpy takes to copy a few KiB.
+        self._bytes = [
+            (_bytes(array), _bytes(part)) for (array, part), flat in zip(unloads, plain, strict=True) if flat
+        ]
+        self._loads = [(part.reshape(array.shape), array) for part, array in loads]
+        self._gathered: list[Array] = []
+        self._into: Array | None = None
+        if all(_is_plain(array) for _, array in loads) and loads:
+            start = loads[0][0].ctypes.data - block.memory.ctypes.data
+            nbytes = sum(array.nbytes for _, array in loads)
+            self._into = block.memory[start : start + nbytes]
+            self._gathered = [array.reshape(-1).view(np.uint8) for _, array in loads]
+            self._loads = []
+
+    def load(self) -> None:
+        """Copies what the kernel reads into the staging, in one pass."""
+        if self._into is not None:
+            np.concatenate(self._gathered, out=self._into)
+        for part, array in self._loads:
+            np.copyto(part, array)
+
+    def unload(self) -> None:
+        """Copies what the kernel wrote into the tensors."""
+        for target, source in self._bytes:
+            target[:] = source
+        for array, part in self._unloads:
+            np.copyto(array, part)
+
+
+_Copies = list[tuple[Array, Array]]
+
+
+def _laid_out(
+    kind: OpKind, reads: Sequence[Any], writes: Sequence[Any], me: int, rows: _Rows
+) -> tuple[Any, _Copies, Any, _Copies]:
+    """Lays out both sides of a kernel: (src, what is copied into it, dst, what is copied out of it).
+
+    Kernels may write where they read (`model.Kernel`), so that most need no second array.
+    """
+    gives, takes = PIECES.get(kind, (False, False))
+    if gives and takes:
+        src, given = rows.add_each(reads)
+        dst, taken = rows.add_each(writes)
+        return src, _each(given, reads), dst, _swapped(_each(taken, writes))
+    if gives and reads:
+        src, given = rows.add_each(reads)
+        unloads = list(zip(writes, given[me], strict=True))
+        return src, _each(given, reads), src[me] if writes else None, unloads
+    if takes and writes:
+        dst, taken = rows.add_each(writes)
+        loads = list(zip(taken[me], reads, strict=True)) if reads else []
+        return dst[me] if reads else None, loads, dst, _swapped(_each(taken, writes))
+    row, parts = rows.add(reads or writes)
+    loads = list(zip(parts, reads, strict=True)) if reads else []
+    unloads = list(zip(writes, parts, strict=True)) if writes else []
+    return row if reads else None, loads, row if writes else None, unloads
+
+
+def _each(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> _Copies:
+    return list(_pairs(parts, sides))
+
+
+def _pairs(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> Iterator[tuple[Array, Array]]:
+    for rank, of_rank in enumerate(parts):
+        for part, pieces in zip(of_rank, sides, strict=True):
+            yield part, pieces[rank]
+
+
+def _swapped(copies: _Copies) -> _Copies:
+    return [(array, part) for part, array in copies]
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _is_plain(array: Array) -> bool:
+    return array.flags.c_contiguous and array.dtype.isnative

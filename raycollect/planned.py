@@ -1,0 +1,266 @@
+"""`plan`: what a call or a batch would do, without doing it.
+
+The calls are recorded, not sent. Their refs are asked for their handles, which say what the tensors are; what the ranks
+would tell each other at the door is worked out from these, and judged as the door would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raycollect import door
+from raycollect.batches import Recorded, record
+from raycollect.door import Arrival, Side, Spec
+from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
+from raycollect.flight import described
+from raycollect.handle import Handle
+from raycollect.model import PIECES, TENSOR, Key, Structure, TensorInfo
+from raycollect.planner import Made, Part, Plan, Role, Source, plan_part
+from raycollect.planner import plan as planned
+from raycollect.planner.explain import Explanation, explain
+
+__all__ = ["plan"]
+
+
+def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and foreseen time.
+
+    Nothing is sent, and no tensor is touched; a group that has to be derived is formed. Waits for the methods whose
+    refs are operands, as long as the call itself would.
+
+    Args:
+        fn: One of the driver's verbs, or a function that calls several, which are planned as one batch.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Raises:
+        BatchError: The function calls no verb of the driver.
+        RefusedError: What the call itself would refuse for its arguments, or for its tensors' shapes, dtypes, devices.
+        GroupError: As by the call itself.
+        CollectiveTimeoutError: A method has not returned in time.
+    """
+    recorded = record(fn, args, kwargs)
+    if not recorded.requests:
+        detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
+        raise BatchError(detail=f"{detail} that calls verbs")
+    try:
+        found = _plan(recorded)
+        handles = _handles(recorded, found)
+        foreseen = _Foreseen(found, handles)
+        foreseen.judge()
+    except RefusedError as exc:
+        raise _explained(exc, recorded) from exc.__cause__
+    return explain(found, {source: handle.infos for source, handle in handles.items()})
+
+
+def _plan(recorded: Recorded) -> Plan:
+    rosters = [membership.roster for membership in recorded.memberships]
+    try:
+        return planned(recorded.requests, rosters, staging=recorded.staging)
+    except RefusedError:
+        found = []
+        for number, (request, roster) in enumerate(zip(recorded.requests, rosters, strict=True)):
+            try:
+                plan_part(request, roster)
+            except RefusedError as exc:
+                found += _numbered(exc.violations, number, recorded)
+        raise refusal(_name(recorded), "", tuple(found)) from None
+
+
+def _name(recorded: Recorded) -> str:
+    return recorded.requests[0].kind.value if len(recorded.requests) == 1 else "batch"
+
+
+def _numbered(violations: Sequence[Violation], number: int, recorded: Recorded | Plan) -> list[Violation]:
+    """Violations of a request; of a single one they need not say of which."""
+    return [replace(one, call=number if len(recorded.requests) > 1 else -1) for one in violations]
+
+
+def _explained(error: RefusedError, recorded: Recorded) -> RefusedError:
+    """Adds the groups' names, the ranks' actors, and their refs."""
+
+    def key(source: Any) -> Key:
+        return Key(recorded.refs[source].binary())
+
+    numbers = [max(one.call, 0) for one in error.violations]
+    found = [
+        described(one, recorded.memberships[number], recorded.requests[number].operands, key)
+        for one, number in zip(error.violations, numbers, strict=True)
+    ]
+    names = dict.fromkeys(membership.spec.name for membership in recorded.memberships)
+    return refusal(error.op, ", ".join(names), tuple(found))
+
+
+# ---------------------------------------------------------------------------------------------- what refs hold
+
+
+def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
+    """What the refs stand for.
+
+    Raises:
+        CollectiveTimeoutError: A method has not returned in time.
+        RefusedError: A method failed, or returned no tensor.
+    """
+    sources = {ref: source for source, ref in recorded.refs.items()}
+    waiting = ray.wait(list(sources), num_returns=len(sources), timeout=plan.timeout_s)[1] if sources else []
+    if waiting:
+        number, rank = _user(plan, sources[waiting[0]])
+        raise CollectiveTimeoutError(
+            op=plan.name,
+            group_name=recorded.memberships[number].spec.name,
+            detail=f"the methods that make {len(waiting)} operands have not returned within {plan.timeout_s:g} s",
+            missing=(rank,) if len(waiting) == 1 else tuple(_user(plan, sources[ref])[1] for ref in waiting),
+            timeout_s=plan.timeout_s,
+        )
+    found: dict[Source, Handle] = {}
+    violations: list[Violation] = []
+    causes: list[BaseException] = []
+    for ref, source in sources.items():
+        number, rank = _user(plan, source)
+        try:
+            value: Any = ray.get(ref)
+        except RayError as exc:
+            value = exc
+        if isinstance(value, Handle):
+            found[source] = value
+        else:
+            violations += _numbered([_no_handle(value, rank)], number, plan)
+            causes += [value] if isinstance(value, RayError) else []
+    if violations:
+        raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)
+    return found
+
+
+def _no_handle(value: Any, rank: int) -> Violation:
+    """What is wrong with an operand whose method gave something else, or failed, or whose actor is gone."""
+    if isinstance(value, RayTaskError):
+        raised = value.cause or value
+        kind, expected = "producer_failed", "a value"
+        what = f"missing: its method raised {type(raised).__name__}: {raised}"
+    elif isinstance(value, RayError):
+        kind, what, expected = "lost", f"lost ({type(value).__name__})", ""
+    else:
+        kind, what = "not_tensor", f"a {type(value).__name__}, returned by value"
+        expected = "a tensor, or a list, tuple or dict of tensors"
+    return Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
+
+
+def _user(plan: Plan, source: Source) -> tuple[int, int]:
+    """The first request that uses a source, and the rank that brings it."""
+    return next(
+        (number, rank)
+        for number, request in enumerate(plan.requests)
+        for rank, *given in request.operands
+        if source in given
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the door, foreseen
+
+
+class _Foreseen:
+    """What the ranks would bring to the door.
+
+    Args:
+        plan: The plan.
+        handles: What the operands are.
+    """
+
+    def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:
+        self._plan = plan
+        self._handles = handles
+        self._made: dict[tuple[int, str], tuple[Structure, tuple[TensorInfo, ...]]] = {}
+        self._violations: list[Violation] = []
+
+    def judge(self) -> None:
+        """Refuses what the door would refuse for what the tensors are.
+
+        Raises:
+            RefusedError: All reasons, of all requests up to the first that others build on.
+        """
+        needed = {
+            one.request
+            for request in self._plan.requests
+            for _, *given in request.operands
+            for one in given
+            if isinstance(one, Made)
+        }
+        for number in range(len(self._plan.requests)):
+            self._judge(number)
+            if self._violations and number in needed:
+                break  # what it makes is not known
+        if self._violations:
+            raise refusal(self._plan.name, "", tuple(self._violations))
+
+    def _judge(self, number: int) -> None:
+        part = self._plan.parts[number]
+        violations: list[Violation] = []
+        specs = [self._spec(number, rank, violations) for rank in part.ranks]
+        if not violations:
+            violations += door.decide(part.ranks, [Arrival(spec=spec) for spec in specs])
+        self._violations += _numbered(violations, number, self._plan)
+        if not violations:
+            self._make(number, part, specs)
+
+    def _spec(self, number: int, rank: int, violations: list[Violation]) -> Spec:
+        request, part = self._plan.requests[number], self._plan.parts[number]
+        _, src, dst = request.operands[part.places[rank]]
+        in_pieces = PIECES.get(request.kind, (False, False))
+        sides: list[Side | None] = []
+        for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
+            held = None if source is None else self._held(number, rank, source)
+            sides.append(held and _side(held, len(part.ranks) if cut else 0, rank, name, violations))
+        return Spec(
+            op=request.kind.value,
+            reduce_op=request.op.name if request.op else "",
+            root=request.root,
+            gives=sides[0],
+            takes=sides[1],
+        )
+
+    def _held(self, number: int, rank: int, source: Source) -> tuple[Structure, tuple[TensorInfo, ...]]:
+        if isinstance(source, Made):
+            return self._made[source.request, self._plan.rosters[number].members[rank]]
+        handle = self._handles[source]
+        return handle.structure, handle.infos
+
+    def _make(self, number: int, part: Part, specs: Sequence[Spec]) -> None:
+        """Notes what a request makes."""
+        root = part.places.get(part.request.root, -1)
+        for at, rank in enumerate(part.ranks):
+            role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
+            given = specs[at].gives
+            if role is Role.LEARNED:
+                made = door.learn(specs, at, root)
+            elif role is None or given is None:
+                continue
+            else:
+                made = given if role is Role.LIKE else given.item(at)
+            self._made[number, self._plan.rosters[number].members[rank]] = (made.structure, made.tensors)
+
+
+def _side(
+    held: tuple[Structure, tuple[TensorInfo, ...]], count: int, rank: int, name: str, violations: list[Violation]
+) -> Side | None:
+    """What a rank gives or takes: whole where `count` is 0, else as so many pieces; what is wrong is noted."""
+    structure, infos = held
+    if not count:
+        return Side(structure=structure, tensors=infos)
+    if structure.kind in ("list", "tuple") and len(structure.items) == count:
+        if len({item.count for item in structure.items}) == 1:
+            return Side(structure=Structure("list", (), structure.items), tensors=infos)
+        found, expected = str(structure), "pieces of equally many tensors"
+    elif structure.kind == "tensor" and infos[0].shape and infos[0].shape[0] % count == 0:
+        rows, *rest = infos[0].shape
+        piece = replace(infos[0], shape=tuple(rest) if rows == count and rest else (rows // count, *rest))
+        return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
+    else:
+        found = str(infos[0]) if structure.kind == "tensor" else str(structure)
+        expected = f"a list of {count}, one per rank, or one contiguous tensor that {count} divides"
+    violations.append(Violation(kind="mismatch", rank=rank, field=name, found=found, expected=expected))
+    return None

@@ -1,0 +1,300 @@
+"""What a plan will do, for people: which algorithm and why, what travels together, the bytes, the memory and the time.
+
+An `Explanation` is made from a plan and what its operands hold. It is foreseen, not measured: times and the bytes on
+the ways between ranks are those of the cost model (`cost`), by which the planner also chooses algorithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from raycollect.model import GroupSpec
+from raycollect.planner.ir import Made, Plan, Source, Together
+from raycollect.planner.pricing import packing, price, rivals
+from raycollect.planner.render import html, text
+from raycollect.planner.report import Act, Bar, Lane, Memory, Report, Row, Way
+from raycollect.planner.sizes import Infos, Sizes
+from raycollect.planner.template import NATIVE, Choice
+from raycollect.planner.wording import acts, nbytes_words, op_words, ranks_words, seconds_words
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation(Report):
+    """What a call or a batch will do, and how to show it; a notebook shows it as a table."""
+
+    def explain(self) -> str:
+        """The explanation as text, in ASCII."""
+        return text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as values that JSON can hold."""
+        return asdict(self)
+
+    def _repr_html_(self) -> str:
+        return html(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        calls = f"{len(self.rows)} call{'s' if len(self.rows) != 1 else ''}"
+        ways = ", ".join(dict.fromkeys(row.algorithm for row in self.rows))
+        return f"<Explanation of {self.name}: {calls}, {self.participants} participants, {ways}; .explain() tells all>"
+
+
+def explain(plan: Plan, given: Mapping[Source, Infos]) -> Explanation:
+    """Says what a plan will do.
+
+    Args:
+        plan: The plan.
+        given: What each operand holds, by what stands for it in the requests (`Made` ones are worked out).
+
+    Raises:
+        KeyError: It is not known what an operand holds.
+        ValueError: What is given can't be cut into a piece per rank.
+    """
+    sizes = Sizes(plan, given)
+    bundles = [_Bundle(plan, sizes, together) for together in plan.order]
+    lanes, begins = _lanes(bundles, len(plan.participants))
+    after = _after(plan)
+    rows = [
+        _row(sizes, bundle, place, number, after[number], begins[place])
+        for place, bundle in enumerate(bundles)
+        for number in bundle.calls
+    ]
+    rows.sort(key=lambda row: row.call)
+    return Explanation(
+        name=plan.name,
+        participants=len(plan.participants),
+        door="the controller" if plan.door is None else plan.door.spec.name,
+        rounds=plan.rounds,
+        launches=len({launch for row in rows for launch in row.launches} | {0}),
+        staging=plan.staging,
+        rows=tuple(rows),
+        lanes=lanes,
+        memory=_memory(plan, sizes, bundles),
+        time_s=max((lane.bars[-1].ends_s for lane in lanes), default=0.0),
+        nbytes_inside=sum(row.way.nbytes_inside for row in rows),
+        nbytes_between=sum(row.way.nbytes_between for row in rows),
+    )
+
+
+# ---------------------------------------------------------------------------------------------- bundles
+
+
+class _Bundle:
+    """Calls that run together, and the algorithm that they take.
+
+    Args:
+        plan: The plan.
+        sizes: What its operands hold.
+        together: The bundle.
+
+    Attributes:
+        calls: Its calls.
+        part: What is done for each of them.
+        roster: Their group.
+        nbytes: The bytes that a rank gives to all of them.
+        taken: Which of the part's algorithms they take.
+        base: The launch in which its first steps run.
+        members: The positions of those who take part.
+        tensors: How many tensors a rank gives to all of them; in pieces, how many to each piece.
+        packing: What travels packed.
+        costs: What each of the part's algorithms costs.
+        times_s: How long it takes by each of the part's algorithms, in seconds.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes, together: Together) -> None:
+        self.calls = together.requests
+        first = self.calls[0]
+        self.part, self.roster = plan.parts[first], plan.rosters[first]
+        self.nbytes = sum(sizes.nbytes(number) for number in self.calls)
+        infos = [info for number in self.calls for info in sizes.given(number)]
+        self.narrow = any(info.itemsize < 4 and "float" in info.dtype for info in infos)
+        self.taken = max(at for at, choice in enumerate(self.part.choices) if at == 0 or self._may(choice))
+        self.base = together.base[self.taken]
+        self.members = tuple(plan.positions[self.roster.members[rank]] for rank in self.part.ranks)
+        staged = [one for number in self.calls for one in sizes.staged(number)]
+        self.packing = packing(staged, plan.staging)
+        self.tensors = len(staged)
+        self.costs = tuple(price(self.part, self.roster, choice.name) for choice in self.part.choices)
+        begun = max(self.packing.kernels + self.tensors - self.packing.tensors, 1) - 1  # kernels after the first one
+        more_s = begun * self.costs[0].line.fixed_s
+        self.times_s = tuple(cost.line.time_s(self.nbytes) + more_s for cost in self.costs)
+
+    @property
+    def label(self) -> str:
+        """What to call it."""
+        calls = f"call{'s' if len(self.calls) > 1 else ''} {ranks_words(self.calls)}"
+        return f"{calls}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
+
+    @cached_property
+    def launches(self) -> tuple[int, ...]:
+        """The launches in which it runs."""
+        steps = [step for template in self.part.templates for step in template.ways[self.taken]]
+        return tuple(sorted({self.base + step.at for step in steps})) or (self.base,)
+
+    def ways(self, nbytes: int) -> tuple[Way, ...]:
+        """The algorithms, for a call to which a rank gives so many bytes."""
+        found = []
+        for choice, seconds, cost in zip(self.part.choices, self.times_s, self.costs, strict=True):
+            inside, between = cost.traffic(nbytes)
+            found.append(
+                Way(
+                    name=choice.name,
+                    at_least=choice.at_least,
+                    time_s=seconds,
+                    nbytes_inside=inside,
+                    nbytes_between=between,
+                )
+            )
+        return tuple(found)
+
+    @cached_property
+    def acts(self) -> tuple[Act, ...]:
+        """What the ranks do."""
+        return acts(self.part, self.roster, self.taken, self.base)
+
+    def groups(self) -> list[GroupSpec]:
+        """The groups over which it runs; of those of the hosts one, as a rank is in one of them only."""
+        steps = [step for template in self.part.templates for step in template.ways[self.taken]]
+        inner = [one.spec for one in (*self.roster.hosts[:1], self.roster.leaders) if one is not None]
+        return [self.roster.spec, *(inner if any(step.level for step in steps) else [])]
+
+    @cached_property
+    def why(self) -> str:
+        """Why it takes what it takes."""
+        choices = self.part.choices
+        if len(choices) == 1:
+            return self._only()
+        barred = [one.name for one in choices[1:] if one.at_least <= self.nbytes and not self._may(one)]
+        if barred:
+            return f"{', '.join(barred)} would fold floats of less than 32 bits to other bits"
+        others = [at for at in range(len(choices)) if at != self.taken]
+        against = ", ".join(f"{seconds_words(self.times_s[at])} by {choices[at].name}" for at in others)
+        limit = choices[self.taken or 1].at_least
+        side = f"from {nbytes_words(limit)} on" if self.taken else f"below {nbytes_words(limit)}"
+        return f"cheaper {side}: {seconds_words(self.times_s[self.taken])} against {against}"
+
+    def _may(self, choice: Choice) -> bool:
+        return choice.at_least <= self.nbytes and not (choice.stepwise and self.narrow)
+
+    def _only(self) -> str:
+        request, choice = self.part.request, self.part.choices[0]
+        if request.kind.value in request.group.ops:
+            others = rivals(self.part, self.roster)
+            return f"cheaper at any size than {' or '.join(others)}" if others else "the only one here"
+        if choice.name != NATIVE.name:
+            return f"backend {request.group.backend} has no {request.kind.value}"
+        used = {step.kind.value for template in self.part.templates for step in template.steps}
+        instead = " and ".join(sorted(used)) or "the door"
+        return f"backend {request.group.backend} has no {request.kind.value}: {instead} instead"
+
+
+def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[int, ...], begins_s: float) -> Row:
+    part, roster = bundle.part, bundle.roster
+    given, nbytes = sizes.given(number), sizes.nbytes(number)
+    made, scratch = sizes.extra(number)
+    return Row(
+        call=number,
+        op=op_words(part.request),
+        group=roster.spec.name,
+        backend=roster.spec.backend,
+        ranks=part.ranks,
+        tensors=len(given),
+        dtypes=tuple(dict.fromkeys(info.dtype for info in given)),
+        nbytes=nbytes,
+        after=after,
+        bundle=place,
+        packed=(bundle.packing.tensors, bundle.tensors, bundle.packing.kernels),
+        algorithm=part.choices[bundle.taken].name,
+        why=bundle.why,
+        bits=("the left fold in rank order" if roster.bitwise else "equal on all ranks") if part.request.op else "",
+        ways=bundle.ways(nbytes),
+        launches=bundle.launches,
+        acts=bundle.acts,
+        made_nbytes=made,
+        scratch_nbytes=scratch,
+        begins_s=begins_s,
+        time_s=bundle.times_s[bundle.taken],
+    )
+
+
+def _after(plan: Plan) -> list[tuple[int, ...]]:
+    """For each call, the earlier ones whose results it uses, or whose operands it writes."""
+    written: dict[Source, int] = {}
+    read: dict[Source, list[int]] = {}
+    found = []
+    for number, (request, part) in enumerate(zip(plan.requests, plan.parts, strict=True)):
+        before = set[int]()
+        touched = part.touches(request)
+        for source, writes in touched:
+            if isinstance(source, Made):
+                before.add(source.request)
+            if source in written:
+                before.add(written[source])
+            if writes:
+                before.update(read.get(source, ()))
+        for source, writes in touched:
+            if writes:
+                written[source], read[source] = number, []
+            else:
+                read.setdefault(source, []).append(number)
+        found.append(tuple(sorted(before - {number})))
+    return found
+
+
+def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], list[float]]:
+    """When the bundles run, if every participant begins one as soon as all who run it are free; and their begins."""
+    free = [0.0] * count
+    bars: list[list[int]] = [[] for _ in range(count)]
+    drawn = []
+    for at, bundle in enumerate(bundles):
+        begins_s = max((free[member] for member in bundle.members), default=0.0)
+        ends_s = begins_s + bundle.times_s[bundle.taken]
+        drawn.append(Bar(label=bundle.label, calls=bundle.calls, begins_s=begins_s, ends_s=ends_s))
+        for member in bundle.members:
+            free[member] = ends_s
+            bars[member].append(at)
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for position, mine in enumerate(bars):
+        alike.setdefault(tuple(mine), []).append(position)
+    lanes = tuple(
+        Lane(participants=tuple(positions), bars=tuple(drawn[at] for at in mine)) for mine, positions in alike.items()
+    )
+    return lanes, [bar.begins_s for bar in drawn]
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 6 << 20, "gloo": 12 << 20}
+"""Backend -> the bytes of its chunks on a rank, at most; the contract of each is in its docstring."""
+
+_TORCH_CHUNKS = 32 << 20
+
+
+def _chunks(backend: str) -> int:
+    return _TORCH_CHUNKS if backend.startswith("torch:") else _CHUNKS.get(backend, -1)
+
+
+def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
+    """What a participant needs at most: outputs stay, what is for the steps of one call is there until the end."""
+    made, scratch = [0] * len(plan.participants), [0] * len(plan.participants)
+    for bundle in bundles:
+        for number in bundle.calls:
+            extra = sizes.extra(number)
+            for member in bundle.members:
+                made[member] += extra[0]
+                scratch[member] += extra[1]
+    specs = [spec for bundle in bundles for spec in bundle.groups()]
+    return Memory(
+        outputs=max(made, default=0),
+        scratch=max(scratch, default=0),
+        packing=max((bundle.packing.nbytes for bundle in bundles), default=0),
+        chunks=tuple({spec.name: _chunks(spec.backend) for spec in specs}.items()),
+    )

@@ -1,0 +1,204 @@
+"""Collectives in two levels: inside each host, and between one rank of each.
+
+The links between hosts are slow, and the ranks of a host share theirs. So the bytes of a host cross it once, by its
+leader (the host's lowest rank), and not once for each rank (Karonis et al.: "Exploiting hierarchy in parallel computer
+networks to optimize collective operation performance", 2000). Level 1 are the groups of the hosts, level 2 is that of
+the leaders.
+
+An allreduce whose bits are those of the left fold in rank order can't fold the hosts side by side:
+``(a + b) + (c + d)`` is not ``((a + b) + c) + d``. It goes through the hosts one after the other: a leader folds what
+the hosts before it have made with what it has, then the ranks of its host fold theirs onto that. That is slower the
+more hosts there are, and still less than everybody's bytes over the shared links, where hosts hold many ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from raycollect.model import OpKind, ReduceOp
+from raycollect.planner.cost import FREE, Cost, beside, launch, priced
+from raycollect.planner.ir import Part
+from raycollect.planner.setting import Setting, Written
+from raycollect.planner.template import Step
+from raycollect.planner.topology import Roster
+
+__all__ = ["cost", "is_possible", "levels", "write"]
+
+_HOST, _LEADERS = 1, 2
+
+
+def is_possible(setting: Setting) -> bool:
+    """Whether there are two levels, and the operation can be done in them."""
+    layout = setting.layout
+    if not (setting.hosts and setting.leaders and layout.host_count > 1 and layout.largest > 1):
+        return False
+    if setting.kind is OpKind.BROADCAST:
+        return True
+    if setting.kind is not OpKind.ALLREDUCE or setting.op is ReduceOp.AVG:  # the average of averages is another one
+        return False
+    return layout.contiguous or not setting.bitwise
+
+
+def levels(roster: Roster) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
+    """The groups, as `Part.levels`."""
+    leaders = () if roster.leaders is None else (roster.leaders,)
+    return tuple(tuple((inner.spec.group_id, inner.ranks) for inner in level) for level in (roster.hosts, leaders))
+
+
+# ---------------------------------------------------------------------------------------------- cost
+
+
+def cost(setting: Setting) -> Cost:
+    """What it costs."""
+    if setting.kind is OpKind.BROADCAST:
+        root = FREE if setting.root_leads else _inside(setting, OpKind.BROADCAST, setting.layout.root_size)
+        first = Cost(line=root.line)  # the root's host is counted with the others
+        return first + _over_leaders(setting, OpKind.BROADCAST) + _everywhere(setting, OpKind.BROADCAST)
+    folded = _chained(setting) if setting.bitwise else _side_by_side(setting)
+    return folded + _everywhere(setting, OpKind.BROADCAST)
+
+
+def _chained(setting: Setting) -> Cost:
+    folds = FREE
+    for ranks, hosts in setting.layout.sizes:
+        folds += _inside(setting, OpKind.REDUCE, ranks).times(hosts)
+    pair = setting.layout.apart(2)
+    hop = launch(setting.leaders, pair) + priced(OpKind.REDUCE, setting.leaders, pair)
+    return folds + hop.times(setting.layout.host_count - 1) + _over_leaders(setting, OpKind.BROADCAST)
+
+
+def _side_by_side(setting: Setting) -> Cost:
+    return _everywhere(setting, OpKind.REDUCE) + _over_leaders(setting, OpKind.ALLREDUCE)
+
+
+def _over_leaders(setting: Setting, kind: OpKind) -> Cost:
+    leaders = setting.layout.apart(setting.layout.host_count)
+    return launch(setting.leaders, leaders) + priced(kind, setting.leaders, leaders)
+
+
+def _everywhere(setting: Setting, kind: OpKind) -> Cost:
+    """On all hosts at the same time."""
+    return beside((_inside(setting, kind, ranks), hosts) for ranks, hosts in setting.layout.sizes)
+
+
+def _inside(setting: Setting, kind: OpKind, ranks: int) -> Cost:
+    if ranks == 1:
+        return FREE
+    host = setting.layout.one_host(ranks)
+    return launch(setting.hosts, host) + priced(kind, setting.hosts, host)
+
+
+# ---------------------------------------------------------------------------------------------- steps
+
+
+class _Score:
+    """The steps of all ranks as they are written, launch by launch.
+
+    Attributes:
+        steps: For each rank, what was written for it.
+        hosts: For each host, its ranks.
+        at: The launch that is being written.
+    """
+
+    def __init__(self, part: Part, roster: Roster) -> None:
+        self.steps: dict[int, list[Step]] = {rank: [] for rank in part.ranks}
+        self.hosts = roster.topology.groups()
+        self.at = 0
+        self._op = part.request.op
+        templates = {rank: part.template(rank) for rank in part.ranks}
+        self._result = {rank: template.result for rank, template in templates.items()}
+        self._now = {rank: template.src for rank, template in templates.items()}  # where what it has now is
+
+    def inside(self, host: int, kind: OpKind, root: int = 0) -> None:
+        """One kernel over the ranks of a host; none where there is but one."""
+        if len(self.hosts[host]) > 1:
+            self._kernel(kind, self.hosts[host], range(len(self.hosts[host])), level=_HOST, root=root)
+
+    def over_leaders(self, kind: OpKind, root: int = -1, pair: tuple[int, ...] = ()) -> None:
+        """One kernel over the leaders of all hosts, or of two."""
+        leaders = [ranks[0] for ranks in self.hosts]
+        self._kernel(kind, leaders, pair or range(len(leaders)), level=_LEADERS, root=root, pair=pair)
+
+    def next(self) -> None:
+        """Goes on to the next launch."""
+        self.at += 1
+
+    def _kernel(
+        self,
+        kind: OpKind,
+        ranks: Sequence[int],
+        places: Iterable[int],
+        *,
+        level: int,
+        root: int,
+        pair: tuple[int, ...] = (),
+    ) -> None:
+        moves = kind is OpKind.BROADCAST
+        for place in places:
+            rank, is_root = ranks[place], place == root
+            gives, takes = (is_root, not is_root) if moves else (True, is_root or root < 0)
+            step = Step(
+                kind=kind,
+                src=self._now[rank] if gives else -1,
+                dst=self._result[rank] if takes else -1,
+                op=None if moves else self._op,
+                peer=root,
+                level=level,
+                ranks=pair,
+                at=self.at,
+            )
+            self.steps[rank].append(step)
+            if takes:
+                self._now[rank] = self._result[rank]
+
+
+def write(part: Part, roster: Roster) -> Written:
+    """Writes the steps of each rank."""
+    score = _Score(part, roster)
+    if part.request.kind is OpKind.BROADCAST:
+        _broadcast(score, part.request.root, roster.topology.hosts[part.request.root])
+    elif roster.bitwise:
+        _fold_host_by_host(score)
+    else:
+        _fold_side_by_side(score)
+    return tuple(tuple(score.steps[rank]) for rank in part.ranks)
+
+
+def _broadcast(score: _Score, root: int, home: int) -> None:
+    """From the root to its host, where it does not lead it; to the leaders; to their hosts."""
+    leads = score.hosts[home][0] == root
+    if not leads:
+        score.inside(home, OpKind.BROADCAST, score.hosts[home].index(root))
+        score.next()
+    score.over_leaders(OpKind.BROADCAST, home)
+    score.next()
+    for host in range(len(score.hosts)):
+        if host != home or leads:
+            score.inside(host, OpKind.BROADCAST)
+
+
+def _fold_side_by_side(score: _Score) -> None:
+    for host in range(len(score.hosts)):
+        score.inside(host, OpKind.REDUCE)
+    score.next()
+    score.over_leaders(OpKind.ALLREDUCE)
+    _spread(score)
+
+
+def _fold_host_by_host(score: _Score) -> None:
+    for host, ranks in enumerate(score.hosts):
+        if host:
+            score.over_leaders(OpKind.REDUCE, host, (host - 1, host))
+            score.next()
+        if len(ranks) > 1:
+            score.inside(host, OpKind.REDUCE)
+            score.next()
+    score.over_leaders(OpKind.BROADCAST, len(score.hosts) - 1)
+    _spread(score)
+
+
+def _spread(score: _Score) -> None:
+    """From each leader, which has the result, to its host."""
+    score.next()
+    for host in range(len(score.hosts)):
+        score.inside(host, OpKind.BROADCAST)

@@ -1,0 +1,96 @@
+"""What a part of a plan costs by each of its algorithms, and what of a bundle travels packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raycollect.model import OpKind
+from raycollect.planner.algorithms import ALGORITHMS
+from raycollect.planner.cost import FREE, Cost, Layout, priced
+from raycollect.planner.ir import Part
+from raycollect.planner.setting import Setting
+from raycollect.planner.template import NATIVE
+from raycollect.planner.topology import Roster
+
+__all__ = ["PACKED_UP_TO_NBYTES", "Packing", "packing", "price", "rivals"]
+
+PACKED_UP_TO_NBYTES = 128 << 10
+"""The largest tensor that is packed: `raycollect.packing` has the reasons, and the rule that `packing` foresees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """What of a bundle travels packed.
+
+    Attributes:
+        tensors: How many tensors do.
+        kernels: In how many kernels.
+        nbytes: The most staging that a kernel takes on a rank, in bytes.
+    """
+
+    tensors: int = 0
+    kernels: int = 0
+    nbytes: int = 0
+
+
+def packing(sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
+    """Foresees what travels packed: small tensors of one dtype, in their order, as many at a time as staging holds.
+
+    Args:
+        sizes: For each tensor of a bundle its dtype, and the bytes of staging that it takes.
+        staging: See `Program.staging`.
+    """
+    buckets: dict[str, list[list[int]]] = {}
+    for dtype, nbytes in sizes:
+        if nbytes > min(PACKED_UP_TO_NBYTES, staging) or not staging:
+            continue
+        filled = buckets.setdefault(dtype, [[]])
+        if sum(filled[-1]) + nbytes > staging:
+            filled.append([])
+        filled[-1].append(nbytes)
+    packed = [bucket for filled in buckets.values() for bucket in filled if len(bucket) > 1]
+    return Packing(tensors=sum(map(len, packed)), kernels=len(packed), nbytes=max(map(sum, packed), default=0))
+
+
+def price(part: Part, roster: Roster, name: str) -> Cost:
+    """What one of a part's algorithms costs.
+
+    Args:
+        part: The part.
+        roster: Its group.
+        name: The algorithm.
+    """
+    if name == NATIVE.name:
+        return _own(part, roster)
+    return ALGORITHMS[name].cost(Setting.of(part, roster))
+
+
+def rivals(part: Part, roster: Roster) -> tuple[str, ...]:
+    """The algorithms that would be possible for a part beside those that it may take, and cost more at any size."""
+    if roster.topology.host_count == 1 or part.rounds > 1:
+        return ()  # there the planner does not look for any
+    setting, mine = Setting.of(part, roster), {choice.name for choice in part.choices}
+    ops = part.request.group.ops
+    return tuple(
+        name
+        for name, row in ALGORITHMS.items()
+        if name not in mine
+        and roster.spec.world_size <= row.at_most
+        and all(one.value in ops for one in row.needs)
+        and row.serves(setting)
+    )
+
+
+def _own(part: Part, roster: Roster) -> Cost:
+    """What the backend's own kernels cost, one after the other: of one kind, or of those that stand for it."""
+    hosts = roster.topology.hosts
+    place = replace(roster.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
+    layout = Layout.of(place, part.places.get(part.request.root, -1))
+    kinds = dict.fromkeys(
+        OpKind.SEND if step.kind is OpKind.RECV else step.kind
+        for template in part.templates
+        for step in template.steps
+        if isinstance(step.kind, OpKind)
+    )
+    return sum((priced(kind, roster.spec.backend, layout) for kind in kinds), FREE)

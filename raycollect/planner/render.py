@@ -1,0 +1,239 @@
+"""An explanation as text, and as a page of HTML that needs nothing else.
+
+Calls that differ in nothing but their number share a row. Everything that a user named is escaped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from raycollect.planner.report import Lane, Report, Row
+from raycollect.planner.wording import nbytes_words, ranks_words, seconds_words
+
+__all__ = ["html", "text"]
+
+MOST_ACTS = 8
+"""How many different parts of ranks are told for a call; the others are counted."""
+
+MOST_LANES = 16
+"""How many lines of time are drawn."""
+
+MOST_RANKS = 40
+"""How many characters a list of ranks may take."""
+
+_HEAD = (
+    "calls",
+    "operation",
+    "group",
+    "ranks",
+    "tensors",
+    "dtype",
+    "bytes per rank",
+    "algorithm",
+    "launches",
+    "inside hosts",
+    "between hosts",
+    "time",
+)
+_RIGHT = frozenset({"tensors", "bytes per rank", "inside hosts", "between hosts", "time"})
+
+
+def text(report: Report) -> str:
+    """An explanation as text, in ASCII but for what the user named."""
+    bundles = _bundles(report.rows)
+    lines = [_title(report), "", *_table([_HEAD, *(cells for rows in bundles for cells in _cells(rows))]), ""]
+    for rows in bundles:
+        lines += [f"{_calls(rows)}: {rows[0].op}", *(f"  {name:<10} {what}" for name, what in _details(rows))]
+        lines += [f"    {line}" for line in _acts(rows[0])] + [""]
+    width = max(len(name) for name, _ in _totals(report))
+    lines += ["in all", *(f"  {name:<{width}}  {what}" for name, what in _totals(report))]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def html(report: Report) -> str:
+    """An explanation as a fragment of HTML: a table, what the ranks do, and a picture of the time."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in _HEAD)
+    body = "\n".join(_html_rows(rows) for rows in _bundles(report.rows))
+    totals = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(what)}</dd>" for name, what in _totals(report))
+    return (
+        f'<div class="raycollect-plan">\n<p><b>{escape(_title(report))}</b></p>\n'
+        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n"
+        f"{_svg(report)}<dl>\n{totals}\n</dl>\n</div>\n"
+    )
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def _bundles(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows that run together, in the order in which they do."""
+    found: dict[int, list[Row]] = {}
+    for row in sorted(rows, key=lambda one: one.bundle):
+        found.setdefault(row.bundle, []).append(row)
+    return list(found.values())
+
+
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of a bundle, those whose tensors are alike together."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row.tensors, row.dtypes, row.nbytes), []).append(row)
+    return list(found.values())
+
+
+def _title(report: Report) -> str:
+    calls = f"{len(report.rows)} call{'s' if len(report.rows) != 1 else ''}"
+    who = f"{report.participants} participant{'s' if report.participants != 1 else ''}"
+    return f"{report.name}: {calls}, {who}, {seconds_words(report.time_s)} foreseen"
+
+
+def _calls(rows: Sequence[Row]) -> str:
+    return f"call{'s' if len(rows) > 1 else ''} {ranks_words([row.call for row in rows])}"
+
+
+def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """The lines of a bundle in the table; its time is told once."""
+    return [_line(alike, told=at == 0) for at, alike in enumerate(_alike(rows))]
+
+
+def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
+    row, count = rows[0], len(rows)
+    each = f"{count} x " if count > 1 else ""
+    launches = ranks_words([launch for launch in row.launches if launch])
+    return (
+        ranks_words([one.call for one in rows]),
+        row.op,
+        row.group,
+        _clipped(ranks_words(row.ranks)),
+        f"{each}{row.tensors}",
+        ", ".join(row.dtypes) or "-",
+        f"{each}{nbytes_words(row.nbytes)}",
+        row.algorithm,
+        ", ".join(filter(None, ["door" if 0 in row.launches else "", launches])),
+        nbytes_words(sum(one.way.nbytes_inside for one in rows)),
+        nbytes_words(sum(one.way.nbytes_between for one in rows)),
+        seconds_words(row.time_s) if told else '"',
+    )
+
+
+def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """What there is to say of a bundle."""
+    row = rows[0]
+    packed, tensors, kernels = row.packed
+    after = sorted({call for one in rows for call in one.after})
+    made, scratch = sum(one.made_nbytes for one in rows), sum(one.scratch_nbytes for one in rows)
+    found = {
+        "why": f"{row.algorithm}: {row.why}",
+        "after": after and f"call{'s' if len(after) > 1 else ''} {ranks_words(after)}",
+        "packed": packed and f"{packed} of {tensors} tensors travel in {kernels} kernel{'s' if kernels > 1 else ''}",
+        "bits": row.bits,
+        "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
+        "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",
+    }
+    return [(name, str(what)) for name, what in found.items() if what]
+
+
+def _acts(row: Row) -> list[str]:
+    """What the ranks do, a line for each step."""
+    lines = []
+    for act in row.acts[:MOST_ACTS]:
+        who = f"rank{'s' if len(act.ranks) > 1 else ''} {_clipped(ranks_words(act.ranks))}"
+        first, *others = act.steps or ("nothing but the door",)
+        lines += [f"{who}: {first}", *(f"{'':{len(who)}}  {step}" for step in others)]
+    if len(row.acts) > MOST_ACTS:
+        lines.append(f"and {len(row.acts) - MOST_ACTS} more parts of other ranks")
+    return lines
+
+
+def _totals(report: Report) -> list[tuple[str, str]]:
+    memory = report.memory
+    chunks = ", ".join(f"{name} {'unknown' if nbytes < 0 else nbytes_words(nbytes)}" for name, nbytes in memory.chunks)
+    return [
+        ("messages", f"{report.participants}, one per participant"),
+        ("door", f"{report.door}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
+        ("launches", f"{report.launches}, with that of the door"),
+        ("bytes inside hosts", nbytes_words(report.nbytes_inside)),
+        ("bytes between hosts", nbytes_words(report.nbytes_between)),
+        ("outputs on a rank", nbytes_words(memory.outputs)),
+        ("scratch on a rank", nbytes_words(memory.scratch)),
+        ("packing on a rank", f"{nbytes_words(memory.packing)}, of {nbytes_words(report.staging)} allowed"),
+        ("chunks, at most", chunks),
+        ("time", f"{seconds_words(report.time_s)} after the door"),
+    ]
+
+
+def _clipped(words: str, most: int = MOST_RANKS) -> str:
+    return words if len(words) <= most else f"{words[: most - 5].rpartition(',')[0]}, ..."
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns as wide as need be, with a rule below the first."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            f"{cell:>{width}}" if name in _RIGHT else f"{cell:<{width}}"
+            for cell, width, name in zip(row, widths, _HEAD, strict=True)
+        )
+        for row in rows
+    ]
+    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+
+
+# ---------------------------------------------------------------------------------------------- HTML
+
+
+def _html_rows(rows: Sequence[Row]) -> str:
+    """The lines of a bundle, and below them what there is to say of it."""
+    lines = [
+        "".join(
+            f'<td style="text-align:right">{escape(cell)}</td>' if name in _RIGHT else f"<td>{escape(cell)}</td>"
+            for cell, name in zip(cells, _HEAD, strict=True)
+        )
+        for cells in _cells(rows)
+    ]
+    told = "\n".join([*(f"{name}: {what}" for name, what in _details(rows)), *_acts(rows[0])])
+    lines.append(
+        f'<td></td><td colspan="{len(_HEAD) - 1}" style="text-align:left">'
+        f"<details><summary>{escape(rows[0].why)}</summary><pre>{escape(told)}</pre></details></td>"
+    )
+    return "\n".join(f"<tr>{line}</tr>" for line in lines)
+
+
+_WIDTH, _LINE, _LEFT = 720, 22, 140
+_COLOURS = ("#4878a8", "#d08040", "#5a9a5a", "#b05050", "#8868a8", "#807060")
+
+
+def _svg(report: Report) -> str:
+    """The line of time of each lane; a bar's title says what it is."""
+    lanes = report.lanes[:MOST_LANES]
+    if not report.time_s:
+        return ""
+    height = _LINE * (len(lanes) + 1) + (_LINE if len(report.lanes) > MOST_LANES else 0)
+    parts = [part for at, lane in enumerate(lanes) for part in _lane_parts(lane, at, report.time_s)]
+    if len(report.lanes) > MOST_LANES:
+        parts.append(_label(0, _LINE * len(lanes) + 15, f"and {len(report.lanes) - MOST_LANES} more lines"))
+    foot = height - 6
+    parts += [_label(_LEFT, foot, "0"), _label(_WIDTH, foot, seconds_words(report.time_s), anchor="end")]
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
+        f'font-family="sans-serif" font-size="11">\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _lane_parts(lane: Lane, at: int, time_s: float) -> list[str]:
+    """The label of a lane, and its bars."""
+    top, scale = _LINE * at, (_WIDTH - _LEFT) / time_s
+    parts = [_label(0, top + 15, f"at {_clipped(ranks_words(lane.participants), 20)}")]
+    for bar in lane.bars:
+        x, wide = _LEFT + bar.begins_s * scale, max(1.0, (bar.ends_s - bar.begins_s) * scale - 0.5)
+        colour = _COLOURS[bar.calls[0] % len(_COLOURS)]
+        parts.append(
+            f'<rect x="{x:.1f}" y="{top + 3}" width="{wide:.1f}" height="{_LINE - 6}" fill="{colour}">'
+            f"<title>{escape(bar.label)}: {seconds_words(bar.ends_s - bar.begins_s)}</title></rect>"
+        )
+    return parts
+
+
+def _label(x: float, y: float, words: str, anchor: str = "start") -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'

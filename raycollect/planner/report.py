@@ -1,0 +1,175 @@
+"""What is told about a plan, as plain values; `explain` writes them, `render` shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Act", "Bar", "Lane", "Memory", "Report", "Row", "Way"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Act:
+    """What some ranks do for a call.
+
+    Attributes:
+        ranks: The ranks, ascending.
+        steps: Their steps, in order.
+    """
+
+    ranks: tuple[int, ...]
+    steps: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One algorithm that a call may take.
+
+    Attributes:
+        name: Its name.
+        at_least: The bytes that a rank gives from which on it is taken.
+        time_s: What it would take for the bytes of the call and those that travel with it, in seconds.
+        nbytes_inside: The bytes that it would move inside hosts, on all ranks together, for this call.
+        nbytes_between: The same between hosts.
+    """
+
+    name: str
+    at_least: int
+    time_s: float
+    nbytes_inside: int
+    nbytes_between: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One call.
+
+    Attributes:
+        call: Its place in the batch, from 0.
+        op: The operation, with its reduce op and root.
+        group: The group's name.
+        backend: Its backend.
+        ranks: The ranks that take part.
+        tensors: How many tensors a rank gives.
+        dtypes: Their distinct dtypes.
+        nbytes: The most bytes that a rank gives.
+        after: The calls that have to come before it, as it uses what they write, or writes what they use.
+        bundle: Its place in the order in which calls run; those of one place run together.
+        packed: How many tensors of its bundle travel packed, of how many, and in how many kernels.
+        algorithm: The name of what is taken.
+        why: Why that one.
+        bits: What the bits of a reduction are (P7); empty for other operations.
+        ways: All algorithms that it could take, in the planner's order.
+        launches: Which launches of the plan it runs in; 0 is the door's.
+        acts: What the ranks do.
+        made_nbytes: The most bytes of output that are made on a rank.
+        scratch_nbytes: The most bytes that are made on a rank for the steps only.
+        begins_s: When its bundle begins, in seconds after the door.
+        time_s: How long its bundle takes, in seconds.
+    """
+
+    call: int
+    op: str
+    group: str
+    backend: str
+    ranks: tuple[int, ...]
+    tensors: int
+    dtypes: tuple[str, ...]
+    nbytes: int
+    after: tuple[int, ...]
+    bundle: int
+    packed: tuple[int, int, int]
+    algorithm: str
+    why: str
+    bits: str
+    ways: tuple[Way, ...]
+    launches: tuple[int, ...]
+    acts: tuple[Act, ...]
+    made_nbytes: int
+    scratch_nbytes: int
+    begins_s: float
+    time_s: float
+
+    @property
+    def way(self) -> Way:
+        """What is taken."""
+        return next(way for way in self.ways if way.name == self.algorithm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A bundle on the line of time.
+
+    Attributes:
+        label: What it is.
+        calls: Its calls.
+        begins_s: When it begins, in seconds after the door.
+        ends_s: When it ends.
+    """
+
+    label: str
+    calls: tuple[int, ...]
+    begins_s: float
+    ends_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The line of time of participants that take part in the same bundles.
+
+    Attributes:
+        participants: Their positions.
+        bars: What they run, in order.
+    """
+
+    participants: tuple[int, ...]
+    bars: tuple[Bar, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The most memory that a participant needs beyond the operands, in bytes.
+
+    Attributes:
+        outputs: What is made for the user.
+        scratch: What is made for the steps only.
+        packing: Where tensors lie that travel packed.
+        chunks: For each group: (its name, the chunks of its backend; -1 where that is not known).
+    """
+
+    outputs: int
+    scratch: int
+    packing: int
+    chunks: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a call or a batch will do, as plain values.
+
+    Attributes:
+        name: The operation, or ``"batch"``.
+        participants: How many processes take part; each gets one message.
+        door: Where they agree: the name of a group, or ``"the controller"``.
+        rounds: How often they meet there.
+        launches: How many launches there are, the door's included.
+        staging: The bytes in which tensors may travel packed; 0: none does.
+        rows: The calls.
+        lanes: When the bundles run.
+        memory: What is needed beyond the operands.
+        time_s: How long all of it takes after the door, in seconds.
+        nbytes_inside: The bytes moved inside hosts, by all ranks together.
+        nbytes_between: The same between hosts.
+    """
+
+    name: str
+    participants: int
+    door: str
+    rounds: int
+    launches: int
+    staging: int
+    rows: tuple[Row, ...]
+    lanes: tuple[Lane, ...]
+    memory: Memory
+    time_s: float
+    nbytes_inside: int
+    nbytes_between: int

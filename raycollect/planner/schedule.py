@@ -1,0 +1,160 @@
+"""Puts the parts of a batch into one order that all participants keep, and those that are alike together.
+
+Requests are taken in program order. One that depends on another (it uses a ref that the other writes, or writes one
+that the other uses, or takes what the other makes) comes after it; one that is of the same form as others, and need not
+come after what follows these, joins them: their tensors may then travel packed. The order is one list for the whole
+plan, and every participant runs its share of it from the front, so nobody waits for someone who waits for him: of all
+launches that have not ended, the first one can always go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raycollect.planner.ir import Made, Part, Plan, Request, Together
+from raycollect.planner.template import NATIVE
+from raycollect.planner.topology import Roster
+
+__all__ = ["schedule"]
+
+
+class _Uses:
+    """Where in the order a source was used last."""
+
+    __slots__ = ("read", "written")
+
+    def __init__(self) -> None:
+        self.read = -1
+        self.written = -1
+
+
+def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequence[Roster], staging: int) -> Plan:
+    """Makes the plan of a batch.
+
+    Args:
+        requests: The requests, in program order.
+        parts: What is done for each; those of one form are the same object.
+        rosters: The group of each.
+        staging: See `Program.staging`.
+    """
+    participants, door = _participants(parts, rosters)
+    order = _bundled(requests, parts)
+    at_door = [
+        door is roster and len(part.ranks) == len(participants) for part, roster in zip(parts, rosters, strict=True)
+    ]
+    together, width = _numbered(order, parts, at_door)
+    single = width == 1
+    alone, width = _alone(parts, width)
+    if single:
+        alone, width = (0,) * len(parts), 1
+    brought = _rounds(requests, parts)
+    return Plan(
+        requests=tuple(requests),
+        parts=tuple(parts),
+        rosters=tuple(rosters),
+        participants=participants,
+        order=together,
+        alone=alone,
+        brought=brought,
+        rounds=max((first + part.rounds for first, part in zip(brought, parts, strict=True)), default=1),
+        door=door,
+        width=width,
+        staging=staging,
+    )
+
+
+def _participants(parts: Sequence[Part], rosters: Sequence[Roster]) -> tuple[tuple[str, ...], Roster | None]:
+    """All participants, and a group that they are all members of: by its ranks, or else as the requests come."""
+    found: dict[str, None] = {}
+    seen = set[tuple[int, int]]()
+    for part, roster in zip(parts, rosters, strict=True):
+        if (id(part), id(roster)) not in seen:
+            seen.add((id(part), id(roster)))
+            found.update(dict.fromkeys(roster.members[rank] for rank in part.ranks))
+    for roster in dict.fromkeys(rosters):
+        ranks = [roster.rank_of(one) for one in found]
+        if min(ranks) >= 0:
+            return tuple(roster.members[rank] for rank in sorted(ranks)), roster
+    return tuple(found), None
+
+
+def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[int]]:
+    """The requests in the order in which they run, those that run together in one list."""
+    order: list[list[int]] = []
+    place: list[int] = []  # request -> its bundle
+    latest: dict[int, list[int]] = {}  # form -> its bundles
+    uses: dict[object, _Uses] = {}
+    for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
+        after = -1
+        touched = part.touches(request)
+        for source, written in touched:
+            if isinstance(source, Made):
+                after = max(after, place[source.request])
+            use = uses.get(source)
+            if use is not None:
+                after = max(after, use.written, use.read if written else -1)
+        at = next((one for one in latest.get(id(part), ()) if one > after), len(order))
+        if at == len(order):
+            order.append([])
+            latest.setdefault(id(part), []).append(at)
+        order[at].append(number)
+        place.append(at)
+        for source, written in touched:
+            use = uses.setdefault(source, _Uses())
+            if written:
+                use.written = max(use.written, at)
+            else:
+                use.read = max(use.read, at)
+    return order
+
+
+def _numbered(
+    order: Sequence[Sequence[int]], parts: Sequence[Part], at_door: Sequence[bool]
+) -> tuple[tuple[Together, ...], int]:
+    """Numbers the launches of what runs together.
+
+    Those over the same ranks of the same group, one after the other, are one.
+    """
+    together = []
+    width = 1
+    open_: tuple[object, int] | None = None  # who is in the newest launch, and its number
+    begun = False  # whether a launch after the door's was begun
+    for requests in order:
+        part = parts[requests[0]]
+        who = (part.request.group.group_id, part.ranks)
+        if len(part.choices) == 1 and part.width == 1:
+            if at_door[requests[0]] and not begun:
+                base = 0
+            elif open_ is not None and open_[0] == who:
+                base = open_[1]
+            else:
+                base, width, begun = width, width + 1, True
+                open_ = (who, base)
+            together.append(Together(requests=tuple(requests), base=(base,)))
+            continue
+        door_is_open = at_door[requests[0]] and not begun
+        bases = [0 if door_is_open and choice.name == NATIVE.name else width for choice in part.choices]
+        together.append(Together(requests=tuple(requests), base=tuple(bases)))
+        width, begun, open_ = width + part.width, True, None
+    return tuple(together), width
+
+
+def _alone(parts: Sequence[Part], width: int) -> tuple[tuple[int, ...], int]:
+    """Numbers the launches of each request by itself."""
+    bases = []
+    for part in parts:
+        bases.append(width)
+        width += part.width
+    return tuple(bases), width
+
+
+def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:
+    """The round of the door to which each request is first brought: once the shapes of all that it uses are known."""
+    known: list[int] = []  # request -> the round before which its output's shapes are known
+    brought = []
+    for request, part in zip(requests, parts, strict=True):
+        made = [one for _, src, dst in request.operands for one in (src, dst) if isinstance(one, Made)]
+        first = max((known[one.request] for one in made), default=0)
+        brought.append(first)
+        known.append(first + part.rounds - 1)
+    return tuple(brought)

@@ -1,0 +1,73 @@
+"""What the algorithms look at when they say what they cost and whether they can be taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raycollect.model import OpKind, ReduceOp
+from raycollect.planner.cost import Layout
+from raycollect.planner.ir import Part
+from raycollect.planner.template import Step
+from raycollect.planner.topology import Inner, Roster
+
+__all__ = ["Setting", "Written"]
+
+Written = tuple[tuple[Step, ...], ...]
+"""For each rank that takes part, ascending: its steps by some algorithm."""
+
+_INNER_OPS = {
+    "hosts": (OpKind.REDUCE, OpKind.BROADCAST),
+    "leaders": (OpKind.REDUCE, OpKind.BROADCAST, OpKind.ALLREDUCE),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A collective and its group, without naming any rank.
+
+    Attributes:
+        kind: The operation.
+        backend: The backend of the group.
+        layout: How many ranks are where.
+        op: The reduce op.
+        hosts: The backend of the groups of each host's ranks; empty where there are none.
+        leaders: The backend of the group of the hosts' lowest ranks; empty where there is none.
+        bitwise: See `Roster.bitwise`.
+        root_leads: Whether the root is the lowest rank of its host.
+    """
+
+    kind: OpKind
+    backend: str
+    layout: Layout
+    op: ReduceOp | None = None
+    hosts: str = ""
+    leaders: str = ""
+    bitwise: bool = True
+    root_leads: bool = True
+
+    @classmethod
+    def of(cls, part: Part, roster: Roster) -> Setting:
+        """What there is to see of one request's form."""
+        request, groups = part.request, roster.topology.groups()
+        leaders = tuple(ranks[0] for ranks in groups)
+        fits = (
+            roster.leaders is not None
+            and _serves(roster.leaders, leaders, "leaders")
+            and len(roster.hosts) == len(groups)
+            and all(_serves(inner, ranks, "hosts") for inner, ranks in zip(roster.hosts, groups, strict=True))
+        )
+        return cls(
+            kind=request.kind,
+            backend=roster.spec.backend,
+            layout=Layout.of(roster.topology, request.root),
+            op=request.op,
+            hosts=roster.hosts[0].spec.backend if fits else "",
+            leaders=roster.leaders.spec.backend if fits and roster.leaders else "",
+            bitwise=roster.bitwise,
+            root_leads=request.root < 0 or request.root in leaders,
+        )
+
+
+def _serves(inner: Inner, ranks: tuple[int, ...], level: str) -> bool:
+    """Whether an inner group is that of these ranks, and can do what it has to."""
+    return inner.ranks == ranks and (len(ranks) == 1 or all(op.value in inner.spec.ops for op in _INNER_OPS[level]))

@@ -1,0 +1,141 @@
+"""What every rank of a plan holds, gives and gets, worked out from what its operands hold.
+
+This is what the ranks tell each other at the door, foreseen: an output has the infos of what it is made like, of a
+piece, or of what the other ranks give (`Role`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raycollect.model import PIECES, TensorInfo
+from raycollect.planner.ir import Made, Part, Plan, Source
+from raycollect.planner.template import Role, Template
+
+__all__ = ["Infos", "Sizes"]
+
+Infos = tuple[TensorInfo, ...]
+"""The tensors of one value, in order."""
+
+
+class Sizes:
+    """What the ranks of a plan hold.
+
+    Args:
+        plan: The plan.
+        given: What each operand holds, by what stands for it in the requests.
+    """
+
+    def __init__(self, plan: Plan, given: Mapping[Source, Infos]) -> None:
+        self._plan = plan
+        self._given = given
+        self._made: dict[tuple[int, int], Infos] = {}
+
+    def gives(self, number: int, rank: int) -> Infos:
+        """What a rank gives to a request; nothing where it only takes.
+
+        Raises:
+            KeyError: It is not known what an operand holds.
+        """
+        part = self._plan.parts[number]
+        source = self._plan.requests[number].operands[part.places[rank]][1]
+        return () if source is None else self._held(number, rank, source)
+
+    def nbytes(self, number: int) -> int:
+        """The most bytes that a rank gives to a request, in all pieces together."""
+        return max((_nbytes(self.gives(number, rank)) for rank in self._plan.parts[number].ranks), default=0)
+
+    def given(self, number: int) -> Infos:
+        """What the ranks give to a request; where they differ, what the one gives that gives most."""
+        return max((self.gives(number, rank) for rank in self._plan.parts[number].ranks), key=_nbytes, default=())
+
+    def made(self, number: int, rank: int) -> Infos:
+        """What a request makes for the user on a rank; nothing where it makes nothing there.
+
+        Raises:
+            KeyError: It is not known what an operand holds.
+            ValueError: What is given can't be cut into a piece per rank.
+        """
+        known = self._made.get((number, rank))
+        if known is None:
+            template = self._plan.parts[number].template(rank)
+            known = self._made[number, rank] = self._output(number, rank, template)
+        return known
+
+    def extra(self, number: int) -> tuple[int, int]:
+        """The most bytes that a rank makes for a request: (for the user, for its steps only)."""
+        part = self._plan.parts[number]
+        made = [_nbytes(self.made(number, rank)) for rank in part.ranks]
+        scratch = [self._scratch(number, rank, part.template(rank)) for rank in part.ranks]
+        return max(made, default=0), max(scratch, default=0)
+
+    def staged(self, number: int) -> list[tuple[str, int]]:
+        """For each tensor of a request: its dtype, and the bytes of staging that it takes where it travels packed.
+
+        In pieces, it takes the largest piece for each rank, as all ranks have to lay it out alike.
+        """
+        part = self._plan.parts[number]
+        kind, count = part.request.kind, len(part.ranks)
+        in_pieces, out_pieces = PIECES.get(kind, (False, False))
+        given = self.given(number)
+        if not in_pieces and not out_pieces:
+            return [(info.dtype, info.nbytes) for info in given]
+        sides = [held for rank in part.ranks if (held := self.gives(number, rank))]
+        pieces = [_piece(part, held, rank) for held in sides for rank in part.ranks] if in_pieces else sides
+        rows = count * (2 if out_pieces and in_pieces else 1)
+        return [(column[0].dtype, rows * max(info.nbytes for info in column)) for column in zip(*pieces, strict=False)]
+
+    # ------------------------------------------------------------------------------------------ of one rank
+
+    def _held(self, number: int, rank: int, source: Source) -> Infos:
+        if not isinstance(source, Made):
+            return self._given[source]
+        earlier = self._plan.rosters[source.request]
+        participant = self._plan.rosters[number].members[rank]
+        return self.made(source.request, earlier.rank_of(participant))
+
+    def _output(self, number: int, rank: int, template: Template) -> Infos:
+        role = next((buffer.role for buffer in template.buffers if buffer.is_output), None)
+        if role is None:
+            return ()
+        if role is Role.LEARNED:
+            return self._learned(number, rank)
+        held = self.gives(number, rank)
+        return held if role is Role.LIKE else _piece(self._plan.parts[number], held, rank)
+
+    def _learned(self, number: int, rank: int) -> Infos:
+        """What comes from the others: from all of them in pieces, or the root's."""
+        part = self._plan.parts[number]
+        in_pieces, out_pieces = PIECES.get(part.request.kind, (False, False))
+        givers = part.ranks if out_pieces else (part.request.root,)
+        if out_pieces and not in_pieces:  # the same for all takers
+            known = next((self._made[number, one] for one in part.ranks if self._made.get((number, one))), None)
+            if known is not None:
+                return known
+        held = [self.gives(number, giver) for giver in givers]
+        return tuple(info for one in held for info in (_piece(part, one, rank) if in_pieces else one))
+
+    def _scratch(self, number: int, rank: int, template: Template) -> int:
+        if not any(buffer.scratch for buffer in template.buffers):
+            return 0
+        if any(buffer.scratch and buffer.role is Role.LEARNED for buffer in template.buffers):
+            return sum(_nbytes(self.gives(number, one)) for one in self._plan.parts[number].ranks)
+        return _nbytes(self.gives(number, rank))
+
+
+def _piece(part: Part, held: Infos, rank: int) -> Infos:
+    """A rank's piece of what is one piece per rank: a list with one item each, or one tensor that is cut."""
+    count, at = len(part.ranks), part.places[rank]
+    if len(held) % count == 0 and (len(held) > 1 or count == 1):
+        each = len(held) // count
+        return held[at * each : (at + 1) * each]
+    if len(held) == 1 and held[0].shape and held[0].shape[0] % count == 0:
+        (info,) = held
+        rows, rest = info.shape[0] // count, info.shape[1:]
+        return (replace(info, shape=rest if rows == 1 and rest else (rows, *rest)),)
+    raise ValueError(f"{len(held)} tensors can't be cut into {count} pieces")
+
+
+def _nbytes(infos: Infos) -> int:
+    return sum(info.nbytes for info in infos)

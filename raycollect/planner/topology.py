@@ -1,0 +1,140 @@
+"""Where the ranks of a group are, and what the ways between them cost: values, asked for once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from raycollect.model import GroupSpec
+
+__all__ = ["BETWEEN", "INSIDE", "Inner", "Link", "Roster", "Topology"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What it costs to move n bytes from one rank to another: ``latency_s + n / bandwidth`` (Hockney's model).
+
+    Attributes:
+        latency_s: Seconds until the first byte is there.
+        bandwidth: Bytes per second.
+    """
+
+    latency_s: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and self.bandwidth > 0):
+            raise ValueError(f"no such link: {self.latency_s} s, {self.bandwidth} bytes per second")
+
+    def time_s(self, nbytes: float) -> float:
+        """How long n bytes take."""
+        return self.latency_s + nbytes / self.bandwidth
+
+
+INSIDE = Link(latency_s=15e-6, bandwidth=6e9)
+"""Shared memory of one machine, where nobody has measured it."""
+BETWEEN = Link(latency_s=60e-6, bandwidth=1.2e9)
+"""A network of 10 Gbit/s, where nobody has measured it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Where each rank is.
+
+    Attributes:
+        hosts: For each rank, the number of its host, counted from 0 in the order of the ranks.
+        inside: What moving bytes costs between ranks of one host.
+        between: The same between ranks of different hosts. Ranks of one host share it.
+    """
+
+    hosts: tuple[int, ...]
+    inside: Link = INSIDE
+    between: Link = BETWEEN
+
+    @classmethod
+    def of(cls, places: Sequence[object], *, inside: Link = INSIDE, between: Link = BETWEEN) -> Topology:
+        """The topology of ranks whose hosts go by any names.
+
+        Args:
+            places: For each rank, what names its host.
+            inside: See `Topology`.
+            between: See `Topology`.
+        """
+        numbers: dict[object, int] = {}
+        hosts = tuple(numbers.setdefault(place, len(numbers)) for place in places)
+        return cls(hosts=hosts, inside=inside, between=between)
+
+    @property
+    def host_count(self) -> int:
+        """How many hosts there are."""
+        return len(set(self.hosts))
+
+    def on(self, host: int) -> tuple[int, ...]:
+        """The ranks of a host, ascending."""
+        return tuple(rank for rank, other in enumerate(self.hosts) if other == host)
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """For each host, its ranks, ascending."""
+        found: dict[int, list[int]] = {}
+        for rank, host in enumerate(self.hosts):
+            found.setdefault(host, []).append(rank)
+        return tuple(tuple(ranks) for _, ranks in sorted(found.items()))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the ranks of each host follow each other, so that folding host by host is folding in rank order."""
+        return list(self.hosts) == sorted(self.hosts)
+
+    def link(self, a: int, b: int) -> Link:
+        """The way between two ranks."""
+        return self.inside if self.hosts[a] == self.hosts[b] else self.between
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    """A group inside a group, which only plans use.
+
+    Attributes:
+        spec: The group.
+        ranks: The ranks of the outer group that are its ranks 0, 1, ...
+    """
+
+    spec: GroupSpec
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Roster:
+    """A group as the planner sees it. Made once per group and compared by identity: it is part of cache keys.
+
+    Attributes:
+        spec: The group.
+        members: What names each rank's participant, alike in all groups.
+        topology: Where they are.
+        hosts: For each host the group of its ranks, by the number of the host; empty where there are none.
+        leaders: The group of each host's lowest rank, by the number of the host; None where there is none.
+        bitwise: Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise.
+    """
+
+    spec: GroupSpec
+    members: tuple[str, ...]
+    topology: Topology
+    hosts: tuple[Inner, ...] = ()
+    leaders: Inner | None = None
+    bitwise: bool = True
+    _ranks: dict[str, int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.spec.world_size == len(self.members) == len(self.topology.hosts):
+            raise ValueError(f"a group of {self.spec.world_size} has {len(self.members)} members")
+        object.__setattr__(self, "_ranks", {one: rank for rank, one in enumerate(self.members)})
+
+    @classmethod
+    def alone(cls, spec: GroupSpec) -> Roster:
+        """The roster of a group of which nothing is known but its size: as if on one host, named by ranks."""
+        count = spec.world_size
+        return cls(spec=spec, members=tuple(map(str, range(count))), topology=Topology(hosts=(0,) * count))
+
+    def rank_of(self, participant: str) -> int:
+        """The rank of a participant; -1 where it is no member."""
+        return self._ranks.get(participant, -1)

@@ -1,0 +1,167 @@
+"""Proves that the order of a plan is one that all participants can keep, before it is sent.
+
+Three things follow from what it looks at. Whoever uses a value sees what program order says that it sees: requests that
+depend on each other run one after the other. Nobody waits for ever: all participants begin launches in one ascending
+order of numbers, and a number belongs to one set of ranks, so that of all launches under way the lowest one can go on.
+And nothing is left out or done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raycollect.errors import InternalError
+from raycollect.planner.ir import Made, Part, Plan, Source, Together
+from raycollect.planner.topology import Roster
+
+__all__ = ["verify_order"]
+
+
+def verify_order(plan: Plan) -> None:
+    """Proves that the order of a plan keeps what depends on each other in program order, and that no wait is a cycle.
+
+    It looks at each operand of each request once, and at nothing that the schedule has noted down but the order itself.
+
+    Raises:
+        InternalError: It does not.
+    """
+    problem = _unfit(plan) or _incomplete(plan) or _reordered(plan) or _misnumbered(plan) or _unlike(plan)
+    if problem:
+        raise InternalError(detail=f"the order of a plan of {len(plan.requests)} requests {problem}")
+
+
+def _unfit(plan: Plan) -> str:
+    """Whether everyone who takes part is a participant, once."""
+    counts = {len(column) for column in (plan.requests, plan.parts, plan.rosters, plan.alone, plan.brought)}
+    if len(counts) > 1:
+        return f"has columns of {sorted(counts)} rows"
+    places = {one: at for at, one in enumerate(plan.participants)}
+    if len(places) < len(plan.participants):
+        return "has a participant twice"
+    for part, roster in _distinct(plan):
+        strangers = [rank for rank in part.ranks if roster.members[rank] not in places]
+        if strangers:
+            return f"lacks the participants of ranks {strangers} of group {roster.spec.name!r}"
+    if plan.door is not None and any(plan.door.rank_of(one) < 0 for one in plan.participants):
+        return f"has participants that are no members of the door's group {plan.door.spec.name!r}"
+    return ""
+
+
+def _distinct(plan: Plan) -> list[tuple[Part, Roster]]:
+    """The parts and their rosters, each pair once."""
+    found = {(id(part), id(roster)): (part, roster) for part, roster in zip(plan.parts, plan.rosters, strict=True)}
+    return list(found.values())
+
+
+def _incomplete(plan: Plan) -> str:
+    """Whether each request is there once, with others of its own form only."""
+    seen = [number for together in plan.order for number in together.requests]
+    if sorted(seen) != list(range(len(plan.requests))):
+        return f"has requests {sorted(seen)} where each is meant once"
+    for together in plan.order:
+        if not together.requests or list(together.requests) != sorted(together.requests):
+            return f"has requests {together.requests} together, not in their order"
+        if len({(id(plan.parts[number]), id(plan.rosters[number])) for number in together.requests}) > 1:
+            return f"has requests {together.requests} of several forms together"
+        if len(together.base) != len(plan.parts[together.requests[0]].choices):
+            return f"has {len(together.base)} places for the algorithms of request {together.requests[0]}"
+    return ""
+
+
+class _Seen:
+    """Where the requests so far use one source: the last place of any use, and of any that writes."""
+
+    __slots__ = ("used", "written")
+
+    def __init__(self) -> None:
+        self.used = -1
+        self.written = -1
+
+
+def _reordered(plan: Plan) -> str:
+    """Whether a request runs, or is brought, before what it depends on."""
+    place = {number: at for at, together in enumerate(plan.order) for number in together.requests}
+    seen: dict[Source, _Seen] = {}
+    for number, (request, part) in enumerate(zip(plan.requests, plan.parts, strict=True)):
+        at, touched = place[number], part.touches(request)
+        for source, written in touched:
+            if type(source) is Made:
+                problem = _made_late(plan, number, source.request, place)
+                if problem:
+                    return problem
+            one = seen.get(source)
+            if one is not None and at <= (one.used if written else one.written):
+                return f"has request {number} not after those before it that use the same memory"
+        for source, written in touched:
+            one = seen.setdefault(source, _Seen())
+            one.used = max(one.used, at)
+            if written:
+                one.written = max(one.written, at)
+    return ""
+
+
+def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> str:
+    """Whether a request uses what another one makes before that is there, or its shape is known."""
+    if not 0 <= maker < number:
+        return f"has request {number} use what request {maker} makes"
+    if place[maker] >= place[number]:
+        return f"has request {number} not after request {maker}, whose output it uses"
+    if plan.brought[number] < plan.brought[maker] + plan.parts[maker].rounds - 1:
+        return f"brings request {number} to the door before the shapes of request {maker} are known"
+    return ""
+
+
+# ---------------------------------------------------------------------------------------------- launches
+
+
+def _misnumbered(plan: Plan) -> str:
+    """Whether numbers of launches are used twice, or not in their order."""
+    highest, shared = 0, None  # the newest launch, and who may go on using it
+    for together in plan.order:
+        part, roster = plan.parts[together.requests[0]], plan.rosters[together.requests[0]]
+        who = _who(part) if len(part.choices) == 1 and part.width == 1 else None
+        at_door = plan.door is roster and _is_whole(part, roster, plan.participants)
+        for base, choice in zip(together.base, part.choices, strict=True):
+            if base == 0 and highest == 0 and at_door and choice.width == 1:
+                continue
+            if base > highest or (base == highest > 0 and who is not None and who == shared):
+                continue
+            return f"has launch {base} for requests {together.requests} after launch {highest}"
+        last = _last(together, part)
+        if last > highest:
+            highest, shared = last, who
+    if highest >= plan.width:
+        return f"has launch {highest} of {plan.width}"
+    return _misnumbered_alone(plan)
+
+
+def _misnumbered_alone(plan: Plan) -> str:
+    """The same where requests run one after the other."""
+    if plan.width == 1 and not any(plan.alone):
+        # The order above has shown that all of them can run in the door's launch, where there is but one.
+        return "" if all(part.width == 1 for part in plan.parts) else "has launches that are not numbered"
+    begin = 1
+    for number, (base, part) in enumerate(zip(plan.alone, plan.parts, strict=True)):
+        if base < begin:
+            return f"has launch {base} for request {number} alone, where {begin} is the first one free"
+        begin = base + part.width
+    return f"has launch {begin - 1} of {plan.width}" if begin > plan.width else ""
+
+
+def _who(part: Part) -> tuple[str, tuple[int, ...]]:
+    return part.request.group.group_id, part.ranks
+
+
+def _last(together: Together, part: Part) -> int:
+    return max(base + choice.width - 1 for base, choice in zip(together.base, part.choices, strict=True))
+
+
+def _is_whole(part: Part, roster: Roster, participants: Sequence[str]) -> bool:
+    """Whether exactly the participants take part."""
+    return len(part.ranks) == len(participants) and {roster.members[rank] for rank in part.ranks} == set(participants)
+
+
+def _unlike(plan: Plan) -> str:
+    """Whether the participants meet at the door too seldom."""
+    needed = max((first + part.rounds for first, part in zip(plan.brought, plan.parts, strict=True)), default=1)
+    return f"needs {needed} rounds of the door and has {plan.rounds}" if needed > plan.rounds else ""

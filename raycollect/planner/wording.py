@@ -1,0 +1,137 @@
+"""Quantities, ranks and steps of a plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raycollect.model import OpKind, ReduceOp
+from raycollect.planner.ir import Part, Request
+from raycollect.planner.report import Act
+from raycollect.planner.template import Local, Step, Template
+from raycollect.planner.topology import Roster
+
+__all__ = ["acts", "nbytes_words", "op_words", "ranks_words", "seconds_words"]
+
+_PEER: dict[OpKind | Local, str] = {
+    OpKind.REDUCE: "to",
+    OpKind.GATHER: "to",
+    OpKind.SEND: "to",
+    OpKind.BROADCAST: "from",
+    OpKind.SCATTER: "from",
+    OpKind.RECV: "from",
+}
+"""Operation -> what stands before its peer."""
+
+
+def nbytes_words(nbytes: float) -> str:
+    """Bytes in the unit that fits: ``"1.5 MiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.4g} TiB"
+
+
+def seconds_words(seconds: float) -> str:
+    """Seconds in the unit that fits: ``"3.1 ms"``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= 0.9995 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.2g} us"
+
+
+def op_words(request: Request) -> str:
+    """An operation with its reduce op and root: ``"reduce sum to rank 1"``."""
+    words = [request.kind.value, *_reduce_op(request.op)]
+    if request.kind is OpKind.SEND:
+        words.append(f"from rank {request.root} to rank {request.peer}")
+    elif request.kind in _PEER:
+        words.append(f"{_PEER[request.kind]} rank {request.root}")
+    return " ".join(words)
+
+
+def ranks_words(ranks: Sequence[int]) -> str:
+    """Ranks, runs of which are written as one: ``"0-3, 6"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], rank]
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs)
+
+
+def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
+    """What the ranks do for a request, those that do the same together.
+
+    Args:
+        part: The request's part.
+        roster: Its group.
+        way: Which of the part's algorithms.
+        base: The launch in which its first steps run.
+    """
+    by_template: dict[int, list[int]] = {}
+    for rank, index in zip(part.ranks, part.parts, strict=True):
+        by_template.setdefault(index, []).append(rank)
+    several = any(step.at for template in part.templates for step in template.ways[way])
+    found: dict[tuple[str, ...], list[int]] = {}
+    for index, ranks in by_template.items():
+        template = part.templates[index]
+        words = _Words(part, roster, template, ranks[0])
+        steps = tuple(
+            words.step(step) + (f" (launch {base + step.at})" if several or base else "") for step in template.ways[way]
+        )
+        found.setdefault(steps, []).extend(ranks)
+    return tuple(Act(ranks=tuple(sorted(ranks)), steps=steps) for steps, ranks in found.items())
+
+
+class _Words:
+    """The steps of ranks that play the same part as one of them."""
+
+    def __init__(self, part: Part, roster: Roster, template: Template, rank: int) -> None:
+        self._part = part
+        self._template = template
+        self._rank = rank
+        inner = (*roster.hosts, roster.leaders)
+        self._names = {one.spec.group_id: one.spec.name for one in inner if one is not None}
+
+    def step(self, step: Step) -> str:
+        """One step, such as ``"reduce sum to rank 0 inside default/host-0"``."""
+        if step.kind is Local.COPY:
+            return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or ' the output'}"
+        where, peer = self._domain(step)
+        words = [step.kind.value, *_reduce_op(step.op)]
+        if step.src_piece >= 0 or step.dst_piece >= 0:
+            words.append(_piece(max(step.src_piece, step.dst_piece)).strip())
+        if step.peer >= 0 and step.kind in _PEER:
+            words.append(f"{_PEER[step.kind]} {peer}")
+        return " ".join([*words, *where]) + self._target(step)
+
+    def _domain(self, step: Step) -> tuple[list[str], str]:
+        """In which group a step runs, and what its peer is called."""
+        if step.level == 0:
+            some = bool(step.ranks) and step.kind not in (OpKind.SEND, OpKind.RECV)
+            return ([f"over ranks {ranks_words(step.ranks)}"] if some else []), f"rank {step.peer}"
+        level = self._part.levels[step.level - 1]
+        group_id, outer = next((one, ranks) for one, ranks in level if self._rank in ranks)
+        if len(level) > 1:  # hosts: what each of them does is told once
+            peer = "the host's first rank" if step.peer == 0 else f"rank {outer[step.peer]}"
+            return ([] if step.peer == 0 else ["inside the host"]), peer
+        within = f" of ranks {ranks_words([outer[rank] for rank in step.ranks])}" if step.ranks else ""
+        return [f"over {self._names.get(group_id, group_id)}{within}"], f"rank {outer[step.peer]}"
+
+    def _target(self, step: Step) -> str:
+        if step.dst < 0:
+            return ""
+        if step.dst == step.src:
+            return ", in place"
+        buffer = self._template.buffers[step.dst]
+        return ", into a new tensor" if buffer.is_output else ", into scratch" if buffer.scratch else ""
+
+
+def _reduce_op(op: ReduceOp | None) -> list[str]:
+    return [] if op is None else [op.name.lower()]
+
+
+def _piece(piece: int) -> str:
+    return "" if piece < 0 else f" piece {piece}"

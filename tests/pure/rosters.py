@@ -1,0 +1,86 @@
+"""Rosters as tests need them: which rank is on which host, and the inner groups that go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raycollect.model import GroupSpec, OpKind, ReduceOp
+from raycollect.planner import ALGORITHMS, Inner, Part, Request, Roster, Topology, brought
+from raycollect.planner.algorithms import build
+from raycollect.planner.passes import lower
+from raycollect.planner.setting import Setting
+
+ALL_OPS = tuple(kind.value for kind in OpKind)
+ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
+REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+
+MADE = [(name, kind) for name, row in ALGORITHMS.items() if row.write for kind in sorted(row.kinds, key=str)]
+"""(algorithm, operation) for all that are not the backend's own."""
+
+
+def spec(group_id: str, world: int, backend: str, ops: tuple[str, ...] = ALL_OPS) -> GroupSpec:
+    return GroupSpec(name=group_id, group_id=group_id, backend=backend, world_size=world, ops=ops)
+
+
+def roster(
+    places: Sequence[object],
+    *,
+    group_id: str = "g",
+    members: Sequence[str] = (),
+    backend: str = "tcp",
+    inner: bool = True,
+    bitwise: bool = True,
+    ops: tuple[str, ...] = ALL_OPS,
+    **links: Any,
+) -> Roster:
+    """A group whose rank r is on the host `places[r]`, by default with groups of each host and of the leaders."""
+    topology = Topology.of(places, **links)
+    groups = topology.groups()
+    hosts = tuple(
+        Inner(spec=spec(f"{group_id}/{number}", len(ranks), "shm"), ranks=ranks) for number, ranks in enumerate(groups)
+    )
+    leaders = Inner(spec=spec(f"{group_id}/leaders", len(groups), backend), ranks=tuple(ranks[0] for ranks in groups))
+    return Roster(
+        spec=spec(group_id, len(places), backend, ops),
+        members=tuple(members) or tuple(map(str, range(len(places)))),
+        topology=topology,
+        hosts=hosts if inner else (),
+        leaders=leaders if inner else None,
+        bitwise=bitwise,
+    )
+
+
+def request(
+    kind: OpKind, of: Roster, root: int = 0, *, given: bool = True, op: ReduceOp = ReduceOp.SUM, inplace: bool = True
+) -> Request:
+    """A request that makes sense, for all kinds but SEND; `given`: whoever may bring an output does."""
+    bare = Request(
+        kind=kind,
+        group=of.spec,
+        operands=(),
+        op=op if kind in REDUCTIONS else None,
+        root=root if kind in ROOTED else -1,
+        inplace=inplace,
+    )
+    operands = tuple(
+        (rank, src and f"{rank} gives", (dst if given or kind is OpKind.BROADCAST else None) and f"{rank} takes")
+        for rank, src, dst in brought(bare, "something")
+    )
+    return Request(kind=kind, group=of.spec, operands=operands, op=bare.op, root=bare.root, inplace=inplace)
+
+
+def own(of: Roster, asked: Request) -> Part:
+    """The backend's own way, without any other."""
+    return lower(asked, of)
+
+
+def built(name: str, of: Roster, asked: Request) -> Part | None:
+    """A request done by one algorithm; None where that is not possible."""
+    native, algorithm = own(of, asked), ALGORITHMS[name]
+    return build(native, of, algorithm) if algorithm.serves(Setting.of(native, of)) else None
+
+
+def names(part: Part) -> list[str]:
+    """The algorithms of a part."""
+    return [choice.name for choice in part.choices]

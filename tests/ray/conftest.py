@@ -1,0 +1,20 @@
+"""What tests with Ray share beyond the cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from raycollect.peer import Peer
+
+
+@pytest.fixture
+def submits(monkeypatch):
+    """What is submitted to participants: (actor, number of outputs)."""
+    sent, submit = [], Peer.submit
+
+    def counted(self, payload, outputs):
+        sent.append((self.info["actor"], outputs))
+        return submit(self, payload, outputs)
+
+    monkeypatch.setattr(Peer, "submit", counted)
+    return sent

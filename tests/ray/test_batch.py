@@ -1,0 +1,371 @@
+"""Batches: many calls as one plan with one message per participant, with the results of one call after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import batches, errors
+from raycollect.controller import DERIVED_LIMIT, Controller
+from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
+from tests.ray.test_store import AsyncActor, wait_until
+from tests.ray.workers import Plain, Worker
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def trio(actors):
+    """Three actors in a declared group."""
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    return workers
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize(("backend", "staging"), [("shm", 32 << 20), ("shm", 64), ("tcp", 0), ("gloo", 32 << 20)])
+def test_calls_of_every_kind_give_what_they_give_one_by_one(actors, submits, backend, staging):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers, backend=backend)
+    a, b = spread(workers, lambda rank: [rank + 1, 2]), spread(workers, lambda rank: [3 * rank])
+    c = spread(workers, lambda rank: [rank, rank, 5])
+    lists = [worker.make.remote(pieces_of, rank) for rank, worker in enumerate(workers)]
+    submits.clear()
+    with col.batch(staging_nbytes=staging) as batch:
+        assert col.allreduce_refs(a) == a
+        out = col.allreduce_refs(b, op="max", inplace=False)
+        assert col.broadcast_refs(c, src_rank=2) == c
+        gathered = col.allgather_refs(None, a)
+        total = col.reduce_refs(c, 1, inplace=False)
+        pieces = col.reducescatter_refs(None, lists)
+        sent = col.send_ref(b[0], workers[2])
+        assert col.barrier() is None
+        swapped = col.alltoall_refs(None, lists)
+        assert [type(one) for one in (out[0], gathered[1], total, pieces[2], sent, swapped[0])] == [col.Pending] * 6
+    assert sorted(count for _, count in submits) == [4, 5, 5]
+    assert len({actor for actor, _ in submits}) == 3, "more than one message for a participant"
+    assert found(a) == [[6, 6]] * 3
+    assert found(out) == [[6]] * 3
+    assert found(b) == [[0], [3], [6]]
+    assert found(c) == [[2, 2, 5]] * 3
+    assert found(gathered) == [[[6, 6]] * 3] * 3
+    assert found([total]) == [[6, 6, 15]]
+    assert found(pieces) == [[30 + 3 * p] * 2 for p in range(3)]
+    assert found([sent]) == [[0]]
+    assert found(swapped) == [[[10 * giver + taker] * 2 for giver in range(3)] for taker in range(3)]
+    assert batch.refs[0] == a
+    assert batch.refs[7] is None
+    assert all(isinstance(ref, ray.ObjectRef) for ref in (*batch.refs[1], batch.refs[4], batch.refs[6]))
+    assert batch.refs[6] == sent.ref
+    assert batch.done()
+    assert batch.wait() == batch.refs
+
+
+def test_what_one_call_makes_is_what_later_ones_take(trio, submits):
+    given = spread(trio, lambda rank: [rank, 10 * rank])
+    submits.clear()
+    with col.batch() as batch:
+        lists = col.allgather_refs(None, given)
+        sums = col.allreduce_refs(lists, inplace=False)
+        assert col.allreduce_refs(sums, op="min") == sums
+        back = col.send_ref(sums[0], trio[1])
+        scattered = col.scatter_refs(None, lists[2], 2)
+    assert len(submits) == 3
+    expected = [[3 * rank, 30 * rank] for rank in range(3)]
+    assert found(sums) == [expected] * 3
+    assert found([back]) == [expected]
+    assert found(lists) == [[[rank, 10 * rank] for rank in range(3)]] * 3
+    assert found(scattered) == [[rank, 10 * rank] for rank in range(3)]
+    assert batch.refs[2] == batch.refs[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_batches_over_overlapping_groups_are_program_order(actors, seed):
+    """Groups without a member in common, with one, and one in the other; the door may be nobody's."""
+    rng = random.Random(seed)
+    workers = actors(Worker, 5)
+    groups = {"left": (0, 1, 2), "right": (2, 3), "far": (4, 3), "all": (3, 1, 0, 2)}
+    for name, members in groups.items():
+        col.declare_collective_group([workers[at] for at in members], group_name=name)
+    values = {(at, i): np.array([at + 1.0, i, at * i], np.float32) for at in range(5) for i in range(3)}
+    refs = {place: hold(workers[place[0]], value) for place, value in values.items()}
+    for _ in range(3):
+        with col.batch(staging_nbytes=rng.choice([0, 32 << 20])):
+            for _ in range(rng.randint(1, 12)):
+                name = rng.choice(sorted(groups))
+                members = groups[name]
+                places = [(at, rng.randrange(3)) for at in members]
+                used = [refs[place] for place in places]
+                kind = rng.choice(["allreduce", "broadcast", "send"])
+                if kind == "allreduce":
+                    col.allreduce_refs(used, name, "max")
+                    top = np.maximum.reduce([values[place] for place in places])
+                    values.update((place, top) for place in places)
+                elif kind == "broadcast":
+                    root = rng.randrange(len(members))
+                    col.broadcast_refs(used, root, name)
+                    values.update((place, values[places[root]]) for place in places)
+                else:
+                    source, target = rng.sample(places, 2)
+                    col.send_ref(refs[source], refs[target], name)
+                    values[target] = values[source]
+        for place, value in values.items():
+            np.testing.assert_array_equal(col.get(refs[place]), value)
+
+
+def test_two_refs_of_one_storage_keep_program_order(trio):
+    def keep(self, rank):
+        self.b = np.full(4, rank, np.float32)
+        return self.b
+
+    shared = [worker.make.remote(keep, rank) for rank, worker in enumerate(trio)]
+    halves = [worker.make.remote(lambda self: self.b[:2]) for worker in trio]
+    other = spread(trio, lambda rank: [rank, rank])
+    with col.batch():
+        col.broadcast_refs(halves, 2)
+        col.broadcast_refs(other, 1)
+        col.allreduce_refs(shared)
+        col.broadcast_refs(halves, 0)
+    assert found(shared) == [[6, 6, 3, 3]] * 3
+    assert found(other) == [[1, 1]] * 3
+
+
+def test_groups_are_derived_in_the_block(actors):
+    workers = actors(Worker, 4)
+    refs = spread(workers)
+    with col.batch():
+        col.allreduce_refs(refs[:2])
+        col.allreduce_refs(refs[1:3])
+        made = col.send_ref(refs[2], workers[3])
+    assert found(refs) == [[1], [3], [3], [3]]
+    assert found([made]) == [[3]]
+
+
+def test_more_derived_groups_than_are_kept_in_one_block(actors):
+    workers = actors(Worker, 5)
+    refs = spread(workers, lambda rank: [1])
+    pairs = [(a, b) for a in range(5) for b in range(5) if a != b][: DERIVED_LIMIT + 2]
+    with col.batch():
+        for a, b in pairs:
+            col.broadcast_refs([refs[a], refs[b]])
+    assert found(refs) == [[1]] * 5
+    col.broadcast_refs([refs[4], refs[3]])
+    assert len(Controller.current()._derived) == DERIVED_LIMIT
+
+
+def test_async_and_threaded_actors(actors):
+    threaded, waiting = actors(Worker, 1, max_concurrency=4), actors(AsyncActor, 1)
+    ref = waiting[0].get_buffer.remote()
+    zeros = np.zeros_like(col.get(ref))
+    expected = 2 * (col.get(ref) + 3)
+    with col.batch():
+        refs = [threaded[0].make.remote(lambda self, zeros: zeros + 3, zeros), ref]
+        col.allreduce_refs(refs)
+        out = col.allreduce_refs(refs, inplace=False)
+        again = col.allreduce_refs(out, inplace=False)
+    for one, other in zip(col.get(out), col.get(again), strict=True):
+        np.testing.assert_array_equal(one, expected)
+        np.testing.assert_array_equal(other, 2 * expected)
+
+
+def test_the_results_may_be_waited_for_later(trio):
+    refs = spread(trio)
+    with col.batch(async_op=True, timeout_s=30) as batch:
+        out = col.allreduce_refs(refs, inplace=False)
+        col.broadcast_refs(refs, 1)
+    assert found(batch.refs[0]) == [[3]] * 3, "refs can be used at once"
+    assert batch.wait() == [batch.refs[0], refs]
+    assert batch.done()
+    assert found(out) == [[3]] * 3
+    assert batch.work.refs == batch.refs
+    assert "batch" in repr(batch.work)
+
+    async def main():
+        with col.batch(async_op=True) as batch:
+            col.allreduce_refs(refs)
+        return await batch.work
+
+    assert asyncio.run(main()) == [refs]
+    assert found(refs) == [[3]] * 3
+
+
+def test_actors_without_the_mixin_take_part_in_barriers(actors):
+    workers, plain = actors(Worker, 2), actors(Plain, 1)
+    col.declare_collective_group([*workers, *plain], group_name="mixed")
+    col.declare_collective_group(workers, group_name="pair")
+    refs = spread(workers)
+    with col.batch() as batch:
+        col.allreduce_refs(refs, "pair")
+        col.barrier("mixed")
+    assert batch.refs == [refs, None]
+    assert found(refs) == [[1]] * 2
+
+
+def test_the_same_calls_on_other_refs_are_not_planned_again(trio):
+    from raycollect.dispatch import prepare
+
+    def once(first):
+        refs, others = spread(trio, lambda rank: [first + rank]), spread(trio)
+        with col.batch():
+            col.allreduce_refs(refs)
+            col.allreduce_refs(others)
+            made = col.allgather_refs(None, refs)
+        assert found(made) == [[[3 * first + 3]] * 3] * 3
+        assert found(others) == [[3]] * 3
+
+    once(0)
+    misses = prepare.cache_info().misses
+    for first in (1, 2):
+        once(first)
+    assert prepare.cache_info().misses == misses
+
+
+def test_threads_of_the_driver_with_batches_in_opposite_order(actors):
+    workers = actors(Worker, 3)
+    for name, members in (("ab", (0, 1)), ("bc", (1, 2)), ("ca", (2, 0))):
+        col.declare_collective_group([workers[at] for at in members], group_name=name)
+    started = threading.Barrier(3)
+
+    def run(seed):
+        rng = random.Random(seed)
+        refs = spread(workers, lambda rank: [seed])
+        started.wait(WAIT_S)
+        for _ in range(8):
+            with col.batch():
+                for name, (a, b) in rng.sample([("ab", (0, 1)), ("bc", (1, 2)), ("ca", (2, 0))], 3):
+                    col.broadcast_refs([refs[a], refs[b]], 0, name)
+        return found(refs)
+
+    with ThreadPoolExecutor(3) as threads:
+        for seed, task in enumerate([threads.submit(run, seed) for seed in range(3)]):
+            assert task.result(WAIT_S) == [[seed]] * 3
+
+
+def test_threads_and_tasks_that_a_block_starts_are_outside_of_it(trio, submits):
+    refs = spread(trio)
+    submits.clear()
+
+    async def main():
+        async def other():
+            col.allreduce_refs(refs)
+
+        with col.batch() as batch:
+            await asyncio.gather(other(), asyncio.to_thread(col.allreduce_refs, refs))
+            assert len(submits) == 6
+            await asyncio.sleep(0)
+            col.broadcast_refs(refs)
+        assert len(submits) == 9
+        assert batch.refs == [refs]
+
+    asyncio.run(main())
+    assert found(refs) == [[9]] * 3
+
+
+def test_operands_and_outputs_are_freed(trio):
+    def held():
+        return [member.store.held for member in col.Group.statistics(group).members]
+
+    group = col.declare_collective_group(trio, group_name="other")
+    before = held()
+    refs = spread(trio)
+    with col.batch() as batch:
+        out = col.allreduce_refs(col.allgather_refs(None, refs), inplace=False)
+    assert col.free(out[0]) == 1
+    with pytest.raises(errors.TensorFreedError):
+        col.get(out[0])
+    assert [now - then for now, then in zip(held(), before, strict=True)] == [2, 3, 3]
+    del batch, out, refs
+    wait_until(lambda: held() == before)
+
+
+# ---------------------------------------------------------------------------------------------- blocks
+
+
+def test_an_empty_batch_does_nothing(submits):
+    with nothing_sent(submits), col.batch() as batch:
+        pass
+    assert batch.refs == batch.wait() == []
+    assert batch.done()
+    assert batch.work is None
+
+
+def test_an_exception_in_the_block_sends_nothing(trio, submits):
+    refs = spread(trio)
+    with nothing_sent(submits):
+        with pytest.raises(ZeroDivisionError), col.batch() as batch:
+            made = col.allgather_refs(None, refs)
+            raise ZeroDivisionError
+        for use in (lambda: batch.refs, batch.wait, batch.done, lambda: batch.work):
+            with pytest.raises(errors.BatchError, match="failed"):
+                use()
+        uses = (lambda: made[0].ref, lambda: col.get(made), lambda: col.free(made), lambda: col.allreduce_refs(made))
+        for use in uses:
+            with pytest.raises(errors.BatchError, match="failed"):
+                use()
+    col.allreduce_refs(refs)
+    assert found(refs) == [[3]] * 3
+
+
+def test_a_block_in_a_block_joins_it(trio, submits):
+    refs = spread(trio)
+    submits.clear()
+    with col.batch() as outer:
+        col.allreduce_refs(refs)
+        with col.batch(async_op=True) as inner:
+            made = col.allgather_refs(None, refs)
+        with pytest.raises(errors.BatchError, match="not ended"):
+            inner.wait()
+        with pytest.raises(errors.BatchError, match="not ended"):
+            inner.refs  # noqa: B018
+        with pytest.raises(ZeroDivisionError), col.batch() as dropped:
+            gone = col.allreduce_refs(made, inplace=False)
+            col.broadcast_refs(made, 2)
+            raise ZeroDivisionError
+        with pytest.raises(errors.BatchError, match="failed"):
+            col.allreduce_refs(gone)
+        col.allreduce_refs(made)
+    assert len(submits) == 3
+    assert found(made) == [[[9], [9], [9]]] * 3
+    assert outer.refs == [refs, inner.refs[0], inner.refs[0]]
+    assert inner.done()
+    assert inner.work is outer.work
+    with pytest.raises(errors.BatchError, match="failed"):
+        dropped.refs  # noqa: B018
+
+
+# ---------------------------------------------------------------------------------------------- rehearsals
+
+
+def test_a_recording_sends_nothing_and_says_what_it_would(trio, submits):
+    refs = spread(trio)
+    seen = []
+
+    def step(scale, *, op):
+        with col.batch(staging_nbytes=1 << 20, async_op=True) as batch:
+            made = col.allgather_refs(None, refs)
+            col.allreduce_refs(made, op=op)
+        seen.append(batch.wait())
+        col.broadcast_refs(refs, async_op=scale)
+        return made
+
+    with nothing_sent(submits):
+        recorded = batches.record(step, (True,), {"op": "max"})
+        assert [request.kind.value for request in recorded.requests] == ["allgather", "allreduce", "broadcast"]
+        assert recorded.staging == 1 << 20
+        assert [membership.spec.name for membership in recorded.memberships] == ["default"] * 3
+        assert [recorded.refs[src] for _, src, _ in recorded.requests[0].operands] == refs
+        with pytest.raises(errors.BatchError, match="only planned"):
+            col.get(seen[0][0])
+        assert batches.record(lambda: None).requests == ()
+        with pytest.raises(errors.ForeignRefError):
+            batches.record(col.allreduce_refs, ([1, 2, 3],))
+    assert batches.current() is None

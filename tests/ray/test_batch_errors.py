@@ -1,0 +1,288 @@
+"""Batches that can't be: refused by name with nothing sent, or ended with the first cause for all of their calls."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from raycollect.peer import Peer
+from tests.faults import inject
+from tests.ray.batching import found, hold, nothing_sent, spread
+from tests.ray.test_refusals import Gate
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Worker
+
+WAIT_S = 60
+
+
+@pytest.fixture
+def trio(actors):
+    """Three actors in a declared group."""
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    return workers
+
+
+# ---------------------------------------------------------------------------------------------- refused
+
+
+def test_a_placeholder_before_the_end_of_its_block(trio):
+    refs = spread(trio)
+    with col.batch() as batch:
+        made = col.allgather_refs(None, refs)
+        uses = {
+            "get": lambda: col.get(made),
+            "free": lambda: col.free(made[0]),
+            "ref": lambda: made[0].ref,
+            "refs": lambda: batch.refs,
+            "wait": batch.wait,
+            "done": batch.done,
+        }
+        for use in uses.values():
+            with pytest.raises(errors.BatchError, match="not ended"):
+                use()
+        for use in (lambda: pickle.dumps(made[0]), lambda: trio[0].call.remote(len, made[0])):
+            with pytest.raises(errors.BatchError, match="pass its `ref`"):
+                use()
+        with pytest.raises(errors.BatchError, match="entered once"), batch:
+            pass
+    assert made[0].ref.hex() in repr(made[0])
+    with pytest.raises(errors.BatchError, match="entered once"), batch:
+        pass
+
+
+def test_a_placeholder_in_another_batch(trio, submits):
+    refs = spread(trio)
+    seen = []
+
+    def other(made):
+        try:
+            with col.batch():
+                col.allreduce_refs(made)
+        except errors.BatchError as exc:
+            seen.append(exc)
+
+    with col.batch():
+        made = col.allgather_refs(None, refs)
+        thread = threading.Thread(target=other, args=(made,))
+        thread.start()
+        thread.join(WAIT_S)
+    assert "not ended" in str(seen[0])
+    with col.batch() as later:
+        col.allreduce_refs(made)
+    assert later.refs == [[one.ref for one in made]]
+    assert found(made) == [[[0], [3], [6]]] * 3
+
+
+@pytest.mark.parametrize("value", [-1, 1, 15, 1.5, "1", None, True])
+def test_staging_that_makes_no_sense(value):
+    with pytest.raises(errors.InvalidArgumentError, match="staging_nbytes"):
+        col.batch(staging_nbytes=value)
+
+
+@pytest.mark.parametrize("value", [-1, 0, float("inf"), float("nan"), "1"])
+def test_a_time_limit_that_makes_no_sense(value):
+    with pytest.raises(errors.InvalidArgumentError, match="timeout_s"):
+        col.batch(timeout_s=value)
+
+
+def test_async_op_is_the_batchs(trio, submits):
+    refs = spread(trio)
+    with nothing_sent(submits):
+        with pytest.raises(errors.InvalidArgumentError, match=r"batch\(async_op=True\)"), col.batch():
+            col.allreduce_refs(refs, async_op=True)
+        with pytest.raises(errors.InvalidArgumentError, match=r"batch\(async_op=True\)"), col.batch():
+            col.send_ref(refs[0], refs[1], async_op=True)
+
+
+def test_what_the_planner_refuses_names_all_calls(trio, submits):
+    refs = spread(trio)
+    with nothing_sent(submits):
+        with pytest.raises(errors.InvalidArgumentError) as caught, col.batch():
+            col.allreduce_refs(refs)
+            col.reduce_refs(refs, 7)
+            col.broadcast_refs(refs, -2)
+        assert [violation.call for violation in caught.value.violations] == [1, 2]
+        assert caught.value.op == "batch"
+        assert "call 1 of the batch" in str(caught.value)
+        with pytest.raises(errors.DuplicateActorError), col.batch():
+            col.send_ref(refs[0], hold(trio[0], [1]))
+        with pytest.raises(errors.ForeignRefError), col.batch():
+            col.allreduce_refs([refs[0], ray.put(1), refs[2]])
+    assert found(refs) == [[0], [1], [2]]
+
+
+def test_what_the_door_refuses_names_the_call_and_touches_nothing(trio):
+    refs = spread(trio)
+    odd = spread(trio, lambda rank: [0] * (2 if rank == 1 else 3))
+    with pytest.raises(errors.MismatchError) as caught, col.batch():
+        col.allreduce_refs(refs)
+        made = col.allgather_refs(None, refs)
+        col.broadcast_refs(odd)
+    (violation,) = caught.value.violations
+    assert (violation.call, violation.rank, violation.field) == (2, 1, "shape")
+    assert violation.ref == odd[1].hex()
+    assert "Buffers(" in violation.actor
+    assert caught.value.group_name == "default"
+    assert found(refs) == [[0], [1], [2]]
+    with pytest.raises(errors.MismatchError):
+        col.get(made[0])
+    with col.batch():
+        col.allreduce_refs(refs)
+    assert found(refs) == [[3]] * 3
+
+
+def test_a_group_destroyed_in_the_block(actors, submits):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers[:2], group_name="short")
+    col.declare_collective_group(workers[1:], group_name="other")
+    refs = spread(workers)
+    with nothing_sent(submits), pytest.raises(errors.UnknownGroupError, match="short"), col.batch():
+        col.allreduce_refs(refs[1:], "other")
+        col.allreduce_refs(refs[:2], "short")
+        col.destroy_collective_group("short")
+    assert found(refs) == [[0], [1], [2]]
+    with nothing_sent(submits), pytest.raises(errors.UnknownGroupError), col.batch():
+        col.allreduce_refs(refs[:2], "short")
+
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+def test_a_member_that_is_gone_before_the_block_ends(actors, submits):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers)
+    refs = spread(workers)
+    ray.get(refs)
+    with nothing_sent(submits), pytest.raises(errors.GroupBrokenError, match="died"), col.batch():
+        col.allreduce_refs(refs)
+        ray.kill(workers[2])
+        wait_until(lambda: group.status().state == "broken")
+
+
+@pytest.mark.parametrize("point", ["before_door", "before_kernel"])
+def test_a_participant_that_dies_in_a_batch(actors, point):
+    workers = actors(Worker, 4)
+    col.declare_collective_group(workers[:3], group_name="first")
+    whole = col.declare_collective_group(workers[2:], group_name="second")
+    free = col.declare_collective_group(workers[:2], group_name="unharmed")
+    refs = spread(workers)
+    ray.get(refs)
+    ray.get(workers[3].call.remote(inject.put, point, "die"))
+    with pytest.raises(errors.ParticipantDiedError) as caught, col.batch(timeout_s=30):
+        col.allreduce_refs(refs[:3], "first")
+        col.broadcast_refs(refs[2:], 0, "second")
+        col.allreduce_refs(refs[:2], "unharmed")
+    assert (caught.value.rank, caught.value.group_name) == (1, "second")
+    assert "Buffers(" in caught.value.actor
+    assert whole.status().state == "broken"
+    assert free.status().state == "alive"
+    fresh = spread(workers[:3], lambda rank: [rank + 1])
+    with col.batch():
+        col.allreduce_refs(fresh, "first")
+        col.allreduce_refs(fresh[:2], "unharmed")
+    assert found(fresh) == [[12], [12], [6]]
+
+
+def test_a_failure_in_a_batch_aborts_it_everywhere(actors):
+    workers = actors(Worker, 3)
+    for name, members in (("ab", (0, 1)), ("bc", (1, 2))):
+        col.declare_collective_group([workers[at] for at in members], group_name=name)
+    refs = spread(workers)
+    ray.get(workers[2].call.remote(inject.put, "before_door", "raise"))
+    with pytest.raises(errors.KernelError, match="injected") as caught, col.batch(timeout_s=30):
+        col.allreduce_refs(refs[:2], "ab")
+        col.allreduce_refs(refs[1:], "bc")
+    assert caught.value.group_name == "bc"
+    assert caught.value.rank == 1
+    assert found(refs) == [[0], [1], [2]]
+    with col.batch():
+        col.allreduce_refs(refs[:2], "ab")
+        col.allreduce_refs(refs[1:], "bc")
+    assert found(refs) == [[1], [3], [3]]
+
+
+def test_a_submit_that_fails_aborts_the_batch_on_those_that_have_it(trio, monkeypatch):
+    refs = spread(trio)
+    with monkeypatch.context() as patched:
+        submit = Peer.submit
+
+        def full(self, payload, outputs):
+            if self.info["actor_id"] == trio[1]._actor_id.hex():
+                raise RuntimeError("too many calls")
+            return submit(self, payload, outputs)
+
+        patched.setattr(Peer, "submit", full)
+        with pytest.raises(errors.DispatchError, match="too many calls") as caught, col.batch(timeout_s=30) as batch:
+            col.allreduce_refs(refs)
+            made = col.allgather_refs(None, refs)
+    assert (caught.value.rank, caught.value.op) == (1, "batch")
+    with pytest.raises(errors.PlanAbortedError):
+        col.get(made[0])
+    for one in made[1:]:
+        with pytest.raises(errors.BatchError, match="could not be sent"):
+            one.ref  # noqa: B018
+    assert batch.refs[1][1:] == [None, None]
+    with col.batch():
+        col.allreduce_refs(refs)
+    assert found(refs) == [[3]] * 3
+
+
+def test_a_batch_is_cancelled_as_a_whole(actors):
+    workers, gate = actors(Worker, 3), actors(Gate, 1, max_concurrency=2)[0]
+    for name, members in (("ab", (0, 1)), ("bc", (1, 2))):
+        col.declare_collective_group([workers[at] for at in members], group_name=name)
+    refs = spread(workers)
+    busy = workers[2].call.remote(lambda self: ray.get(gate.wait.remote()))
+    with col.batch(async_op=True) as batch:
+        col.allreduce_refs(refs[:2], "ab")
+        made = col.allgather_refs(None, refs[1:], "bc")
+    assert not batch.done()
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
+        batch.wait(0.05)
+    assert batch.work.cancel()
+    with pytest.raises(errors.PlanAbortedError, match="cancelled"):
+        batch.wait()
+    ray.get([gate.open.remote(), busy])
+    for one in made:
+        with pytest.raises(errors.PlanAbortedError):
+            col.get(one)
+    with col.batch():
+        col.allreduce_refs(refs[:2], "ab")
+        col.allreduce_refs(refs[1:], "bc")
+    assert found(refs) == [[1], [3], [3]]
+
+
+def test_a_participant_that_does_not_come_is_named(actors):
+    workers = actors(Worker, 3)
+    for name, members in (("ab", (0, 1)), ("bc", (1, 2))):
+        col.declare_collective_group([workers[at] for at in members], group_name=name)
+    refs = spread(workers)
+    ray.get(workers[2].call.remote(inject.put, "before_door", "stall"))
+    with pytest.raises(errors.CollectiveTimeoutError) as caught, col.batch(timeout_s=1):
+        col.allreduce_refs(refs[:2], "ab")
+        col.allreduce_refs(refs[1:], "bc")
+    actor = ray.get(refs[2]).actor
+    assert actor in str(caught.value)
+    assert ray.get(refs[0]).actor not in caught.value.detail
+    ray.kill(workers[2])
+
+
+def test_a_method_that_raises_is_the_cause(actors):
+    def fail(self):
+        raise ValueError("no tensor today")
+
+    waiting, ordered = actors(Worker, 1, max_concurrency=2), actors(Worker, 1)
+    for failing, other in ((waiting[0], ordered[0]), (ordered[0], waiting[0])):
+        refs = [hold(other, [1]), failing.make.remote(fail)]
+        fine = [hold(other, [1]), hold(failing, [2])]
+        with pytest.raises(errors.ProducerFailedError, match="no tensor today") as caught, col.batch():
+            col.allreduce_refs(fine)
+            col.allreduce_refs(refs)
+        assert [violation.call for violation in caught.value.violations] == [1]
+        assert found(fine) == [[1], [2]]

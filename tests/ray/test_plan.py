@@ -1,0 +1,234 @@
+"""`plan`: what a call would do, told by the refs themselves, without doing it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import raycollect as col
+from raycollect.errors import (
+    BatchError,
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    MissingMemberError,
+    NotATensorError,
+    ProducerFailedError,
+    RefusedError,
+    UnknownGroupError,
+)
+from tests.ray.workers import Worker
+
+pytestmark = pytest.mark.usefixtures("tidy")
+
+
+def made(worker, shape, dtype="float32", count=0):
+    """A ref of a new array of ones, or of a list of them."""
+
+    def build(self):
+        arrays = [np.ones(shape, dtype) for _ in range(max(count, 1))]
+        return arrays if count else arrays[0]
+
+    return worker.make.remote(build)
+
+
+@pytest.fixture
+def pair(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    return workers
+
+
+def unchanged(refs):
+    return all(np.all(array == 1) for array in col.get(refs))
+
+
+def test_a_verb_is_explained_and_not_run(pair):
+    refs = [made(worker, 1000) for worker in pair]
+
+    found = col.plan(col.allreduce_refs, refs, op="max")
+
+    (row,) = found.rows
+    assert (row.op, row.group, row.backend, row.ranks) == ("allreduce max", "default", "shm", (0, 1))
+    assert (row.tensors, row.dtypes, row.nbytes) == (1, ("float32",), 4000)
+    assert (found.participants, found.launches, found.door) == (2, 1, "default")
+    assert "allreduce max" in found.explain()
+    assert unchanged(refs)
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(1000, 2, np.float32))
+
+
+def test_a_function_is_explained_as_one_batch(pair):
+    refs = [made(worker, 10) for worker in pair]
+    others = [made(worker, 20) for worker in pair]
+
+    def step():
+        pieces = col.allgather_refs(None, refs)
+        col.allreduce_refs(pieces)
+        for each in (refs, others):
+            col.broadcast_refs(each, src_rank=1)
+        return "anything"
+
+    found = col.plan(step)
+
+    assert [row.op for row in found.rows] == [
+        "allgather",
+        "allreduce sum",
+        "broadcast from rank 1",
+        "broadcast from rank 1",
+    ]
+    assert [row.made_nbytes for row in found.rows] == [80, 0, 0, 0]
+    assert found.rows[1].tensors == 2
+    assert found.rows[1].after == (0,)
+    assert found.rows[2].bundle == found.rows[3].bundle
+    assert found.rows[2].packed == (2, 2, 1)
+    assert unchanged([*refs, *others])
+
+
+def test_a_batch_inside_is_joined_with_its_staging(pair):
+    refs = [[made(worker, 10) for worker in pair] for _ in range(2)]
+
+    def step():
+        with col.batch(staging_nbytes=0):
+            for each in refs:
+                col.allreduce_refs(each)
+
+    found = col.plan(step)
+
+    assert found.staging == 0
+    assert [row.packed for row in found.rows] == [(0, 2, 0)] * 2
+
+
+def test_lists_and_dicts_of_tensors_are_counted(pair):
+    refs = [made(worker, 10, count=7) for worker in pair]
+    (row,) = col.plan(col.allreduce_refs, refs).rows
+    assert (row.tensors, row.nbytes) == (7, 280)
+
+
+def test_pieces_are_lists_or_one_tensor_that_is_cut(pair):
+    for refs in ([made(worker, 6, count=2) for worker in pair], [made(worker, (2, 6)) for worker in pair]):
+        (row,) = col.plan(col.reducescatter_refs, None, refs).rows
+        assert (row.nbytes, row.made_nbytes) == (48, 24)
+
+
+def test_a_group_is_derived_from_the_refs(actors):
+    workers = actors(Worker, 3)
+    found = col.plan(col.allreduce_refs, [made(worker, 4) for worker in workers])
+    assert found.rows[0].ranks == (0, 1, 2)
+
+
+def test_sends_name_their_ends(pair):
+    found = col.plan(col.send_ref, made(pair[1], 5), made(pair[0], 5))
+    assert found.rows[0].op == "send from rank 1 to rank 0"
+    assert found.participants == 2
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def as_the_call(error, verb, *args, **kwargs):
+    """What `plan` raises, which must be what the call itself raises: with the same ranks, fields and refs."""
+    with pytest.raises(error) as planned:
+        col.plan(verb, *args, **kwargs)
+    with pytest.raises(error) as called:
+        verb(*args, **kwargs)
+    ours, theirs = planned.value.violations, called.value.violations
+    assert [(one.kind, one.rank, one.field, one.actor, one.ref) for one in ours] == [
+        (one.kind, one.rank, one.field, one.actor, one.ref) for one in theirs
+    ]
+    assert planned.value.group_name == called.value.group_name
+    return planned.value
+
+
+def test_shapes_that_differ_are_refused(pair):
+    error = as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), made(pair[1], 5)])
+    assert "shape" in str(error)
+
+
+def test_dtypes_that_differ_are_refused(pair):
+    as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), made(pair[1], 4, "float64")])
+
+
+def test_what_can_not_be_cut_is_refused(pair):
+    as_the_call(MismatchError, col.alltoall_refs, None, [made(worker, 5) for worker in pair])
+
+
+def test_a_root_that_is_no_rank_is_refused(pair):
+    as_the_call(InvalidArgumentError, col.broadcast_refs, [made(worker, 5) for worker in pair], 7)
+
+
+def test_a_member_without_a_ref_is_refused(pair):
+    as_the_call(MissingMemberError, col.allreduce_refs, [made(pair[0], 5)])
+
+
+def test_a_value_is_refused(pair):
+    as_the_call(NotATensorError, col.allreduce_refs, [made(pair[0], 10), pair[1].read.remote()])
+
+
+def test_a_method_that_raises_is_the_cause(pair):
+    def fails(self):
+        raise LookupError("no such weights")
+
+    error = as_the_call(ProducerFailedError, col.allreduce_refs, [made(pair[0], 10), pair[1].make.remote(fails)])
+    assert "no such weights" in str(error)
+    assert error.__cause__ is not None
+
+
+def test_a_batch_says_which_call_is_wrong(pair):
+    good, bad = [made(worker, 4) for worker in pair], [made(pair[0], 4), made(pair[1], 5)]
+
+    def step():
+        col.allreduce_refs(good)
+        col.allreduce_refs(bad)
+
+    with pytest.raises(RefusedError) as refused:
+        col.plan(step)
+    assert {one.call for one in refused.value.violations} == {1}
+    assert refused.value.op == "batch"
+
+
+def test_an_unknown_group_is_an_error(pair):
+    with pytest.raises(UnknownGroupError):
+        col.plan(col.allreduce_refs, [made(worker, 4) for worker in pair], group_name="nobody")
+
+
+def test_a_function_without_calls_is_an_error(pair):
+    with pytest.raises(BatchError, match="'print' called no verb"):
+        col.plan(print, "")
+
+
+def test_an_exception_of_the_function_is_passed_on(pair):
+    def step():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        col.plan(step)
+    assert unchanged([made(pair[0], 3)])
+
+
+def test_a_method_that_does_not_return_in_time_is_named(pair, tmp_path):
+    gate = tmp_path / "gate"
+
+    def waits(self):
+        import time
+
+        until = time.monotonic() + 30
+        while not gate.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return np.ones(4, np.float32)
+
+    refs = [made(pair[0], 4), pair[1].make.remote(waits)]
+    with pytest.raises(CollectiveTimeoutError) as late:
+        col.plan(col.allreduce_refs, refs, timeout_s=0.2)
+    gate.touch()
+    assert late.value.missing == (1,)
+    assert col.plan(col.allreduce_refs, refs).rows[0].nbytes == 16
+
+
+def test_a_plan_inside_a_batch_adds_nothing_to_it(pair):
+    refs = [made(worker, 4) for worker in pair]
+    with col.batch() as b:
+        found = col.plan(col.allreduce_refs, refs)
+    assert len(found.rows) == 1
+    assert b.refs == []
+    assert unchanged(refs)
