@@ -40,6 +40,7 @@ _SEGMENT = struct.Struct("<QQQ32s")  # pid, descriptor, size, token
 _ENTRY = struct.Struct("<QQ")  # offset, length
 _LINE_NBYTES = 64
 _PARITIES = 2
+_LISTINGS_KEPT = 64
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
@@ -110,7 +111,7 @@ class Directory:
         self._shown: dict[int, Segment] = {}  # by rank: which segment of one's own it has mapped
         self._offered: Segment | None = None
         self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
-        self._known: dict[tuple[int, int], tuple[tuple[int, bytes], Listing]] = {}
+        self._known: dict[tuple[int, int, bytes], Listing] = {}  # by rank, flags and what was written
         self._turn = 0
         self._closed = False
 
@@ -177,11 +178,13 @@ class Directory:
             return Listing(flags)
         start = self._at(rank) + _WORDS_NBYTES
         written = bytes(self._memory[start : start + _SEGMENT.size + count * _ENTRY.size])
-        known = self._known.get((rank, self._turn))
-        if known is None or known[0] != (flags, written):
-            known = (flags, written), Listing(flags, self._map(rank, written))
-            self._known[rank, self._turn] = known
-        return known[1]
+        known = self._known.get((rank, flags, written))
+        if known is None:
+            arrays = self._map(rank, written)
+            if len(self._known) >= _LISTINGS_KEPT:
+                self._known.clear()
+            known = self._known[rank, flags, written] = Listing(flags, arrays)
+        return known
 
     def _map(self, rank: int, written: bytes) -> tuple[Array, ...]:
         pid, fd, nbytes, token = _SEGMENT.unpack_from(written)
@@ -191,6 +194,7 @@ class Directory:
             return tuple(_NOTHING for _ in places)
         mapped = self._mapped.get(rank)
         if mapped is None or mapped[0] != segment:
+            self._known = {key: listing for key, listing in self._known.items() if key[0] != rank}
             mapped = self._mapped[rank] = segment, self._segments.open(segment)
         if any(offset + length > nbytes for offset, length in places):
             raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment")

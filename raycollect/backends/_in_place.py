@@ -54,7 +54,7 @@ FOLDS_PER_LOOK = 4
 """How many blocks are folded before the launch is looked at again."""
 
 _LINE_NBYTES = 64
-_FOLDS_KEPT = 1024
+_FOLDS_KEPT = 64
 
 _LENDERS: dict[tuple[OpKind, str], str] = {
     (OpKind.REDUCE, "pull"): "others",

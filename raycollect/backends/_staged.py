@@ -36,6 +36,7 @@ import numpy as np
 
 from raycollect.model import Kernel, Launch, OpKind
 
+from ._joined import Joined
 from ._meeting import Meeting
 from .arrays import Array, Flat
 from .completion import (
@@ -46,6 +47,7 @@ from .completion import (
     pieces,
     reduce_op,
     reduction,
+    row,
     scattered_reduction,
     transfers,
 )
@@ -113,7 +115,7 @@ class Staged:
         """What this rank brings to its slot, by part: one array that all others read, or one for each rank."""
         kind = kernel.kind
         if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER):
-            return {0: Flat(kernel.src)}
+            return {0: row(kernel.src)}
         if kind is OpKind.BARRIER:
             return {}
         if kind is OpKind.GATHER:
@@ -138,7 +140,7 @@ class Staged:
     def _allreduce(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
         """Folds everybody's `src` into everybody's `dst`, or the root's in a reduce; it may be `src` itself."""
         is_taker = kernel.kind is OpKind.ALLREDUCE or self._rank == kernel.peer
-        src, dst = reduction(kernel) if is_taker else (Flat(kernel.src), None)
+        src, dst = reduction(kernel) if is_taker else (row(kernel.src), None)
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
         for lo, hi in chunks(src.size, step):
@@ -146,19 +148,21 @@ class Staged:
             staging = self._staging(src.dtype, width)
             parts = [staging[rank] for rank in ranks]
             if lo or not staged:
-                parts[me][...] = src.read(lo, hi)
+                src.fill(parts[me], lo, hi)
                 meeting.barrier(launch, until_s)
+            # Joined arrays are sliced too: that folds each chunk at once, and not each array.
             # One's own part is read from the slot too: `dst` may be its storage, and ranks below it come first.
-            if _is_sliced(len(ranks), src.dtype, width):
+            if isinstance(src, Joined) or _is_sliced(len(ranks), src.dtype, width):
                 mine = slice(me * width // len(ranks), (me + 1) * width // len(ranks))
                 fold(op, [part[mine] for part in parts], parts[0][mine])
                 meeting.barrier(launch, until_s)
                 if dst is not None:
                     dst.write(lo, hi, parts[0])
             elif dst is not None:
-                out = dst.target(lo, hi)
-                fold(op, parts, out)
-                dst.commit(lo, hi, out)
+                for first, last, array, start, stop in dst.stretches(lo, hi):
+                    out = array.target(start, stop)
+                    fold(op, [part[first - lo : last - lo] for part in parts], out)
+                    array.commit(start, stop, out)
 
     def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
         """Folds everybody's piece for this rank into its `dst`, which may be that piece."""
@@ -184,7 +188,7 @@ class Staged:
             slot = self._staging(whole.dtype, hi - lo)[root]
             if lo or not staged:
                 if src is not None:
-                    slot[...] = src.read(lo, hi)
+                    src.fill(slot, lo, hi)
                 meeting.barrier(launch, until_s)
             if dst is not None:
                 dst.write(lo, hi, slot)

@@ -7,6 +7,7 @@ A tensor of whatever library is worked on as a numpy array over its own memory; 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
@@ -22,6 +23,7 @@ __all__ = [
     "Array",
     "DeviceArray",
     "Flat",
+    "Stretch",
     "byte_range",
     "copy_to_host",
     "describe",
@@ -438,6 +440,14 @@ class Flat:
         chunk: Array = self._array.flat[lo:hi]
         return chunk.astype(self.dtype, copy=False)
 
+    def stretches(self, lo: int, hi: int) -> Sequence[Stretch]:
+        """Cuts elements [lo, hi) into stretches of which each lies in one array: there is but one."""
+        return ((lo, hi, self, lo, hi),)
+
+    def fill(self, chunk: Array, lo: int, hi: int) -> None:
+        """Copies elements [lo, hi) to a chunk of as many."""
+        chunk[...] = self.read(lo, hi)
+
     def target(self, lo: int, hi: int) -> Array:
         """Gives a place to write elements [lo, hi) to; `commit` it afterwards."""
         return self._line[lo:hi] if self.direct else np.empty(hi - lo, self.dtype)
@@ -453,3 +463,7 @@ class Flat:
             self._line[lo:hi] = values
         else:
             self.commit(lo, hi, values)
+
+
+Stretch = tuple[int, int, Flat, int, int]
+"""Elements [first, last) of a row, and the one array in which they lie, as its elements [start, stop)."""

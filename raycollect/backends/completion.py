@@ -11,7 +11,7 @@ import numpy as np
 from raycollect.errors import InternalError, KernelError, RaycollectError, Violation, refusal
 from raycollect.model import Kernel, OpKind, ReduceOp
 
-from .arrays import Flat
+from .arrays import Array, Flat
 
 __all__ = [
     "DONE",
@@ -68,13 +68,18 @@ def clipped(flat: Flat, lo: int, hi: int) -> tuple[int, int]:
     return min(lo, hi), hi
 
 
+def row(array: Array | Flat) -> Flat:
+    """An array as a flat row; what is one already stays as it is."""
+    return array if isinstance(array, Flat) else Flat(array)
+
+
 def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
     """Gives source and target of a reduction to an array of the same size.
 
     Raises:
         InternalError: They differ in size or dtype; the planner should have seen it.
     """
-    src, dst = Flat(kernel.src), Flat(kernel.dst)
+    src, dst = row(kernel.src), row(kernel.dst)
     _check_fit(kernel, src, dst)
     return src, dst
 
@@ -165,9 +170,9 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
     if read is None or write is None:
         raise InternalError(detail=f"{kernel.kind.value} without an array")
     if not is_root:
-        dst = Flat(write)
+        dst = row(write)
         return None, dst, dst
-    src, other = Flat(read), Flat(write) if write is not read else None
+    src, other = row(read), row(write) if write is not read else None
     if other is not None:
         _check_fit(kernel, src, other)
     return src, other, src

@@ -31,6 +31,7 @@ from raycollect.model import (
 
 from ._direct import ALIKE, TOGETHER, Direct
 from ._directory import STAGED, Directory, directory_nbytes
+from ._joined import joined
 from ._meeting import Meeting, control_nbytes, prepare
 from ._segment import client_segment, server_segment
 from ._staged import CHUNK_NBYTES, Staged, slots_nbytes
@@ -133,15 +134,17 @@ class ShmCommunicator:
         return DONE
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """Runs kernels in place, with one meeting for many of them; see `raycollect.model.Together`."""
+        """Runs kernels in place, with one meeting for many of them, or staged as if they were one; see `Together`."""
         some, until_s = kernels[:TOGETHER], time.monotonic() + launch.timeout_s
         kind = kernels[0].kind
         if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
             return 0
-        with _Inside(self) as (meeting, _, direct), translated(kind, self._group_name, self.rank):
+        with _Inside(self) as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
-        return len(some) if has_run else 0
+            for kernel in () if has_run else joined(some):
+                staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
+        return len(some)
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""

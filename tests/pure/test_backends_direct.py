@@ -17,6 +17,7 @@ import pytest
 from raycollect import tensors
 from raycollect.backends import _direct, _in_place
 from raycollect.backends._directory import GIVES, TAKES, Directory, Places, directory_nbytes
+from raycollect.backends._joined import Joined
 from raycollect.backends._meeting import Meeting, control_nbytes, prepare
 from raycollect.backends._staged import Staged
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
@@ -474,16 +475,75 @@ def test_many_kernels_with_one_meeting(kind: OpKind, world: int) -> None:
     team.close()
 
 
-def test_one_ordinary_array_anywhere_sends_all_of_them_one_by_one(trio: ThreadTeam) -> None:
+def strided(values: Any) -> Any:
+    """An ordinary array with gaps."""
+    array = np.zeros((values.size, 2), values.dtype)[:, 1]
+    array[:] = values
+    return array
+
+
+ORDINARY: dict[str, Callable[[Any], Any]] = {
+    "plain": np.array,
+    "strided": strided,
+    "swapped": lambda values: values.astype(values.dtype.newbyteorder()),
+    "shared": tensors.array,
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST])
+def test_many_kernels_on_ordinary_arrays_are_staged_as_one(kind: OpKind, world: int) -> None:
+    """Of several types, layouts and sizes, which end anywhere in a chunk; some in shared memory."""
+    team = ThreadTeam("shm", world)
+    rng = np.random.default_rng(world)
+    root = world - 1 if kind is not OpKind.ALLREDUCE else -1
+    sizes = [200_001, 3, 0, 70_000, 1, 300_000, 64]
+    given = [[rng.standard_normal(n).astype("f8" if n % 2 else "f4") for n in sizes] for _ in team.everyone]
+    make = [ORDINARY[name] for name in ("plain", "strided", "shared", "swapped", "plain", "plain", "strided")]
+    arrays = [[lay(one) for lay, one in zip(make, mine, strict=True)] for mine in given]
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        rank = communicator.rank
+        return together(communicator, launch, kernels_of(kind, rank, arrays[rank], root))
+
+    assert team.must(body, team.launch()) == [[len(sizes)]] * world
+    for at in range(len(sizes)):
+        expected = given[root][at].copy() if kind is OpKind.BROADCAST else given[0][at].copy()
+        for other in given[1:] if kind in REDUCTIONS else ():
+            expected += other[at]
+        for rank in team.everyone:
+            alone = kind is OpKind.REDUCE and rank != root
+            np.testing.assert_array_equal(arrays[rank][at], given[rank][at] if alone else expected)
+    team.close()
+
+
+def test_one_ordinary_array_anywhere_has_all_of_them_staged(trio: ThreadTeam) -> None:
     arrays = [[tensors.full(40_000, rank + 1.0) for _ in range(3)] for rank in trio.everyone]
     arrays[1][2] = np.full(40_000, 2.0)
 
-    def body(communicator: Communicator, launch: Launch) -> list[int]:
+    def body(communicator: Communicator) -> list[int]:
         kernels = kernels_of(OpKind.ALLREDUCE, communicator.rank, arrays[communicator.rank])
         return together(communicator, launch, kernels)
 
-    assert trio.must(body, trio.launch()) == [[0, 0, 0]] * 3
-    assert all((array == 6).all() for mine in arrays for array in mine)
+    for turn in range(3):
+        launch = trio.launch()
+        assert trio.must(body) == [[3]] * 3
+        assert all((array == 6 * 3**turn).all() for mine in arrays for array in mine)
+
+
+@pytest.mark.parametrize("size", [1, 7, 131_072, 131_073, 300_000])
+def test_a_joined_row_is_read_and_written_at_any_place(size: int) -> None:
+    rng = np.random.default_rng(size)
+    ends = np.unique(rng.integers(0, size + 1, 9))
+    whole = rng.standard_normal(size)
+    parts = [part.copy() if at % 2 else strided(part) for at, part in enumerate(np.split(whole, ends))]
+    row = Joined(parts)
+    assert (row.size, row.nbytes, row.dtype) == (size, 8 * size, np.dtype("f8"))
+    for lo, hi in [(0, size), (0, 0), *np.sort(rng.integers(0, size + 1, (20, 2)), axis=1).tolist()]:
+        np.testing.assert_array_equal(row.read(lo, hi), whole[lo:hi])
+        whole[lo:hi] += 1
+        row.write(lo, hi, whole[lo:hi])
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
 def test_more_kernels_than_a_listing_has_room_for(trio: ThreadTeam) -> None:

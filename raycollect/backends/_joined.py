@@ -1,0 +1,96 @@
+"""Several arrays as one row, so that kernels that run together are staged as one, with no copy more than that takes."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from raycollect.model import Kernel
+
+from .arrays import Array, Flat, Stretch
+
+__all__ = ["Joined", "joined"]
+
+
+class Joined(Flat):
+    """Arrays of one type, one after the other, as a flat row of native elements; see `Flat`.
+
+    Attributes:
+        nbytes: The number of bytes.
+    """
+
+    __slots__ = ("_ends", "_flats", "_known", "nbytes")
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._flats = [Flat(array) for array in arrays if array.size]
+        self._ends = list(accumulate(one.size for one in self._flats))
+        self._known: dict[tuple[int, int], list[Stretch]] = {}  # chunks are the same every time
+        self.direct = False
+        self.size = self._ends[-1] if self._ends else 0
+        self.dtype = (self._flats or [Flat(arrays[0])])[0].dtype
+        self.nbytes = self.size * self.dtype.itemsize
+
+    def stretches(self, lo: int, hi: int) -> Sequence[Stretch]:
+        """Cuts elements [lo, hi) into stretches of which each lies in one array."""
+        found = self._known.get((lo, hi))
+        if found is None:
+            found = self._known[lo, hi] = list(self._cut(lo, hi))
+        return found
+
+    def read(self, lo: int, hi: int) -> Array:
+        """Gives a copy of elements [lo, hi)."""
+        chunk: Array = np.empty(hi - lo, self.dtype)
+        self.fill(chunk, lo, hi)
+        return chunk
+
+    def fill(self, chunk: Array, lo: int, hi: int) -> None:
+        """Copies elements [lo, hi) to a chunk of as many."""
+        parts = [one.read(start, stop) for _, _, one, start, stop in self.stretches(lo, hi)]
+        if parts:
+            np.concatenate(parts, out=chunk)
+
+    def write(self, lo: int, hi: int, values: Array) -> None:
+        """Writes elements [lo, hi)."""
+        for first, last, one, start, stop in self.stretches(lo, hi):
+            one.write(start, stop, values[first - lo : last - lo])
+
+    def _cut(self, lo: int, hi: int) -> Iterator[Stretch]:
+        at = bisect_right(self._ends, lo)
+        while lo < hi:
+            one, end = self._flats[at], min(hi, self._ends[at])
+            before = self._ends[at] - one.size
+            yield lo, end, one, lo - before, end - before
+            lo, at = end, at + 1
+
+
+def joined(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Kernels of one kind, op and root as few: one for each type of elements, in the order of their first tensors."""
+    first, *rest = kernels
+    known: tuple[list[Kernel], list[Kernel]] | None = first.memo.get("joined")
+    if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
+        return known[1]
+    by_type: dict[np.dtype[np.generic], list[Kernel]] = {}
+    for kernel in kernels:
+        array = kernel.dst if kernel.src is None else kernel.src
+        by_type.setdefault(array.dtype.newbyteorder("="), []).append(kernel)
+    made = [
+        Kernel(
+            kind=first.kind,
+            src=_side([kernel.src for kernel in some]),
+            dst=_side([kernel.dst for kernel in some]),
+            op=first.op,
+            peer=first.peer,
+        )
+        for some in by_type.values()
+    ]
+    first.memo["joined"] = (rest, made)
+    return made
+
+
+def _side(arrays: Sequence[Array | None]) -> Joined | None:
+    given = [array for array in arrays if array is not None]
+    return Joined(given) if given else None
