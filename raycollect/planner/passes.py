@@ -7,6 +7,7 @@ from it is worked out once, and remembered.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -154,7 +155,8 @@ def _rank_violations(request: Request) -> list[Violation]:
     ]
     found += [
         Violation(kind="duplicate", rank=rank, field="operand", found="given twice", expected="one ref")
-        for rank in sorted({rank for rank in given if given.count(rank) > 1})
+        for rank, count in sorted(Counter(given).items())
+        if count > 1
     ]
     found += [
         Violation(kind="mismatch", rank=rank, field=side, found=f"kept by rank {rank}", expected=expected)
@@ -180,7 +182,8 @@ def _placed(request: Request) -> list[Operands]:
     needs = _NEEDS.get(request.kind)
     if needs is None or (needs.root and not all(0 <= root < request.group.world_size for root in roots)):
         return []
-    return [operands for operands in request.operands if operands[0] in _members(request)]
+    members = _members(request)
+    return [operands for operands in request.operands if operands[0] in members]
 
 
 def _without_operand(request: Request, misplaced: set[str]) -> set[int]:

@@ -1,4 +1,4 @@
-"""Program <-> msgpack bytes, versioned. Positional, so that a small program is about a hundred bytes.
+"""Program <-> msgpack bytes, versioned. Positional, so that a small program is less than two hundred bytes.
 
 An order is a ticket of 16 bytes, the keys, and a program. A loop sends the same programs again and again, so these are
 encoded and decoded once, and remembered; the keys are bare bytes.
@@ -57,7 +57,9 @@ def encode_program(program: Program) -> bytes:
 
 
 def _plain_domain(domain: Domain) -> Any:
-    return domain.group_id, domain.rank, domain.ranks
+    ranks = domain.ranks
+    whole = ranks[:1] == (0,) and ranks[-1] == len(ranks) - 1  # they ascend: 0 to n - 1
+    return domain.group_id, domain.rank, len(ranks) if whole else ranks
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +125,7 @@ def decode_program(data: bytes) -> Program:
 
 def _domain(values: Any) -> Domain:
     group_id, rank, ranks = values
-    return Domain(group_id=group_id, rank=rank, ranks=ranks)
+    return Domain(group_id=group_id, rank=rank, ranks=tuple(range(ranks)) if isinstance(ranks, int) else ranks)
 
 
 @lru_cache(maxsize=256)
