@@ -473,3 +473,46 @@ def test_flat_reads_a_read_only_array() -> None:
     np.testing.assert_array_equal(arrays.Flat(array).read(2, 5), [2, 3, 4])
     with pytest.raises(ValueError, match="read-only"):
         arrays.Flat(array).write(0, 1, np.zeros(1))
+
+
+# ---------------------------------------------------------------------------------------------- places
+
+
+def _set(array: Any, name: str, value: Any) -> None:
+    setattr(array, name, value)
+
+
+CHANGES: dict[str, Any] = {
+    "moved": lambda array: array.resize(1_000_000, refcheck=False),
+    "read-only": lambda array: array.setflags(write=False),
+    "shape": lambda array: _set(array, "shape", (3, 4)),
+    "dtype": lambda array: _set(array, "dtype", "int64"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in CHANGES for dtype in ("float64", "bfloat16")][:-1]
+)
+def test_whatever_changes_about_an_array_is_another_place(name: str, dtype: str) -> None:
+    array = np.ones(12, getattr(ml_dtypes, dtype, dtype))
+    before = arrays.place_of(array)
+    assert arrays.place_of(array) == before
+    CHANGES[name](array)
+    assert arrays.place_of(array) != before
+
+
+def test_an_array_that_has_moved_and_looks_the_same_is_at_another_place() -> None:
+    array = np.ones(100_000)
+    before, address = arrays.place_of(array), array.ctypes.data
+    others = []
+    while array.ctypes.data == address:
+        array.resize(10, refcheck=False)
+        others.append(np.ones(99_000 + 8 * len(others)))  # takes the room that it left
+        array.resize(100_000, refcheck=False)
+    assert arrays.place_of(array) != before
+
+
+@pytest.mark.parametrize("make", [lambda: np.ones(0), lambda: np.ones((4, 4))[:, ::2], lambda: np.ones(5).view()])
+def test_the_place_of_any_array_is_known_again(make: Any) -> None:
+    array = make()
+    assert arrays.place_of(array) == arrays.place_of(array)
