@@ -120,6 +120,7 @@ class Execution:
         self._operands: Sequence[Container | Missing] = ()
         self._tasks: Tasks | None = None  # None: as in the last run
         self._known: Prepared | None = None
+        self._places: tuple[Any, ...] = ()  # where the operands lay before the door; none where that is not remembered
         self._block: Block | None = None
         self._first: Kernel | None = None  # what the backend may prepare before the door
         self._under_way: Stretch | None = None
@@ -181,12 +182,25 @@ class Execution:
         if self._tasks is None:
             self._tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
         tasks = self._tasks
+        if not turn and self._given is None and tasks.is_repeatable:
+            self._places = self._placed()  # before the door: what changes later must be noticed
         tasks.ready(turn, self._operands, self._instruments.store)
         if turn == self._program.rounds - 1 and not tasks.has_violations:
             self._reserve(tasks)
             self._first = None if tasks.has_violations else tasks.first()
             if self._first is not None:
                 self._stage(self._first)
+
+    def _containers(self) -> list[Container]:
+        """The operands that there are."""
+        return [one for one in self._operands if isinstance(one, Container)]
+
+    def _placed(self) -> tuple[Any, ...]:
+        """Where the operands lie; nothing where one has no memory any more, which is for the door to hear."""
+        try:
+            return places_of(self._containers())
+        except TypeError:
+            return ()
 
     def _reserve(self, tasks: Tasks) -> None:
         """Takes what staging may be needed, while all can yet be told that there is none.
@@ -260,11 +274,10 @@ class Execution:
         tasks = self._tasks_here()
         writer = Writer(program, tasks.operands, self._block, self._first)
         script = writer.write(agreement.verdicts, alone=agreement.conflict)
-        if self._given is None and tasks.is_repeatable:
-            containers = [one for one in self._operands if isinstance(one, Container)]
+        if self._places:
             prepared = Prepared(
                 program=program,
-                places=places_of(containers),
+                places=self._places,
                 ranges=tasks.ranges,
                 arrival=arrival,
                 first=self._first,
@@ -272,12 +285,19 @@ class Execution:
                 script=script,
                 block=self._block,
             )
-            prepared.remember(containers)
+            prepared.remember(self._containers())
         return script
 
     def _tasks_here(self) -> Tasks:
-        """The tasks, looked at anew where something is not as in the last run after all."""
+        """The tasks, looked at anew where something is not as in the last run after all.
+
+        Raises:
+            KernelError: An operand has changed since it was told of at the door.
+        """
         if self._tasks is None:
+            self._places = self._placed()
+            if self._known is not None and self._known.places != self._places:
+                raise KernelError(detail="an operand was changed while the plan waited at the door")
             self._tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
             self._tasks.ready(0, self._operands, self._instruments.store)
         return self._tasks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.model import Communicator, Exchange, Launch
@@ -108,14 +109,19 @@ class Launches:
         if number == self._number and self._open is not None:
             return self._open
         communicator = self._communicators(group_id)
-        launch = Launch(seq=self._seq + number, ranks=tuple(ranks), timeout_s=self._program.timeout_s)
+        program = self._program
+        launch = Launch(seq=self._seq + number, ranks=tuple(ranks), timeout_s=program.timeout_s)
+        # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
+        # is found there, and the controller ends the plan for all.
+        before = number + (len(program.everyone) or len(program.tasks))
+        patient = replace(launch, timeout_s=program.timeout_s * (1 + before))
         self._close(ok=True)
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the launch
             self._check()
             self._number = number
             opened = self._open = communicator, launch
             self._wakes = communicator.abort
-        communicator.agree(launch, b"")
+        communicator.agree(patient, b"")
         return opened
 
     def end(self, *, ok: bool) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class Tasks:
     def __init__(self, program: Program, allocate: Any, keys: Sequence[Key], *, given: bool) -> None:
         self.program = program
         self._batch = is_batch(program)
-        self._fresh = Extents()  # what tasks before the one that is looked at write whole
+        self._whole: dict[int, list[Range]] = {}  # what each task writes whole, where anything is half-written
         self.operands: list[Operands] = []
         for task in program.tasks:
             refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
@@ -78,7 +78,7 @@ class Tasks:
     def ready(self, turn: int, found: Sequence[Container | Missing], store: Store) -> None:
         """Binds, makes and checks the buffers of the tasks that are first brought in a round of the door."""
         dirt = self._batch and store.is_dirty(_EVERYWHERE)
-        for task, operands in zip(self.program.tasks, self.operands, strict=True):
+        for at, (task, operands) in enumerate(zip(self.program.tasks, self.operands, strict=True)):
             if task.round != turn:
                 continue
             inputs = iter(task.inputs)
@@ -92,12 +92,15 @@ class Tasks:
                     operands.violate(one.kind, "operand", one.found, one.expected, index)
                     one = None
                 operands.bind(index, one)
-            operands.check(store, self._fresh if dirt else None)
+            operands.check(store, self._written_before(at) if dirt else None)
             if 0 < self.program.staging < _LARGEST_ELEMENT:
                 operands.check_staging(self.program.staging)
             if dirt:
-                for span in operands.dense():
-                    self._fresh.add(*span)
+                self._whole[at] = operands.dense()
+
+    def _written_before(self, at: int) -> Extents:
+        """What tasks before one write whole, by the order of the calls: the rounds of the door have another."""
+        return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
 
     def learn(self, turn: int, verdicts: Mapping[int, Verdict]) -> None:
         """Makes the outputs that follow from what was brought to a round."""
