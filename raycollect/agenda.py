@@ -125,13 +125,14 @@ class Agenda:
         self._pending = [pending for pending in self._pending if pending.request < count]
 
     def send(self, controller: Controller, staging: int) -> Flight:
-        """Sends all calls as one plan; see `send_plan`. What they make gets its refs."""
+        """Sends all calls as one plan; see `send_plan`. What they make gets its refs, and only `results` are kept (P5)."""
         flight = send_plan(controller, tuple(self.asked), self.memberships, self.refs, staging)
         if self._pending:
             positions = flight.plan.positions
             for pending in self._pending:
                 pending.settle(flight.made.get((pending.request, positions[pending.actor_id])), _UNSENT)
             self.results = [_settled(result) for result in self.results]
+        self.asked, self.memberships, self.refs, self._places, self._pending = [], [], {}, {}, []
         return flight
 
 

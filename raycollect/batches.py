@@ -11,8 +11,10 @@ from typing import Any, NamedTuple, Self
 
 from raycollect.agenda import Agenda
 from raycollect.controller import Controller
+from raycollect.dispatch import Asked
 from raycollect.errors import BatchError, Violation, refusal
 from raycollect.group import Membership
+from raycollect.model import Key
 from raycollect.planner import STAGING_NBYTES, Request, Source
 from raycollect.work import Work
 
@@ -52,6 +54,7 @@ class Batch:
         self._token: Token[Batch | None] | None = None
         self._thread = 0
         self._task: Any = None
+        self._is_open = False
         self._first = self._refs_before = self._end = 0  # which calls of the agenda are this block's
         self._held: dict[Membership, Controller] = {}
         self._work: Work | None = None
@@ -68,18 +71,20 @@ class Batch:
             self.timeout_s = self._outer.timeout_s if self.timeout_s is None else self.timeout_s
         self._first, self._refs_before = len(self.agenda.asked), len(self.agenda.refs)
         self._thread, self._task = threading.get_ident(), _running_task()
-        self._why = "its block has not ended"
+        self._why, self._is_open = "its block has not ended", True
         self._token = _current.set(self)
         return self
 
     def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        if self._token is not None:
-            _current.reset(self._token)
-        self._end = len(self.agenda.asked)
+        self._end, self._is_open = len(self.agenda.asked), False
         try:
-            if exc is not None:
+            is_elsewhere = not self._leave()
+            if exc is not None or is_elsewhere:
                 self._fail()
+            if exc is not None:
                 return
+            if is_elsewhere:
+                raise BatchError(detail=f"its block began in another context than it was left in: {_FAILED}")
             if self._outer is None:
                 self._send()
             elif self.outermost.is_rehearsal:
@@ -91,6 +96,15 @@ class Batch:
                 controller.release(membership)
         if self._work is not None and not self._async_op:
             self._work.wait()
+
+    def _leave(self) -> bool:
+        """Ends the recording; False where the context is not the one in which it began, as that of a generator may be."""
+        try:
+            if self._token is not None:
+                _current.reset(self._token)
+        except ValueError:
+            return False
+        return True
 
     @property
     def outermost(self) -> Batch:
@@ -105,10 +119,8 @@ class Batch:
             controller.hold(membership)
 
     def is_here(self) -> bool:
-        """Whether the caller is the thread, or the asynchronous task, that entered the block."""
-        if threading.get_ident() != self._thread:
-            return False
-        return self._task is None or _running_task() is self._task
+        """Whether the caller is the thread, and the asynchronous task if any, that entered the block."""
+        return threading.get_ident() == self._thread and _running_task() is self._task
 
     def _send(self) -> None:
         if self.is_rehearsal or not self.agenda.asked:
@@ -123,7 +135,8 @@ class Batch:
 
     def _fail(self) -> None:
         """Drops what the block has recorded."""
-        self.agenda.rewind(self._first, self._refs_before, _FAILED)
+        if self.outermost._work is None:  # else the batch around it has ended before it, and sent it
+            self.agenda.rewind(self._first, self._refs_before, _FAILED)
         self._why = "its block failed, and nothing of it was sent"
 
     # ------------------------------------------------------------------------------------------ results
@@ -188,7 +201,7 @@ class Batch:
 
     def __repr__(self) -> str:
         state = self._why or ("empty" if self._work is None else repr(self._work))
-        return f"<Batch of {len(self.agenda.asked)} calls: {state}>"
+        return f"<Batch of {len(self.agenda.results)} calls: {state}>"
 
 
 _current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None)
@@ -197,6 +210,8 @@ _current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None
 def current() -> Batch | None:
     """The batch in whose block the caller is; None outside, and in threads and tasks that a block has started."""
     found = _current.get()
+    while found is not None and not found._is_open:  # it was left in another context
+        found = found._outer
     return found if found is None or found.is_here() else None
 
 
@@ -220,7 +235,8 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
     Args:
         staging_nbytes: How many bytes of memory a participant may use for packing small tensors; 0: each travels alone.
         async_op: True: the end of the block does not wait; ``b.wait()`` does.
-        timeout_s: How long ranks wait for each other, in seconds, where a call does not say; default 60.
+        timeout_s: How long ranks wait for each other, in seconds, where a call does not say; default 60. The batch is
+            one plan with one limit: the longest of its calls.
 
     Raises:
         InvalidArgumentError: An argument makes no sense.
@@ -251,15 +267,19 @@ class Recorded(NamedTuple):
     """What a function would have sent.
 
     Attributes:
-        requests: Its calls; sources are keys of `refs`.
+        asked: Its calls.
+        requests: The same, as the planner has them; sources are keys of `refs`.
         memberships: The group of each.
         refs: What stands for a ref in requests -> the ref.
+        keys: The key of each ref, in the order of `refs`.
         staging: The bytes of staging in which tensors may travel packed.
     """
 
+    asked: tuple[Asked, ...]
     requests: tuple[Request, ...]
     memberships: tuple[Membership, ...]
     refs: Mapping[Source, Any]
+    keys: tuple[Key, ...]
     staging: int
 
 
@@ -267,6 +287,7 @@ def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappi
     """Runs a function that makes calls, and records them as one batch that is never sent.
 
     Batches in the function are joined, and their calls need no waiting; what would be made is a `Pending` for ever.
+    Calls of threads and asynchronous tasks that the function starts are made, not recorded.
 
     Args:
         function: One of the verbs, or what calls several.
@@ -280,9 +301,11 @@ def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappi
         function(*args, **(kwargs or {}))
     agenda = rehearsal.agenda
     found = Recorded(
+        asked=tuple(agenda.asked),
         requests=tuple(asked.request() for asked in agenda.asked),
         memberships=tuple(agenda.memberships),
         refs=dict(enumerate(agenda.refs.values())),
+        keys=tuple(agenda.refs),
         staging=rehearsal.staging_nbytes,
     )
     agenda.rewind(0, 0, _REHEARSED)

@@ -24,6 +24,7 @@ from raycollect.channel import Hub
 from raycollect.channel.messages import (
     Arrive,
     Bye,
+    Deny,
     Depart,
     Done,
     Drop,
@@ -31,6 +32,7 @@ from raycollect.channel.messages import (
     Joined,
     Leave,
     Meet,
+    Met,
     Publish,
     Store,
     Stored,
@@ -43,6 +45,7 @@ from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     ConnectionLostError,
+    DispatchError,
     GroupBrokenError,
     GroupExistsError,
     PlanAbortedError,
@@ -53,6 +56,7 @@ from raycollect.errors import (
     Violation,
     from_wire,
     refusal,
+    to_wire,
 )
 from raycollect.flight import Flight
 from raycollect.gate import Gate, Orders
@@ -66,6 +70,8 @@ _log = logging.getLogger("raycollect")
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
+
+_TOO_MUCH = "what the participants tell each other at the door does not fit; make batches of fewer calls"
 
 
 class _Joining:
@@ -369,12 +375,36 @@ class Controller:
         return list(self._flights.values())
 
     def send(self, flight: Flight, orders: Orders) -> None:
-        """Carries out what a flight wants said, and forgets it once it has landed."""
-        self._deliver(flight.plan.participants, orders)
+        """Carries out what a flight wants said, and forgets it once it has landed.
+
+        What is too long for the channel, as the answer at the door of many calls, ends the flight.
+        """
+        try:
+            self._deliver(flight.plan.participants, orders)
+        except ProtocolError as exc:
+            error = DispatchError(detail=f"{exc.detail}: {_TOO_MUCH}")
+            error.__cause__ = exc
+            self._deliver(flight.plan.participants, flight.fail(error))
         if flight.landed:
             self._flights.pop(flight.seq, None)
 
+    def _relay(self, membership: Membership, orders: Orders) -> None:
+        """Carries out what a gate wants said; where what all bring to a meeting is too long, their calls end."""
+        for rank, message in orders:
+            try:
+                self._deliver(membership.roster.members, [(rank, message)])
+            except ProtocolError as exc:
+                if not isinstance(message, Met):
+                    raise
+                denial = Deny(group_id=message.group_id, lane=message.lane, call=0, error=to_wire(exc))
+                self._deliver(membership.roster.members, [(rank, denial)])
+
     def _deliver(self, actor_ids: Sequence[str], orders: Orders) -> None:
+        """Sends messages.
+
+        Raises:
+            ProtocolError: One is too long; it and those after it were not sent.
+        """
         for at, message in orders:
             peer = self._peers.get(actor_ids[at])
             if peer is not None:
@@ -400,7 +430,7 @@ class Controller:
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
             if group_id in self._gates:
                 gate, membership = self._gates[group_id]
-                self._deliver(membership.roster.members, gate.lost(membership.rank_of(actor_id), reason))
+                self._relay(membership, gate.lost(membership.rank_of(actor_id), reason))
         gone = ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})")
         if any(one.member.actor_id == actor_id for one in list(self._joining.values())):
             self._fail_join(gone)
@@ -434,8 +464,7 @@ class Controller:
         found = self._gates.get(message.group_id)
         if found is not None:  # else the group was destroyed meanwhile
             gate, membership = found
-            orders = gate.receive(membership.rank_of(peer.info["actor_id"]), message)
-            self._deliver(membership.roster.members, orders)
+            self._relay(membership, gate.receive(membership.rank_of(peer.info["actor_id"]), message))
 
     def _stuck(self, peer: Peer, message: Stuck) -> None:
         """A participant waits, or no more. Of a plan all groups hear that it is in: any may have a call that waits."""

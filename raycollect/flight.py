@@ -2,7 +2,8 @@
 
 Whatever happens ends in one of three ways. All participants are done: success. All were refused at the door: an error,
 and nobody was touched. Anything else is lopsided: the flight tells everyone who has not ended to abort, and fails with
-the first cause, not with an echo of it.
+the first cause, not with an echo of it. Where a plan has several launches, an echo is enough to tell everyone: who
+waits in another launch than the one that broke would not hear of it there.
 
 Participants go by their positions in the plan; in errors they are ranks of the user's groups.
 """
@@ -10,7 +11,7 @@ Participants go by their positions in the plan; in errors they are ranks of the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -36,6 +37,9 @@ from raycollect.planner.ir import Operands
 Orders = list[tuple[int, Any]]
 """(position, message): what to send, in order."""
 
+ABSENT = ("lost", "producer_failed")
+"""The kinds of violations of operands that are not there."""
+
 _Door = tuple[int, int, str, tuple[int, ...]]
 """(launch, round, group id, ranks)."""
 
@@ -47,9 +51,11 @@ class Flight:
         seq: The first of the plan's numbers.
         plan: The plan; its sources are places in `refs`.
         memberships: The group of each request.
-        refs: The operand refs by key; held until the plan has ended everywhere (P5).
+        refs: The operand refs by key.
 
     Attributes:
+        refs: The operand refs by key, held until the plan has ended everywhere (P5); after it, those that say more
+            about why it failed, until `explain`.
         groups: The groups of its requests, each once.
         made: (request, position) -> the ref of what the request makes there.
         error: Why it failed.
@@ -58,11 +64,13 @@ class Flight:
     def __init__(self, seq: int, plan: Plan, memberships: Sequence[Membership], refs: dict[Key, Any]) -> None:
         self.seq = seq
         self.plan = plan
-        self.refs = refs
+        self.refs: Mapping[Key, Any] = refs
         self.groups = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}
         self.error: RaycollectError | None = None
         self._memberships = memberships
+        self._keys = tuple(refs)
+        self._is_explained = False
         self._pending = set(range(len(plan.participants)))
         self._doors: dict[_Door, Door] = {}
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that one told
@@ -100,7 +108,7 @@ class Flight:
 
     def user_of(self, key: Key) -> tuple[int, int]:
         """(call, rank) of the first use of a ref; the call is -1 where there is but one."""
-        source = tuple(self.refs).index(key)
+        source = self._keys.index(key)
         for number, request in enumerate(self.plan.requests):
             for rank, *sources in request.operands:
                 if source in sources:
@@ -142,9 +150,13 @@ class Flight:
             if error is not None and self._first is None:
                 self._first = (position, error, tuple(story))
             first = self._first
+        if isinstance(error, PlanAbortedError) and not self.resolved:  # an echo
+            several = self.plan.width > 1
+            if waiting:  # who caused it will tell, or its process is gone
+                return self._abort(position, error) if several else []
+            if first is not None and several:
+                return self._failed(*first)  # later ones may be echoes of that abort
         if error is not None:
-            if isinstance(error, PlanAbortedError) and waiting and not self.resolved:
-                return []  # an echo: who caused it will tell, or its process is gone
             return self._failed(position, error, tuple(story))
         if waiting:
             return []
@@ -166,13 +178,16 @@ class Flight:
         """A participant is at a door that the controller keeps; the last one opens it.
 
         Raises:
-            ProtocolError: It can't be there, or was there before.
+            ProtocolError: It can't be there, or was there before; or there is no such door.
         """
         ranks = tuple(message.ranks)
         crew = self._crew_of(message.group_id)
         places = [crew.get(rank, -1) for rank in ranks]
-        if min(places, default=-1) < 0 or crew.get(message.rank) != position:
+        if min(places, default=-1) < 0 or crew.get(message.rank) != position or ranks != tuple(sorted(set(ranks))):
             raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
+        rounds = self.plan.rounds if message.seq == self.seq else int(self.has(message.seq))
+        if not 0 <= message.round < rounds:
+            raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} at its door")
         with self._lock:
             door = self._doors.setdefault((message.seq, message.round, message.group_id, ranks), Door(ranks))
             if door.arrive(message.rank, message.blob) is not DoorState.COMPLETE:
@@ -187,12 +202,22 @@ class Flight:
             self._pending.difference_update(unsent)
         return self._failed(-1, error, ())
 
+    def explain(self, error: RaycollectError) -> None:
+        """Takes the error as its refs explain it; they are not needed any more."""
+        with self._lock:
+            self.error, self._is_explained = error, True
+        self._let_go()
+
     # ------------------------------------------------------------------------------------------ outcome
 
     def _failed(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> Orders:
         self._resolve(self._located(position, error, story))
         if isinstance(error, RefusedError) and position >= 0:
             return []  # refused at the door: everyone knows
+        return self._abort(position, error)
+
+    def _abort(self, position: int, error: RaycollectError) -> Orders:
+        """Tells everyone who has not ended to abort, once."""
         with self._lock:
             told, self._told = self._told, True
         if told:
@@ -203,14 +228,32 @@ class Flight:
 
     def _resolve(self, error: RaycollectError | None) -> None:
         with self._lock:
-            if self._resolved:
-                return
-            self.error = error
-            self._resolved = True
-            self._unresolved.release()
-            watchers, self._watchers = self._watchers, []
+            known = self._resolved
+            if not known:
+                self.error = error
+                self._resolved = True
+                watchers, self._watchers = self._watchers, []
+        self._let_go()
+        if known:
+            return
+        self._unresolved.release()
         for call in watchers:
             call()
+
+    def _let_go(self) -> None:
+        """Drops the refs once nobody runs it, but for those that say more about why it failed."""
+        with self._lock:
+            if self._pending or not self._resolved:
+                return
+            dropped, self.refs = self.refs, {} if self._is_explained else self._telling()
+        del dropped  # not under the lock
+
+    def _telling(self) -> dict[Key, Any]:
+        """The refs of operands that were not there: Ray knows what became of the methods that should have made them."""
+        if not isinstance(self.error, RefusedError):
+            return {}
+        named = {violation.ref for violation in self.error.violations if violation.kind in ABSENT}
+        return {key: ref for key, ref in self.refs.items() if key.hex() in named}
 
     def _located(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> RaycollectError:
         """Adds what only the controller knows: the groups' names, actors and refs."""
@@ -232,7 +275,8 @@ class Flight:
         error.story = error.story or story
         if isinstance(error, CollectiveTimeoutError):
             ranks = tuple(_outer(rank, inner, group) for rank in error.missing) if inner else tuple(error.missing)
-            missing = [(rank, group.members[rank].actor) for rank in ranks] or self._last_missing()
+            known = [rank for rank in ranks if 0 <= rank < len(group.members)]
+            missing = [(rank, group.members[rank].actor) for rank in known] or self._last_missing()
             names = ", ".join(f"rank {rank} ({actor})" for rank, actor in missing) or "nobody"
             error.missing = tuple(rank for rank, _ in missing)
             error.detail = f"after {error.timeout_s:g} s these had not come: {names}"
@@ -262,8 +306,7 @@ class Flight:
         if not 0 <= number < len(self.plan.requests):
             return violation
         operands = self.plan.requests[number].operands
-        keys = tuple(self.refs)
-        return described(violation, self._memberships[number], operands, lambda source: keys[source])
+        return described(violation, self._memberships[number], operands, lambda source: self._keys[source])
 
     # ------------------------------------------------------------------------------------------ who is who
 
@@ -298,7 +341,7 @@ class Flight:
 
     @cached_property
     def _uses(self) -> dict[Key, bool]:
-        keys = tuple(self.refs)
+        keys = self._keys
         return {keys[source]: written for source, written in self.plan.uses().items()}  # type: ignore[call-overload]
 
 

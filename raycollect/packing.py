@@ -1,4 +1,4 @@
-"""Small tensors that travel together (fusion): which do, where they are staged, and the one kernel that moves them.
+"""Small tensors that travel packed: what they take, where they are staged, and the one kernel that moves them.
 
 A kernel costs about as much to start as copying some hundred KiB. So the tensors of one step that are small are copied
 into one staging array, one kernel moves it, and what was written is copied out into the tensors again. What is packed
@@ -17,27 +17,21 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, DeviceArray
 from raycollect.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
 __all__ = [
     "NO_BLOCK",
-    "PACKED_UP_TO_NBYTES",
     "Block",
     "Item",
     "Packed",
     "Pool",
-    "buckets",
     "copy",
     "dtype_of",
     "room",
     "size_of",
 ]
 
-PACKED_UP_TO_NBYTES = 128 << 10
-"""The largest tensor (in pieces: all of them together) that is packed: copying it in and out takes about as long as
-the start of a kernel, some 20 us within a machine; above, two more copies cost more than they save."""
-
 _LEAST_NBYTES = 64 << 10
-_NONE: list[int] = []
 
 
 class Item(NamedTuple):
@@ -84,31 +78,6 @@ def room(kind: OpKind, item: Item) -> int:
         sum(array.nbytes for array in side) if type(side) is tuple else side.nbytes for side in _staged(kind, item)
     ]
     return sum(sides) if max(sides) <= PACKED_UP_TO_NBYTES else 0
-
-
-def buckets(sizes: Sequence[tuple[Any, int]], staging: int) -> list[list[int]]:
-    """Puts together the tensors that travel packed.
-
-    Args:
-        sizes: For each tensor its dtype, and what `size_of` says.
-        staging: The bytes that one bucket may take; 0: every tensor goes by itself.
-
-    Returns:
-        Which tensors each kernel moves, in the order of the kernels; one alone is not packed.
-    """
-    found: list[list[int]] = []
-    filling: dict[Any, tuple[list[int], int]] = {}
-    for at, (dtype, nbytes) in enumerate(sizes):
-        if not 0 <= nbytes <= min(staging, PACKED_UP_TO_NBYTES) or not staging:
-            found.append([at])
-            continue
-        bucket, filled = filling.get(dtype, (_NONE, 0))
-        if bucket is _NONE or filled + nbytes > staging:
-            bucket, filled = [], 0
-            found.append(bucket)
-        bucket.append(at)
-        filling[dtype] = bucket, filled + nbytes
-    return found
 
 
 def dtype_of(item: Item) -> np.dtype[Any] | None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from raycollect.channel import Link
 from raycollect.channel.messages import Message, Refused, Survey, Surveyed, Welcome
-from raycollect.errors import ChannelError, CollectiveTimeoutError, RaycollectError, from_wire
+from raycollect.errors import ChannelError, CollectiveTimeoutError, ConnectionLostError, RaycollectError, from_wire
 
 
 class PeerOwner(Protocol):
@@ -111,9 +111,13 @@ class Peer:
         self._owner.lost(self, reason.detail)
 
     def send(self, message: Any) -> None:
-        """Sends a message; a link that has ended is dealt with by `closed`."""
+        """Sends a message; a link that has ended is dealt with by `closed`.
+
+        Raises:
+            ProtocolError: The message is too long; nothing of it was sent.
+        """
         try:
             if self.link is not None:
                 self.link.send(message)
-        except ChannelError:
+        except ConnectionLostError:
             pass

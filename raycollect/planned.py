@@ -15,13 +15,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from raycollect import door
 from raycollect.batches import Recorded, record
+from raycollect.dispatch import _explained, prepare
 from raycollect.door import Arrival, Side, Spec
 from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
-from raycollect.flight import described
 from raycollect.handle import Handle
-from raycollect.model import PIECES, TENSOR, Key, Structure, TensorInfo
-from raycollect.planner import Made, Part, Plan, Role, Source, plan_part
-from raycollect.planner import plan as planned
+from raycollect.model import PIECES, TENSOR, Structure, TensorInfo
+from raycollect.planner import Made, Part, Plan, Role, Source
 from raycollect.planner.explain import Explanation, explain
 
 __all__ = ["plan"]
@@ -31,7 +30,8 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and foreseen time.
 
     Nothing is sent, and no tensor is touched; a group that has to be derived is formed. Waits for the methods whose
-    refs are operands, as long as the call itself would.
+    refs are operands, as long as the call itself would. Calls of threads and asynchronous tasks that the function
+    starts are made, not planned.
 
     Args:
         fn: One of the driver's verbs, or a function that calls several, which are planned as one batch.
@@ -49,51 +49,18 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
         raise BatchError(detail=f"{detail} that calls verbs")
     try:
-        found = _plan(recorded)
+        found = prepare(recorded.asked, recorded.staging).plan
         handles = _handles(recorded, found)
         foreseen = _Foreseen(found, handles)
         foreseen.judge()
     except RefusedError as exc:
-        raise _explained(exc, recorded) from exc.__cause__
+        raise _explained(exc, recorded.asked, recorded.memberships, recorded.keys) from exc.__cause__
     return explain(found, {source: handle.infos for source, handle in handles.items()})
 
 
-def _plan(recorded: Recorded) -> Plan:
-    rosters = [membership.roster for membership in recorded.memberships]
-    try:
-        return planned(recorded.requests, rosters, staging=recorded.staging)
-    except RefusedError:
-        found = []
-        for number, (request, roster) in enumerate(zip(recorded.requests, rosters, strict=True)):
-            try:
-                plan_part(request, roster)
-            except RefusedError as exc:
-                found += _numbered(exc.violations, number, recorded)
-        raise refusal(_name(recorded), "", tuple(found)) from None
-
-
-def _name(recorded: Recorded) -> str:
-    return recorded.requests[0].kind.value if len(recorded.requests) == 1 else "batch"
-
-
-def _numbered(violations: Sequence[Violation], number: int, recorded: Recorded | Plan) -> list[Violation]:
+def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[Violation]:
     """Violations of a request; of a single one they need not say of which."""
-    return [replace(one, call=number if len(recorded.requests) > 1 else -1) for one in violations]
-
-
-def _explained(error: RefusedError, recorded: Recorded) -> RefusedError:
-    """Adds the groups' names, the ranks' actors, and their refs."""
-
-    def key(source: Any) -> Key:
-        return Key(recorded.refs[source].binary())
-
-    numbers = [max(one.call, 0) for one in error.violations]
-    found = [
-        described(one, recorded.memberships[number], recorded.requests[number].operands, key)
-        for one, number in zip(error.violations, numbers, strict=True)
-    ]
-    names = dict.fromkeys(membership.spec.name for membership in recorded.memberships)
-    return refusal(error.op, ", ".join(names), tuple(found))
+    return [replace(one, call=number if len(plan.requests) > 1 else -1) for one in violations]
 
 
 # ---------------------------------------------------------------------------------------------- what refs hold

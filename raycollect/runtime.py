@@ -202,14 +202,14 @@ class Runtime:
         """
         ticket, keys, program = decode_order(payload)
         memberships = [self._membership(group_id) for group_id in {share.group_id for share in program.shares}]
-        ledger = memberships[0].ledger
+        ledger = memberships[0].ledger  # all have the lease's
         reason = ledger.start(ticket.seq, ticket.predecessor)
         self._begun = max(self._begun, ticket.seq)
         handles = []
         try:
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            outcome = self._run(ticket, keys, program, memberships[0])
+            outcome = self._run(ticket, keys, program, memberships)
             if task is not None:
                 handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
         except RaycollectError as exc:  # aborted before it came, or the store is full
@@ -224,8 +224,11 @@ class Runtime:
             raise outcome.error
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def _run(self, ticket: Ticket, keys: Sequence[Key], program: Program, membership: _Membership) -> Outcome:
-        seq, ledger = ticket.seq, membership.ledger
+    def _run(
+        self, ticket: Ticket, keys: Sequence[Key], program: Program, memberships: Sequence[_Membership]
+    ) -> Outcome:
+        seq, ledger = ticket.seq, memberships[0].ledger
+        is_ordered = all(one.ordered for one in memberships)  # a method may be late if one group says so
         door = None if program.door.group_id else StarExchange("", program.door.rank, self._tell)
         execution = Execution(
             program,
@@ -234,7 +237,7 @@ class Runtime:
             self.instruments,
             seq=seq,
             aborted=lambda: ledger.reason(seq),
-            waiting=None if membership.ordered else lambda key: self._tell(Waiting(seq=seq, key=key)),
+            waiting=None if is_ordered else lambda key: self._tell(Waiting(seq=seq, key=key)),
             exchange=door,
         )
         running = self._running[seq] = _Running(execution=execution, door=door)

@@ -16,16 +16,12 @@ from raycollect.backends import folds
 from raycollect.door import Spec, Verdict
 from raycollect.model import PIECES, Kernel, OpKind, TensorInfo
 from raycollect.operands import Operands
-from raycollect.packing import NO_BLOCK, Block, Item, Packed, buckets, dtype_of, size_of
+from raycollect.packing import NO_BLOCK, Block, Item, Packed, dtype_of, size_of
 from raycollect.planner import Bundle, Choice, Local, Program, Share, Step
+from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
 
 __all__ = ["Move", "Script", "Stretch", "Writer", "bucketed"]
-
-
-TOGETHER_FROM_NBYTES = 32 << 10
-"""The smallest tensor that is offered to the backend together with others, before it is packed: below, packing is
-cheaper than whatever a backend does for each."""
 
 
 class Move(NamedTuple):
@@ -156,12 +152,12 @@ class Writer:
         if isinstance(step.kind, Local):
             yield Move(*place, copies=tuple((item.dst, item.src) for item in items))
             return
-        large = [] if step.kind in PIECES else [item for item in items if _is_large(step.kind, item, len(ranks))]
-        if len(large) > 1:
-            items = [item for item in items if not _is_large(step.kind, item, len(ranks))]
-            kernels = tuple(self._kernel(step.kind, step, item) for item in large)
-            instead = tuple(self._packed(step.kind, step, large, place, domain.rank))
-            yield Move(*place, kernels, instead=instead)
+        large = [] if step.kind in PIECES else offered([size_of(step.kind, item, len(ranks)) for item in items])
+        if large:
+            some = [items[at] for at in large]
+            items = [item for at, item in enumerate(items) if at not in set(large)]
+            kernels = tuple(self._kernel(step.kind, step, item) for item in some)
+            yield Move(*place, kernels, instead=tuple(self._packed(step.kind, step, some, place, domain.rank)))
         yield from self._packed(step.kind, step, items, place, domain.rank)
 
     def _packed(
@@ -192,15 +188,10 @@ class Writer:
 
 
 def bucketed(kind: OpKind, items: Sequence[Item], count: int, staging: int) -> list[list[int]]:
-    """Which tensors each kernel of a step moves, among so many ranks; see `packing.buckets`."""
+    """Which tensors each kernel of a step moves, among so many ranks; see `fusion.buckets`."""
     if len(items) < 2:
         return [[at] for at in range(len(items))]
     return buckets([(dtype_of(item), size_of(kind, item, count)) for item in items], staging)
-
-
-def _is_large(kind: OpKind, item: Item, count: int) -> bool:
-    """Whether a backend may do better with a tensor and others at hand than if they are packed, on all ranks alike."""
-    return size_of(kind, item, count) >= TOGETHER_FROM_NBYTES
 
 
 def _chosen(choices: Sequence[Choice], verdicts: Sequence[Verdict]) -> int:

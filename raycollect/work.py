@@ -19,7 +19,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.flight import Flight
+from raycollect.flight import ABSENT, Flight
 from raycollect.handle import Handle
 from raycollect.model import Key
 
@@ -108,19 +108,19 @@ def _explain(flight: Flight) -> RaycollectError | None:
 
     Called in the thread that waits for the flight, never in the channel's: it asks Ray.
     """
-    error = flight.error
+    refs, error = flight.refs, flight.error  # in this order: another thread may explain it meanwhile
     if not isinstance(error, RefusedError) or error.__cause__ is not None:
         return error
     violations, cause = [], None
     for violation in error.violations:
-        ref = flight.refs.get(Key(bytes.fromhex(violation.ref)))
-        if violation.kind in ("lost", "producer_failed") and ref is not None:
+        ref = refs.get(Key(bytes.fromhex(violation.ref)))
+        if violation.kind in ABSENT and ref is not None:
             violation, why = _look_into(violation, ref)
             cause = cause or why
         violations.append(violation)
     explained = refusal(error.op, error.group_name, tuple(violations))
     explained.__cause__ = cause
-    flight.error = explained
+    flight.explain(explained)
     return explained
 
 

@@ -104,7 +104,7 @@ class _Bundle:
         base: The launch in which its first steps run.
         members: The positions of those who take part.
         tensors: How many tensors a rank gives to all of them; in pieces, how many to each piece.
-        packing: What travels packed.
+        packing: What travels together.
         costs: What each of the part's algorithms costs.
         times_s: How long it takes by each of the part's algorithms, in seconds.
     """
@@ -120,10 +120,11 @@ class _Bundle:
         self.base = together.base[self.taken]
         self.members = tuple(plan.positions[self.roster.members[rank]] for rank in self.part.ranks)
         staged = [one for number in self.calls for one in sizes.staged(number)]
-        self.packing = packing(staged, plan.staging)
+        self.packing = packing(self.part.request.kind, self.roster.spec.backend, staged, plan.staging)
         self.tensors = len(staged)
         self.costs = tuple(price(self.part, self.roster, choice.name) for choice in self.part.choices)
-        begun = max(self.packing.kernels + self.tensors - self.packing.tensors, 1) - 1  # kernels after the first one
+        alone = self.tensors - self.packing.tensors - self.packing.together
+        begun = max(alone + self.packing.kernels + min(self.packing.together, 1), 1) - 1  # kernels after the first one
         more_s = begun * self.costs[0].line.fixed_s
         self.times_s = tuple(cost.line.time_s(self.nbytes) + more_s for cost in self.costs)
 
@@ -212,6 +213,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         after=after,
         bundle=place,
         packed=(bundle.packing.tensors, bundle.tensors, bundle.packing.kernels),
+        together=bundle.packing.together,
         algorithm=part.choices[bundle.taken].name,
         why=bundle.why,
         bits=("the left fold in rank order" if roster.bitwise else "equal on all ranks") if part.request.op else "",

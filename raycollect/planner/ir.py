@@ -194,7 +194,7 @@ class Plan:
 
     @property
     def timeout_s(self) -> float:
-        """How long ranks wait for each other, in seconds."""
+        """How long ranks wait for each other, in seconds: in a batch, the longest limit of its calls."""
         return max((request.timeout_s for request in self.requests), default=0.0)
 
     @cached_property

@@ -1,56 +1,61 @@
-"""What a part of a plan costs by each of its algorithms, and what of a bundle travels packed."""
+"""What a part of a plan costs by each of its algorithms, and what of a bundle travels together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raycollect.model import OpKind
+from raycollect.model import PIECES, OpKind
 from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.cost import FREE, Cost, Layout, priced
+from raycollect.planner.fusion import buckets, offered
 from raycollect.planner.ir import Part
 from raycollect.planner.setting import Setting
 from raycollect.planner.template import NATIVE
 from raycollect.planner.topology import Roster
 
-__all__ = ["PACKED_UP_TO_NBYTES", "Packing", "packing", "price", "rivals"]
+__all__ = ["Packing", "packing", "price", "rivals"]
 
-PACKED_UP_TO_NBYTES = 128 << 10
-"""The largest tensor that is packed: `raycollect.packing` has the reasons, and the rule that `packing` foresees."""
+TOGETHER = frozenset({"shm"})
+"""The backends that run kernels together (`raycollect.model.Together`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What of a bundle travels packed.
+    """What of a bundle travels together.
 
     Attributes:
-        tensors: How many tensors do.
+        tensors: How many tensors are packed.
         kernels: In how many kernels.
         nbytes: The most staging that a kernel takes on a rank, in bytes.
+        together: How many tensors the backend runs with one meeting of the ranks.
     """
 
     tensors: int = 0
     kernels: int = 0
     nbytes: int = 0
+    together: int = 0
 
 
-def packing(sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
-    """Foresees what travels packed: small tensors of one dtype, in their order, as many at a time as staging holds.
+def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
+    """Foresees what travels together; see `fusion`.
 
     Args:
+        kind: The operation.
+        backend: The backend of its group.
         sizes: For each tensor of a bundle its dtype, and the bytes of staging that it takes.
         staging: See `Program.staging`.
     """
-    buckets: dict[str, list[list[int]]] = {}
-    for dtype, nbytes in sizes:
-        if nbytes > min(PACKED_UP_TO_NBYTES, staging) or not staging:
-            continue
-        filled = buckets.setdefault(dtype, [[]])
-        if sum(filled[-1]) + nbytes > staging:
-            filled.append([])
-        filled[-1].append(nbytes)
-    packed = [bucket for filled in buckets.values() for bucket in filled if len(bucket) > 1]
-    return Packing(tensors=sum(map(len, packed)), kernels=len(packed), nbytes=max(map(sum, packed), default=0))
+    runs_together = backend in TOGETHER and kind not in PIECES
+    large = set(offered([nbytes for _, nbytes in sizes])) if runs_together else set[int]()
+    rest = [one for at, one in enumerate(sizes) if at not in large]
+    packed = [[rest[at][1] for at in bucket] for bucket in buckets(rest, staging) if len(bucket) > 1]
+    return Packing(
+        tensors=sum(map(len, packed)),
+        kernels=len(packed),
+        nbytes=max(map(sum, packed), default=0),
+        together=len(large),
+    )
 
 
 def price(part: Part, roster: Roster, name: str) -> Cost:

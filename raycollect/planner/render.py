@@ -127,6 +127,7 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
         "why": f"{row.algorithm}: {row.why}",
         "after": after and f"call{'s' if len(after) > 1 else ''} {ranks_words(after)}",
         "packed": packed and f"{packed} of {tensors} tensors travel in {kernels} kernel{'s' if kernels > 1 else ''}",
+        "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
         "bits": row.bits,
         "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
         "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",

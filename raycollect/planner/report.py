@@ -55,6 +55,7 @@ class Row:
         after: The calls that have to come before it, as it uses what they write, or writes what they use.
         bundle: Its place in the order in which calls run; those of one place run together.
         packed: How many tensors of its bundle travel packed, of how many, and in how many kernels.
+        together: How many tensors of its bundle the backend runs with one meeting of the ranks.
         algorithm: The name of what is taken.
         why: Why that one.
         bits: What the bits of a reduction are (P7); empty for other operations.
@@ -78,6 +79,7 @@ class Row:
     after: tuple[int, ...]
     bundle: int
     packed: tuple[int, int, int]
+    together: int
     algorithm: str
     why: str
     bits: str

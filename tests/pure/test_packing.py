@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from raycollect import backends, tensors
 from raycollect.backends import arrays
 from raycollect.model import PIECES, Communicator, Kernel, Launch, OpKind, ReduceOp, TensorInfo
-from raycollect.packing import PACKED_UP_TO_NBYTES, Block, Item, Packed, Pool, buckets, room, size_of
+from raycollect.packing import Block, Item, Packed, Pool, room, size_of
 from raycollect.planner import Request, plan
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 
 from .communicators import ProcessTeam, ThreadTeam, Worker
 from .fleet import WAIT_S, Convoy, launched
@@ -40,6 +41,13 @@ def _into(target: Any, array: Any) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- what is put together
+
+
+def test_a_backend_is_offered_several_large_tensors_or_none() -> None:
+    large = TOGETHER_FROM_NBYTES
+    assert offered([1, large, large - 1, 10 * large, -1]) == [1, 3]
+    assert offered([1, large, large - 1, -1]) == []
+    assert offered([]) == []
 
 
 @given(

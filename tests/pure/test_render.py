@@ -20,7 +20,8 @@ import pytest
 from raycollect.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Inner, Link, Made, Request, Roster, Topology, plan
 from raycollect.planner.explain import explain
-from raycollect.planner.pricing import PACKED_UP_TO_NBYTES, packing
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
+from raycollect.planner.pricing import packing
 from raycollect.planner.render import MOST_ACTS
 from raycollect.planner.sizes import Sizes
 from raycollect.planner.wording import nbytes_words, ranks_words, seconds_words
@@ -378,21 +379,29 @@ def test_the_chunks_of_a_backend_are_those_that_it_says(backend, module, chunks)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_travels_packed_is_what_the_executor_packs(seed):
-    from raycollect import packing as executors
-
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
     rng = random.Random(seed)
     staging = rng.choice([0, 100, 1 << 12, 100 << 10, 32 << 20])
     limit = PACKED_UP_TO_NBYTES
-    assert limit == executors.PACKED_UP_TO_NBYTES
     sizes = [
         (rng.choice(["float32", "int8"]), rng.choice([0, 4, 60, 4096, limit - 1, limit, limit + 1]))
         for _ in range(rng.randrange(60))
     ]
-    buckets = [bucket for bucket in executors.buckets(sizes, staging) if len(bucket) > 1]
-    found = packing(sizes, staging)
-    assert (found.kernels, found.tensors) == (len(buckets), sum(map(len, buckets)))
-    assert found.nbytes == max((sum(sizes[at][1] for at in bucket) for bucket in buckets), default=0)
+    found = packing(OpKind.ALLREDUCE, backend, sizes, staging)
+    large = set(offered([nbytes for _, nbytes in sizes])) if backend == "shm" else set()
+    rest = [one for at, one in enumerate(sizes) if at not in large]
+    packed = [bucket for bucket in buckets(rest, staging) if len(bucket) > 1]
+    assert (found.kernels, found.tensors, found.together) == (len(packed), sum(map(len, packed)), len(large))
+    assert found.nbytes == max((sum(rest[at][1] for at in bucket) for bucket in packed), default=0) <= staging
+
+
+def test_large_tensors_of_one_machine_are_told_to_run_together():
+    there = roster([0] * 2, backend="shm")
+    requests = [allreduce(there, tag) for tag in "abcd"]
+    found = told(requests, there, {"a": info(10), "b": info(1 << 20), "c": info(10_000), "d": info(20)})
+    assert {(row.packed, row.together) for row in found.rows} == {((2, 4, 1), 2)}
+    assert "2 of 4 tensors with one meeting of the ranks" in found.explain()
 
 
 def test_without_staging_nothing_is_packed():
