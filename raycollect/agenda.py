@@ -125,7 +125,7 @@ class Agenda:
         self._pending = [pending for pending in self._pending if pending.request < count]
 
     def send(self, controller: Controller, staging: int) -> Flight:
-        """Sends all calls as one plan; see `send_plan`. What they make gets its refs, and only `results` are kept (P5)."""
+        """Sends all calls as one plan; see `send_plan`. What they make gets its refs; only `results` are kept (P5)."""
         flight = send_plan(controller, tuple(self.asked), self.memberships, self.refs, staging)
         if self._pending:
             positions = flight.plan.positions

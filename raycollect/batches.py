@@ -84,7 +84,7 @@ class Batch:
             if exc is not None:
                 return
             if is_elsewhere:
-                raise BatchError(detail=f"its block began in another context than it was left in: {_FAILED}")
+                raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
             if self._outer is None:
                 self._send()
             elif self.outermost.is_rehearsal:
@@ -98,7 +98,7 @@ class Batch:
             self._work.wait()
 
     def _leave(self) -> bool:
-        """Ends the recording; False where the context is not the one in which it began, as that of a generator may be."""
+        """Ends the recording; False in another context than that in which it began, as a generator may be in."""
         try:
             if self._token is not None:
                 _current.reset(self._token)

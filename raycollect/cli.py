@@ -124,7 +124,7 @@ def bench(calibrate: bool, between: tuple[float, float] | None, output: str | No
     (~/.config). The link between hosts keeps its default unless --between says what it is.
     """
     if not calibrate:
-        raise click.UsageError("There is nothing but --calibrate yet.")
+        raise click.UsageError("Give --calibrate: there is nothing else yet.")
     from raycollect import calibrate as measuring  # with numpy
     from raycollect import costs
 

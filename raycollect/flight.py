@@ -70,7 +70,7 @@ class Flight:
         self.error: RaycollectError | None = None
         self._memberships = memberships
         self._keys = tuple(refs)
-        self._is_explained = False
+        self._is_explained = False  # whether the refs have told what they know of the failure
         self._pending = set(range(len(plan.participants)))
         self._doors: dict[_Door, Door] = {}
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that one told

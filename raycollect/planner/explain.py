@@ -32,8 +32,8 @@ class Explanation(Report):
         return text(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """The explanation as values that JSON can hold."""
-        return asdict(self)
+        """The explanation as values that JSON gives back as they are."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
 
     def _repr_html_(self) -> str:
         return html(self)
@@ -82,6 +82,13 @@ def explain(plan: Plan, given: Mapping[Source, Infos]) -> Explanation:
         nbytes_inside=sum(row.way.nbytes_inside for row in rows),
         nbytes_between=sum(row.way.nbytes_between for row in rows),
     )
+
+
+def _plain(value: Any) -> Any:
+    """A value with its tuples as lists."""
+    if isinstance(value, (tuple, list)):
+        return [_plain(one) for one in value]
+    return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
 # ---------------------------------------------------------------------------------------------- bundles

@@ -12,6 +12,8 @@ from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 __all__ = ["Cluster", "Prediction", "predict"]
 
+_BITWISE = ("local", "shm", "tcp")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
@@ -24,7 +26,7 @@ class Cluster:
         between: What it costs between hosts; the ranks of one host share it.
         backend: The backend of the group.
         inner: The backend of the ranks of one host among themselves.
-        bitwise: Whether elements have to be folded in rank order (P7).
+        bitwise: Whether elements have to be folded in rank order; None: where the backend promises that (`shm`, `tcp`).
     """
 
     hosts: int
@@ -33,7 +35,7 @@ class Cluster:
     between: Link = BETWEEN
     backend: str = "tcp"
     inner: str = "shm"
-    bitwise: bool = True
+    bitwise: bool | None = None
 
     def __post_init__(self) -> None:
         if self.hosts < 1 or self.ranks_per_host < 1:
@@ -78,6 +80,8 @@ def predict(
     """
     if nbytes < 0:
         raise ValueError(f"a rank can't give {nbytes} bytes")
+    if not isinstance(kind, OpKind) and kind not in {one.value for one in OpKind}:
+        raise ValueError(f"no operation {kind!r}; there are {', '.join(one.value for one in OpKind)}")
     setting = Setting(
         kind=OpKind(kind),
         backend=cluster.backend,
@@ -85,7 +89,7 @@ def predict(
         op=op,
         hosts=cluster.inner,
         leaders=cluster.backend,
-        bitwise=cluster.bitwise,
+        bitwise=cluster.backend in _BITWISE if cluster.bitwise is None else cluster.bitwise,
     )
     found = []
     for name, algorithm in ALGORITHMS.items():

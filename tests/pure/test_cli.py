@@ -239,7 +239,7 @@ def test_what_lies_between_hosts_can_be_given(measured: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        (["--output", "x.json"], "nothing but --calibrate"),
+        (["--output", "x.json"], "Give --calibrate"),
         (["--calibrate", "--between", "0", "25"], "0.0"),
         (["--calibrate", "--between", "50"], "between"),
         (["--calibrate", "--output", "/dev/null/x.json"], "/dev/null/x.json"),

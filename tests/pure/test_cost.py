@@ -201,6 +201,19 @@ def test_hierarchies_send_less_between_hosts() -> None:
                 assert found["hierarchical"].nbytes_between * 2 <= found["native"].nbytes_between
 
 
+def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
+    for backend, bitwise in (("tcp", True), ("gloo", False), ("nccl", False)):
+        by_default = predict("allreduce", 4 << 20, Cluster(hosts=64, ranks_per_host=8, backend=backend))
+        told = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=bitwise)
+        other = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=not bitwise)
+        assert by_default == predict("allreduce", 4 << 20, told) != predict("allreduce", 4 << 20, other)
+
+
+def test_an_unknown_operation_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no operation 'allredcue'.* allreduce"):
+        predict("allredcue", 8, Cluster(hosts=2, ranks_per_host=2))
+
+
 def test_no_prediction_looks_at_each_rank() -> None:
     """Or it would not end."""
     cluster = Cluster(hosts=10**12, ranks_per_host=10**6)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -75,6 +77,16 @@ def _flight(world: int = 4, ranks: tuple[int, int] | None = None) -> Flight:
         operands = tuple((r, *((r, None) if r == ranks[0] else (None, r))) for r in sorted(ranks))
         request = Request(kind=OpKind.SEND, group=membership.spec, operands=operands, root=ranks[0], peer=ranks[1])
     return _flying([request], [membership], _refs(world))
+
+
+def _learning(world: int) -> Flight:
+    """An allgather whose outputs are made: the ranks meet twice at its door."""
+    membership = _group(world)
+    operands = tuple((rank, rank, None) for rank in range(world))
+    request = Request(kind=OpKind.ALLGATHER, group=membership.spec, operands=operands)
+    flight = _flying([request], [membership], _refs(world))
+    assert flight.plan.rounds == 2
+    return flight
 
 
 def _flying(requests: list[Request], memberships: list[Membership], refs: dict[Key, Any]) -> Flight:
@@ -405,13 +417,21 @@ def test_a_timeout_at_the_star_knows_who_is_missing_from_the_door() -> None:
 
 
 def test_a_timeout_in_the_second_round_names_who_is_missing_there() -> None:
-    flight = _flight(3)
+    flight = _learning(3)
     for rank in range(3):
         _come(flight, rank, 0, b"")
     _come(flight, 2, 1, b"")
     flight.done(2, CollectiveTimeoutError(timeout_s=1.0), [])
     assert isinstance(flight.error, CollectiveTimeoutError)
     assert flight.error.missing == (0, 1)
+
+
+@pytest.mark.parametrize("missing", [(3,), (-1, 2), (1, 99)])
+def test_a_timeout_that_names_no_rank_of_the_group_is_told_all_the_same(missing: tuple[int, ...]) -> None:
+    flight = _flight(3)
+    flight.done(0, CollectiveTimeoutError(missing=missing, timeout_s=1.0), [])
+    assert isinstance(flight.error, CollectiveTimeoutError)
+    assert flight.error.missing == tuple(rank for rank in missing if 0 <= rank < 3)
 
 
 def test_a_timeout_without_anyone_to_blame_says_so() -> None:
@@ -425,7 +445,7 @@ def test_a_timeout_without_anyone_to_blame_says_so() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_last_arrival_opens_the_door_for_all(seed: int) -> None:
-    flight = _flight(5)
+    flight = _learning(5)
     order = random.Random(seed).sample(range(5), 5)
     for turn in (0, 1):
         for rank in order[:-1]:
@@ -460,6 +480,12 @@ def test_a_rank_at_the_door_twice_or_a_stranger_breaks_the_protocol() -> None:
         {"group_id": "of another plan"},
         {"group_id": "", "ranks": [0, 1], "rank": 1},  # it is at position 0
         {"ranks": [3, 5]},
+        {"ranks": [5, 2]},
+        {"ranks": [2, 2, 5]},
+        {"round": 1},
+        {"round": -1},
+        {"seq": SEQ + 1},
+        {"seq": SEQ - 1},
     ):
         with pytest.raises(ProtocolError):
             flight.arrive(0, replace(at_door, **wrong))
@@ -603,3 +629,69 @@ def test_any_story_lands_once_all_ranks_have_ended_and_never_hides_a_failure(see
             assert running <= told
     assert flight.resolved
     assert (flight.error is None) == (not failed)
+
+
+# ---------------------------------------------------------------------------------------------- refs
+
+
+class _Ref:
+    """An operand ref, of which can be told whether it lives."""
+
+
+def _watched(world: int) -> tuple[Flight, list[weakref.ref[_Ref]]]:
+    """An allreduce that alone holds its refs."""
+    refs = {_key(rank): _Ref() for rank in range(world)}
+    flight = Flight(SEQ, _flight(world).plan, [_group(world)], refs)
+    return flight, [weakref.ref(one) for one in refs.values()]
+
+
+def _alive(refs: list[weakref.ref[_Ref]]) -> list[int]:
+    gc.collect()
+    return [rank for rank, ref in enumerate(refs) if ref() is not None]
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+@pytest.mark.parametrize("first", [None, KernelError(detail="x"), PlanAbortedError(detail="an echo")])
+def test_refs_live_as_long_as_anyone_runs_it(world: int, first: RaycollectError | None) -> None:
+    flight, refs = _watched(world)
+    for rank in range(world):
+        assert _alive(refs) == list(range(world))
+        flight.done(rank, None if rank else first, [])
+    assert flight.landed
+    assert _alive(refs) == []
+    assert [flight.user_of(_key(rank)) for rank in range(world)] == [(-1, rank) for rank in range(world)]
+    assert flight.writes(_key(0)) is True
+
+
+def test_refs_are_let_go_where_processes_are_lost_and_where_nobody_got_it() -> None:
+    flight, refs = _watched(2)
+    flight.lost(1, "killed")
+    assert _alive(refs) == [0, 1]
+    flight.lost(0, "killed")
+    assert _alive(refs) == []
+    flight, refs = _watched(2)
+    flight.fail(DispatchError(detail="x"), unsent=(0, 1))
+    assert _alive(refs) == []
+
+
+def test_refs_that_may_tell_why_an_operand_is_not_there_are_kept_until_they_have() -> None:
+    flight, refs = _watched(4)
+    wrong = [Violation(kind=kind, rank=rank, field="operand", found="x") for kind, rank in (("lost", 2), ("dirty", 1))]
+    for rank in range(4):
+        flight.done(rank, _refused(*wrong), [])
+    assert _alive(refs) == [2]
+    assert list(flight.refs) == [_key(2)]
+    explained = _refused(Violation(kind="producer_failed", rank=2, field="operand", found="raised"))
+    flight.explain(explained)
+    assert flight.error is explained
+    assert _alive(refs) == []
+
+
+def test_what_is_explained_early_lets_go_when_the_last_has_ended() -> None:
+    flight, refs = _watched(2)
+    error = _refused(Violation(kind="lost", rank=0, field="operand", found="x"))
+    flight.done(0, error, [])
+    flight.explain(error)
+    assert _alive(refs) == [0, 1]
+    flight.done(1, error, [])
+    assert _alive(refs) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from raycollect.errors import (
     KernelError,
     ParticipantDiedError,
     PlanAbortedError,
+    ProtocolError,
     RefusedError,
     Violation,
     refusal,
@@ -170,6 +172,62 @@ def test_which_refs_it_writes() -> None:
     assert [flight.writes(key(place)) for place in range(4)] == [False, True, True, None]
 
 
+def test_the_time_limit_of_a_batch_is_the_longest_of_its_calls() -> None:
+    left = group("left", (5, 6))
+    for limits in ((2.0, 60.0), (60.0, 2.0), (0.5, 0.25)):
+        calls = [asked(left, (at, at + 1), timeout_s=limit) for at, limit in enumerate(limits)]
+        planned = flying(*((left, call) for call in calls)).plan
+        assert {planned.timeout_s, *(planned.program(at).timeout_s for at in range(2))} == {max(limits)}
+
+
+# ---------------------------------------------------------------------------------------------- echoes
+
+
+def echo(rank: int) -> PlanAbortedError:
+    return PlanAbortedError(group_name="left", rank=rank, detail=f"the connection to rank {1 - rank} broke")
+
+
+def test_a_link_that_breaks_between_two_that_live_ends_the_wait_of_all_others(chain: Flight) -> None:
+    """Actors 5 and 6 see their connection break; 8 waits for 7 in a launch that will not be opened."""
+    orders = chain.done(position(chain, 5), echo(0), ["a story"])
+    assert sorted(at for at, _ in orders) == sorted(position(chain, number) for number in (6, 7, 8))
+    assert all(type(message) is Abort and "PlanAbortedError on Worker(5)" in message.reason for _, message in orders)
+    assert not chain.resolved
+    for number, rank in ((6, 1), (7, 2)):
+        assert chain.done(position(chain, number), echo(rank), []) == [], "all are told once"
+        assert not chain.resolved
+    assert chain.done(position(chain, 8), PlanAbortedError(detail="the plan was aborted"), []) == []
+    assert chain.landed
+    assert isinstance(chain.error, PlanAbortedError)
+    assert (chain.error.rank, chain.error.detail) == (0, "the connection to rank 1 broke")
+    assert (chain.error.group_name, chain.error.story) == ("left", ("a story",))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((5, 6, 7))))
+def test_a_cause_that_is_told_after_echoes_is_the_outcome(chain: Flight, order: Sequence[int]) -> None:
+    cause = KernelError(detail="the cause", group_name="id of left", rank=1)
+    told = []
+    for number in order:
+        told += chain.done(position(chain, number), cause if number == 6 else echo(0), [])
+        assert chain.resolved == (6 in order[: order.index(number) + 1])
+    chain.done(position(chain, 8), PlanAbortedError(detail="the plan was aborted"), [])
+    assert chain.error is cause
+    assert len({at for at, _ in told}) == len(told) == 3
+
+
+def test_a_process_that_ended_is_the_cause_of_echoes(chain: Flight) -> None:
+    assert len(chain.done(position(chain, 5), echo(0), [])) == 3
+    assert chain.lost(position(chain, 6), "killed") == []
+    assert isinstance(chain.error, ParticipantDiedError)
+
+
+def test_who_runs_on_to_its_end_after_an_echo_is_no_success(chain: Flight) -> None:
+    for number in (7, 5, 6, 8):
+        chain.done(position(chain, number), echo(0) if number == 5 else None, [])
+    assert isinstance(chain.error, PlanAbortedError)
+    assert chain.error.rank == 0
+
+
 # ---------------------------------------------------------------------------------------------- doors
 
 
@@ -197,6 +255,23 @@ def test_doors_of_several_launches_and_groups_stand_beside_each_other(chain: Fli
     assert come(6, "left", 1, [0, 1, 2], SEQ + 1) == []
     assert come(8, "right", 0, [0, 1], SEQ + 2) == [position(chain, 8), position(chain, 7)]
     assert come(7, "left", 2, [0, 1, 2], SEQ + 1) == [position(chain, number) for number in (5, 6, 7)]
+
+
+def test_a_launch_of_its_own_has_one_round_and_the_doors_as_many_as_are_planned() -> None:
+    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
+    gathering = asked(left, (0, 1, 2), kind=OpKind.ALLGATHER, op=None)
+    flight = flying((left, gathering), (right, asked(right, (4, 3))))
+    assert flight.plan.rounds == 2
+    common = Arrive(group_id="", seq=SEQ, round=0, ranks=[0, 1, 2, 3], rank=1, blob=b"")
+    own = replace(common, group_id="id of left", seq=SEQ + 1, ranks=[0, 1, 2])
+    for at_door, rounds in ((common, 2), (own, 1)):
+        for turn in (-1, rounds, rounds + 5):
+            with pytest.raises(ProtocolError, match="no round"):
+                flight.arrive(1, replace(at_door, round=turn))
+        for turn in range(rounds):
+            assert flight.arrive(1, replace(at_door, round=turn)) == []
+    with pytest.raises(ProtocolError, match="no round"):
+        flight.arrive(1, replace(own, seq=SEQ + flight.plan.width))
 
 
 def test_a_timeout_at_the_door_of_all_names_actors(chain: Flight) -> None:
@@ -270,6 +345,13 @@ def test_a_timeout_inside_names_ranks_of_the_group_around(nodes: Flight) -> None
     assert isinstance(nodes.error, CollectiveTimeoutError)
     assert nodes.error.missing == (2, 4)
     assert "rank 4 (Worker(9))" in nodes.error.detail
+
+
+def test_a_timeout_inside_that_names_no_rank_there_is_told_all_the_same(nodes: Flight) -> None:
+    host = nodes.groups[0].inner[0]
+    nodes.done(0, CollectiveTimeoutError(timeout_s=1.0, missing=(7, 2), group_name=host.spec.name), [])
+    assert isinstance(nodes.error, CollectiveTimeoutError)
+    assert nodes.error.missing == (4,)
 
 
 def test_a_broken_group_inside_breaks_the_one_around(nodes: Flight) -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from raycollect.channel.messages import Joined, Survey, Surveyed
-from raycollect.errors import ConnectionLostError
+from raycollect.errors import ConnectionLostError, ProtocolError
 from raycollect.peer import Peer
 
 
@@ -92,3 +92,16 @@ def test_a_connection_that_ends_while_the_question_is_sent(peer):
     line = peer.link
     line.send = lambda message: peer.closed(line, ConnectionLostError(detail="reset"))
     assert peer.survey().result(0) is None
+
+
+def test_what_is_too_long_for_the_channel_is_told_to_the_sender(peer):
+    def refuse(message):
+        raise ProtocolError(detail="Survey has 1048577 bytes, the limit is 1048576")
+
+    peer.link.send = refuse
+    with pytest.raises(ProtocolError, match="the limit"):
+        peer.send(Survey(request=1))
+    peer.link.send = Line.send.__get__(peer.link)
+    peer.link.broken = True
+    peer.send(Survey(request=1))
+    assert peer.link.sent == []

@@ -216,7 +216,8 @@ def test_html_is_well_formed_and_what_the_user_named_is_escaped(name):
 @pytest.mark.parametrize("name", PLANS)
 def test_it_becomes_json_and_a_short_repr(name):
     found = PLANS[name]()
-    assert json.loads(json.dumps(found.to_dict()))["rows"][0]["algorithm"] == found.rows[0].algorithm
+    assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
+    assert found.to_dict()["rows"][0]["algorithm"] == found.rows[0].algorithm
     assert found.name in repr(found)
     assert len(repr(found)) < 150
     assert str(found) == found.explain()

@@ -270,6 +270,47 @@ def test_threads_and_tasks_that_a_block_starts_are_outside_of_it(trio, submits):
     assert found(refs) == [[9]] * 3
 
 
+def test_tasks_that_a_loop_inside_the_block_runs_are_outside_of_it(trio, submits):
+    refs = spread(trio)
+    submits.clear()
+
+    async def main():
+        assert batches.current() is None
+        col.allreduce_refs(refs)
+
+    with col.batch() as batch:
+        col.broadcast_refs(refs, 2)
+        asyncio.run(main())
+        assert len(submits) == 3
+        col.broadcast_refs(refs, 0)
+    assert len(submits) == 6
+    assert batch.refs == [refs, refs]
+    assert found(refs) == [[3]] * 3, "the sum came before the broadcasts"
+
+
+def test_operands_do_not_live_as_long_as_a_batch_and_its_work(trio):
+    def held():
+        return [member.store.held for member in col.Group.statistics(group).members]
+
+    group = col.declare_collective_group(trio, group_name="other")
+    before = held()
+    refs, others = spread(trio), spread(trio, lambda rank: [10 * rank])
+    with col.batch(async_op=True) as batch:
+        made = col.allreduce_refs(refs, inplace=False)
+        col.broadcast_refs(others, 1)
+    work = batch.work
+    assert [now - then for now, then in zip(held(), before, strict=True)] != [0, 0, 0]
+    batch.wait()
+    del refs
+    wait_until(lambda: [now - then for now, then in zip(held(), before, strict=True)] == [2, 2, 2])
+    assert found(made) == [[3]] * 3
+    assert batch.refs == work.refs
+    assert batch.refs[1] == others
+    assert "2 calls" in repr(batch)
+    with pytest.raises(errors.BatchError, match="entered once"), batch:
+        pass
+
+
 def test_operands_and_outputs_are_freed(trio):
     def held():
         return [member.store.held for member in col.Group.statistics(group).members]

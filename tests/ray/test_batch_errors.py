@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import pickle
 import threading
 
@@ -9,7 +11,8 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors
+from raycollect import batches, errors
+from raycollect.controller import Controller
 from raycollect.peer import Peer
 from tests.faults import inject
 from tests.ray.batching import found, hold, nothing_sent, spread
@@ -149,6 +152,55 @@ def test_a_group_destroyed_in_the_block(actors, submits):
     assert found(refs) == [[0], [1], [2]]
     with nothing_sent(submits), pytest.raises(errors.UnknownGroupError), col.batch():
         col.allreduce_refs(refs[:2], "short")
+
+
+def _block(refs, seen):
+    """A batch whose block is left by whoever goes on with the generator."""
+    with col.batch() as batch:
+        seen += [batch, col.allreduce_refs(refs, inplace=False)[0]]
+        yield
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_block_that_is_left_in_another_context_sends_nothing(actors, submits, is_nested):
+    refs, seen = spread(actors(Worker, 3)), []
+    ray.get(refs)
+    block, context = _block(refs, seen), contextvars.copy_context()
+    with contextlib.ExitStack() as around:
+        outer = None
+        if is_nested:
+            outer = context.run(col.batch().__enter__)
+            around.callback(context.run, outer.__exit__, None, None, None)
+        context.run(next, block)
+        batch, made = seen
+        assert context.run(batches.current) is batch
+        with nothing_sent(submits):
+            with pytest.raises(errors.BatchError, match="another context"):
+                next(block)
+            with pytest.raises(errors.BatchError, match="failed"):
+                made.ref  # noqa: B018
+        assert context.run(batches.current) is outer, "what it has left behind is no block"
+        assert len(Controller.current()._in_use) == is_nested
+    for use in (lambda: batch.refs, batch.wait, batch.done, lambda: batch.work):
+        with pytest.raises(errors.BatchError, match="failed"):
+            use()
+    assert not Controller.current()._in_use, "its derived group is not held any more"
+    submits.clear()
+    context.run(col.allreduce_refs, refs)
+    assert len(submits) == 3
+    assert found(refs) == [[3]] * 3
+
+
+def test_an_exception_that_leaves_a_block_in_another_context_is_passed_on(trio, submits):
+    refs, seen = spread(trio), []
+    block = _block(refs, seen)
+    with nothing_sent(submits):
+        contextvars.copy_context().run(next, block)
+        with pytest.raises(ZeroDivisionError):
+            block.throw(ZeroDivisionError())
+        with pytest.raises(errors.BatchError, match="failed"):
+            seen[0].wait()
+    assert not Controller.current()._in_use
 
 
 # ---------------------------------------------------------------------------------------------- faults

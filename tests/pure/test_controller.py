@@ -1,0 +1,121 @@
+"""What a controller does with what its participants say, over links that refuse what is too long for the channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raycollect.channel.messages import Abort, Arrivals, Arrive, Deny, Done, Meet, Met, encode
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.controller import Controller
+from raycollect.errors import DispatchError, PlanAbortedError, ProtocolError, from_wire, to_wire
+from raycollect.flight import Flight
+from raycollect.gate import ALL, Gate
+from raycollect.group import Membership
+from raycollect.peer import Peer
+from tests.pure.test_flight_batches import asked, flying, group
+
+
+class Line:
+    """A link that sends what fits into a frame."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        nbytes = len(encode(message))
+        if nbytes > MAX_FRAME_NBYTES:
+            raise ProtocolError(detail=f"{type(message).__name__} has {nbytes} bytes, the limit is {MAX_FRAME_NBYTES}")
+        self.sent.append(message)
+
+
+@pytest.fixture
+def controller() -> Any:
+    made = Controller(object())
+    yield made
+    made.close()
+
+
+def lease(controller: Controller, *memberships: Membership) -> dict[str, Peer]:
+    """Leases all members, over lines; gives them by the names of their actors."""
+    found: dict[str, Peer] = {}
+    for membership in memberships:
+        for member in membership.members:
+            info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            peer = found.setdefault(member.actor, Peer(controller, info, None, lambda actor, payload: None))
+            peer.link = peer.link or Line()  # type: ignore[assignment]
+            controller._peers[member.actor_id] = peer
+    return found
+
+
+def said(peer: Peer) -> list[Any]:
+    """What a participant was told since it was last asked."""
+    line: Any = peer.link
+    sent, line.sent = line.sent, []
+    return sent
+
+
+def take_off(controller: Controller) -> Flight:
+    """Actors 5, 6, 7 in one group and 7, 8 in another: no group has all, so that the controller keeps the door."""
+    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
+    lease(controller, left, right)
+    flight = flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3))))
+    return controller.take_off(lambda seq: renumbered(flight, seq), flight.plan.width)
+
+
+def renumbered(flight: Flight, seq: int) -> Flight:
+    return Flight(seq, flight.plan, flight._memberships, dict(flight.refs))
+
+
+@pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), ((1 << 18) - 100, True), ((1 << 18) + 1, False)])
+def test_an_answer_at_the_door_that_is_too_long_ends_the_flight(
+    controller: Controller, nbytes: int, fits: bool
+) -> None:
+    flight = take_off(controller)
+    peers = [controller._peers[actor_id] for actor_id in flight.plan.participants]
+    everybody = list(range(4))
+    for at, peer in enumerate(peers):
+        blob = bytes(nbytes)
+        message = Arrive(group_id="", seq=flight.seq, round=0, ranks=everybody, rank=at, blob=blob)
+        controller.received(peer, message)
+    told = [said(peer) for peer in peers]
+    if fits:
+        assert [[type(one) for one in mine] for mine in told] == [[Arrivals]] * 4
+        assert not flight.resolved
+    else:
+        assert [[type(one) for one in mine] for mine in told] == [[Abort]] * 4
+        assert isinstance(flight.error, DispatchError)
+        assert isinstance(flight.error.__cause__, ProtocolError)
+        for part in ("Arrivals has", str(MAX_FRAME_NBYTES), "fewer calls", "'left, right'"):
+            assert part in str(flight.error)
+    for peer in peers:
+        error = None if fits else to_wire(PlanAbortedError(detail="aborted at the door"))
+        controller.received(peer, Done(seq=flight.seq, ranks=[], error=error, story=[]))
+    assert flight.landed
+    assert (flight.error is None) == fits
+    assert list(controller.flights()) == []
+
+
+@pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), (1 << 19, False)])
+def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
+    controller: Controller, nbytes: int, fits: bool
+) -> None:
+    pair = group("pair", (5, 6))
+    peers = list(lease(controller, pair).values())
+    controller._gates[pair.spec.group_id] = (Gate(pair.spec.group_id, 2, "pair"), pair)
+    for call, peer in enumerate(peers, start=3):
+        meet = Meet(group_id=pair.spec.group_id, lane=ALL, place="door", call=call, blob=bytes(nbytes))
+        controller.received(peer, meet)
+    told = [said(peer) for peer in peers]
+    assert [[type(one) for one in mine] for mine in told] == [[Met if fits else Deny]] * 2
+    if not fits:
+        assert all("the limit" in str(from_wire(mine[0].error)) for mine in told)
+        assert all((mine[0].lane, mine[0].group_id) == (ALL, pair.spec.group_id) for mine in told)
+
+
+def test_what_is_too_long_and_answers_no_meeting_is_an_error(controller: Controller) -> None:
+    pair = group("pair", (5, 6))
+    lease(controller, pair)
+    with pytest.raises(ProtocolError, match="Abort has"):
+        controller._relay(pair, [(0, Abort(seq=1, reason="x" * MAX_FRAME_NBYTES))])
