@@ -64,8 +64,8 @@ class Pending:
         raise BatchError(detail=f"{self!r} can't leave the driver: pass its `ref`, after the block has ended")
 
     def __repr__(self) -> str:
-        made = f" {self._ref.hex()}" if self._ref is not None else ""
-        return f"<Pending{made}: made by call {self.request} on actor {self.actor_id[:6]}>"
+        ref = f"; its ref is {self._ref.hex()}" if self._ref is not None else ""
+        return f"<Pending: made by call {self.request} on actor {self.actor_id[:6]}{ref}>"
 
 
 class Agenda:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from raycollect.agenda import Agenda
 from raycollect.controller import Controller
@@ -22,6 +22,8 @@ __all__ = ["Batch", "Recorded", "batch", "current", "is_time_limit", "record"]
 
 _LEAST_STAGING_NBYTES = 16
 """The size of the largest element that there is: less staging could not hold one."""
+
+_MOST_STAGING_NBYTES = 1 << 62
 
 _FAILED = "its batch failed, and nothing of it was sent"
 _REHEARSED = "its call was only planned, not made"
@@ -62,7 +64,7 @@ class Batch:
 
     # ------------------------------------------------------------------------------------------ the block
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
         if self._token is not None:
             raise BatchError(detail="a batch is entered once: make another one")
         self._outer = None if self.is_rehearsal else current()
@@ -147,8 +149,11 @@ class Batch:
 
         Raises:
             BatchError: The block has not ended, or failed.
+            RaycollectError: The plan is known to have failed.
         """
-        self._sent()
+        work = self._sent()._work
+        if work is not None and work.done():
+            work.wait()  # it raises what went wrong
         return self.agenda.results[self._first : self._end]
 
     @property
@@ -186,6 +191,21 @@ class Batch:
         work = self.work
         if work is not None:
             work.wait(timeout_s)
+        return self.refs
+
+    def cancel(self) -> bool:
+        """Aborts the plan; False where the outcome was known already, or nothing was recorded.
+
+        Raises:
+            BatchError: The block has not ended, or failed.
+        """
+        work = self.work
+        return work is not None and work.cancel()
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        work = self.work
+        if work is not None:
+            yield from work.__await__()
         return self.refs
 
     def _sent(self) -> Batch:
@@ -233,7 +253,8 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
     that the block starts are none of its.
 
     Args:
-        staging_nbytes: How many bytes of memory a participant may use for packing small tensors; 0: each travels alone.
+        staging_nbytes: How many bytes of memory a participant may use for packing small tensors, at least 16; 0: each
+            travels alone.
         async_op: True: the end of the block does not wait; ``b.wait()`` does.
         timeout_s: How long ranks wait for each other, in seconds, where a call does not say; default 60. The batch is
             one plan with one limit: the longest of its calls.
@@ -244,8 +265,10 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
         RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which.
     """
     found = []
-    if type(staging_nbytes) is not int or not (staging_nbytes == 0 or staging_nbytes >= _LEAST_STAGING_NBYTES):
-        expected = f"0, or a number of bytes from {_LEAST_STAGING_NBYTES} on"
+    if type(staging_nbytes) is not int or not (
+        staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
+    ):
+        expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
         found.append(_argument("staging_nbytes", staging_nbytes, expected))
     if timeout_s is not None and not is_time_limit(timeout_s):
         found.append(_argument("timeout_s", timeout_s, "a positive, finite number of seconds"))

@@ -201,7 +201,15 @@ class Call:
 
     def _raise(self) -> None:
         if self._violations:
-            raise refusal(self._kind.value, self._group_name, tuple(self._violations))
+            number = -1 if self._batch is None else len(self._agenda.asked)
+            found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
+            raise refusal(self._kind.value, self._group_name, found)
+
+    def _to_itself(self, violation: Violation) -> Violation:
+        """A second ref of one actor, in the words of a send."""
+        if self._kind is not OpKind.SEND or violation.kind != "duplicate":
+            return violation
+        return replace(violation, found="of the actor that sends", expected="of another actor than the source")
 
     def _time_limit(self, timeout_s: Any) -> Any:
         """The call's own, the batch's, or the default."""

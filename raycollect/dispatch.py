@@ -137,7 +137,7 @@ def send_plan(
     try:
         prepared = prepare(asked, staging)
     except RefusedError as exc:
-        raise _explained(exc, asked, memberships, tuple(refs)) from None
+        raise explained(exc, asked, memberships, tuple(refs)) from None
     planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
         peers = _crew(controller, planned, memberships)
@@ -177,7 +177,7 @@ def _crew(controller: Controller, planned: Plan, memberships: Sequence[Membershi
     return [controller.peer(actor_id) for actor_id in planned.participants]
 
 
-def _explained(
+def explained(
     error: RefusedError, asked: Sequence[Asked], memberships: Sequence[Membership], keys: Sequence[Key]
 ) -> RefusedError:
     """Adds what the planner does not know: the groups' names, the ranks' actors, and their refs."""

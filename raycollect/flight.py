@@ -10,6 +10,7 @@ Participants go by their positions in the plan; in errors they are ranks of the 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from raycollect.group import Membership
 from raycollect.model import Key, Member
 from raycollect.planner import Made, Plan
 from raycollect.planner.ir import Operands
+
+log = logging.getLogger("raycollect")
 
 Orders = list[tuple[int, Any]]
 """(position, message): what to send, in order."""
@@ -74,6 +77,7 @@ class Flight:
         self._pending = set(range(len(plan.participants)))
         self._doors: dict[_Door, Door] = {}
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that one told
+        self._abandoned: list[bool] = []  # holds something until the failure that nobody waits for is logged
         self._told = False  # whether the participants were told to abort
         self._resolved = False
         self._unresolved = threading.Lock()  # held until the outcome is known: a wait costs one hand-over
@@ -239,6 +243,25 @@ class Flight:
         self._unresolved.release()
         for call in watchers:
             call()
+        if self._abandoned:
+            self._log_failure()
+
+    def abandon(self) -> None:
+        """Nobody will ask for the outcome any more: a failure is logged, now or later.
+
+        Takes no lock: the garbage collector may call it, in any thread at any place.
+        """
+        self._abandoned.append(True)
+        if self._resolved:
+            self._log_failure()
+
+    def _log_failure(self) -> None:
+        try:
+            self._abandoned.pop()
+        except IndexError:
+            return  # it was logged
+        if self.error is not None and not isinstance(self.error, PlanAbortedError):
+            log.error("%s failed, and nobody waited for it: %s", self.plan.name, self.error)
 
     def _let_go(self) -> None:
         """Drops the refs once nobody runs it, but for those that say more about why it failed."""

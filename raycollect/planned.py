@@ -6,6 +6,7 @@ would tell each other at the door is worked out from these, and judged as the do
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raycollect import door
 from raycollect.batches import Recorded, record
-from raycollect.dispatch import _explained, prepare
+from raycollect.dispatch import explained, prepare
 from raycollect.door import Arrival, Side, Spec
 from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
 from raycollect.handle import Handle
@@ -44,6 +45,9 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         GroupError: As by the call itself.
         CollectiveTimeoutError: A method has not returned in time.
     """
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        what = "a coroutine function" if callable(fn) else f"{type(fn).__name__}, which can't be called"
+        raise BatchError(detail=f"plan() takes a verb and its arguments, or a function that calls verbs, not {what}")
     recorded = record(fn, args, kwargs)
     if not recorded.requests:
         detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
@@ -54,7 +58,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         foreseen = _Foreseen(found, handles)
         foreseen.judge()
     except RefusedError as exc:
-        raise _explained(exc, recorded.asked, recorded.memberships, recorded.keys) from exc.__cause__
+        raise explained(exc, recorded.asked, recorded.memberships, recorded.keys) from exc.__cause__
     return explain(found, {source: handle.infos for source, handle in handles.items()})
 
 

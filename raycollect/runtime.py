@@ -56,6 +56,8 @@ from raycollect.errors import (
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
+    RefusedError,
+    refusal,
     to_wire,
 )
 from raycollect.executor import Execution, Outcome
@@ -76,6 +78,10 @@ log = logging.getLogger("raycollect")
 
 STORE_LIMIT_WITHOUT_TOKENS = 1024
 """How many values a store holds where Ray can't tell when a ref is gone."""
+
+MOST_VIOLATIONS = 500
+"""How many reasons of a refusal the controller is told: thousands of calls, each wrong on all ranks, would be too many
+for a message."""
 
 STREAMED_KEPT = 64
 """How many of the newest values that generators yielded are kept whatever Ray says of their refs.
@@ -286,7 +292,7 @@ class Runtime:
         """Tells how a plan ended here; where all see each other, the last one tells for all that went well."""
         if outcome.error is not None:
             story = list(self.recorder.tail())
-            self._tell(Done(seq=seq, ranks=[], error=to_wire(outcome.error), story=story))
+            self._tell(Done(seq=seq, ranks=[], error=to_wire(_shortened(outcome.error)), story=story))
         elif not outcome.ended or len(outcome.ended) == len(program.door.ranks):
             self._tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
@@ -471,6 +477,13 @@ class Runtime:
             self._groups.clear()
             self._lease = None
             self._ledger = Ledger()
+
+
+def _shortened(error: RaycollectError) -> RaycollectError:
+    """The error, with no more violations than a message can hold."""
+    if not isinstance(error, RefusedError) or len(error.violations) <= MOST_VIOLATIONS:
+        return error
+    return refusal(error.op, error.group_name, error.violations[:MOST_VIOLATIONS])
 
 
 _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {

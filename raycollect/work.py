@@ -27,7 +27,8 @@ from raycollect.model import Key
 class Work:
     """What ``async_op=True`` gives: the result refs at once, and a way to wait.
 
-    Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the collective goes on.
+    Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the collective goes on, and is
+    logged if it fails.
 
     Attributes:
         refs: The result: a list of refs in rank order, or the one ref of a send, reduce or gather; None for a barrier.
@@ -38,6 +39,7 @@ class Work:
         self.refs = refs
         self._controller = controller
         self._flight = flight
+        self._is_heard = False  # whether the caller has been told the outcome, or does not want to be
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
@@ -64,6 +66,7 @@ class Work:
                 detail="this wait is over; the collective goes on",
                 timeout_s=timeout_s or 0.0,
             )
+        self._is_heard = True
         error = _explain(flight)
         if error is not None:
             for ref in flight.made.values():
@@ -77,6 +80,7 @@ class Work:
         Returns:
             False where the outcome was known already.
         """
+        self._is_heard = True
         if self._flight.resolved:
             return False
         self._controller.send(self._flight, self._flight.fail(PlanAbortedError(detail="cancelled by its caller")))
@@ -96,6 +100,10 @@ class Work:
         self._flight.when_resolved(tell)
         yield from resolved.__await__()
         return (yield from asyncio.to_thread(self.wait).__await__())
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_heard", True):
+            self._flight.abandon()
 
     def __repr__(self) -> str:
         flight = self._flight

@@ -695,3 +695,26 @@ def test_what_is_explained_early_lets_go_when_the_last_has_ended() -> None:
     assert _alive(refs) == [0, 1]
     flight.done(1, error, [])
     assert _alive(refs) == []
+
+
+@pytest.mark.parametrize("first", ["failure", "abandon"])
+def test_a_failure_that_nobody_will_ask_for_is_logged_once(first: str, caplog: pytest.LogCaptureFixture) -> None:
+    flight = _flight(2)
+    steps = [lambda: flight.abandon(), lambda: flight.fail(KernelError(detail="it broke"))]
+    for step in steps if first == "abandon" else reversed(steps):
+        step()
+    lines = [record.getMessage() for record in caplog.records if record.name == "raycollect"]
+    (line,) = lines
+    assert "allreduce failed, and nobody waited for it" in line
+    assert "it broke" in line
+
+
+def test_what_went_well_or_was_cancelled_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    well, cancelled = _flight(2), _flight(2)
+    for rank in range(2):
+        well.done(rank, None, ())
+    cancelled.fail(PlanAbortedError(detail="cancelled by its caller"))
+    for flight in (well, cancelled):
+        assert flight.resolved
+        flight.abandon()
+    assert not [record for record in caplog.records if record.name == "raycollect"]

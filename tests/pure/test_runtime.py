@@ -7,9 +7,12 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
 from raycollect import runtime
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.errors import MismatchError, Violation, refusal, to_wire
 from raycollect.executor import Outcome
 from raycollect.ledger import Ledger
 from raycollect.planner import Ticket, encode_order, encode_program
@@ -64,3 +67,15 @@ def test_methods_come_in_order_where_all_groups_of_a_program_say_so(
     waiting: Callable[[Sequence[bool]], Any], ordered: tuple[bool, ...]
 ) -> None:
     assert (waiting(ordered) is None) == all(ordered)
+
+
+@pytest.mark.parametrize("count", [1, runtime.MOST_VIOLATIONS, runtime.MOST_VIOLATIONS + 1, 20_000])
+def test_a_refusal_is_told_with_as_many_reasons_as_a_message_holds(count: int) -> None:
+    reasons = tuple(
+        Violation(kind="mismatch", rank=1, field="shape", found="x" * 400, expected="y" * 400, call=at)
+        for at in range(count)
+    )
+    told = runtime._shortened(refusal("batch", "", reasons))
+    assert isinstance(told, MismatchError)
+    assert told.violations == reasons[: runtime.MOST_VIOLATIONS]
+    assert len(msgpack.packb(to_wire(told))) < MAX_FRAME_NBYTES

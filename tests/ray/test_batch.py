@@ -302,7 +302,7 @@ def test_operands_do_not_live_as_long_as_a_batch_and_its_work(trio):
     assert [now - then for now, then in zip(held(), before, strict=True)] != [0, 0, 0]
     batch.wait()
     del refs
-    wait_until(lambda: [now - then for now, then in zip(held(), before, strict=True)] == [2, 2, 2])
+    assert wait_until(lambda: [now - then for now, then in zip(held(), before, strict=True)] == [2, 2, 2])
     assert found(made) == [[3]] * 3
     assert batch.refs == work.refs
     assert batch.refs[1] == others
@@ -325,7 +325,7 @@ def test_operands_and_outputs_are_freed(trio):
         col.get(out[0])
     assert [now - then for now, then in zip(held(), before, strict=True)] == [2, 3, 3]
     del batch, out, refs
-    wait_until(lambda: held() == before)
+    assert wait_until(lambda: held() == before)
 
 
 # ---------------------------------------------------------------------------------------------- blocks

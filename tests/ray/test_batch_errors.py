@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import pickle
@@ -214,7 +215,7 @@ def test_a_member_that_is_gone_before_the_block_ends(actors, submits):
     with nothing_sent(submits), pytest.raises(errors.GroupBrokenError, match="died"), col.batch():
         col.allreduce_refs(refs)
         ray.kill(workers[2])
-        wait_until(lambda: group.status().state == "broken")
+        assert wait_until(lambda: group.status().state == "broken")
 
 
 @pytest.mark.parametrize("point", ["before_door", "before_kernel"])
@@ -279,7 +280,8 @@ def test_a_submit_that_fails_aborts_the_batch_on_those_that_have_it(trio, monkey
     for one in made[1:]:
         with pytest.raises(errors.BatchError, match="could not be sent"):
             one.ref  # noqa: B018
-    assert batch.refs[1][1:] == [None, None]
+    with pytest.raises(errors.DispatchError, match="too many calls"):
+        _ = batch.refs
     with col.batch():
         col.allreduce_refs(refs)
     assert found(refs) == [[3]] * 3
@@ -338,3 +340,47 @@ def test_a_method_that_raises_is_the_cause(actors):
             col.allreduce_refs(refs)
         assert [violation.call for violation in caught.value.violations] == [1]
         assert found(fine) == [[1], [2]]
+
+
+def test_a_failure_of_a_batch_that_nobody_waits_for(trio, caplog):
+    """What it changed in place it did not change: its refs say so, and so does the log."""
+    refs, odd = spread(trio), spread(trio, lambda rank: [0] * (2 if rank == 1 else 3))
+    with col.batch(async_op=True) as batch:
+        col.allreduce_refs(refs)
+        col.allreduce_refs(odd)
+    assert wait_until(batch.done)
+    with pytest.raises(errors.MismatchError):
+        _ = batch.refs
+    with col.batch(async_op=True) as batch:
+        col.allreduce_refs(odd)
+    assert wait_until(batch.done)
+    assert not caplog.records
+    del batch
+    assert wait_until(lambda: any("nobody waited" in record.getMessage() for record in caplog.records))
+
+
+def test_a_call_that_is_refused_in_the_block_names_its_number(trio):
+    refs = spread(trio)
+    with pytest.raises(errors.MissingMemberError, match="call 2 of the batch") as caught, col.batch():
+        for at in range(5):
+            col.allreduce_refs(refs if at != 2 else refs[:2])
+    assert {violation.call for violation in caught.value.violations} == {2}
+
+
+def test_a_send_to_itself_says_so(trio, submits):
+    ref, other = hold(trio[0], [1]), hold(trio[0], [2])
+    said = pytest.raises(errors.DuplicateActorError, match="another actor than the source")
+    with nothing_sent(submits), said, col.batch():
+        col.send_ref(ref, other)
+
+
+async def _awaited(batch):
+    return await batch
+
+
+def test_a_batch_can_be_awaited(trio):
+    refs = spread(trio)
+    with col.batch(async_op=True) as batch:
+        col.allreduce_refs(refs)
+    assert asyncio.run(_awaited(batch)) == [refs]
+    assert not batch.cancel()

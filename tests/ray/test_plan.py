@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import ray
 
 import raycollect as col
 from raycollect.errors import (
@@ -145,6 +146,12 @@ def test_shapes_that_differ_are_refused(pair):
     assert "shape" in str(error)
 
 
+def test_a_ref_that_was_put_is_named_by_what_it_holds(pair):
+    odd = made(pair[1], 5)
+    error = as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), ray.put(ray.get(odd))])
+    assert odd.hex() in {violation.ref for violation in error.violations}
+
+
 def test_dtypes_that_differ_are_refused(pair):
     as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), made(pair[1], 4, "float64")])
 
@@ -193,8 +200,8 @@ def test_an_unknown_group_is_an_error(pair):
 
 
 def test_a_function_without_calls_is_an_error(pair):
-    with pytest.raises(BatchError, match="'print' called no verb"):
-        col.plan(print, "")
+    with pytest.raises(BatchError, match="'len' called no verb"):
+        col.plan(len, "")
 
 
 def test_an_exception_of_the_function_is_passed_on(pair):

@@ -158,7 +158,7 @@ def without_inner():
     col.allreduce_refs(refs)
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 3))
     group.destroy()
-    wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
+    assert wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
 
 
 def refuse_shared_memory(self):
@@ -216,7 +216,7 @@ def _host_by_host(backend, routed):
     with pytest.raises(col.errors.MismatchError):
         col.allreduce_refs(refused)
     col.destroy_collective_group()
-    wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
+    assert wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
     col.declare_collective_group(workers, backend=backend)
     ray.get(workers[3].call.remote(inject.put, "after_kernel", "die"))
     with pytest.raises(col.errors.ParticipantDiedError) as caught:
