@@ -6,24 +6,16 @@ requests of a round in one message; requests that look alike share one arrival i
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import msgpack
-
-from raycollect.door import Verdict, judge
+from raycollect.door import Verdict, judge, packed, unpacked
 from raycollect.errors import ProtocolError, Violation
 from raycollect.planner import Program
 
 __all__ = ["Agreement", "decode_arrivals", "encode_arrivals", "is_batch"]
-
-_COMPRESSED = b"\xc1"
-"""What compressed arrivals begin with, and msgpack never."""
-_LONG_NBYTES = 4096
-_LIMIT_NBYTES = 64 << 20
 
 
 def is_batch(program: Program) -> bool:
@@ -40,8 +32,7 @@ def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
     """
     distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
     which = [distinct[blob] for blob in arrivals.values()]
-    packed: bytes = msgpack.packb((conflict, list(distinct), list(arrivals), which))
-    return packed if len(packed) < _LONG_NBYTES else _COMPRESSED + zlib.compress(packed, 1)
+    return packed((conflict, list(distinct), list(arrivals), which))
 
 
 @lru_cache(maxsize=256)
@@ -52,17 +43,12 @@ def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
         ProtocolError: The bytes are no such thing.
     """
     try:
-        if data[:1] == _COMPRESSED:
-            unzip = zlib.decompressobj()
-            data = unzip.decompress(data[1:], _LIMIT_NBYTES)
-            if unzip.unconsumed_tail:
-                raise ValueError(f"more than {_LIMIT_NBYTES} bytes")
-        conflict, blobs, requests, which = msgpack.unpackb(data)
+        conflict, blobs, requests, which = unpacked(data)
         found = dict(zip(requests, (blobs[at] for at in which), strict=True))
         if type(conflict) is not bool or not all(type(q) is int for q in found) or not all(map(_is_bytes, blobs)):
             raise TypeError("a flag, and bytes by request, are what is brought")
         return conflict, found
-    except (ValueError, TypeError, LookupError, zlib.error, msgpack.UnpackException) as exc:
+    except (ValueError, TypeError, LookupError) as exc:
         raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
 
 

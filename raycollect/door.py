@@ -94,8 +94,30 @@ def encode_arrival(arrival: Arrival) -> bytes:
     spec = arrival.spec
     head = (spec.op, spec.caller, spec.reduce_op, spec.root)
     sides = (_encode_side(spec.gives), _encode_side(spec.takes))
-    packed: bytes = msgpack.packb((*head, *sides, [asdict(v) for v in arrival.violations]))
-    return packed if len(packed) < _LONG_NBYTES else _COMPRESSED + zlib.compress(packed, 1)
+    return packed((*head, *sides, [asdict(v) for v in arrival.violations]))
+
+
+def packed(values: Any) -> bytes:
+    """Plain values as bytes, compressed where they are long; the inverse of `unpacked`."""
+    data: bytes = msgpack.packb(values)
+    return data if len(data) < _LONG_NBYTES else _COMPRESSED + zlib.compress(data, 1)
+
+
+def unpacked(data: bytes) -> Any:
+    """Reads what `packed` wrote.
+
+    Raises:
+        ValueError, TypeError, LookupError: The bytes are no such thing.
+    """
+    try:
+        if data[:1] == _COMPRESSED:
+            unzip = zlib.decompressobj()
+            data = unzip.decompress(data[1:], _LIMIT_NBYTES)
+            if unzip.unconsumed_tail:
+                raise ValueError(f"more than {_LIMIT_NBYTES} bytes")
+        return msgpack.unpackb(data)
+    except (zlib.error, msgpack.UnpackException) as exc:
+        raise ValueError(str(exc)) from exc
 
 
 def _encode_side(side: Side | None) -> Any:
@@ -113,12 +135,7 @@ def decode_arrival(data: bytes) -> Arrival:
         ProtocolError: The bytes are no arrival.
     """
     try:
-        if data[:1] == _COMPRESSED:
-            unzip = zlib.decompressobj()
-            data = unzip.decompress(data[1:], _LIMIT_NBYTES)
-            if unzip.unconsumed_tail:
-                raise ValueError(f"more than {_LIMIT_NBYTES} bytes")
-        op, caller, reduce_op, root, gives, takes, violations = msgpack.unpackb(data)
+        op, caller, reduce_op, root, gives, takes, violations = unpacked(data)
         spec = Spec(
             op=op,
             caller=caller,
@@ -128,7 +145,7 @@ def decode_arrival(data: bytes) -> Arrival:
             takes=_decode_side(takes),
         )
         return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
-    except (ValueError, TypeError, LookupError, zlib.error, msgpack.UnpackException) as exc:
+    except (ValueError, TypeError, LookupError) as exc:
         raise ProtocolError(detail=f"malformed arrival: {exc}") from exc
 
 

@@ -445,6 +445,17 @@ def kernels_of(kind: OpKind, rank: int, arrays: list[Any], peer: int = -1) -> li
     return [Kernel(kind=kind, src=a if gives else None, dst=a if takes else None, op=op, peer=peer) for a in arrays]
 
 
+def must_hold(kind: OpKind, root: int, arrays: list[list[Any]], given: list[list[Any]]) -> None:
+    """Each rank's arrays are what the kernels, in place, make of what all have given."""
+    for at in range(len(given[0])):
+        expected = given[root][at].copy() if kind is OpKind.BROADCAST else given[0][at].copy()
+        for other in given[1:] if kind in REDUCTIONS else ():
+            expected += other[at]
+        for rank, mine in enumerate(arrays):
+            alone = kind is OpKind.REDUCE and rank != root
+            np.testing.assert_array_equal(mine[at], given[rank][at] if alone else expected)
+
+
 SIZES_TOGETHER = [5, 0, 100_001, 1, 4096, 17] * 3
 
 
@@ -465,13 +476,7 @@ def test_many_kernels_with_one_meeting(kind: OpKind, world: int) -> None:
             for array, values in zip(mine, before, strict=True):
                 array[...] = values
         assert team.must(body, team.launch()) == [[len(SIZES_TOGETHER)]] * world
-        for at in range(len(SIZES_TOGETHER)):
-            expected = given[root][at].copy() if kind is OpKind.BROADCAST else given[0][at].copy()
-            for other in given[1:] if kind in REDUCTIONS else ():
-                expected += other[at]
-            for rank in team.everyone:
-                alone = kind is OpKind.REDUCE and rank != root
-                np.testing.assert_array_equal(arrays[rank][at], given[rank][at] if alone else expected)
+        must_hold(kind, root, arrays, given)
     team.close()
 
 
@@ -507,13 +512,7 @@ def test_many_kernels_on_ordinary_arrays_are_staged_as_one(kind: OpKind, world: 
         return together(communicator, launch, kernels_of(kind, rank, arrays[rank], root))
 
     assert team.must(body, team.launch()) == [[len(sizes)]] * world
-    for at in range(len(sizes)):
-        expected = given[root][at].copy() if kind is OpKind.BROADCAST else given[0][at].copy()
-        for other in given[1:] if kind in REDUCTIONS else ():
-            expected += other[at]
-        for rank in team.everyone:
-            alone = kind is OpKind.REDUCE and rank != root
-            np.testing.assert_array_equal(arrays[rank][at], given[rank][at] if alone else expected)
+    must_hold(kind, root, arrays, given)
     team.close()
 
 
