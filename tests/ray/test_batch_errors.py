@@ -8,6 +8,7 @@ import contextvars
 import pickle
 import threading
 
+import numpy as np
 import pytest
 import ray
 
@@ -384,3 +385,17 @@ def test_a_batch_can_be_awaited(trio):
         col.allreduce_refs(refs)
     assert asyncio.run(_awaited(batch)) == [refs]
     assert not batch.cancel()
+
+
+def _the_same_twice(self):
+    array = np.ones(3)
+    return [array, array]
+
+
+def test_memory_that_overlaps_with_an_undefined_result(trio):
+    refs, twice = spread(trio), [worker.make.remote(_the_same_twice) for worker in trio]
+    with pytest.raises(errors.AliasError, match="call 1 of the batch") as caught, col.batch():
+        col.allreduce_refs(refs)
+        col.allreduce_refs(twice)
+    assert {violation.call for violation in caught.value.violations} == {1}
+    assert found(refs) == [[0], [1], [2]], "nothing ran anywhere"

@@ -19,6 +19,7 @@ from raycollect.controller import Controller
 from raycollect.model import OpKind, ReduceOp
 from raycollect.planner import Request, passes, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
+from raycollect.planner.cost import Layout, priced
 from raycollect.runtime import Runtime
 from tests.faults import inject
 from tests.ray.test_store import wait_until
@@ -196,6 +197,12 @@ def _host_by_host(backend, routed):
     refs = [w.make.remote(lambda self, v: v.copy(), value) for w, value in zip(workers, values, strict=True)]
     for kind in routed:
         assert algorithm(kind, values[0].nbytes, root=3 if kind is OpKind.BROADCAST else -1) == "hierarchical", backend
+    if OpKind.ALLREDUCE in routed:
+        (row,) = col.plan(col.allreduce_refs, refs).rows
+        topology = Controller.current().named("default").roster.topology
+        _, between = priced(OpKind.ALLREDUCE, backend, Layout.of(topology)).traffic(row.nbytes)
+        assert row.algorithm == "hierarchical"
+        assert 0 < row.way.nbytes_between < between, "fewer bytes between hosts than by the backend's own kernel"
     total = functools.reduce(np.add, values)
     for found in col.get(col.allreduce_refs(refs, inplace=False)):
         np.testing.assert_allclose(found, total, rtol=1e-12)
