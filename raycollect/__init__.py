@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.participant import by_value as by_value
     from raycollect.planned import plan as plan
+    from raycollect.planner.explain import Explanation as Explanation
     from raycollect.rank_table import RankTable as RankTable
     from raycollect.runtime import mark_written as mark_written
     from raycollect.tensors import arena_statistics as arena_statistics
@@ -90,13 +91,14 @@ _HOMES: dict[str, str] = {
     "Batch": "batches",
     "CollectiveParticipant": "participant",
     "DirectoryBulletin": "bulletin",
+    "Explanation": "planner.explain",
     "Group": "declared",
     "GroupStatistics": "declared",
     "GroupStatus": "declared",
     "Handle": "handle",
-    "Pending": "agenda",
     "MemberStatistics": "declared",
     "MemberStatus": "declared",
+    "Pending": "agenda",
     "RankTable": "rank_table",
     "ReduceOp": "model",
     "Work": "work",
@@ -173,4 +175,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
