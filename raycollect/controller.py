@@ -45,7 +45,6 @@ from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     ConnectionLostError,
-    DispatchError,
     GroupBrokenError,
     GroupExistsError,
     PlanAbortedError,
@@ -70,8 +69,6 @@ _log = logging.getLogger("raycollect")
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
-
-_TOO_MUCH = "what the participants tell each other at the door does not fit; make batches of fewer calls"
 
 
 class _Joining:
@@ -375,16 +372,8 @@ class Controller:
         return list(self._flights.values())
 
     def send(self, flight: Flight, orders: Orders) -> None:
-        """Carries out what a flight wants said, and forgets it once it has landed.
-
-        What is too long for the channel, as the answer at the door of many calls, ends the flight.
-        """
-        try:
-            self._deliver(flight.plan.participants, orders)
-        except ProtocolError as exc:
-            error = DispatchError(detail=f"{exc.detail}: {_TOO_MUCH}")
-            error.__cause__ = exc
-            self._deliver(flight.plan.participants, flight.fail(error))
+        """Carries out what a flight wants said, and forgets it once it has landed."""
+        self._deliver(flight.plan.participants, orders)
         if flight.landed:
             self._flights.pop(flight.seq, None)
 

@@ -43,6 +43,13 @@ Orders = list[tuple[int, Any]]
 ABSENT = ("lost", "producer_failed")
 """The kinds of violations of operands that are not there."""
 
+ANSWER_NBYTES = 1 << 19
+"""How much of what all gave to a door goes into one message, which has to fit into a frame of the channel; each alone
+did, on its way here."""
+
+_LONGEST = 1000
+"""How many characters of a reason are sent."""
+
 _Door = tuple[int, int, str, tuple[int, ...]]
 """(launch, round, group id, ranks)."""
 
@@ -197,8 +204,8 @@ class Flight:
             if door.arrive(message.rank, message.blob) is not DoorState.COMPLETE:
                 return []
             blobs = list(door.blobs)
-        answer = Arrivals(group_id=message.group_id, seq=message.seq, round=message.round, blobs=blobs)
-        return [(place, answer) for place in places]
+        answers = _answers(message, blobs)
+        return [(place, answer) for place in places for answer in answers]
 
     def fail(self, error: RaycollectError, *, unsent: Sequence[int] = ()) -> Orders:
         """The controller itself ends it; participants in `unsent` never got it."""
@@ -226,7 +233,7 @@ class Flight:
             told, self._told = self._told, True
         if told:
             return []
-        reason = str(error) if position < 0 else f"{type(error).__name__} on {self._describe(position)}"
+        reason = str(error)[:_LONGEST] if position < 0 else f"{type(error).__name__} on {self._describe(position)}"
         message = Abort(seq=self.seq, reason=reason)
         return [(other, message) for other in sorted(self._pending)]
 
@@ -391,3 +398,20 @@ def described(
 def _outer(rank: int, inner: Membership, outer: Membership) -> int:
     """The rank in a group of a rank of one inside it."""
     return outer.rank_of(inner.members[rank].actor_id) if 0 <= rank < len(inner.members) else -1
+
+
+def _answers(message: Arrive, blobs: Sequence[bytes]) -> list[Arrivals]:
+    """What all gave to a door, in parts."""
+    parts, filled = list[list[bytes]]([[]]), 0
+    for blob in blobs:
+        if filled and filled + len(blob) > ANSWER_NBYTES:
+            parts.append([])
+            filled = 0
+        parts[-1].append(blob)
+        filled += len(blob)
+    return [
+        Arrivals(
+            group_id=message.group_id, seq=message.seq, round=message.round, blobs=part, more=part is not parts[-1]
+        )
+        for part in parts
+    ]

@@ -77,6 +77,7 @@ class StarExchange:
         self._send = send
         self._changed = threading.Condition()
         self._rounds: dict[int, int] = {}
+        self._parts: list[bytes] = []  # of the answer that is coming
         self._answers: dict[tuple[int, int], Sequence[bytes]] = {}
         self._aborted: set[int] = set()
 
@@ -104,9 +105,12 @@ class StarExchange:
             self._aborted.add(seq)
             self._changed.notify_all()
 
-    def arrived(self, seq: int, turn: int, blobs: Sequence[bytes]) -> None:
-        """All have come; called by the channel's thread."""
+    def arrived(self, seq: int, turn: int, blobs: Sequence[bytes], *, more: bool = False) -> None:
+        """All have come; called by the channel's thread, with the parts of an answer in their order."""
+        self._parts += blobs
+        if more:
+            return
         with self._changed:
             self._answers = {place: blobs for place, blobs in self._answers.items() if place[0] >= seq}
-            self._answers[seq, turn] = blobs
+            self._answers[seq, turn], self._parts = self._parts, []
             self._changed.notify_all()

@@ -439,9 +439,9 @@ class Runtime:
     def _arrivals(self, message: Arrivals) -> None:
         running, membership = self._running.get(message.seq), self._groups.get(message.group_id)
         if not message.group_id and running is not None and running.door is not None:
-            running.door.arrived(message.seq, message.round, message.blobs)
+            running.door.arrived(message.seq, message.round, message.blobs, more=message.more)
         elif membership is not None:
-            membership.exchange.arrived(message.seq, message.round, message.blobs)
+            membership.exchange.arrived(message.seq, message.round, message.blobs, more=message.more)
 
     def _for_seat(self, message: Any) -> None:
         membership = self._groups.get(message.group_id)

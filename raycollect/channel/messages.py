@@ -221,12 +221,16 @@ class Abort(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals(Message):
-    """What all gave to one round of a door, in the order of their ranks; answers `Arrive`."""
+    """What all gave to one round of a door, in the order of their ranks; answers `Arrive`.
+
+    It comes in as many parts as frames need; `more`: another one follows.
+    """
 
     group_id: str
     seq: int
     round: int
     blobs: list[bytes]
+    more: bool
 
 
 @_message

@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Arrivals, Arrive, Deny, Done, Meet, Met, encode
+from raycollect.channel.messages import Abort, Arrive, Deny, Done, Meet, Met, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.controller import Controller
-from raycollect.errors import DispatchError, PlanAbortedError, ProtocolError, from_wire, to_wire
+from raycollect.errors import KernelError, ProtocolError, from_wire
 from raycollect.flight import Flight
 from raycollect.gate import ALL, Gate
 from raycollect.group import Membership
+from raycollect.model import Launch
 from raycollect.peer import Peer
+from raycollect.rendezvous import StarExchange
 from tests.pure.test_flight_batches import asked, flying, group
+
+WAIT_S = 20.0
 
 
 class Line:
@@ -68,33 +72,39 @@ def renumbered(flight: Flight, seq: int) -> Flight:
     return Flight(seq, flight.plan, flight._memberships, dict(flight.refs))
 
 
-@pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), ((1 << 18) - 100, True), ((1 << 18) + 1, False)])
-def test_an_answer_at_the_door_that_is_too_long_ends_the_flight(
-    controller: Controller, nbytes: int, fits: bool
+@pytest.mark.parametrize(
+    ("nbytes", "parts"), [(0, 1), (1000, 1), (1 << 18, 2), ((1 << 18) + 1, 4), ((1 << 20) - 200, 4)]
+)
+def test_an_answer_at_the_door_comes_in_as_many_parts_as_frames_need(
+    controller: Controller, nbytes: int, parts: int
 ) -> None:
     flight = take_off(controller)
     peers = [controller._peers[actor_id] for actor_id in flight.plan.participants]
     everybody = list(range(4))
     for at, peer in enumerate(peers):
-        blob = bytes(nbytes)
-        message = Arrive(group_id="", seq=flight.seq, round=0, ranks=everybody, rank=at, blob=blob)
+        message = Arrive(group_id="", seq=flight.seq, round=0, ranks=everybody, rank=at, blob=bytes([at]) * nbytes)
+        encode(message)
         controller.received(peer, message)
-    told = [said(peer) for peer in peers]
-    if fits:
-        assert [[type(one) for one in mine] for mine in told] == [[Arrivals]] * 4
-        assert not flight.resolved
-    else:
-        assert [[type(one) for one in mine] for mine in told] == [[Abort]] * 4
-        assert isinstance(flight.error, DispatchError)
-        assert isinstance(flight.error.__cause__, ProtocolError)
-        for part in ("Arrivals has", str(MAX_FRAME_NBYTES), "fewer calls", "'left, right'"):
-            assert part in str(flight.error)
     for peer in peers:
-        error = None if fits else to_wire(PlanAbortedError(detail="aborted at the door"))
-        controller.received(peer, Done(seq=flight.seq, ranks=[], error=error, story=[]))
+        told = said(peer)
+        assert [one.more for one in told] == [True] * (parts - 1) + [False]
+        exchange = StarExchange("", 0, lambda message: None)
+        for one in told:
+            exchange.arrived(one.seq, one.round, one.blobs, more=one.more)
+        launch = Launch(seq=flight.seq, ranks=tuple(everybody), timeout_s=WAIT_S)
+        assert exchange(launch, b"") == [bytes([at]) * nbytes for at in everybody]
+    for peer in peers:
+        controller.received(peer, Done(seq=flight.seq, ranks=[], error=None, story=[]))
     assert flight.landed
-    assert (flight.error is None) == fits
+    assert flight.error is None
     assert list(controller.flights()) == []
+
+
+def test_a_reason_to_abort_is_cut_to_what_can_be_sent(controller: Controller) -> None:
+    flight = take_off(controller)
+    peers = [controller._peers[actor_id] for actor_id in flight.plan.participants]
+    controller.send(flight, flight.fail(KernelError(detail="x" * 2 * MAX_FRAME_NBYTES)))
+    assert [[type(one) for one in said(peer)] for peer in peers] == [[Abort]] * 4
 
 
 @pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), (1 << 19, False)])

@@ -454,7 +454,7 @@ def test_the_last_arrival_opens_the_door_for_all(seed: int) -> None:
         assert [rank for rank, _ in orders] == list(range(5))
         (message,) = {id(message): message for _, message in orders}.values()
         blobs = [bytes([turn, rank]) for rank in range(5)]
-        assert message == Arrivals(group_id="0123", seq=SEQ, round=turn, blobs=blobs)
+        assert message == Arrivals(group_id="0123", seq=SEQ, round=turn, blobs=blobs, more=False)
     assert not flight.resolved
 
 

@@ -241,7 +241,7 @@ def test_the_door_of_a_plan_without_a_group_of_all(chain: Flight) -> None:
     for at in (3, 0, 2):
         assert come(at, at) == []
     orders = come(1, 1)
-    answer = Arrivals(group_id="", seq=SEQ, round=0, blobs=[bytes([at]) for at in everybody])
+    answer = Arrivals(group_id="", seq=SEQ, round=0, blobs=[bytes([at]) for at in everybody], more=False)
     assert orders == [(at, answer) for at in everybody]
 
 
