@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import ray
@@ -117,13 +118,20 @@ def test_an_actor_that_was_restarted_is_not_the_member(actors):
     assert [one and one.rank for one in group.statistics().members] == [0, None]
 
 
+def is_stopped(pid):
+    """Whether all threads of a process are stopped."""
+    stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 def test_a_member_that_is_stopped_is_waited_for_no_longer_than_asked(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     pid = group.status().members[0].pid
     os.kill(pid, signal.SIGSTOP)
     try:
-        assert [one and one.rank for one in group.statistics(timeout_s=0.5).members] == [None, 1]
+        assert wait_until(lambda: is_stopped(pid))  # until then some of its threads may go on
+        assert [one and one.rank for one in group.statistics(timeout_s=2.0).members] == [None, 1]
     finally:
         os.kill(pid, signal.SIGCONT)
     assert [one and one.rank for one in group.statistics().members] == [0, 1]
