@@ -56,6 +56,7 @@ def test_what_members_hold(pair):
     refs = [worker.make.remote(fill) for worker in pair]
     col.allreduce_refs(refs)
     made = col.allreduce_refs(refs, inplace=False)
+    ray.wait(made, num_returns=2)  # the last rank tells the end for all; the other may yet have to keep its output
 
     members = group.statistics().members
     for one, limit, other in zip(members, LIMITS, reversed(LIMITS), strict=True):
