@@ -179,17 +179,23 @@ class Execution:
 
     def _make_ready(self, turn: int) -> None:
         """Prepares what is first brought in a round of the door; before the last round, the staging too."""
-        if self._tasks is None:
-            self._tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
-        tasks = self._tasks
-        if not turn and self._given is None and tasks.is_repeatable:
-            self._places = self._placed()  # before the door: what changes later must be noticed
-        tasks.ready(turn, self._operands, self._instruments.store)
+        tasks = self._tasks or self._look()
+        if turn:
+            tasks.ready(turn, self._operands, self._instruments.store)
         if turn == self._program.rounds - 1 and not tasks.has_violations:
             self._reserve(tasks)
             self._first = None if tasks.has_violations else tasks.first()
             if self._first is not None:
                 self._stage(self._first)
+
+    def _look(self) -> Tasks:
+        """Looks at the operands, as they are now, for the first round of the door."""
+        tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
+        if self._given is None and tasks.is_repeatable:
+            self._places = self._placed()  # before the door: what changes later must be noticed
+        tasks.ready(0, self._operands, self._instruments.store)
+        self._tasks = tasks
+        return tasks
 
     def _containers(self) -> list[Container]:
         """The operands that there are."""
@@ -294,13 +300,12 @@ class Execution:
         Raises:
             KernelError: An operand has changed since it was told of at the door.
         """
-        if self._tasks is None:
-            self._places = self._placed()
-            if self._known is not None and self._known.places != self._places:
-                raise KernelError(detail="an operand was changed while the plan waited at the door")
-            self._tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
-            self._tasks.ready(0, self._operands, self._instruments.store)
-        return self._tasks
+        if self._tasks is not None:
+            return self._tasks
+        tasks = self._look()
+        if self._known is not None and self._known.places != self._places:
+            raise KernelError(detail="an operand was changed while the plan waited at the door")
+        return tasks
 
     # ------------------------------------------------------------------------------------------ after the door
 

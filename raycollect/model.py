@@ -357,6 +357,12 @@ class Kernel:
     most: int = 0
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @property
+    def sample(self) -> Any:
+        """One of its arrays, which all have the same dtype; None where it has none."""
+        side = self.dst if self.src is None else self.src
+        return side[0] if type(side) is tuple else side
+
 
 class Clock(Protocol):
     """Time as the executor sees it; tests inject their own."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.arrays import Array, DeviceArray, native
 from raycollect.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
@@ -83,11 +83,7 @@ def room(kind: OpKind, item: Item) -> int:
 def dtype_of(item: Item) -> np.dtype[Any] | None:
     """The type of an item's elements, in this machine's byte order."""
     sample = item.sample
-    return None if sample is None else _native(sample.dtype)
-
-
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
+    return None if sample is None else native(sample.dtype)
 
 
 def _sides(kind: OpKind) -> int:
@@ -216,7 +212,7 @@ class Packed:
     def __init__(
         self, kind: OpKind, op: ReduceOp | None, peer: int, *, items: Sequence[Item], me: int, block: Block
     ) -> None:
-        rows = _Rows(block, _native(items[0].sample.dtype))
+        rows = _Rows(block, native(items[0].sample.dtype))
         reads = [item.src for item in items if item.src is not None]
         writes = [item.dst for item in items if item.dst is not None]
         src, loads, dst, unloads = _laid_out(kind, reads, writes, me, rows)

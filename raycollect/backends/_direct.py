@@ -10,7 +10,6 @@ array that was lent for writing in a launch that failed is kept until all who ma
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,8 @@ from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, Segment
 from ._directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
 from ._in_place import Blocks, Work, root_of
 from ._meeting import Meeting
-from .arrays import Array, Flat
+from .arrays import Array, Flat, native
+from .completion import remembered
 
 __all__ = ["ALIKE", "DIRECT_FROM_NBYTES", "TOGETHER", "Direct"]
 
@@ -35,7 +35,7 @@ TOGETHER = (CAPACITY - 1) // 2
 ALIKE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND, OpKind.RECV)
 """The kernels that can run together: each rank lists equally many arrays for each of them."""
 
-_NONE: Array = np.empty(0, np.uint8)
+_BYTE: np.dtype[Any] = np.dtype(np.uint8)
 _NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
 _NOWHERE = Places()
 
@@ -168,11 +168,10 @@ class Direct:
         return _way(kernel.kind, gives, takes, root)
 
     def _see(self, kernels: Sequence[Kernel]) -> _Seen:
-        """Looks where this rank's arrays lie; remembered with the first kernel."""
-        first, *rest = kernels
-        known: tuple[list[Kernel], _Seen] | None = first.memo.get("direct")
-        if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
-            return known[1]
+        """Looks where this rank's arrays lie, once."""
+        return remembered(kernels, "direct", self._look_at)
+
+    def _look_at(self, kernels: Sequence[Kernel]) -> _Seen:
         flags, refs = 0, list[BufferRef]()
         shown = [_shown(kernel, self._rank) for kernel in kernels]
         for flag, sides in ((GIVES, [gives for gives, _ in shown]), (TAKES, [takes for _, takes in shown])):
@@ -182,10 +181,8 @@ class Direct:
                 refs += found
         largest = max((array.nbytes for gives, _ in shown for array in gives or ()), default=0)
         lends = flags & TAKES and any(takes for _, takes in shown)
-        dtypes = tuple(_sample(kernel).dtype.newbyteorder("=") for kernel in kernels)
-        seen = _Seen(flags, Places.of(refs), largest, bool(lends), dtypes)
-        first.memo["direct"] = (rest, seen)  # not with itself: a cycle would keep the tensors
-        return seen
+        dtypes = tuple(_BYTE if kernel.sample is None else native(kernel.sample.dtype) for kernel in kernels)
+        return _Seen(flags, Places.of(refs), largest, bool(lends), dtypes)
 
     def _locate(self, arrays: Sequence[Array] | None) -> list[BufferRef] | None:
         """Where arrays lie in shared memory; None where one of them does not, or is no plain row of elements."""
@@ -218,12 +215,6 @@ def _shown(kernel: Kernel, rank: int) -> tuple[Sequence[Array] | None, Sequence[
     if kind is OpKind.ALLTOALL and _is_in_place(kernel):
         return None, ()  # what others have yet to read would be overwritten
     return kernel.src if type(kernel.src) is tuple else (kernel.src,), takes
-
-
-def _sample(kernel: Kernel) -> Array:
-    """One of its arrays: all have one type."""
-    side = kernel.dst if kernel.src is None else kernel.src
-    return side[0] if type(side) is tuple else _NONE if side is None else side
 
 
 def _is_in_place(kernel: Kernel) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
 from raycollect.model import Kernel
 
-from .arrays import Array, Flat, Stretch
+from .arrays import Array, Flat, Stretch, native
+from .completion import remembered
 
 __all__ = ["Joined", "joined"]
 
@@ -69,15 +70,14 @@ class Joined(Flat):
 
 def joined(kernels: Sequence[Kernel]) -> list[Kernel]:
     """Kernels of one kind, op and root as few: one for each type of elements, in the order of their first tensors."""
-    first, *rest = kernels
-    known: tuple[list[Kernel], list[Kernel]] | None = first.memo.get("joined")
-    if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
-        return known[1]
-    by_type: dict[np.dtype[np.generic], list[Kernel]] = {}
+    return remembered(kernels, "joined", _join)
+
+
+def _join(kernels: Sequence[Kernel]) -> list[Kernel]:
+    first, by_type = kernels[0], dict[np.dtype[Any], list[Kernel]]()
     for kernel in kernels:
-        array = kernel.dst if kernel.src is None else kernel.src
-        by_type.setdefault(array.dtype.newbyteorder("="), []).append(kernel)
-    made = [
+        by_type.setdefault(native(kernel.sample.dtype), []).append(kernel)
+    return [
         Kernel(
             kind=first.kind,
             src=_side([kernel.src for kernel in some]),
@@ -87,8 +87,6 @@ def joined(kernels: Sequence[Kernel]) -> list[Kernel]:
         )
         for some in by_type.values()
     ]
-    first.memo["joined"] = (rest, made)
-    return made
 
 
 def _side(arrays: Sequence[Array | None]) -> Joined | None:

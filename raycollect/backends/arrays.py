@@ -35,6 +35,7 @@ __all__ = [
     "is_writeable",
     "library",
     "memory",
+    "native",
     "overlap",
     "overlaps_itself",
     "owner",
@@ -404,10 +405,11 @@ def _shadow(array: Array | DeviceArray) -> Array:
 
 @lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
-    return _native(dtype).name
+    return native(dtype).name
 
 
-def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The same type in this machine's byte order."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
@@ -428,7 +430,7 @@ class Flat:
     def __init__(self, array: Array) -> None:
         base = array.view(np.ndarray)
         self.size = base.size
-        self.dtype = _native(base.dtype)
+        self.dtype = native(base.dtype)
         self.direct = base.flags.c_contiguous and base.flags.aligned and base.dtype.isnative
         self._array = base
         self._line = base.reshape(-1) if self.direct else base[:0] if base.ndim else base.reshape(1)[:0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -24,10 +25,14 @@ __all__ = [
     "pieces",
     "reduce_op",
     "reduction",
+    "remembered",
+    "row",
     "scattered_reduction",
     "transfers",
     "translated",
 ]
+
+_Found = TypeVar("_Found")
 
 
 def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int) -> None:
@@ -66,6 +71,17 @@ def clipped(flat: Flat, lo: int, hi: int) -> tuple[int, int]:
     """Cuts a range of the largest piece down to what this one has of it; perhaps nothing."""
     hi = min(hi, flat.size)
     return min(lo, hi), hi
+
+
+def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Kernel]], _Found]) -> _Found:
+    """What was found about kernels that run together; kept with the first of them, as long as it runs with the same."""
+    first, *rest = kernels
+    known: tuple[list[Kernel], _Found] | None = first.memo.get(name)
+    if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
+        return known[1]
+    found = find(kernels)
+    first.memo[name] = (rest, found)  # not with itself: a cycle would keep the tensors
+    return found
 
 
 def row(array: Array | Flat) -> Flat:

@@ -217,10 +217,7 @@ class _Inside:
 
 def _nbytes(kernel: Kernel) -> int:
     """How large a kernel is, on all ranks alike: the bytes of its array, or of its largest piece."""
-    side = kernel.dst if kernel.src is None else kernel.src
-    if side is None:
+    sample = kernel.sample
+    if sample is None:
         return 0
-    if kernel.kind not in PIECES:
-        return int(side.nbytes)
-    sample = side[0] if type(side) is tuple else side
-    return int(kernel.most * sample.dtype.itemsize)
+    return int(kernel.most * sample.dtype.itemsize if kernel.kind in PIECES else sample.nbytes)
