@@ -27,10 +27,13 @@
     │   └── ControllerConflictError   SelfDrivenError   RayClientError
     ├── FaultError                something failed while a plan was in flight
     │   ├── ParticipantDiedError   ActorGoneError   CollectiveTimeoutError
-    │   └── PlanAbortedError   DispatchError   KernelError
+    │   ├── PlanAbortedError   DispatchError   KernelError
+    │   └── MethodError               a method that a captured step calls raised
     ├── ChannelError              the control plane
     │   └── ProtocolError   AuthenticationError   ConnectionLostError
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
+    ├── CaptureError              a captured step was used where it can't be
+    │   └── CaptureBrokenError        one of its runs failed: there will be no others
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     └── InternalError             our bug: please report it
@@ -53,6 +56,8 @@ __all__ = [
     "BackendNotInstalledError",
     "BackendUnavailableError",
     "BatchError",
+    "CaptureBrokenError",
+    "CaptureError",
     "ChannelError",
     "CollectiveTimeoutError",
     "ConnectionLostError",
@@ -69,6 +74,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidGroupError",
     "KernelError",
+    "MethodError",
     "MismatchError",
     "MissingMemberError",
     "NotAMemberError",
@@ -500,6 +506,29 @@ class KernelError(FaultError):
     """A communication library failed in mid-kernel; tensors that it was writing are dirty."""
 
 
+@dataclass(eq=False, kw_only=True)
+class MethodError(FaultError):
+    """A method that a captured step calls raised; `op` is its name.
+
+    Attributes:
+        call: The place of the call among all calls of the capture, from 0.
+        raised: The type of the exception, as ``"ValueError"``.
+        trace: The end of its traceback, as text.
+    """
+
+    call: int = -1
+    raised: str = ""
+    trace: str = ""
+    cure = "mend the method, close the captured step, and capture it again; collectives before the call are done"
+
+    def __str__(self) -> str:
+        who = f" of {self.actor}" if self.actor else ""
+        text = f"call {self.call} of a captured step, {self.op}{who}, raised {self.raised}: {self.detail}"
+        if self.trace:
+            text += "".join(f"\n  | {line}" for line in self.trace.splitlines())
+        return f"{text}\nWhat to do: {self.cure}."
+
+
 # ---------------------------------------------------------------------------------------------- channel
 
 
@@ -546,6 +575,35 @@ class BatchError(RaycollectError):
 
     def __str__(self) -> str:
         return self.detail
+
+
+@dataclass(eq=False, kw_only=True)
+class CaptureError(RaycollectError):
+    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it.
+
+    Attributes:
+        detail: What was used, and what to do.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+@dataclass(eq=False, kw_only=True)
+class CaptureBrokenError(CaptureError):
+    """A run of a captured step failed before: its values may be half-made, so that it does not run again.
+
+    Attributes:
+        why: How that run failed.
+    """
+
+    why: str = ""
+    cure: ClassVar[str] = "see why it failed; then close the step and capture it again"
+
+    def __str__(self) -> str:
+        return f"{self.detail}: {self.why}\nWhat to do: {self.cure}."
 
 
 @dataclass(eq=False, kw_only=True)

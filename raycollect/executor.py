@@ -95,6 +95,8 @@ class Execution:
         operands: The values of the operands, in the order of the keys, where an imperative call gives them itself;
             None: they are in the store, under the keys.
         exchange: How the participants meet at the door where they have no group in common.
+        held: What is under the keys, where that is not in the store: the values of a captured step, as long as it has
+            them.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class Execution:
         waiting: Callable[[Key], None] | None = None,
         operands: Sequence[Container] | None = None,
         exchange: Exchange | None = None,
+        held: Sequence[Container | Missing] | None = None,
     ) -> None:
         self._program = program
         self._keys = keys
         self._instruments = instruments
         self._waiting = waiting
         self._given = operands
+        self._held = held
         self._seq = seq
         self._launches = Launches(program, communicators, exchange, seq=seq, aborted=aborted)
         self._operands: Sequence[Container | Missing] = ()
@@ -161,7 +165,8 @@ class Execution:
 
     def _prepare(self) -> None:
         """Finds operands, checks them and makes outputs; what is wrong is noted, not raised."""
-        self._operands = self._given if self._given is not None else tuple([self._find(key) for key in self._keys])
+        held = self._given if self._given is not None else self._held
+        self._operands = held if held is not None else tuple([self._find(key) for key in self._keys])
         self._known = self._recall()
         if self._known is None:
             self._make_ready(0)

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Sequence
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
 from raycollect.model import Launch
 
-from ._bell import SEM_NBYTES, Bells
-from ._cores import YIELD_S, Seeker
+from raycollect.bells import SEM_NBYTES, Bells
+from raycollect.cores import YIELD_S, Seeker
 from .completion import check_arrival
 
 ARRIVAL_NBYTES = 64 * 1024

@@ -22,7 +22,7 @@ from raycollect.errors import (
 )
 from raycollect.model import Launch
 
-from ._cores import YIELD_S, Seeker
+from raycollect.cores import YIELD_S, Seeker
 from ._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, Batch, Peer, Place
 from .arrays import Array
 from .completion import check_arrival

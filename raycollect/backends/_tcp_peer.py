@@ -24,7 +24,7 @@ import struct
 from collections import deque
 from dataclasses import dataclass
 
-from ._cores import current_core
+from raycollect.cores import current_core
 
 __all__ = ["ARRIVAL", "DATA", "FRAME_NBYTES", "LEFT", "Batch", "Peer", "Place"]
 

@@ -4,8 +4,8 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 `@_message`; its field annotations are its schema, and the tests pick it up from `MESSAGES`.
 
 ==========  ===============================================================
-control     controller -> participant: Join Leave Abort Arrivals Stored Survey Bye
-control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done Surveyed
+control     controller -> participant: Join Leave Abort Arrivals Stored Survey Order Run Forget Bye
+control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done Ran Surveyed
 control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
 control     member -> hub -> other members: Drop Publish
 data        client -> server: Fetch Copied Free; server -> client: Fetched Freed Failed
@@ -42,6 +42,7 @@ __all__ = [
     "Failed",
     "Fetch",
     "Fetched",
+    "Forget",
     "Free",
     "Freed",
     "Gone",
@@ -52,8 +53,11 @@ __all__ = [
     "Message",
     "Met",
     "Missed",
+    "Order",
     "Publish",
+    "Ran",
     "Refused",
+    "Run",
     "Store",
     "Stored",
     "Stuck",
@@ -253,6 +257,36 @@ class Survey(Message):
 
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Order(Message):
+    """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task."""
+
+    payload: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run(Message):
+    """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
+
+    On the controller's own host runs come by the doorbell, where their arguments fit.
+    """
+
+    capture: bytes
+    seq: int
+    predecessor: int
+    payload: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forget(Message):
+    """A capture is closed: let go of all that it holds."""
+
+    capture: bytes
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bye(Message):
     """The controller ends the lease."""
 
@@ -332,6 +366,15 @@ class Done(Message):
     ranks: list[int]
     error: dict[str, Any] | None = None
     story: list[str]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran(Message):
+    """This participant has ended run `seq` of a capture, and this is what it gives back; `Done` tells of failures."""
+
+    seq: int
+    payload: bytes
 
 
 @_message
