@@ -5,10 +5,18 @@ It can never change its size again, because a file that shrinks kills those who 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["create", "is_sealed"]
+from raycollect.model import Segment
+
+__all__ = ["TOKEN_NBYTES", "create", "is_sealed", "opened"]
+
+TOKEN_NBYTES = 32
+"""The bytes of the token that memory begins with which other processes find by its `Segment`."""
 
 
 def create(name: str, nbytes: int) -> int:
@@ -39,6 +47,32 @@ def create(name: str, nbytes: int) -> int:
 def is_sealed(fd: int, nbytes: int) -> bool:
     """Tells whether a file has that size, and will always have it."""
     return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() == _seals() and os.fstat(fd).st_size == nbytes
+
+
+@contextmanager
+def opened(segment: Segment, name: str, flags: int) -> Iterator[int]:
+    """A descriptor of a process's memory, once it is sure to be that.
+
+    Args:
+        segment: Where it is to be had, in a process of this machine and user.
+        name: What it was made as.
+        flags: Those of `os.open`.
+
+    Raises:
+        OSError: The process is gone, or does not let this one see its memory.
+    """
+    path = f"/proc/{segment.pid}/fd/{segment.fd}"
+    if not os.readlink(path).startswith(f"/memfd:{name} "):  # noqa: PTH115 - what else is there is not even opened
+        raise OSError(errno.ESTALE, f"no longer memory of the name {name}", path)
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        if not is_sealed(fd, segment.nbytes):
+            raise OSError(errno.EINVAL, "not sealed, or of another size: are the versions of raycollect equal?", path)
+        if os.pread(fd, TOKEN_NBYTES, 0) != segment.token:
+            raise OSError(errno.ESTALE, "the memory of another process", path)
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _seals() -> int:

@@ -35,7 +35,6 @@ from raycollect.pos.extents import Extents
 
 NAME = "raycollect-arena"
 """What /proc calls the memory."""
-TOKEN_NBYTES = 32
 GRAIN = 2 << 20
 """The unit in which memory is had and given back; large blocks begin at a multiple of it."""
 ALIGN = 64
@@ -90,7 +89,7 @@ class Arena:
         self._fd = memfd.create(NAME, nbytes)
         self.root = map_file(self._fd, nbytes)
         self.address = int(self.root.ctypes.data)
-        self.segment = Segment(self._pid, self._fd, secrets.token_bytes(TOKEN_NBYTES), nbytes)
+        self.segment = Segment(self._pid, self._fd, secrets.token_bytes(memfd.TOKEN_NBYTES), nbytes)
         self._spare = spare
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
@@ -98,7 +97,7 @@ class Arena:
         self._backed = Extents()
         self._in_use = self._blocks = 0
         self._back(0, GRAIN)
-        self.root[:TOKEN_NBYTES] = np.frombuffer(self.segment.token, np.uint8)
+        self.root[: memfd.TOKEN_NBYTES] = np.frombuffer(self.segment.token, np.uint8)
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # there was no memfd

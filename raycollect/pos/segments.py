@@ -6,8 +6,6 @@ import errno
 import logging
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 
 from raycollect import memfd
 from raycollect.model import BufferRef, Segment
-from raycollect.pos.arena import NAME, TOKEN_NBYTES, Arena, ArenaStatistics, map_file
+from raycollect.pos.arena import NAME, Arena, ArenaStatistics, map_file
 from raycollect.pos.limit import arena_limit
 
 _READ_NBYTES = 64 << 20  # at a time: the interpreter may have a signal to handle
@@ -113,7 +111,7 @@ class Segments:
         if ref.segment == self._own and self._arena is not None:
             into[:] = self._arena.root[ref.offset : ref.offset + ref.nbytes].data
             return
-        with _opened(ref.segment, os.O_RDONLY) as fd:
+        with memfd.opened(ref.segment, NAME, os.O_RDONLY) as fd:
             done = 0
             while done < ref.nbytes:
                 count = os.preadv(fd, [into[done : done + _READ_NBYTES]], ref.offset + done)
@@ -152,22 +150,5 @@ class Segments:
 
 
 def _open(segment: Segment) -> NDArray[np.uint8]:
-    with _opened(segment, os.O_RDWR) as fd:
+    with memfd.opened(segment, NAME, os.O_RDWR) as fd:
         return map_file(fd, segment.nbytes)
-
-
-@contextmanager
-def _opened(segment: Segment, flags: int) -> Iterator[int]:
-    """A descriptor of a segment, once it is sure to be that."""
-    path = f"/proc/{segment.pid}/fd/{segment.fd}"
-    if not os.readlink(path).startswith(f"/memfd:{NAME} "):  # noqa: PTH115 - what else is there is not even opened
-        raise OSError(errno.ESTALE, "no longer the memory of an arena", path)
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        if not memfd.is_sealed(fd, segment.nbytes):
-            raise OSError(errno.EINVAL, "not sealed, or of another size: are the versions of raycollect equal?", path)
-        if os.pread(fd, TOKEN_NBYTES, 0) != segment.token:
-            raise OSError(errno.ESTALE, "the arena of another process", path)
-        yield fd
-    finally:
-        os.close(fd)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from raycollect import cores
+import raycollect.cores
 from raycollect.backends import _meeting
-from raycollect.cores import SETTLED_S
 from raycollect.backends._meeting import Meeting, control_nbytes, prepare
+from raycollect.cores import SETTLED_S
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.model import Launch
 
@@ -38,7 +38,7 @@ class Cores:
 @pytest.fixture
 def cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cores]:
     system = Cores({0, 1, 2})
-    monkeypatch.setattr(cores, "current_core", system.current)
+    monkeypatch.setattr(raycollect.cores, "current_core", system.current)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(system.mask))
     monkeypatch.setattr(os, "sched_setaffinity", system.set_mask)
     return system

@@ -172,7 +172,7 @@ def test_bytes_of_any_arena_are_read_without_mapping_it(segments: Segments, monk
     assert segments.statistics().mapped == 0
     beyond = BufferRef(theirs.segment, 2 * GRAIN - 10, 20)
     for wrong in (replace(ref, segment=replace(theirs.segment, token=bytes(32))), beyond):
-        with pytest.raises(OSError, match=r"the arena of another process|ended early"):
+        with pytest.raises(OSError, match=r"the memory of another process|ended early"):
             segments.read(wrong, memoryview(np.zeros(wrong.nbytes, np.uint8)))
 
 
@@ -211,7 +211,7 @@ def test_memory_of_another_token_or_size_is_refused(segments: Segments) -> None:
 
 def test_a_file_that_is_no_arena_is_not_even_opened(segments: Segments, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"t" * 4096)
-    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="no longer the memory of an arena"):
+    with (tmp_path / "file").open("rb") as file, pytest.raises(OSError, match="no longer memory of the name"):
         segments.open(Segment(os.getpid(), file.fileno(), b"t" * 32, 4096))
     with pytest.raises(FileNotFoundError):
         segments.open(Segment(os.getpid(), 1_000_000, b"t" * 32, 4096))

@@ -1,0 +1,246 @@
+"""The doorbell: runs and answers in shared memory, over processes and threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raycollect.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, Entry, Post
+from raycollect.model import Segment
+from tests.pure.processes import Process
+
+
+@pytest.fixture
+def bell():
+    doorbell = Doorbell(3)
+    yield doorbell
+    doorbell.close()
+
+
+def answers(doorbell, seats, number, limit_s=20.0):
+    """Waits for the answers of all seats, as a run does."""
+    until_s = time.monotonic() + limit_s
+    while True:
+        found = [doorbell.answer(seat, number) for seat in range(seats)]
+        if None not in found:
+            return found
+        assert time.monotonic() < until_s, found
+        doorbell.wait(until_s - time.monotonic())
+
+
+def take(post):
+    """The next run, however often `take` returns without one."""
+    while (entry := post.take(5.0)) is None:
+        pass
+    return entry
+
+
+def serve(post, runs, answer=bytes):
+    """Answers runs by what they bring."""
+    for _ in range(runs):
+        entry = take(post)
+        post.answer(entry.number, answer(entry.payload))
+
+
+def serve_elsewhere(segment: Segment, seat, runs):
+    post = Post(segment, seat)
+    seen = []
+    for _ in range(runs):
+        entry = take(post)
+        seen.append((entry.seq, entry.predecessor))
+        post.answer(entry.number, entry.payload[::-1])
+    return seen
+
+
+def test_a_run_and_its_answer(bell):
+    post = Post(bell.segment, 1)
+    number = bell.begin()
+    assert bell.ring(1, number, 70, 60, b"arguments")
+    assert post.take(1.0) == Entry(1, 70, 60, b"arguments")
+    assert bell.answer(1, number) is None
+    assert post.answer(number, b"result")
+    assert bell.answer(1, number) == b"result"
+    assert bell.answer(0, number) is None
+
+
+def test_a_message_that_does_not_fit_goes_by_the_channel(bell):
+    post = Post(bell.segment, 0)
+    for nbytes, fits in ((INLINE_NBYTES, True), (INLINE_NBYTES + 1, False), (0, True)):
+        payload = os.urandom(nbytes)
+        number = bell.begin()
+        assert bell.ring(0, number, 1, 0, payload) is fits
+        assert take(post).payload == (payload if fits else None)
+        assert post.answer(number, payload) is fits
+        assert bell.answer(0, number) == (payload if fits else None)
+
+
+def test_numbers_far_beyond_the_ring(bell):
+    post = Post(bell.segment, 2)
+    for seq in range(1, 5 * IN_FLIGHT + 3):
+        number = bell.begin()
+        bell.ring(2, number, 1 << 38 | seq, seq, seq.to_bytes(4, "little"))
+        assert take(post) == Entry(number, 1 << 38 | seq, seq, seq.to_bytes(4, "little"))
+        assert bell.answer(2, number) is None  # the one of the last time round is not taken for it
+        post.answer(number, b"")
+        assert bell.answer(2, number) == b""
+
+
+def test_several_runs_in_flight_come_in_order(bell):
+    numbers = [bell.begin() for _ in range(IN_FLIGHT)]
+    for number in numbers:
+        bell.ring(0, number, 10 * number, 10 * number - 10, bytes([number]))
+    post = Post(bell.segment, 0)
+    assert [take(post).number for _ in numbers] == numbers
+    for number in numbers:
+        post.answer(number, bytes([number, number]))
+    assert [bell.answer(0, number) for number in numbers] == [bytes([number, number]) for number in numbers]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_processes(seed):
+    random_ = random.Random(seed)
+    seats, runs = 3, 300
+    doorbell, processes = Doorbell(seats), [Process() for _ in range(seats)]
+    try:
+        served = [one.start(serve_elsewhere, doorbell.segment, seat, runs) for seat, one in enumerate(processes)]
+        begun = []
+        for run in range(1, runs + 1):
+            number = doorbell.begin()
+            payloads = [random_.randbytes(random_.choice((0, 1, 17, INLINE_NBYTES))) for _ in range(seats)]
+            for seat, payload in enumerate(payloads):
+                doorbell.ring(seat, number, run, run - 1, payload)
+            begun.append((number, payloads))
+            while len(begun) > random_.randrange(IN_FLIGHT):
+                number, payloads = begun.pop(0)
+                assert answers(doorbell, seats, number) == [payload[::-1] for payload in payloads]
+        for number, payloads in begun:
+            assert answers(doorbell, seats, number) == [payload[::-1] for payload in payloads]
+        for one in served:
+            assert one.result(20) == [(run, run - 1) for run in range(1, runs + 1)]
+    finally:
+        doorbell.close()
+        for one in processes:
+            one.close()
+
+
+def test_many_threads_wait_for_runs_of_their_own():
+    doorbell = Doorbell(2)
+    posts = [Post(doorbell.segment, seat) for seat in range(2)]
+    runs, taking = 200, threading.Lock()
+    serving = [threading.Thread(target=serve, args=(post, runs)) for post in posts]
+    done, failed = [], []
+
+    def drive(count):
+        for _ in range(count):
+            with taking:
+                number = doorbell.begin()
+                for seat in range(2):
+                    doorbell.ring(seat, number, number, 0, b"%d" % number)
+            try:
+                assert answers(doorbell, 2, number) == [b"%d" % number] * 2
+                done.append(number)
+            except BaseException as exc:
+                failed.append(exc)
+                raise
+
+    driving = [threading.Thread(target=drive, args=(runs // 4,)) for _ in range(4)]
+    start_s = time.monotonic()
+    for one in serving + driving:
+        one.start()
+    for one in serving + driving:
+        one.join(30)
+    assert not failed
+    assert sorted(done) == list(range(1, runs + 1))
+    # A ring that is lost costs half a second: there were none to speak of.
+    assert time.monotonic() - start_s < 0.5 * runs / 4
+    doorbell.close()
+
+
+def test_wake_ends_a_wait_on_either_side(bell):
+    post = Post(bell.segment, 0)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(post.take(60.0)))
+    thread.start()
+    post.wake()
+    thread.join(10)
+    assert taken == [None]
+    waiting = threading.Thread(target=lambda: [bell.wait(60.0) for _ in range(3)])
+    waiting.start()
+    while waiting.is_alive():
+        bell.wake()
+        waiting.join(0.01)
+
+
+def test_a_wake_before_the_wait_counts(bell):
+    post = Post(bell.segment, 0)
+    post.wake()
+    assert post.take(60.0) is None
+    assert post.take(0.0) is None
+
+
+def test_a_seat_that_nobody_takes_or_that_was_given_up_is_not_waited_for(bell):
+    first, second = Post(bell.segment, 0), Post(bell.segment, 1)
+    number = bell.begin()
+    for seat in range(3):
+        bell.ring(seat, number, 1, 0, b"")
+    take(first), take(second)
+    second.close()
+    rung = []
+    first._memory.bells.drain(3)
+    first.answer(number, b"")
+    rung.append(first._memory.bells.wait(3, 0.0))
+    assert rung == [True]
+
+
+def test_the_last_answer_rings(bell):
+    posts = [Post(bell.segment, seat) for seat in range(3)]
+    bells = posts[0]._memory.bells
+    number = bell.begin()
+    for seat in range(3):
+        bell.ring(seat, number, 1, 0, b"")
+    for post, rings in zip(posts, (False, False, True), strict=True):
+        take(post)
+        post.answer(number, b"x" * (INLINE_NBYTES + 1))  # one that goes by the channel counts as well
+        assert bells.wait(3, 0.0) is rings
+
+
+def test_only_the_memory_that_was_meant_is_opened(bell):
+    with pytest.raises(OSError, match="the memory of another process"):
+        Post(replace(bell.segment, token=bytes(32)), 0)
+    with pytest.raises(ValueError, match="no seat 3 at a doorbell of 3"):
+        Post(bell.segment, 3)
+    bell.close()
+    with pytest.raises(OSError):
+        Post(bell.segment, 0)
+
+
+@pytest.mark.parametrize("seats", [1, 2, 5, 16, 64, 200])
+def test_the_size_tells_the_seats(seats):
+    doorbell = Doorbell(seats)
+    last = Post(doorbell.segment, seats - 1)
+    number = doorbell.begin()
+    doorbell.ring(seats - 1, number, 1, 0, b"last")
+    assert take(last).payload == b"last"
+    with pytest.raises(ValueError):
+        Post(doorbell.segment, seats)
+    doorbell.close()
+
+
+def test_nothing_stays_behind():
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    doorbell = Doorbell(2)
+    post = Post(doorbell.segment, 0)
+    maps = Path("/proc/self/maps")
+    assert "raycollect-doorbell" in maps.read_text()
+    del post
+    doorbell.close()
+    doorbell.close()
+    del doorbell
+    assert "raycollect-doorbell" not in maps.read_text()
+    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
