@@ -116,6 +116,7 @@ class Execution:
         self._program = program
         self._keys = keys
         self._instruments = instruments
+        self._faults = None if type(instruments.faults) is NoFaults else instruments.faults
         self._waiting = waiting
         self._given = operands
         self._held = held
@@ -128,6 +129,7 @@ class Execution:
         self._block: Block | None = None
         self._first: Kernel | None = None  # what the backend may prepare before the door
         self._under_way: Stretch | None = None
+        self._until_s = 0.0  # when to give up waiting for readers
         self._packs = False  # whether a kernel has worked in the staging
 
     def run(self) -> Outcome:
@@ -178,7 +180,7 @@ class Execution:
     def _recall(self) -> Prepared | None:
         """What the last run on the same operands found out."""
         found = self._operands
-        if self._given is not None or any(type(one) is Missing for one in found):
+        if self._given is not None or Missing in map(type, found):
             return None
         return Prepared.recall(self._program, found, self._instruments.store)  # type: ignore[arg-type]
 
@@ -274,7 +276,6 @@ class Execution:
             self._record("door")
             blobs = self._launches.meet(arrival)
             if self._known is not None and self._known.blobs == blobs:
-                self._record("agreed", f"after {clock() - came_s:.6f} s")
                 return self._known.script
             violations = agreement.meet(blobs)
             if violations:
@@ -315,7 +316,7 @@ class Execution:
     # ------------------------------------------------------------------------------------------ after the door
 
     def _run(self, script: Script) -> None:
-        with self._instruments.store.writing(script.ranges, self._patience()):
+        with self._instruments.store.writing(script.ranges, self._given_up):
             for stretch in script.stretches:
                 self._under_way = stretch
                 if len(script.stretches) > 1:
@@ -366,21 +367,17 @@ class Execution:
                 move.packed.unload()
             self._at("after_kernel")
 
-    def _patience(self) -> Callable[[], RaycollectError | None]:
+    def _given_up(self) -> RaycollectError | None:
         """What ends the wait for those who read what the plan writes."""
         clock, limit_s = self._instruments.clock, self._program.timeout_s
-        until_s = clock() + limit_s
-
-        def given_up() -> RaycollectError | None:
-            reason = self._launches.reason
-            if reason is not None:
-                return PlanAbortedError(detail=reason)
-            if clock() <= until_s:
-                return None
-            detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
-            return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
-
-        return given_up
+        self._until_s = self._until_s or clock() + limit_s  # from when it is first asked
+        reason = self._launches.reason
+        if reason is not None:
+            return PlanAbortedError(detail=reason)
+        if clock() <= self._until_s:
+            return None
+        detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
+        return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
 
     # ------------------------------------------------------------------------------------------ notes
 
@@ -398,4 +395,5 @@ class Execution:
         self._instruments.recorder.add(what, self._seq, detail)
 
     def _at(self, point: str) -> None:
-        self._instruments.faults.at(point, self._seq, self._program.door.rank)
+        if self._faults is not None:
+            self._faults.at(point, self._seq, self._program.door.rank)

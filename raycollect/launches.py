@@ -131,10 +131,10 @@ class Launches:
             The places at the door of those who are known to have run all of their programs; empty where others may
             have more to run than this one.
         """
-        ranks = self._close(ok=ok)
-        if self._number or not ranks or self._program.everyone:
+        ranks, program = self._close(ok=ok), self._program
+        if self._number or not ranks or program.everyone:
             return ()
-        return tuple(self._program.door.ranks.index(rank) for rank in ranks)
+        return tuple([program.door.ranks.index(rank) for rank in ranks])
 
     def abort(self) -> None:
         """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""

@@ -40,6 +40,8 @@ class OpKind(enum.Enum):
     RECV = "recv"
     BARRIER = "barrier"
 
+    __hash__ = object.__hash__  # members are unique; that of `Enum` is a call
+
 
 PIECES: dict[OpKind, tuple[bool, bool]] = {
     OpKind.ALLGATHER: (False, True),
@@ -62,6 +64,8 @@ class ReduceOp(enum.Enum):
     BAND = 5
     BOR = 6
     BXOR = 7
+
+    __hash__ = object.__hash__
 
     @classmethod
     def coerce(cls, op: Any) -> ReduceOp:

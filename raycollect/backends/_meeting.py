@@ -163,19 +163,23 @@ class Meeting:
             return ()
         if launch.seq > self._seq:  # it never came to the door
             self._seq, self._phase, self._passed = launch.seq, 0, 0
-        closed = self._seq << _PHASE_BITS | CLOSED
+        seq, words, outcomes = self._seq, self._words, self._outcomes
+        closed = seq << _PHASE_BITS | CLOSED
         passed = CLOSED if ok else self._passed
-        self._outcomes[self.rank * OUTCOMES + self._seq % OUTCOMES] = self._seq << _PHASE_BITS | passed
-        self._words[self.rank * _WORD_STRIDE] = closed
+        outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
+        words[self.rank * _WORD_STRIDE] = closed
         self._ring(launch.ranks)
         # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
-        arrived = self._seq << _PHASE_BITS | 1
-        others = (rank for rank in launch.ranks if rank != self.rank) if self._phase else ()
-        self._debts.update((rank, closed) for rank in others if self._words[rank * _WORD_STRIDE] >= arrived)
-        for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
-            if seq <= self._seq:
-                self._aborted.discard(seq)
-        return tuple(rank for rank in launch.ranks if self._passed_by(rank, self._seq) == CLOSED)
+        if self._phase:
+            arrived = seq << _PHASE_BITS | 1
+            for rank in launch.ranks:
+                if rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
+                    self._debts[rank] = closed
+        for other in tuple(self._aborted) if self._aborted else ():  # in place: another thread may add meanwhile
+            if other <= seq:
+                self._aborted.discard(other)
+        at = seq % OUTCOMES
+        return tuple([rank for rank in launch.ranks if outcomes[rank * OUTCOMES + at] == closed])
 
     def abort(self, seq: int) -> None:
         """Makes this rank's waits in that launch raise."""

@@ -47,8 +47,8 @@ from .completion import (
     pieces,
     reduce_op,
     reduction,
-    row,
     scattered_reduction,
+    source,
     transfers,
 )
 from .folds import fold, is_widened
@@ -67,7 +67,11 @@ SLICED_WIDE_FROM_NBYTES: tuple[tuple[int, int], ...] = ((2, 32 << 10),)
 CUT = (OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
 """The kernels in which a rank gives every other something else."""
 
+_WHOLE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER)
+"""The kernels in which a rank gives all others the same."""
+
 _SLOTS = 2
+_VIEWS_KEPT = 64
 _LINE_NBYTES = 64
 
 
@@ -89,6 +93,7 @@ class Staged:
         self._rank = rank
         self._slots = memory.reshape(world_size, _SLOTS, CHUNK_NBYTES)
         self._turn = 0
+        self._views: dict[tuple[int, np.dtype[np.generic], int], list[Array]] = {}
 
     def restart(self) -> None:
         """Begins a launch: its first chunk takes the first slots."""
@@ -96,7 +101,11 @@ class Staged:
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, so that the door is the kernel's first barrier too."""
-        if outgoing := self._outgoing(launch, kernel):
+        if kernel.kind in _WHOLE:
+            src = source(kernel)
+            width = min(src.size, CHUNK_NBYTES // src.dtype.itemsize)
+            src.fill(self._staging(src.dtype, width)[self._rank], 0, width)
+        elif outgoing := self._outgoing(launch, kernel):
             dtype, parts = next(iter(outgoing.values())).dtype, _parts(kernel, launch)
             step = _step(dtype, parts)
             _fill(self._staging(dtype, parts * step)[self._rank], outgoing, 0, step, step)
@@ -105,17 +114,22 @@ class Staged:
         """Runs a kernel; `staged`: all ranks brought their first chunk before the barrier that was passed last."""
         _KERNELS[kernel.kind](self, meeting, launch, kernel, staged, until_s)
 
-    def _staging(self, dtype: np.dtype[np.generic], width: int) -> Array:
-        """Gives the slots of the next chunk, [world_size, width]."""
+    def _staging(self, dtype: np.dtype[np.generic], width: int) -> list[Array]:
+        """Gives the slots of the next chunk, by rank, [width] each."""
         self._turn += 1
-        staging: Array = self._slots[:, self._turn % _SLOTS, : width * dtype.itemsize].view(dtype)
-        return staging
+        key = self._turn % _SLOTS, dtype, width
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= _VIEWS_KEPT:
+                self._views.clear()
+            found = self._views[key] = list(self._slots[:, key[0], : width * dtype.itemsize].view(dtype))
+        return found
 
     def _outgoing(self, launch: Launch, kernel: Kernel) -> dict[int, Flat]:
         """What this rank brings to its slot, by part: one array that all others read, or one for each rank."""
         kind = kernel.kind
-        if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER):
-            return {0: row(kernel.src)}
+        if kind in _WHOLE:
+            return {0: source(kernel)}
         if kind is OpKind.BARRIER:
             return {}
         if kind is OpKind.GATHER:
@@ -140,7 +154,7 @@ class Staged:
     def _allreduce(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
         """Folds everybody's `src` into everybody's `dst`, or the root's in a reduce; it may be `src` itself."""
         is_taker = kernel.kind is OpKind.ALLREDUCE or self._rank == kernel.peer
-        src, dst = reduction(kernel) if is_taker else (row(kernel.src), None)
+        src, dst = reduction(kernel) if is_taker else (source(kernel), None)
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
         for lo, hi in chunks(src.size, step):
@@ -177,7 +191,7 @@ class Staged:
                 meeting.barrier(launch, until_s)
             first, last = clipped(dst, lo, hi)
             out = dst.target(first, last)
-            fold(op, [staging[rank, me * step : me * step + last - first] for rank in ranks], out)
+            fold(op, [staging[rank][me * step : me * step + last - first] for rank in ranks], out)
             dst.commit(first, last, out)
 
     def _copy(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
@@ -208,7 +222,7 @@ class Staged:
             for rank, dst in take.items():
                 if rank != self._rank:
                     first, last = clipped(dst, lo, hi)
-                    dst.write(first, last, staging[rank, at : at + last - first])
+                    dst.write(first, last, staging[rank][at : at + last - first])
         keep_own(give, take, self._rank, step)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "remembered",
     "row",
     "scattered_reduction",
+    "source",
     "transfers",
     "translated",
 ]
@@ -84,6 +85,14 @@ def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Ke
     return found
 
 
+def source(kernel: Kernel) -> Flat:
+    """What a kernel with one array on each side reads, as a flat row; found once."""
+    found: Flat | None = kernel.memo.get("source")
+    if found is None:
+        found = kernel.memo["source"] = row(kernel.src)
+    return found
+
+
 def row(array: Array | Flat) -> Flat:
     """An array as a flat row; what is one already stays as it is."""
     return array if isinstance(array, Flat) else Flat(array)
@@ -95,9 +104,13 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
     Raises:
         InternalError: They differ in size or dtype; the planner should have seen it.
     """
-    src, dst = row(kernel.src), row(kernel.dst)
-    _check_fit(kernel, src, dst)
-    return src, dst
+    found: tuple[Flat, Flat] | None = kernel.memo.get("reduction")
+    if found is None:
+        src = source(kernel)
+        found = src, src if kernel.dst is kernel.src else row(kernel.dst)
+        _check_fit(kernel, *found)
+        kernel.memo["reduction"] = found
+    return found
 
 
 def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[tuple[Flat, ...], Flat]:
@@ -210,8 +223,11 @@ def _check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
         raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
 
 
+_FOLDING = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+
+
 class translated:  # noqa: N801 - used like a function
-    """Around a kernel: numpy's warnings are off, and a foreign exception becomes a KernelError.
+    """Around a kernel: where it folds, numpy's warnings are off, and a foreign exception becomes a KernelError.
 
     A class and not a generator: it is entered twice per plan, and this is several times faster.
     """
@@ -222,15 +238,17 @@ class translated:  # noqa: N801 - used like a function
         self._kind = kind
         self._group_name = group_name
         self._rank = rank
-        self._errstate = np.errstate(all="ignore")
+        self._errstate = np.errstate(all="ignore") if kind in _FOLDING else None
 
     def __enter__(self) -> None:
-        self._errstate.__enter__()
+        if self._errstate is not None:
+            self._errstate.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._errstate.__exit__(kind, exc, trace)
+        if self._errstate is not None:
+            self._errstate.__exit__(kind, exc, trace)
         if isinstance(exc, Exception) and not isinstance(exc, RaycollectError):
             detail = f"{type(exc).__name__}: {exc}"
             raise KernelError(op=self._kind.value, group_name=self._group_name, rank=self._rank, detail=detail) from exc

@@ -103,34 +103,48 @@ class ShmCommunicator:
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, or lists the arrays that others can reach where they are."""
-        with _Inside(self) as parts, translated(kernel.kind, self._group_name, self.rank):
-            parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
-            self._begin(parts, launch)
-            flags = 0
-            if not parts.direct.can_give(kernel):
-                parts.staged.stage(launch, kernel)
-                flags = STAGED
-            if kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel)):
-                parts.direct.show(launch, (kernel,), flags)
-            self._staged = launch.seq
+        parts = self._come_in()
+        try:
+            with translated(kernel.kind, self._group_name, self.rank):
+                parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
+                self._begin(parts, launch)
+                self._stage(parts, launch, kernel)
+                self._staged = launch.seq
+        finally:
+            self._go_out()
+
+    def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
+        may_be_direct = kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel))
+        is_direct = may_be_direct and parts.direct.can_give(kernel)
+        if not is_direct:
+            parts.staged.stage(launch, kernel)
+        if may_be_direct:
+            parts.direct.show(launch, (kernel,), 0 if is_direct else STAGED)
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings `launch.ranks` together; arrivals travel in shared memory."""
-        with _Inside(self) as parts:
+        parts = self._come_in()
+        try:
             parts.staged.restart()
             self._begin(parts, launch)
             return parts.meeting.agree(launch, arrival)
+        finally:
+            self._go_out()
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
         until_s = time.monotonic() + launch.timeout_s
-        with _Inside(self) as (meeting, staged, direct), translated(kernel.kind, self._group_name, self.rank):
-            is_first, self._staged = self._staged == launch.seq, 0
-            if direct.is_worth(_nbytes(kernel)):
-                has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
-                if has_run:
-                    return DONE
-            staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
+        meeting, staged, direct = self._come_in()
+        try:
+            with translated(kernel.kind, self._group_name, self.rank):
+                is_first, self._staged = self._staged == launch.seq, 0
+                if direct.is_worth(_nbytes(kernel)):
+                    has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
+                    if has_run:
+                        return DONE
+                staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
+        finally:
+            self._go_out()
         return DONE
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:

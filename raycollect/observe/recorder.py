@@ -39,15 +39,15 @@ class Recorder:
 
     def __init__(self, clock: Clock, *, limit: int = 512) -> None:
         self._clock = clock
-        self._events: deque[Event] = deque(maxlen=limit)
+        self._events: deque[tuple[float, str, int, str]] = deque(maxlen=limit)  # an `Event` only when asked for
 
     def add(self, what: str, seq: int = 0, detail: str = "") -> None:
         """Notes an event."""
-        self._events.append(Event(self._clock(), what, seq, detail))
+        self._events.append((self._clock(), what, seq, detail))
 
     def story(self, seq: int | None = None) -> tuple[Event, ...]:
         """The events kept, oldest first; only those of one plan if `seq` is given."""
-        return tuple(event for event in self._events.copy() if seq is None or event.seq == seq)
+        return tuple(Event(*event) for event in self._events.copy() if seq is None or event[2] == seq)
 
     def tail(self, count: int = 12) -> tuple[str, ...]:
         """The last events as text, oldest first."""

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,8 @@ class Store:
     def __init__(self, *, limit: int | None = None, memory: int = 4096) -> None:
         self._limit = limit
         self._memory = memory
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._held: dict[Key, Container] = {}
         self._absent: OrderedDict[bytes, Absence] = OrderedDict()  # by key, or by task where all its returns share it
         self._freed = 0
@@ -169,7 +171,7 @@ class Store:
 
     def look(self, key: Key) -> Container | Absence:
         """The value of a key, or why there is none. Never waits."""
-        with self._changed:
+        with self._lock:
             return self._look(key)
 
     def wait(self, key: Key, given_up: Callable[[], bool]) -> Container | Absence:
@@ -225,7 +227,7 @@ class Store:
 
     def reading(self, ranges: Sequence[Range]) -> _Claim:
         """A context that holds off plans which write these ranges; entering waits for one that does, or is about to."""
-        return _Claim(self._changed, self._reading, (self._writing, self._pending), ranges)
+        return _Claim(self._lock, self._changed, self._reading, (self._writing, self._pending), ranges)
 
     def writing(self, ranges: Sequence[Range], given_up: Callable[[], Exception | None] = lambda: None) -> _Claim:
         """A context that holds off readers of these ranges; entering waits for those at it (they only copy).
@@ -234,7 +236,9 @@ class Store:
             ranges: What is written.
             given_up: Asked while waiting, now and then and after every `wake`: what to raise, or None to wait on.
         """
-        return _Claim(self._changed, self._writing, (self._writing, self._reading), ranges, self._pending, given_up)
+        return _Claim(
+            self._lock, self._changed, self._writing, (self._writing, self._reading), ranges, self._pending, given_up
+        )
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
         """Notes that these ranges are half-written, for as long as the owners of the memory live."""
@@ -268,10 +272,11 @@ class Store:
 class _Claim:
     """Memory ranges in use, between entering and leaving."""
 
-    __slots__ = ("_against", "_changed", "_given_up", "_mine", "_pending", "_ranges")
+    __slots__ = ("_against", "_changed", "_given_up", "_lock", "_mine", "_pending", "_ranges")
 
     def __init__(
         self,
+        lock: AbstractContextManager[Any],
         changed: threading.Condition,
         mine: list[Sequence[Range]],
         against: Sequence[list[Sequence[Range]]],
@@ -279,6 +284,7 @@ class _Claim:
         pending: list[Sequence[Range]] | None = None,
         given_up: Callable[[], Exception | None] = lambda: None,
     ) -> None:
+        self._lock = lock  # that of the condition, which takes longer to enter
         self._changed = changed
         self._pending = pending
         self._given_up = given_up
@@ -287,14 +293,17 @@ class _Claim:
         self._ranges = ranges
 
     def __enter__(self) -> None:
-        with self._changed:
-            if self._has_to_wait():
+        with self._lock:
+            if any(self._against) and self._has_to_wait():
                 self._wait()
             self._mine.append(self._ranges)
 
     def __exit__(self, *exc: object) -> None:
-        with self._changed:
-            _drop(self._mine, self._ranges)
+        with self._lock:
+            if self._mine[-1] is self._ranges:
+                self._mine.pop()
+            else:
+                _drop(self._mine, self._ranges)
             self._changed.notify_all()
 
     def _has_to_wait(self) -> bool:

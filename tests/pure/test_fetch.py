@@ -100,7 +100,7 @@ def test_a_torch_tensor_arrives_as_one(dtype: str) -> None:
 def served_while_a_plan_writes() -> Iterator[tuple[Wire, Store, np.ndarray]]:
     """A fetch that waits for a plan, which the body is; afterwards the fetch has been answered."""
     store, value = Store(), np.zeros(4)
-    store._changed = watched = WatchedCondition()
+    store._changed = store._lock = watched = WatchedCondition()
     store.put(KEY, contain(value))
     wire = Wire(Fetch(key=KEY, timeout_s=1.0))
     with store.writing([arrays.byte_range(value)]):
@@ -214,7 +214,7 @@ def test_a_plan_waits_until_what_it_writes_was_read() -> None:
     spans = [arrays.byte_range(value)]
     store = Store()
     store.put(KEY, contain(value))
-    store._changed = watched = WatchedCondition()
+    store._changed = store._lock = watched = WatchedCondition()
     written = threading.Event()
 
     def write() -> None:

@@ -46,7 +46,7 @@ def _container(value: Any = None) -> Container:
 
 def _watched() -> tuple[Store, WatchedCondition]:
     store, watched = Store(), WatchedCondition()
-    store._changed = watched
+    store._changed = store._lock = watched
     return store, watched
 
 
