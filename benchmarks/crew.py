@@ -12,10 +12,12 @@ import numpy as np
 import ray
 
 import raycollect as col
+from benchmarks import doorless
 from benchmarks.interleave import timed
 from benchmarks.report import Skipped
 
-_groups = itertools.count(1)
+group_names = (f"benchmark {number}" for number in itertools.count(1))
+"""A name for each group, so that none is taken for another."""
 
 
 class Worker(col.CollectiveParticipant):
@@ -124,6 +126,17 @@ class Worker(col.CollectiveParticipant):
             collective.recv(array, 0, group)
             collective.send(array, 0, group)
 
+    # ------------------------------------------------------------------------------------------ the door
+
+    def set_door(self, there: bool) -> int:
+        """Has collectives agree from now on, or not; see `benchmarks.doorless`.
+
+        Returns:
+            How often the agreement was left out so far.
+        """
+        doorless.set_door(there)
+        return doorless.left_out()
+
     # ------------------------------------------------------------------------------------------ memory
 
     def reset_peak(self) -> int:
@@ -185,7 +198,7 @@ class Contestant:
         self.name = name
         self.actors = list(actors)
         self.ranks = len(self.actors)
-        self.group = f"benchmark {next(_groups)}"
+        self.group = next(group_names)
         self._arena = arena
         self._count = count
 

@@ -23,6 +23,8 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.ARENA: (_BLUE, "-", "o"),
     names.SHM_ARENA: (_BLUE, "-", "o"),
     names.CAPTURED: (_BLUE, "-", "o"),
+    names.DOORLESS: (_SKY, "-", "s"),
+    names.LOOP: (_GREEN, "-", "^"),
     names.BATCH: (_BLUE, "-", "o"),
     names.NAMED_ARENA: (_BLUE, "-", "o"),
     names.NAMED: (_SKY, "-", "s"),

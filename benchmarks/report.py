@@ -136,5 +136,5 @@ def size(nbytes: int) -> str:
     """A size as a person reads it: ``4 B``, ``1 MB`` (of 1,048,576 bytes)."""
     for unit, name in ((1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
         if nbytes >= unit:
-            return f"{nbytes / unit:g} {name}"
+            return f"{nbytes / unit:.4g} {name}"
     return f"{nbytes} B"

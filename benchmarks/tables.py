@@ -10,7 +10,7 @@ from rich.table import Table
 
 from benchmarks import names
 from benchmarks.report import Peak, Row, Skip, size
-from benchmarks.targets import Ceiling, Deadline, Verdict
+from benchmarks.targets import Ceiling, Deadline, Share, Verdict
 
 
 def show_machine(console: Console, machine: dict[str, str]) -> None:
@@ -78,6 +78,9 @@ def _said(verdict: Verdict) -> str:
         limit = f"target at most {target.most_ms:g}"
         return f"{target.suite} {target.op}, {target.ranks} ranks, {target.contender}: {what} ms ({limit})"
     case = f"{target.suite} {target.op}, {target.ranks} ranks, {size(target.nbytes)}, {target.contender}: "
+    if isinstance(target, Share):
+        what = "?" if found is None else f"{found:.0%}"
+        return f"{case}{what} of the time (target at most {target.most:.0%})"
     if target.peer == names.LIMIT:
         what = "?" if found is None else f"{found:.0%}"
         return f"{case}{what} of the limit (target {target.ratio:.0%})"

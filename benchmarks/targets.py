@@ -70,7 +70,30 @@ class Deadline:
     most_ms: float
 
 
-Goal = Target | Ceiling | Deadline
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How much of a contender's time one part of its work may take.
+
+    Attributes:
+        suite: The suite that measures it.
+        op: The operation, which names the part.
+        ranks: How many processes take part.
+        nbytes: Bytes per rank.
+        contender: Who does all of the work.
+        without: Who does the same but for that part.
+        most: The share of the contender's median by which it is longer, at most.
+    """
+
+    suite: str
+    op: str
+    ranks: int
+    nbytes: int
+    contender: str
+    without: str
+    most: float
+
+
+Goal = Target | Ceiling | Deadline | Share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +102,8 @@ class Verdict:
 
     Attributes:
         target: The target.
-        found: The ratio, the most bytes on any rank, or the milliseconds; None where somebody was not measured.
+        found: The ratio, the most bytes on any rank, the milliseconds, or the share; None where somebody was not
+            measured.
     """
 
     target: Goal
@@ -94,6 +118,8 @@ class Verdict:
             return self.found <= self.target.most_nbytes
         if isinstance(self.target, Deadline):
             return self.found <= self.target.most_ms
+        if isinstance(self.target, Share):
+            return self.found <= self.target.most
         return self.found >= self.target.ratio
 
 
@@ -112,6 +138,10 @@ _TCP_TO_XOSCAR = {4: 1.0, 64 * KB: 2.0, MB: 2.0, 16 * MB: 1.3, 64 * MB: 1.3}
 _MANY = 200 * 4 * KB
 _NEARLY_ONE = 1 / 1.3
 """How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
+_DOOR = 0.3
+"""The door's share of the time of the smallest collective."""
+_TRAINED_NBYTES = 650 * 8
+"""The gradient of the training on digits: 65 x 10 float64."""
 _EVERY_SIZE = dict.fromkeys((4, 64 * KB, MB, 16 * MB, 64 * MB), 4.0)
 
 TARGETS: tuple[Goal, ...] = (
@@ -122,6 +152,20 @@ TARGETS: tuple[Goal, ...] = (
     *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 1.3, MB: 2.5, 64 * MB: 5.0}),
     *_targets("driver", "allreduce", names.ORDINARY, names.RAY, {64 * MB: 2.0}),
     *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 1.3, MB: 2.0, 64 * MB: 3.5}, ranks=4),
+    *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 12.0, MB: 10.0}),
+    *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 13.0}, ranks=4),
+    *_targets("captured", "allreduce", names.CAPTURED, names.GRAPH, {4: 40.0, MB: 40.0}),
+    Share(
+        suite="captured",
+        op="door",
+        ranks=2,
+        nbytes=4,
+        contender=names.CAPTURED,
+        without=names.DOORLESS,
+        most=_DOOR,
+    ),
+    *_targets("training", "iteration", names.CAPTURED, names.LOOP, {_TRAINED_NBYTES: 5.0}),
+    *_targets("training", "iteration", names.CAPTURED, names.LOOP, {_TRAINED_NBYTES: 5.0}, ranks=4),
     *_targets("p2p", "send", names.ORDINARY, names.RDT, _EVERY_SIZE),
     *_targets("p2p", "send", names.ARENA, names.RDT, _EVERY_SIZE),
     *_targets("p2p", "send", names.ARENA, names.STORE, {64 * MB: 4.0}),
@@ -155,13 +199,16 @@ def judge(report: Report, targets: Sequence[Goal] = TARGETS) -> list[Verdict]:
     return verdicts
 
 
-def _judge_time(rows: Sequence[Row], target: Target) -> list[Verdict]:
+def _judge_time(rows: Sequence[Row], target: Target | Share) -> list[Verdict]:
     case = (target.suite, target.op, target.ranks, target.nbytes)
     medians = {row.contender: row.median_ms for row in rows if (row.suite, row.op, row.ranks, row.nbytes) == case}
     if not medians:
         return []
-    ours, theirs = medians.get(target.contender), medians.get(target.peer)
-    return [Verdict(target=target, found=theirs / ours if ours and theirs else None)]
+    is_share = isinstance(target, Share)
+    ours, other = medians.get(target.contender), medians.get(target.without if is_share else target.peer)
+    if not ours or not other:
+        return [Verdict(target=target, found=None)]
+    return [Verdict(target=target, found=(ours - other) / ours if is_share else other / ours)]
 
 
 def _judge_memory(report: Report, target: Ceiling) -> list[Verdict]:

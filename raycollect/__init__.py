@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from raycollect.batches import Batch as Batch
     from raycollect.batches import batch as batch
     from raycollect.bulletin import DirectoryBulletin as DirectoryBulletin
+    from raycollect.captured import Capture as Capture
+    from raycollect.captured import capture as capture
     from raycollect.declared import Group as Group
     from raycollect.declared import GroupStatistics as GroupStatistics
     from raycollect.declared import GroupStatus as GroupStatus
@@ -83,12 +85,15 @@ if TYPE_CHECKING:
     from raycollect.tensors import zeros as zeros
     from raycollect.values import free as free
     from raycollect.values import get as get
+    from raycollect.work import CapturedRun as CapturedRun
     from raycollect.work import Work as Work
 
 __version__ = "0.1.0"
 
 _HOMES: dict[str, str] = {
     "Batch": "batches",
+    "Capture": "captured",
+    "CapturedRun": "work",
     "CollectiveParticipant": "participant",
     "DirectoryBulletin": "bulletin",
     "Explanation": "planner.explain",
@@ -118,6 +123,7 @@ _HOMES: dict[str, str] = {
     "broadcast_multigpu": "multigpu",
     "broadcast_refs": "api",
     "by_value": "participant",
+    "capture": "captured",
     "create_collective_group": "declared",
     "declare_collective_group": "declared",
     "destroy_collective_group": "declared",

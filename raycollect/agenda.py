@@ -1,24 +1,30 @@
 """Calls on their way into one plan, and what stands for their outputs until it is sent.
 
-The calls of a batch share an `Agenda`; one that has its plan to itself is written into one of its own.
+The calls of a batch share an `Agenda`; one that has its plan to itself is written into one of its own. The calls of a
+captured step, of verbs and of methods, share a `CaptureAgenda`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from raycollect.controller import Controller
 from raycollect.dispatch import Asked, send_plan
-from raycollect.errors import BatchError
+from raycollect.errors import BatchError, CaptureError
 from raycollect.flight import Flight
 from raycollect.group import Membership, Operand
 from raycollect.model import Key
 from raycollect.planner import Made, Source
+from raycollect.routine import captured_key
 
-__all__ = ["Agenda", "Pending", "plain"]
+__all__ = ["Agenda", "Argument", "CaptureAgenda", "MethodCall", "Pending", "Ref", "plain"]
 
 _OPEN = "its batch has not ended: use it after the block, or as an operand of a later call in it"
 _UNSENT = "its plan could not be sent"
+_IN_RUNS = (
+    "what a captured step makes is there only while it runs: give it to later calls in the block, or to `returns`"
+)
 
 
 class Pending:
@@ -27,16 +33,23 @@ class Pending:
     Inside the block it may be an operand of later calls. After the block, `ref` is the ObjectRef; `get`, `free` and all
     verbs take it as well as that. It can't be passed to a Ray call: give `ref`.
 
+    What a call of a captured step makes, or a method that the step calls returns, is another one in each run, and never
+    has a ref.
+
     Attributes:
         actor_id: The participant on which it is made.
-        request: The number of its call.
+        request: The number of its call; -1: a method's.
+        step: In a captured step, the place of its call among all calls; -1 elsewhere.
+        key: What stands for it in errors, where it is made before the plan that is being recorded; None: in that plan.
     """
 
-    __slots__ = ("_agenda", "_ref", "_why", "actor_id", "request")
+    __slots__ = ("_agenda", "_ref", "_why", "actor_id", "key", "request", "step")
 
-    def __init__(self, agenda: Agenda, request: int, actor_id: str) -> None:
+    def __init__(self, agenda: Agenda, request: int, actor_id: str, *, step: int = -1, key: Key | None = None) -> None:
         self.actor_id = actor_id
         self.request = request
+        self.step = step
+        self.key = key
         self._agenda: Agenda | None = agenda
         self._ref: Any = None
         self._why = _OPEN
@@ -47,7 +60,10 @@ class Pending:
 
         Raises:
             BatchError: Its batch has not ended, or failed.
+            CaptureError: It is made in the runs of a captured step.
         """
+        if self.step >= 0:
+            raise CaptureError(detail=f"{self!r} is no ref: {_IN_RUNS}")
         if self._ref is None:
             raise BatchError(detail=f"{self!r} is no ref: {self._why}")
         return self._ref
@@ -61,11 +77,24 @@ class Pending:
         self._agenda, self._ref, self._why = None, ref, why
 
     def __reduce__(self) -> Any:
+        if self.step >= 0:
+            return _stray, (repr(self),)
         raise BatchError(detail=f"{self!r} can't leave the driver: pass its `ref`, after the block has ended")
 
     def __repr__(self) -> str:
         ref = f"; its ref is {self._ref.hex()}" if self._ref is not None else ""
-        return f"<Pending: made by call {self.request} on actor {self.actor_id[:6]}{ref}>"
+        return f"<Pending: made by call {max(self.step, self.request)} on actor {self.actor_id[:6]}{ref}>"
+
+
+def _stray(what: str) -> None:
+    """Refuses to be what stands for a value of a captured step, where it was sent to another process.
+
+    It can be pickled all the same: Ray does so when it is an argument in ``actor.method.bind(...)``.
+
+    Raises:
+        CaptureError: Always.
+    """
+    raise CaptureError(detail=f"{what} has no meaning outside of its driver: {_IN_RUNS}")
 
 
 class Agenda:
@@ -75,26 +104,29 @@ class Agenda:
         asked: The calls.
         memberships: The group of each.
         results: What each gives: refs, and `Pending` where these are still to be made.
-        refs: The different operand refs of all calls.
+        refs: The different operand refs of all calls, by key.
     """
 
-    __slots__ = ("_pending", "_places", "asked", "memberships", "refs", "results")
+    __slots__ = ("_first", "_pending", "_places", "asked", "memberships", "refs", "results")
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.memberships: list[Membership] = []
         self.results: list[Any] = []
-        self.refs: dict[Key, Any] = {}
-        self._places: dict[Key, int] = {}
+        self.refs: dict[Any, Any] = {}
+        self._places: dict[Any, int] = {}
         self._pending: list[Pending] = []
+        self._first = 0  # the first call of the plan that is being recorded
 
     def source(self, operand: Operand | None) -> Source | None:
         """What stands for an operand in plans; None for one that is to be made."""
         if operand is None:
             return None
-        key = operand.key
+        key: Any = operand.key
         if key is None:
-            return None if operand.ref is None else Made(operand.ref.request)
+            return None if operand.ref is None else Made(operand.ref.request - self._first)
+        if type(operand.ref) is Pending:
+            key = operand.ref  # a captured value: several participants have one under its key
         place = self._places.get(key)
         if place is None:
             place = self._places[key] = len(self._places)
@@ -136,6 +168,144 @@ class Agenda:
         return flight
 
 
+class Argument:
+    """Stands for a value that each run of a captured step is given anew.
+
+    Attributes:
+        name: Its name.
+        default: Its value where a run does not give it.
+        has_default: Whether it may be left out.
+    """
+
+    __slots__ = ("default", "has_default", "name", "owner")
+
+    def __init__(self, owner: object, name: str, *, default: Any, has_default: bool) -> None:
+        self.owner = owner
+        self.name = name
+        self.default = default
+        self.has_default = has_default
+
+    def __reduce__(self) -> Any:
+        return _stray, (repr(self),)
+
+    def __repr__(self) -> str:
+        return f"<Argument {self.name!r} of a captured step>"
+
+
+class Ref(NamedTuple):
+    """An ObjectRef as an argument of a method.
+
+    Attributes:
+        key: Its key.
+        ref: The ref.
+        maker: The actor whose method returned it; empty where it was put, or a task returned it.
+        where: Which argument it is.
+    """
+
+    key: Key
+    ref: Any
+    maker: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MethodCall:
+    """A method call of a captured step.
+
+    Attributes:
+        step: Its place among all calls of the step.
+        before: How many verbs were called before it.
+        actor: The actor's handle.
+        method: The method's name.
+        args: Its arguments.
+        kwargs: (name, argument).
+        made: What it returns.
+    """
+
+    step: int
+    before: int
+    actor: Any
+    method: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made: Pending
+
+
+class CaptureAgenda(Agenda):
+    """The calls of a captured step. A method call ends the plan that is being recorded: the next verb begins another.
+
+    Args:
+        capture: The capture's id.
+
+    Attributes:
+        calls: The method calls.
+        made: (request, actor) -> what it makes there.
+        steps: For each verb's call, its place among all calls.
+        firsts: The first request of each plan.
+    """
+
+    __slots__ = ("_capture", "calls", "firsts", "made", "steps")
+
+    def __init__(self, capture: bytes) -> None:
+        super().__init__()
+        self._capture = capture
+        self.calls: list[MethodCall] = []
+        self.made: dict[tuple[int, str], Pending] = {}
+        self.steps: list[int] = []
+        self.firsts: list[int] = []
+
+    def promise(self, actor_id: str) -> Pending:
+        """Stands for what the next verb makes on an actor, in each run."""
+        request = len(self.asked)
+        pending = Pending(self, request, actor_id, step=self._count())
+        self._pending.append(pending)
+        self.made[request, actor_id] = pending
+        return pending
+
+    def add(self, asked: Asked, membership: Membership, result: Any) -> None:
+        """Records a verb's call."""
+        if not self.firsts or self.firsts[-1] != self._first:
+            self.firsts.append(self._first)
+        self.steps.append(self._count())
+        super().add(asked, membership, result)
+
+    def call(
+        self, actor: Any, actor_id: str, method: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+    ) -> Pending:
+        """Records a method call; gives what stands for the value that it returns in each run."""
+        self.end_plan()
+        step = self._count()
+        made = Pending(self, -1, actor_id, step=step, key=captured_key(self._capture, 0, step))
+        one = MethodCall(
+            step=step, before=len(self.asked), actor=actor, method=method, args=args, kwargs=kwargs, made=made
+        )
+        self.calls.append(one)
+        return made
+
+    def end_plan(self) -> None:
+        """Ends the plan that is being recorded: what it makes is there for those after it."""
+        self._first = len(self.asked)
+        for pending in self._pending:
+            pending.key = captured_key(self._capture, 0, pending.step)
+        self._pending.clear()
+
+    def clear(self) -> None:
+        """Lets go of all that was recorded; what stands for values still says whose they are."""
+        self.asked, self.memberships, self.results, self.refs, self._places = [], [], [], {}, {}
+        self.calls, self.made, self.steps, self.firsts = [], {}, [], []
+
+    def rewind(self, count: int, refs: int, why: str) -> None:
+        """Drops all but the first verbs' calls and refs, back to the last method call at most."""
+        super().rewind(count, refs, why)
+        del self.steps[count:]
+        self.made = {place: one for place, one in self.made.items() if place[0] < count}
+        while self.firsts and self.firsts[-1] >= count:
+            self.firsts.pop()
+
+    def _count(self) -> int:
+        return len(self.steps) + len(self.calls)
+
+
 def _settled(result: Any) -> Any:
     """A result with refs for what was pending; None where its plan could not be sent."""
     if isinstance(result, list):
@@ -148,5 +318,6 @@ def plain(value: Any) -> Any:
 
     Raises:
         BatchError: Its batch has not ended, or failed.
+        CaptureError: It is made in the runs of a captured step.
     """
     return value.ref if isinstance(value, Pending) else value

@@ -18,7 +18,7 @@ from raycollect.model import Key
 from raycollect.planner import STAGING_NBYTES, Request, Source
 from raycollect.work import Work
 
-__all__ = ["Batch", "Recorded", "batch", "current", "is_time_limit", "record"]
+__all__ = ["Batch", "Recorded", "batch", "check_arguments", "current", "is_time_limit", "record"]
 
 _LEAST_STAGING_NBYTES = 16
 """The size of the largest element that there is: less staging could not hold one."""
@@ -39,6 +39,8 @@ class Batch:
         is_rehearsal: Whether it is never sent.
     """
 
+    _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
+
     def __init__(
         self,
         *,
@@ -47,7 +49,7 @@ class Batch:
         timeout_s: float | None = None,
         is_rehearsal: bool = False,
     ) -> None:
-        self.agenda = Agenda()
+        self.agenda: Agenda = Agenda()
         self.staging_nbytes = staging_nbytes
         self.timeout_s = timeout_s
         self.is_rehearsal = is_rehearsal
@@ -93,9 +95,7 @@ class Batch:
                 self.outermost.staging_nbytes = self.staging_nbytes
             self._why = ""
         finally:
-            held, self._held = self._held, {}
-            for membership, controller in held.items():
-                controller.release(membership)
+            self._release()
         if self._work is not None and not self._async_op:
             self._work.wait()
 
@@ -119,6 +119,22 @@ class Batch:
         if membership not in held:
             held[membership] = controller
             controller.hold(membership)
+
+    def _release(self) -> None:
+        """Lets go of the groups that `hold` has kept."""
+        held, self._held = self._held, {}
+        for membership, controller in held.items():
+            controller.release(membership)
+
+    def stand_in(self, value: Any) -> Any:
+        """What stands for something that a verb was given; here, itself."""
+        return value
+
+    @property
+    def async_advice(self) -> str:
+        """Why a call in the block can't be asynchronous, and what can; empty where it can."""
+        around = self.outermost
+        return "" if around.is_rehearsal else around._ASYNC_ADVICE
 
     def is_here(self) -> bool:
         """Whether the caller is the thread, and the asynchronous task if any, that entered the block."""
@@ -264,6 +280,16 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
         BatchError: A batch, or what one of its calls gave, is used where it can't be.
         RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which.
     """
+    check_arguments("batch", staging_nbytes, timeout_s)
+    return Batch(staging_nbytes=staging_nbytes, async_op=async_op, timeout_s=timeout_s)
+
+
+def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any) -> None:
+    """Checks what `batch` is given, on behalf of `op`.
+
+    Raises:
+        InvalidArgumentError: An argument makes no sense.
+    """
     found = []
     if type(staging_nbytes) is not int or not (
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
@@ -273,8 +299,7 @@ def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeo
     if timeout_s is not None and not is_time_limit(timeout_s):
         found.append(_argument("timeout_s", timeout_s, "a positive, finite number of seconds"))
     if found:
-        raise refusal("batch", "", tuple(found))
-    return Batch(staging_nbytes=staging_nbytes, async_op=async_op, timeout_s=timeout_s)
+        raise refusal(op, "", tuple(found))
 
 
 def is_time_limit(value: Any) -> bool:

@@ -129,7 +129,8 @@ class Call:
             self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
             return []
         read: list[Operand] = []
-        for position, ref in enumerate(refs):
+        for position, given in enumerate(refs):
+            ref = given if self._batch is None else self._batch.stand_in(given)
             if type(ref) is Pending:
                 one: Operand | Violation = self._read_pending(ref, position)
             elif _is_actor(ref) and self._makes(name, position):
@@ -143,13 +144,14 @@ class Call:
         return read
 
     def _read_pending(self, pending: Pending, position: int) -> Operand | Violation:
-        """What an earlier call of the same batch makes, or the ref that it has become.
+        """What an earlier call of the same batch or captured step makes, or the ref that it has become.
 
         Raises:
             BatchError: It is still to be made, by another batch.
+            CaptureError: It is made in the runs of another captured step.
         """
         if pending.is_of(self._agenda):
-            return Operand(ref=pending, key=None, actor_id=pending.actor_id)
+            return Operand(ref=pending, key=pending.key, actor_id=pending.actor_id)
         return groups.operand(pending.ref, position)
 
     def _makes(self, name: str, position: int) -> bool:
@@ -218,8 +220,8 @@ class Call:
         return DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
 
     def _check_async(self, async_op: Any) -> None:
-        if async_op and self._batch is not None and not self._batch.outermost.is_rehearsal:
-            self._wrong("async_op", async_op, "False in a batch: batch(async_op=True) is for all of its calls")
+        if async_op and self._batch is not None and self._batch.async_advice:
+            self._wrong("async_op", async_op, self._batch.async_advice)
 
     # ------------------------------------------------------------------------------------------ recording
 

@@ -9,12 +9,12 @@ import itertools
 import logging
 import secrets
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayActorError
@@ -34,6 +34,7 @@ from raycollect.channel.messages import (
     Meet,
     Met,
     Publish,
+    Ran,
     Store,
     Stored,
     Stuck,
@@ -64,8 +65,11 @@ from raycollect.handle import Handle
 from raycollect.inner import inner_groups
 from raycollect.model import Key, Member
 from raycollect.peer import Peer
+from raycollect.runs import RunFlight, Runs
 
 _log = logging.getLogger("raycollect")
+
+_Flight = TypeVar("_Flight", bound=Flight)
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
@@ -81,7 +85,12 @@ class _Joining:
 
 
 class Controller:
-    """What a controlling process holds. `Controller.current()` makes it on first use."""
+    """What a controlling process holds. `Controller.current()` makes it on first use.
+
+    Attributes:
+        dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
+        revision: Changes whenever a group, or a member of one, is gone.
+    """
 
     _current: Controller | None = None
     _making = threading.Lock()
@@ -101,7 +110,9 @@ class Controller:
     def __init__(self, session: object) -> None:
         self.session = session
         self.controller_id = secrets.token_hex(8)
-        self.dispatching = threading.Lock()  # spans all submits of a plan (P2)
+        self.dispatching = threading.Lock()
+        self.revision = object()
+        self._is_closed = False
         self._changing = threading.RLock()  # groups and leases
         self._seq = itertools.count(1)
         self._requests = itertools.count(1)
@@ -115,12 +126,16 @@ class Controller:
         self._held: dict[str, tuple[Any, ...]] = {}  # group id -> its actors' handles, which keep them alive (P5)
         self._flights: dict[int, Flight] = {}
         self._gates: dict[str, tuple[Gate, Membership]] = {}  # group id -> where its members' own calls meet
+        self._forsaken: deque[tuple[Runs, tuple[Membership, ...]]] = deque()  # captures that nobody has any more
+        self._unheld: deque[Membership] = deque()  # what these held
 
     def close(self) -> None:
         """Gives back all leases."""
         for flight in list(self._flights.values()):
             flight.fail(PlanAbortedError(detail="the controller was closed"))
         self._flights.clear()
+        self._is_closed = True
+        self.revision = object()
         self._hub.close()
         fetch.close_idle()
 
@@ -139,6 +154,8 @@ class Controller:
     def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
         """The group of these actors in this order, formed now or before."""
         with self._changing:
+            while self._unheld:
+                self.release(self._unheld.popleft())
             known = self._derived.get(actor_ids)
             if known is not None and known.spec.group_id not in self._broken:
                 self._derived.move_to_end(actor_ids)
@@ -166,6 +183,23 @@ class Controller:
         with self._changing:
             self._in_use.subtract([membership.spec.group_id])
             self._in_use = +self._in_use
+
+    def forsake(self, runs: Runs, held: tuple[Membership, ...]) -> None:
+        """Nobody has a capture any more: it is closed when the next plan or run is sent, and its last run has ended.
+
+        Takes no lock: the garbage collector may call it, in any thread at any place.
+        """
+        self._forsaken.append((runs, held))
+
+    def _close_forsaken(self) -> None:
+        """Closes captures that nobody has; called under `dispatching`."""
+        for _ in range(len(self._forsaken)):
+            runs, held = self._forsaken.popleft()
+            if runs.is_idle:
+                runs.let_go()
+                self._unheld.extend(held)
+            else:
+                self._forsaken.append((runs, held))
 
     def named(self, name: Any) -> Membership:
         """A declared group.
@@ -211,6 +245,24 @@ class Controller:
     def exists(self, membership: Membership) -> bool:
         """False once the group was destroyed."""
         return any(m is membership for m in (*self._named.values(), *self._derived.values()))
+
+    def crew(self, memberships: Sequence[Membership], participants: Sequence[str]) -> list[Peer]:
+        """The leased participants of a plan, or of a captured step, by position.
+
+        Raises:
+            UnknownGroupError: A group was destroyed.
+            GroupBrokenError: A member is gone.
+        """
+        if self._is_closed:
+            raise UnknownGroupError(group_name="", detail="its controller was closed: ray was shut down meanwhile")
+        for membership in dict.fromkeys(memberships):
+            name = membership.spec.name
+            if not self.exists(membership):
+                raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
+            broken = self.why_broken(membership)
+            if broken:
+                raise GroupBrokenError(group_name=name, detail=broken)
+        return [self.peer(actor_id) for actor_id in participants]
 
     def peer(self, actor_id: str) -> Peer:
         """The leased participant behind an actor.
@@ -333,6 +385,7 @@ class Controller:
     def _dissolve(self, membership: Membership) -> None:
         """Ends a group everywhere, and the leases that no other group needs."""
         group_id = membership.spec.group_id
+        self.revision = object()
         reason = PlanAbortedError(detail="its group was destroyed")
         for flight in [flight for flight in self.flights() if membership in flight.groups]:
             self.send(flight, flight.fail(reason))
@@ -359,8 +412,10 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------ flights
 
-    def take_off(self, make: Callable[[int], Flight], width: int = 1) -> Flight:
+    def take_off(self, make: Callable[[int], _Flight], width: int = 1) -> _Flight:
         """Registers a new flight under the next numbers, as many as it has launches; called under `dispatching`."""
+        if self._forsaken:
+            self._close_forsaken()
         flight = make(next(self._seq))
         for _ in itertools.islice(self._seq, width - 1):
             pass
@@ -420,6 +475,7 @@ class Controller:
             if group_id in self._gates:
                 gate, membership = self._gates[group_id]
                 self._relay(membership, gate.lost(membership.rank_of(actor_id), reason))
+        self.revision = object()
         gone = ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})")
         if any(one.member.actor_id == actor_id for one in list(self._joining.values())):
             self._fail_join(gone)
@@ -460,7 +516,7 @@ class Controller:
         if message.group_id:
             self._meet(peer, message)
             return
-        flight = self._flights.get(message.seq)
+        flight = self._flight_of(message.seq)
         if message.seq and flight is None:
             return
         for group_id in peer.group_ids & self._gates.keys():
@@ -473,11 +529,16 @@ class Controller:
         """A member has left by itself: it is answered, and the group does no more for the driver either."""
         if message.group_id in self._gates:
             self._broken.setdefault(message.group_id, f"{peer.info['actor']} has left: it destroyed the group itself")
+            self.revision = object()
             self._meet(peer, message)
         peer.send(message)
 
+    def _flight_of(self, launch: int) -> Flight | None:
+        """The flight of a launch."""
+        return self._flights.get(launch) or next((one for one in self.flights() if one.has(launch)), None)
+
     def _arrive(self, peer: Peer, message: Arrive) -> None:
-        flight = self._flights.get(message.seq) or next((one for one in self.flights() if one.has(message.seq)), None)
+        flight = self._flight_of(message.seq)
         if flight is not None:
             position = flight.plan.positions.get(peer.info["actor_id"], -1)
             self.send(flight, flight.arrive(position, message))
@@ -490,9 +551,21 @@ class Controller:
         if isinstance(error, GroupBrokenError):
             for membership in flight.blamed(error):
                 self._broken.setdefault(membership.spec.group_id, error.detail)
+            self.revision = object()
         position = flight.plan.positions.get(peer.info["actor_id"], -1)
         if position >= 0:
             self.send(flight, flight.done(position, error, message.story, others=message.ranks))
+
+    def _ran(self, peer: Peer, message: Ran) -> None:
+        """A participant has ended a run of a captured step; what it gives back is read by whoever waits for it."""
+        flight = self._flights.get(message.seq)
+        if flight is None:
+            return
+        if not isinstance(flight, RunFlight):
+            raise ProtocolError(detail=f"plan {message.seq} is no run of a captured step")
+        position = flight.plan.positions.get(peer.info["actor_id"], -1)
+        if position >= 0:
+            flight.heard(position, message.payload)
 
     def _waiting(self, peer: Peer, message: Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
@@ -519,6 +592,7 @@ _HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {
     Arrive: Controller._arrive,
     Depart: Controller._depart,
     Done: Controller._done,
+    Ran: Controller._ran,
     Waiting: Controller._waiting,
     Stuck: Controller._stuck,
     **dict.fromkeys((Drop, Meet, Publish, Withdraw), Controller._meet),

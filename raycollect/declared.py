@@ -31,8 +31,9 @@ class MemberStatus:
         actor: What a person calls it.
         node_id: The Ray node that it runs on.
         pid: Its process.
-        ordered: True: collectives run in program order with its methods. False (async and threaded actors): after
-            their operands' methods and after earlier collectives, and may overlap other methods.
+        ordered: True: its methods run one at a time, and collectives take their place among them, or between them
+            where the group's ordering is ``"data"``. False (async and threaded actors): collectives run after their
+            operands' methods and after earlier collectives, and may overlap other methods.
         plans: The collectives of this controller that it has not ended.
     """
 
@@ -126,6 +127,11 @@ class Group:
         return self._membership.spec.backend
 
     @property
+    def ordering(self) -> str:
+        """What orders its collectives: ``"program"`` or ``"data"``."""
+        return self._membership.spec.ordering
+
+    @property
     def actors(self) -> tuple[Any, ...]:
         """The actor handles by rank."""
         return self._actors
@@ -183,7 +189,8 @@ class Group:
 
     def __repr__(self) -> str:
         members = ", ".join(member.actor for member in self._membership.members)
-        return f"<Group {self.name!r} of {members}; backend {self.backend}, {self.status().state}>"
+        order = f"{self.ordering} order"
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self.status().state}>"
 
 
 def _statistics(member: Member, answer: Surveyed) -> MemberStatistics:
@@ -233,7 +240,9 @@ def declare_collective_group(
             Where neither this nor `ranks` is given, the file that ``RANK_TABLE_FILE`` names is used.
         pg_options: Options for the backend: a dict of plain values, or an object with such attributes. To
             ``"torch:sccl"`` a rank table's ``chip_map`` is added.
-        ordering: ``"program"``: collectives take their place in each actor's queue.
+        ordering: ``"program"``: collectives take their place in each actor's queue. ``"data"``: they overtake methods
+            that wait there, and run after the methods that return their operands, after earlier collectives, and
+            never while a method of an ordered actor runs.
         timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named.
 
     Returns:

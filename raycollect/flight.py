@@ -81,6 +81,7 @@ class Flight:
         self._memberships = memberships
         self._keys = tuple(refs)
         self._is_explained = False  # whether the refs have told what they know of the failure
+        self._is_chain = plan.width > 1  # who waits in one launch does not hear that another one broke
         self._pending = set(range(len(plan.participants)))
         self._doors: dict[_Door, Door] = {}
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that one told
@@ -161,8 +162,8 @@ class Flight:
             if error is not None and self._first is None:
                 self._first = (position, error, tuple(story))
             first = self._first
-        if isinstance(error, PlanAbortedError) and not self.resolved:  # an echo
-            several = self.plan.width > 1
+        if isinstance(error, PlanAbortedError) and not self._resolved:  # an echo
+            several = self._is_chain
             if waiting:  # who caused it will tell, or its process is gone
                 return self._abort(position, error) if several else []
             if first is not None and several:
@@ -192,11 +193,11 @@ class Flight:
             ProtocolError: It can't be there, or was there before; or there is no such door.
         """
         ranks = tuple(message.ranks)
-        crew = self._crew_of(message.group_id)
+        crew = self._crew_of(message.group_id, message.seq)
         places = [crew.get(rank, -1) for rank in ranks]
         if min(places, default=-1) < 0 or crew.get(message.rank) != position or ranks != tuple(sorted(set(ranks))):
             raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
-        rounds = self.plan.rounds if message.seq == self.seq else int(self.has(message.seq))
+        rounds = self._rounds_of(message.seq)
         if not 0 <= message.round < rounds:
             raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} at its door")
         with self._lock:
@@ -242,6 +243,7 @@ class Flight:
             known = self._resolved
             if not known:
                 self.error = error
+                self._note(error)
                 self._resolved = True
                 watchers, self._watchers = self._watchers, []
         self._let_go()
@@ -252,6 +254,9 @@ class Flight:
             call()
         if self._abandoned:
             self._log_failure()
+
+    def _note(self, error: RaycollectError | None) -> None:
+        """The outcome, just before anybody knows it; called under the lock."""
 
     def abandon(self) -> None:
         """Nobody will ask for the outcome any more: a failure is logged, now or later.
@@ -328,7 +333,7 @@ class Flight:
                 return []
             place = max(self._doors)
             missing = self._doors[place].missing
-        crew = self._crew_of(place[2])
+        crew = self._crew_of(place[2], place[0])
         return [(group.rank_of(one.actor_id), one.actor) for group, one in (self._home(crew[at]) for at in missing)]
 
     def _named(self, violation: Violation) -> Violation:
@@ -350,8 +355,12 @@ class Flight:
         _, member = self._home(position)
         return f"rank {member.rank}" if len(self.groups) == 1 else member.actor
 
-    def _crew_of(self, group_id: str) -> dict[int, int]:
-        """Rank -> position of those members of a group who take part; without a group: of all participants."""
+    def _rounds_of(self, seq: int) -> int:
+        """How often the participants may meet at the door of a launch; 0 where it is none of its."""
+        return self.plan.rounds if seq == self.seq else int(self.has(seq))
+
+    def _crew_of(self, group_id: str, seq: int) -> dict[int, int]:
+        """Rank -> position of those members of a group who take part; without a group: of all at that launch's door."""
         if not group_id:
             return {at: at for at in range(len(self.plan.participants))}
         outer, inner = self._trees.get(group_id, (None, None))

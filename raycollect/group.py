@@ -20,6 +20,9 @@ from raycollect.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
 
+PROGRAM, DATA = ORDERINGS = ("program", "data")
+"""What orders the collectives of a group: each actor's queue; or their operands, and the collectives before them."""
+
 _WITH_CHIP_MAP = ("torch:sccl",)
 """The backends that take the devices of a rank table as their option ``chip_map``."""
 
@@ -214,7 +217,7 @@ class Declaration:
         name: The group's name.
         backend: A backend's name in its one spelling, or ``"auto"``.
         actors: The actor handles by rank; as they were given where a rank table says the ranks.
-        ordering: Always ``"program"`` for now.
+        ordering: One of `ORDERINGS`.
         timeout_s: How long to wait for all members, in seconds.
         call_timeout_s: How long imperative calls of the members wait for each other, in seconds.
         options: `pg_options`, as `GroupSpec.options` has them.
@@ -225,7 +228,7 @@ class Declaration:
     name: str
     backend: str
     actors: tuple[Any, ...]
-    ordering: str = "program"
+    ordering: str = PROGRAM
     timeout_s: float = 60.0
     call_timeout_s: float = 30.0
     options: tuple[tuple[str, Any], ...] = ()
@@ -241,7 +244,7 @@ class Declaration:
         backend: Any,
         group_name: Any,
         *,
-        ordering: str = "program",
+        ordering: str = PROGRAM,
         timeout_s: float = 60.0,
         gloo_timeout: float = 30_000,
         pg_options: Any = None,
@@ -257,8 +260,8 @@ class Declaration:
         for what, value in (("group_name", group_name), ("backend", backend)):
             if not isinstance(value, str) or not value:
                 problems.append(f"{what} is {value!r}, not a non-empty string")
-        if ordering != "program":
-            problems.append(f"ordering is {ordering!r}; 'program' is what there is")
+        if not isinstance(ordering, str) or ordering not in ORDERINGS:
+            problems.append(f"ordering is {ordering!r}, not {' or '.join(map(repr, ORDERINGS))}")
         for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):
             if not isinstance(number, (int, float)) or not 0 < number < math.inf:
                 problems.append(f"{what} is {number!r}, not a positive, finite number of {unit}")

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from raycollect import plain, ray_internals
 from raycollect.backends import arrays
+from raycollect.errors import RefusedError, Violation, refusal
 from raycollect.handle import Handle
 from raycollect.model import task_key
 from raycollect.pos import Container
+from raycollect.replay import Invoke
 from raycollect.runtime import Runtime
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -50,6 +52,8 @@ class CollectiveParticipant:
         if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
             # Ray makes this an async actor: a plain function would block its event loop.
             cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
+            cls._raycollect_capture = _capture_async  # type: ignore[method-assign,assignment]
+            cls._raycollect_replay = _replay_async  # type: ignore[method-assign,assignment]
 
     def _raycollect_describe(self) -> dict[str, Any]:
         """Who this is; called by the controller when a group is formed."""
@@ -62,11 +66,33 @@ class CollectiveParticipant:
     def _raycollect_fence(self) -> None:
         """Does nothing: what was submitted before it has ended when it ends."""
 
+    def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
+        """Takes in a captured step; called by the controller, with refs for values. See `Runtime.capture`."""
+        return Runtime.current().capture(payload, values, functools.partial(_invoker, self, None))
+
+    def _raycollect_replay(self, payload: bytes) -> None:
+        """Does a run of a captured step, in the order of the actor's queue; called by the controller."""
+        Runtime.current().run_fenced(payload)
+
+    def _raycollect_look(self, capture: bytes) -> list[Any]:
+        """How the tensors of a captured step look, slot by slot; called by the controller."""
+        return Runtime.current().look(capture)
+
 
 async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(runtime.kernel_thread, runtime.run_program, payload, task)
+
+
+async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
+    invoker = functools.partial(_invoker, self, asyncio.get_running_loop())
+    return Runtime.current().capture(payload, values, invoker)
+
+
+async def _replay_async(self: CollectiveParticipant, payload: bytes) -> None:
+    runtime = Runtime.current()
+    await asyncio.get_running_loop().run_in_executor(runtime.kernel_thread, runtime.run_fenced, payload)
 
 
 def _is_async(method: Any) -> bool:
@@ -98,7 +124,8 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         with _called_by_ray(task):
             args, kwargs = _resolve(args, kwargs)
-            value = method(self, *args, **kwargs)
+            with Runtime.turn_of_methods():
+                value = method(self, *args, **kwargs)
         return _keep(method, task, value)
 
     return held
@@ -129,14 +156,15 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
             args, kwargs = _resolve(args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method)
-        while True:
-            with _called_by_ray(task):
-                try:
-                    value = next(items)
-                except StopIteration:
-                    return
-            yield _keep_one(method, task, index, value, streamed=True)
-            index += 1
+        with Runtime.turn_of_methods():
+            while True:
+                with _called_by_ray(task):
+                    try:
+                        value = next(items)
+                    except StopIteration:
+                        return
+                yield _keep_one(method, task, index, value, streamed=True)
+                index += 1
 
     return held
 
@@ -168,6 +196,65 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
 def _first_index(method: Callable[..., Any]) -> int:
     """The index of a generator's first item: a streaming one's own ref is the first return of its task."""
     return 1 if isinstance(getattr(method, "__ray_num_returns__", None), int) else 2
+
+
+# ---------------------------------------------------------------------------------------------- captured steps
+
+
+def _invoker(actor: Any, loop: asyncio.AbstractEventLoop | None, names: Sequence[str]) -> Invoke:
+    """What calls methods of an actor in the runs of a captured step, as its own code would: nothing is kept of them.
+
+    Args:
+        actor: The actor.
+        loop: Where methods run, if it has one.
+        names: The methods that are called.
+
+    Raises:
+        InvalidArgumentError: The actor has no such method.
+        UnsupportedError: It is a generator, which gives no value.
+    """
+    methods = {name: _method(actor, name) for name in names}
+
+    def invoke(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        token = _inside.set(True)
+        try:
+            return methods[name](*args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    async def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        value = invoke(name, args, kwargs)  # in a context of this call's own
+        return await value if inspect.iscoroutine(value) else value
+
+    def invoke_there(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        token = _inside.set(True)  # the loop takes over the context
+        try:
+            return asyncio.run_coroutine_threadsafe(call(name, args, kwargs), loop).result()  # type: ignore[arg-type]
+        finally:
+            _inside.reset(token)
+
+    return invoke if loop is None else invoke_there
+
+
+def _method(actor: Any, name: str) -> Callable[..., Any]:
+    """A method of an actor that a captured step may call.
+
+    Raises:
+        InvalidArgumentError, UnsupportedError: As `_invoker`.
+    """
+    found = inspect.getattr_static(type(actor), name, None)
+    method = getattr(actor, name, None) if found is not None else None
+    if not callable(method):
+        public = (other for other in dir(type(actor)) if not other.startswith("_"))
+        known = [other for other in public if callable(inspect.getattr_static(type(actor), other))]
+        raise _wrong_method("argument", f"{name!r}, which {type(actor).__name__} lacks", f"one of {', '.join(known)}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise _wrong_method("unsupported", f"{name!r}, a generator", "one that returns its value")
+    return method  # type: ignore[no-any-return]
+
+
+def _wrong_method(kind: str, found: str, expected: str) -> RefusedError:
+    return refusal("capture", "", (Violation(kind=kind, rank=-1, field="method", found=found, expected=expected),))
 
 
 # ---------------------------------------------------------------------------------------------- one call

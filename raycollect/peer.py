@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 from raycollect.channel import Link
-from raycollect.channel.messages import Message, Refused, Survey, Surveyed, Welcome
+from raycollect.channel.messages import Go, Message, Order, Ready, Refused, Survey, Surveyed, Welcome
 from raycollect.errors import ChannelError, CollectiveTimeoutError, ConnectionLostError, RaycollectError, from_wire
 
 
@@ -25,6 +25,42 @@ class PeerOwner(Protocol):
         ...
 
 
+class Muster:
+    """Where the participants of one plan say that they have all they need for it; then all may begin.
+
+    Who begins a plan holds up the methods of its actor until the others have come. Another one must not wait, directly
+    or through its own actor, for one of these methods then: so nobody begins before all have their operands, and have
+    ended the plans before.
+
+    Args:
+        seq: The plan.
+        peers: Its participants, by position.
+        late: What to do when a participant has waited for too long; it is given the positions of those who were not
+            ready. Called on the hub's thread.
+    """
+
+    def __init__(self, seq: int, peers: Sequence[Peer], late: Callable[[tuple[int, ...]], None]) -> None:
+        self._seq = seq
+        self._peers = tuple(peers)
+        self._late = late
+        self._missing = {id(peer): at for at, peer in enumerate(peers)}
+        for peer in peers:
+            peer.musters[seq] = self
+
+    def received(self, peer: Peer, message: Ready) -> None:
+        """A participant is ready, or has been so for too long; on the hub's thread."""
+        if message.late and self._missing:
+            self._late(tuple(self._missing.values()))
+        elif self._missing.pop(id(peer), None) is not None and not self._missing:
+            for one in self._peers:
+                one.send(Go(seq=self._seq))
+
+    def end(self) -> None:
+        """Nobody has to wait here any more; any thread may call it."""
+        for peer in self._peers:
+            peer.musters.pop(self._seq, None)
+
+
 class Peer:
     """One leased participant.
 
@@ -33,6 +69,9 @@ class Peer:
         info: What it said of itself (`Runtime.describe`).
         actor: Its actor handle; does not keep the actor alive where the group was derived.
         run: What an actor without the mixin runs programs with; a function of the actor and the program.
+
+    Attributes:
+        musters: Plan -> where its participants meet before they begin.
     """
 
     def __init__(self, owner: PeerOwner, info: dict[str, Any], actor: Any, run: Callable[[Any, bytes], None]) -> None:
@@ -41,6 +80,7 @@ class Peer:
         self.last_seq = 0
         self.group_ids: set[str] = set()
         self.link: Link | None = None
+        self.musters: dict[int, Muster] = {}
         self._owner = owner
         self._answer: RaycollectError | None = None
         self._answered = threading.Event()
@@ -61,6 +101,17 @@ class Peer:
             self._submits[outputs] = method
         refs = method.remote(*self._run, payload)
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
+
+    def order(self, message: Order) -> None:
+        """Sends a program by the channel, past the methods that wait in the actor's queue.
+
+        Raises:
+            ConnectionLostError: Its connection has ended.
+        """
+        link = self.link
+        if link is None or self._lost:
+            raise ConnectionLostError(detail="its connection has ended")
+        link.send(message)
 
     def welcome(self, timeout_s: float) -> None:
         """Waits for the participant's answer to the lease.
@@ -98,6 +149,10 @@ class Peer:
             self._answered.set()
         elif isinstance(message, Surveyed):
             self._surveyed(message.request, message)
+        elif isinstance(message, Ready):
+            muster = self.musters.get(message.seq)
+            if muster is not None:  # else the plan has failed meanwhile
+                muster.received(self, message)
         else:
             self._owner.received(self, message)
 

@@ -13,14 +13,16 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import ray
 
 from raycollect import backends, fetch, ray_internals
 from raycollect.backends import arrays
+from raycollect.captures import Captured, Captures, Desk, decode_capture, decode_fenced, open_post
 from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import (
     Abort,
@@ -30,6 +32,8 @@ from raycollect.channel.messages import (
     Depart,
     Done,
     Drop,
+    Forget,
+    Go,
     Gone,
     Join,
     Joined,
@@ -37,8 +41,11 @@ from raycollect.channel.messages import (
     Message,
     Met,
     Missed,
+    Order,
     Publish,
+    Ready,
     Refused,
+    Run,
     Stored,
     Stuck,
     Survey,
@@ -47,6 +54,7 @@ from raycollect.channel.messages import (
     Welcome,
 )
 from raycollect.errors import (
+    CaptureError,
     ChannelError,
     ConnectionLostError,
     ControllerConflictError,
@@ -57,18 +65,21 @@ from raycollect.errors import (
     ProtocolError,
     RaycollectError,
     RefusedError,
+    Violation,
     refusal,
     to_wire,
 )
-from raycollect.executor import Execution, Outcome
+from raycollect.executor import _ABSENCES, Execution, Outcome
 from raycollect.handle import Handle
 from raycollect.lane import Lane
 from raycollect.ledger import Ledger
 from raycollect.model import Communicator, GroupSpec, Key, task_key
 from raycollect.planner import Program, Ticket, decode_order
-from raycollect.pos import Container
+from raycollect.pos import Absence, Container, State
 from raycollect.pos.segments import Segments
 from raycollect.rendezvous import ChannelRendezvous, StarExchange
+from raycollect.replay import Invoke, Replay
+from raycollect.routine import Invocation
 from raycollect.seat import Seat
 from raycollect.seats import Seats
 from raycollect.tokens import TokenPool
@@ -89,6 +100,10 @@ STREAMED_KEPT = 64
 Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
 it (docs/adr/0002-ray-internals.md); without this, an item could be freed before it is first used.
 """
+
+
+_OVERLAP: AbstractContextManager[None] = nullcontext()
+"""Held where methods may overlap."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,6 +143,15 @@ class Runtime:
                     cls._current = cls()
         return cls._current
 
+    @classmethod
+    def turn_of_methods(cls) -> AbstractContextManager[Any]:
+        """What a method that Ray calls holds while it runs: the turn, where methods come in order.
+
+        A process that is no participant yet has nothing that could meet one: what makes it one is a method itself.
+        """
+        here = cls._current
+        return here.turn if here is not None and here.is_ordered else _OVERLAP
+
     def __init__(self) -> None:
         self._tokens = TokenPool(self._forget)
         self._seats = Seats.current()
@@ -143,6 +167,13 @@ class Runtime:
         self._ledger = Ledger()
         self._running: dict[int, _Running] = {}
         self._begun = 0  # the latest plan that has begun here
+        self._orders: SimpleQueue[Order] = SimpleQueue()
+        self._order_thread: threading.Thread | None = None
+        self._going = threading.Condition()
+        self._cleared = 0  # the plan of the latest `Go`
+        self._captures = Captures()  # those of the lease
+        self.is_ordered = False  # whether methods of this actor come one by one; known when it is described
+        self.turn = threading.Lock()  # held, on ordered participants, by a method of Ray's or by what must not meet one
         self._watch = Watch()
         self._lease: tuple[str, str, Link] | None = None  # controller's id, its description, its link
         self._lock = threading.Lock()
@@ -159,6 +190,7 @@ class Runtime:
             ordered: False where the class itself says that its methods overlap.
         """
         context = ray.get_runtime_context()
+        self.is_ordered = ordered and ray_internals.is_ordered()
         return {
             "actor_id": self.actor_id,
             "actor": self.actor,
@@ -167,7 +199,7 @@ class Runtime:
             "node_id": context.get_node_id(),
             "pid": os.getpid(),
             "incarnation": context.get_worker_id(),
-            "ordered": ordered and ray_internals.is_ordered(),
+            "ordered": self.is_ordered,
             "participant": False,
             "accelerators": tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
         }
@@ -193,12 +225,13 @@ class Runtime:
 
     # ------------------------------------------------------------------------------------------ programs
 
-    def run_program(self, payload: bytes, task: bytes | None) -> Any:
+    def run_program(self, payload: bytes, task: bytes | None, order: Order | None = None) -> Any:
         """Runs this participant's half of a plan and tells the controller how it ended.
 
         Args:
             payload: What `planner.encode_order` made.
             task: The id of the actor task that brought it: outputs are kept under its returns.
+            order: The message that brought it instead, past the methods that wait in the actor's queue.
 
         Returns:
             The handles of its outputs, as the actor task returns them.
@@ -215,7 +248,9 @@ class Runtime:
         try:
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            outcome = self._run(ticket, keys, program, memberships)
+            between = self._between_methods(ticket.seq, keys, program, memberships, order) if order else nullcontext()
+            with between:
+                outcome = self._run(ticket, keys, program, memberships)
             if task is not None:
                 handles = [self.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
         except RaycollectError as exc:  # aborted before it came, or the store is full
@@ -225,7 +260,8 @@ class Runtime:
             outcome = Outcome(error=InternalError(detail=f"{type(exc).__name__}: {exc}"))
         finally:
             ledger.end(ticket.seq)  # whatever happened, its successors go on
-        self._tell_done(ticket.seq, program, outcome)
+        if order is None or ledger is self._ledger:  # else a later controller would take the number for one of its own
+            self._tell_done(ticket.seq, program, outcome)
         if outcome.error is not None and program.makes:
             raise outcome.error
         return handles[0] if len(handles) == 1 else tuple(handles) or None
@@ -253,6 +289,47 @@ class Runtime:
         finally:
             if self._running.get(seq) is running:  # a later controller counts from 1 again
                 del self._running[seq]
+
+    def _run_orders(self) -> None:
+        """Runs the programs that come by the channel, in their order; on a thread of their own."""
+        while True:
+            order = self._orders.get()
+            try:
+                self.run_program(order.payload, None, order)
+            except GroupBrokenError:
+                pass  # its controller is gone
+            except Exception:
+                log.exception("an order of the controller could not be carried out")
+
+    def _between_methods(
+        self, seq: int, keys: Sequence[Key], program: Program, memberships: Sequence[_Membership], order: Order
+    ) -> AbstractContextManager[Any]:
+        """Waits for all that a plan needs; gives the time in which no method runs, where they run one at a time.
+
+        Raises:
+            PlanAbortedError: The plan was aborted meanwhile.
+        """
+        ledger = memberships[0].ledger
+        for key in keys:
+            found = self.store.look(key)
+            if isinstance(found, Absence) and found.state is State.ABSENT:
+                self._tell(Waiting(seq=seq, key=key))
+                self.store.wait(key, lambda: ledger.reason(seq) is not None)
+        if order.together:
+            self._tell(Ready(seq=seq, late=False))
+            with self._going:
+                late = not self._going.wait_for(lambda: self._may_go(seq, ledger), program.timeout_s)
+            if late:
+                self._tell(Ready(seq=seq, late=True))  # the controller knows for whom, and ends the plan
+                with self._going:
+                    self._going.wait_for(lambda: self._may_go(seq, ledger))
+        reason = ledger.reason(seq)
+        if reason is not None:
+            raise PlanAbortedError(detail=reason)
+        return self.turn if all(one.ordered for one in memberships) else nullcontext()
+
+    def _may_go(self, seq: int, ledger: Ledger) -> bool:
+        return self._cleared == seq or ledger.reason(seq) is not None
 
     def _membership(self, group_id: str) -> _Membership:
         """This process's part in a group.
@@ -291,10 +368,12 @@ class Runtime:
     def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
         """Tells how a plan ended here; where all see each other, the last one tells for all that went well."""
         if outcome.error is not None:
-            story = list(self.recorder.tail())
-            self._tell(Done(seq=seq, ranks=[], error=to_wire(_shortened(outcome.error)), story=story))
+            self._tell(self._failure(seq, outcome.error))
         elif not outcome.ended or len(outcome.ended) == len(program.door.ranks):
             self._tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
+
+    def _failure(self, seq: int, error: RaycollectError) -> Done:
+        return Done(seq=seq, ranks=[], error=to_wire(_shortened(error)), story=list(self.recorder.tail()))
 
     def _send(self, message: Message) -> None:
         """Sends to the controller.
@@ -310,6 +389,123 @@ class Runtime:
     def _tell(self, message: Message) -> None:
         with suppress(ConnectionLostError):  # `closed` deals with a controller that is gone
             self._send(message)
+
+    # ------------------------------------------------------------------------------------------ captured steps
+
+    def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
+        """Takes in a captured step, ready to run.
+
+        Args:
+            payload: See `captures.decode_capture`.
+            values: What its refs stand for, in the order of their slots.
+            invoker: Gives what calls the methods of these names.
+
+        Returns:
+            Whether its runs may come by the controller's doorbell.
+
+        Raises:
+            RefusedError: A value is not there, or that of another participant; there is no such method.
+            CaptureError: It was closed before it came here.
+            ConnectionLostError: Its controller is gone.
+        """
+        routine, segment, seat = decode_capture(payload)
+        desk, captures = self._desk(), self._captures
+        refs = [self._pinned(value) for value in values]
+        invoke = invoker([action.method for action in routine.actions if isinstance(action, Invocation)])
+        replay = Replay(routine, refs, invoke, self.instruments, self._communicator)
+        post = open_post(segment, seat)
+        try:
+            captures.add(routine.capture, lambda: Captured(replay, desk, post))
+        except RaycollectError:
+            if post is not None:
+                post.close()
+            raise
+        return post is not None
+
+    def run_fenced(self, payload: bytes) -> None:
+        """Does a run that comes as an actor task, after all that was submitted before it.
+
+        Args:
+            payload: See `captures.decode_fenced`.
+
+        Raises:
+            CaptureError: The step is not here.
+        """
+        capture, seq, predecessor, arguments = decode_fenced(payload)
+
+        def watched() -> AbstractContextManager[None]:
+            return self._stuck("", "", "a captured step", (), seq=seq, call=lambda: 0)
+
+        self._captured(capture).run_now(seq, predecessor, arguments, watched)
+
+    def look(self, capture: bytes) -> list[Any]:
+        """How the tensors of a captured step look, slot by slot; see `Replay.look`.
+
+        Raises:
+            CaptureError: The step is not here.
+        """
+        return self._captured(capture).look()
+
+    def _captured(self, capture: bytes) -> Captured:
+        found = self._captures.find(capture)
+        if found is None:
+            raise CaptureError(detail="this captured step is not here: it was closed, or its controller is gone")
+        return found
+
+    def _desk(self) -> Desk:
+        """What captured steps of the present lease share.
+
+        Raises:
+            ConnectionLostError: There is none.
+        """
+        lease = self._lease
+        if lease is None:
+            raise ConnectionLostError(detail="the controller is gone")
+        send = lease[2].send  # a later controller would take a run's number for one of its own
+
+        def failed(seq: int, error: RaycollectError) -> None:
+            with suppress(ConnectionLostError):
+                send(self._failure(seq, error))
+
+        turn = self.turn if self.is_ordered else None
+        return Desk(ledger=self._ledger, turn=turn, send=send, failed=failed, begun=self._note_begun)
+
+    def _pinned(self, value: Any) -> Any:
+        """What a captured step keeps of the value of a ref.
+
+        Raises:
+            RefusedError: A tensor is not here, or another participant's.
+        """
+        if not isinstance(value, Handle):
+            return value
+        found = self.store.look(value.key) if value.actor_id == self.actor_id else None
+        if isinstance(found, Container):
+            return found
+        if found is None:
+            kind, text, expected = (
+                "not_member",
+                f"a tensor of {value.actor}",
+                "one of this very actor: send_ref it first",
+            )
+        else:
+            kind, text, expected = _ABSENCES[found.state]
+            text = text.format(found.detail or "a value that is not kept")
+        wrong = Violation(
+            kind=kind, rank=-1, field="value", found=text, expected=expected, actor=self.actor, ref=value.key.hex()
+        )
+        raise refusal("capture", "", (wrong,))
+
+    def _note_begun(self, seq: int) -> None:
+        self._begun = max(self._begun, seq)
+
+    def _run_came(self, message: Run) -> None:
+        found = self._captures.find(message.capture)
+        if found is None or not found.received(message):
+            self._ledger.end(message.seq)  # what comes after it goes on
+            self._tell(self._failure(message.seq, CaptureError(detail="this captured step is closed")))
+
+    def _forget_capture(self, message: Forget) -> None:
+        self._captures.forget(message.capture, "the captured step was closed")
 
     # ------------------------------------------------------------------------------------------ channel
 
@@ -344,6 +540,8 @@ class Runtime:
 
     def _join(self, message: Join) -> None:
         spec = GroupSpec(**message.group)
+        if spec.group_id in self._groups:  # what the first membership holds would never be given up
+            raise ProtocolError(detail="a group is joined once")
         membership = _Membership(
             spec=spec,
             rank=message.rank,
@@ -434,12 +632,30 @@ class Runtime:
             running.execution.abort()
             if running.door is not None:
                 running.door.abort(seq)
+        else:
+            self._captures.wake(seq)
         self.store.wake()
+        with self._going:
+            self._going.notify_all()
+
+    def _order(self, message: Order) -> None:
+        decode_order(message.payload)  # what is malformed ends the link; it is remembered
+        self._orders.put(message)
+        if self._order_thread is None:
+            self._order_thread = threading.Thread(target=self._run_orders, name="raycollect-order", daemon=True)
+            self._order_thread.start()
+
+    def _go(self, message: Go) -> None:
+        with self._going:
+            self._cleared = message.seq
+            self._going.notify_all()
 
     def _arrivals(self, message: Arrivals) -> None:
         running, membership = self._running.get(message.seq), self._groups.get(message.group_id)
-        if not message.group_id and running is not None and running.door is not None:
-            running.door.arrived(message.seq, message.round, message.blobs, more=message.more)
+        if not message.group_id:
+            door = running.door if running is not None else self._captures.door(message.seq)
+            if door is not None:
+                door.arrived(message.seq, message.round, message.blobs, more=message.more)
         elif membership is not None:
             membership.exchange.arrived(message.seq, message.round, message.blobs, more=message.more)
 
@@ -471,12 +687,15 @@ class Runtime:
     def _end_lease(self, reason: str) -> None:
         for seq in self._ledger.close(reason):
             self._wake(seq)
+        self._captures.close(reason)
         for group_id in list(self._groups):
             self._close(group_id, reason)
         with self._lock:
             self._groups.clear()
             self._lease = None
             self._ledger = Ledger()
+            self._captures = Captures()
+            self._cleared = 0
 
 
 def _shortened(error: RaycollectError) -> RaycollectError:
@@ -493,6 +712,10 @@ _HANDLERS: dict[type, Callable[[Runtime, Any], None]] = {
     Arrivals: Runtime._arrivals,
     Stored: Runtime._stored,
     Survey: Runtime._survey,
+    Run: Runtime._run_came,
+    Forget: Runtime._forget_capture,
+    Order: Runtime._order,
+    Go: Runtime._go,
     Bye: Runtime._bye,
     Gone: Runtime._gone,
     **dict.fromkeys((Deny, Depart, Drop, Met, Missed, Publish), Runtime._for_seat),

@@ -1,9 +1,9 @@
-"""A collective under way, as its caller sees it."""
+"""A collective, or a run of a captured step, under way, as its caller sees it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from raycollect.errors import (
 from raycollect.flight import ABSENT, Flight
 from raycollect.handle import Handle
 from raycollect.model import Key
+from raycollect.runs import RunFlight
 
 
 class Work:
@@ -111,6 +112,76 @@ class Work:
         return f"<Work {flight.plan.name} on group {flight.group_name!r}, plan {flight.seq}: {state}>"
 
 
+class CapturedRun:
+    """What ``run(async_op=True)`` gives: a run under way, and a way to wait for its results.
+
+    Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the run goes on, and is logged if it fails.
+    """
+
+    def __init__(self, capture: Any, flight: RunFlight, collect: Callable[[RunFlight], Any]) -> None:
+        self._capture = capture  # which is closed when nobody has it any more
+        self._flight = flight
+        self._collect = collect
+        self._is_heard = False  # whether the caller has been told the outcome, or does not want to be
+        self._values: tuple[Any, ...] = ()  # the results, once they are read
+
+    def done(self) -> bool:
+        """True when the outcome is known; never waits, never raises."""
+        if not self._flight.resolved:
+            self._flight.lapse()
+        return self._flight.resolved
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits for the outcome.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as the run's own limits allow.
+
+        Returns:
+            What `Capture.run` returns: the values that the step returns; None where it returns none.
+
+        Raises:
+            CollectiveTimeoutError: The outcome was not known in time; the run goes on.
+            RaycollectError: The run failed; the error says where and why.
+        """
+        flight = self._flight
+        if not flight.wait(timeout_s):
+            raise CollectiveTimeoutError(
+                op=flight.plan.name,
+                group_name=flight.group_name,
+                detail="this wait is over; the run goes on",
+                timeout_s=timeout_s or 0.0,
+            )
+        self._is_heard = True
+        if not self._values:
+            self._values = (self._collect(flight),)
+        return self._values[0]
+
+    def cancel(self) -> bool:
+        """Aborts the run on all participants, and with it those begun after it; the step does not run any more.
+
+        Returns:
+            False where the outcome was known already.
+        """
+        self._is_heard = True
+        if self._flight.resolved:
+            return False
+        self._flight.abort(PlanAbortedError(detail="cancelled by its caller"))
+        return True
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return (yield from asyncio.to_thread(self.wait).__await__())
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_heard", True):
+            self._flight.abandon()
+
+    def __repr__(self) -> str:
+        flight = self._flight
+        state = "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
+        return f"<CapturedRun {flight.seq}: {state}>"
+
+
 def _explain(flight: Flight) -> RaycollectError | None:
     """A flight's error with its cause: for operands that are not there, Ray knows what became of their method.
 
@@ -123,7 +194,7 @@ def _explain(flight: Flight) -> RaycollectError | None:
     for violation in error.violations:
         ref = refs.get(Key(bytes.fromhex(violation.ref)))
         if violation.kind in ABSENT and ref is not None:
-            violation, why = _look_into(violation, ref)
+            violation, why = look_into(violation, ref)
             cause = cause or why
         violations.append(violation)
     explained = refusal(error.op, error.group_name, tuple(violations))
@@ -132,7 +203,8 @@ def _explain(flight: Flight) -> RaycollectError | None:
     return explained
 
 
-def _look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
+def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
+    """Says what became of the method that should have made a ref's value, and the exception that tells so."""
     try:
         value = ray.get(ref, timeout=5)
     except RayTaskError as exc:

@@ -2,6 +2,10 @@
 
 Compiled Graphs has actors of its own, as it occupies those that it compiles. Its graph takes the tensor that an actor
 holds, reduces it over Ray's CPU communicator into a new one, and keeps that; the others work in place.
+
+Then the door's share of the smallest one: the captured allreduce beside the same without the agreement of the ranks,
+in the same actors; `benchmarks.doorless` says what is left out. Both tell their actors before each burst whether they
+agree, by a captured step, so that bursts begin alike and nothing of Ray is in their way.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from benchmarks import names
 from benchmarks.crew import Contestant, crew, expected, needs, needs_torch
 from benchmarks.ours import Declared, RaycollectAllreduce
 from benchmarks.report import Record, Skipped, size
-from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
+from benchmarks.suite import Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import KB, MB
 from benchmarks.theirs import RayAllreduce
 
@@ -27,6 +31,8 @@ NEEDS_RAY = True
 
 RANKS = (2, 4)
 SIZES = (4, 64 * KB, MB)
+BURST = 24
+"""How many operations follow each other: a loop that is worth a capture is longer than what is called now and then."""
 
 
 class Captured(Declared):
@@ -57,6 +63,41 @@ class Captured(Declared):
         if self._step is not None:
             self._step.close()
             self._step = None
+
+
+class Agreeing(Captured):
+    """A captured allreduce whose actors are told before each burst whether to agree."""
+
+    def __init__(self, name: str, actors: Sequence[Any], *, agrees: bool) -> None:
+        super().__init__(name, actors, arena=True)
+        self._agrees = agrees
+        with col.capture() as self._switch:
+            there = self._switch.argument("there")
+            self._switch.returns([self._switch.call(actor, "set_door", there) for actor in self.actors])
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the buffers, records, and runs once: that one has to agree."""
+        super().prepare(nbytes)
+        self.operate()
+
+    def run(self, count: int) -> Sequence[float]:
+        """The operation, so many times.
+
+        Raises:
+            AssertionError: The actors have not left the agreement out as often as they should.
+        """
+        before = self._switch.run(there=self._agrees)
+        times = super().run(count)
+        after = self._switch.run(there=True)
+        left_out = [last - first for first, last in zip(before, after, strict=True)]
+        if left_out != [0 if self._agrees else count] * self.ranks:
+            raise AssertionError(f"{self.name}: the agreement was left out {left_out} times in {count} runs")
+        return times
+
+    def close(self) -> None:
+        """Lets go of the captures, then of the rest."""
+        self._switch.close()
+        super().close()
 
 
 class Reducer:
@@ -162,12 +203,22 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.RAY, RayAllreduce, actors),
                 entry(names.GRAPH, CompiledGraph, actors),
             ]
-            contenders, skipped = gather(NAME, makers)
-            yield from skipped
-            for nbytes in choice.sizes or SIZES:
-                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
-                runs = choice.runs_or(40, 200)
-                yield from compare(
-                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
-                )
-            close(contenders)
+            runs = choice.runs_or(5 * BURST, 10 * BURST)
+            yield from _compared(choice, makers, ranks, "allreduce", choice.sizes or SIZES, runs)
+            doors: list[Maker] = [
+                entry(names.CAPTURED, Agreeing, actors, agrees=True),
+                entry(names.DOORLESS, Agreeing, actors, agrees=False),
+            ]
+            runs = choice.runs_or(25 * BURST, 50 * BURST)
+            yield from _compared(choice, doors, ranks, "door", SIZES[:1], runs)
+
+
+def _compared(
+    choice: Choice, makers: Sequence[Maker], ranks: int, op: str, sizes: Sequence[int], runs: int
+) -> Iterator[Record]:
+    contenders, skipped = gather(NAME, makers)
+    yield from skipped
+    for nbytes in sizes:
+        choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
+        yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST)
+    close(contenders)

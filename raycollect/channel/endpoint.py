@@ -16,7 +16,7 @@ from raycollect import sockets
 from raycollect.channel.loop import Loop, Timer
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import Connection, Event
-from raycollect.errors import ChannelError, ConnectionLostError
+from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 
 __all__ = ["MAX_QUEUED_NBYTES", "Link", "LinkHandler"]
 
@@ -201,6 +201,10 @@ class Link:
             if isinstance(event, Message):
                 try:
                     self._handler.received(self, event)
+                except ProtocolError as exc:
+                    _log.warning("%r is ended: %s", self, exc.detail)
+                    exc.peer = self.peer
+                    self.end(exc)
                 except Exception as exc:  # noqa: BLE001 - the handler is not ours
                     _log.exception("%r: the handler failed at %s", self, type(event).__name__)
                     self.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=self.peer))

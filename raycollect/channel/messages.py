@@ -4,8 +4,8 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 `@_message`; its field annotations are its schema, and the tests pick it up from `MESSAGES`.
 
 ==========  ===============================================================
-control     controller -> participant: Join Leave Abort Arrivals Stored Survey Order Run Forget Bye
-control     participant -> controller: Welcome Refused Joined Arrive Waiting Store Done Ran Surveyed
+control     controller -> participant: Join Leave Abort Arrivals Stored Survey Order Go Run Forget Bye
+control     participant -> controller: Welcome Refused Joined Arrive Waiting Ready Store Done Ran Surveyed
 control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
 control     member -> hub -> other members: Drop Publish
 data        client -> server: Fetch Copied Free; server -> client: Fetched Freed Failed
@@ -23,10 +23,12 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
+from raycollect import errors
 from raycollect.channel.packing import pack, unpack
-from raycollect.errors import ProtocolError
+from raycollect.errors import ProtocolError, RaycollectError, Violation
 
 __all__ = [
     "MESSAGES",
@@ -45,6 +47,7 @@ __all__ = [
     "Forget",
     "Free",
     "Freed",
+    "Go",
     "Gone",
     "Join",
     "Joined",
@@ -56,6 +59,7 @@ __all__ = [
     "Order",
     "Publish",
     "Ran",
+    "Ready",
     "Refused",
     "Run",
     "Store",
@@ -82,6 +86,9 @@ _Reader = Callable[[Any], Any]
 
 _M = TypeVar("_M", bound=type[Message])
 
+Error = Annotated[dict[str, Any], RaycollectError]
+"""What `raycollect.errors.to_wire` made."""
+
 MESSAGES: dict[str, type[Message]] = {}
 """Name on the wire -> class."""
 
@@ -91,7 +98,7 @@ _READERS: dict[str, tuple[tuple[str, _Reader], ...]] = {}
 
 def _message(cls: _M) -> _M:
     """Registers a message under its class name."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     names = tuple(f.name for f in fields(typing.cast(Any, cls)))
     MESSAGES[cls.__name__] = cls
     _FIELDS[cls] = names
@@ -107,6 +114,10 @@ def _reader(hint: Any) -> _Reader:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return lambda value: value
+    if hint == Error:
+        return _read_error
+    if hint is Violation:
+        return _read_violation
     if hint is float:
         return _read_float
     if hint in (int, str, bytes, bool, types.NoneType):
@@ -145,6 +156,34 @@ def _read_dict(value: Any) -> dict[str, Any]:
     return value
 
 
+def _read_error(value: Any) -> dict[str, Any]:
+    """Checks the fields that an error has; `from_wire` finds those that it lacks, and those that it can't have."""
+    error = _read_dict(value)
+    cls, values = getattr(errors, str(error.get("type")), None), error.get("fields")
+    if isinstance(cls, type) and issubclass(cls, RaycollectError) and type(values) is dict:
+        _read_fields(cls, values)
+    return error
+
+
+def _read_violation(value: Any) -> dict[str, Any]:
+    violation = _read_dict(value)
+    _read_fields(Violation, violation)
+    return violation
+
+
+def _read_fields(cls: type, values: dict[str, Any]) -> None:
+    for name, read in _readers(cls):
+        if name in values:
+            read(values[name])
+
+
+@cache
+def _readers(cls: type) -> tuple[tuple[str, _Reader], ...]:
+    """How the fields of an error, or of a violation, are read."""
+    hints = typing.get_type_hints(cls)
+    return tuple((field.name, _reader(hints[field.name])) for field in fields(typing.cast(Any, cls)))
+
+
 def _list_of(read: _Reader) -> _Reader:
     def read_list(value: Any) -> list[Any]:
         if type(value) is not list:
@@ -177,7 +216,8 @@ def decode(data: bytes | bytearray) -> Message:
     name: Any = values.pop("t", None) if type(values) is dict else None
     readers = _READERS.get(name) if type(name) is str else None
     if readers is None:
-        raise ProtocolError(detail=f"unknown message type {str(name)[:80]!r}")
+        shown = repr(name[:80]) if type(name) is str else f"of type {type(name).__name__}"  # it may be nested deeply
+        raise ProtocolError(detail=f"unknown message name {shown}")
     if len(values) != len(readers):
         raise ProtocolError(detail=f"{name} has {len(values)} fields, expected {len(readers)}")
     field = ""
@@ -258,9 +298,22 @@ class Survey(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order(Message):
-    """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task."""
+    """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
+
+    `together`: somebody may have to wait for an operand, or for another plan; say `Ready` when you have both, and begin
+    at `Go`.
+    """
 
     payload: bytes
+    together: bool
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go(Message):
+    """All participants have said that they are `Ready` for plan `seq`."""
+
+    seq: int
 
 
 @_message
@@ -307,7 +360,7 @@ class Welcome(Message):
 class Refused(Message):
     """The lease is not granted."""
 
-    error: dict[str, Any]
+    error: Error
 
 
 @_message
@@ -316,7 +369,7 @@ class Joined(Message):
     """Answers `Join`."""
 
     request: int
-    error: dict[str, Any] | None = None
+    error: Error | None = None
 
 
 @_message
@@ -346,6 +399,15 @@ class Waiting(Message):
 
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ready(Message):
+    """A participant has all that it needs for plan `seq`, and waits for `Go`; `late`: it has waited for too long."""
+
+    seq: int
+    late: bool
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Store(Message):
     """Publishes a value to all members of a group."""
 
@@ -364,7 +426,7 @@ class Done(Message):
 
     seq: int
     ranks: list[int]
-    error: dict[str, Any] | None = None
+    error: Error | None = None
     story: list[str]
 
 
@@ -451,7 +513,7 @@ class Drop(Message):
     generation: str
     seq: int
     rank: int
-    error: dict[str, Any]
+    error: Error
 
 
 @_message
@@ -511,7 +573,7 @@ class Deny(Message):
     group_id: str
     lane: str
     call: int
-    error: dict[str, Any]
+    error: Error
 
 
 # ---------------------------------------------------------------------------------------------- data
@@ -574,4 +636,4 @@ class Freed(Message):
 class Failed(Message):
     """The request could not be served."""
 
-    error: dict[str, Any]
+    error: Error

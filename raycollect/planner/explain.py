@@ -1,7 +1,8 @@
 """What a plan will do, for people: which algorithm and why, what travels together, the bytes, the memory and the time.
 
-An `Explanation` is made from a plan and what its operands hold. It is foreseen, not measured: times and the bytes on
-the ways between ranks are those of the cost model (`cost`), by which the planner also chooses algorithms.
+An `Explanation` is made from a plan and what its operands hold, a `StepExplanation` from the plans and method calls of
+a captured step. It is foreseen, not measured: times and the bytes on the ways between ranks are those of the cost model
+(`cost`), by which the planner also chooses algorithms.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from typing import Any
 from raycollect.model import GroupSpec
 from raycollect.planner.ir import Made, Plan, Source, Together
 from raycollect.planner.pricing import packing, price, rivals
-from raycollect.planner.render import html, text
-from raycollect.planner.report import Act, Bar, Lane, Memory, Report, Row, Way
+from raycollect.planner.render import html, step_html, step_text, text
+from raycollect.planner.report import Act, Bar, Lane, Memory, Methods, Report, Row, StepReport, Way
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
-from raycollect.planner.wording import acts, nbytes_words, op_words, ranks_words, seconds_words
+from raycollect.planner.wording import acts, counted, nbytes_words, op_words, ranks_words, seconds_words
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "Planned", "StepExplanation", "explain", "explain_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +43,89 @@ class Explanation(Report):
         return self.explain()
 
     def __repr__(self) -> str:
-        calls = f"{len(self.rows)} call{'s' if len(self.rows) != 1 else ''}"
+        calls = counted(len(self.rows), "call")
         ways = ", ".join(dict.fromkeys(row.algorithm for row in self.rows))
         return f"<Explanation of {self.name}: {calls}, {self.participants} participants, {ways}; .explain() tells all>"
 
 
-def explain(plan: Plan, given: Mapping[Source, Infos]) -> Explanation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepExplanation(StepReport):
+    """What each run of a captured step will do, and how to show it; a notebook shows it as tables."""
+
+    def explain(self) -> str:
+        """The explanation as text, in ASCII but for what the user named."""
+        return step_text(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The explanation as values that JSON gives back as they are."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    def _repr_html_(self) -> str:
+        return step_html(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def __repr__(self) -> str:
+        what = f"{counted(self.calls, 'call')} in {counted(len(self.stages), 'stage')}"
+        who = counted(self.participants, "participant")
+        return f"<StepExplanation of a captured step: {what}, {who}; .explain() tells all>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A plan that is a stage of a captured step.
+
+    Attributes:
+        plan: The plan.
+        given: What each operand holds; see `explain`.
+        first: The place of its first call among all calls of the step.
+    """
+
+    plan: Plan
+    given: Mapping[Source, Infos]
+    first: int
+
+
+def explain_step(stages: Sequence[Planned | Methods], participants: int) -> StepExplanation:
+    """Says what each run of a captured step will do.
+
+    Args:
+        stages: The plans and the method calls, in order.
+        participants: How many processes take part.
+
+    Raises:
+        KeyError: It is not known what an operand holds.
+        ValueError: What is given can't be cut into a piece per rank.
+    """
+    found = [stage if isinstance(stage, Methods) else explain(stage.plan, stage.given, stage.first) for stage in stages]
+    plans = [stage for stage in found if isinstance(stage, Report)]
+    return StepExplanation(
+        participants=participants,
+        calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage in found),
+        stages=tuple(found),
+        launches=sum(one.launches for one in plans),
+        memory=_memory_of_all([one.memory for one in plans]),
+        time_s=sum(one.time_s for one in plans),
+        nbytes_inside=sum(one.nbytes_inside for one in plans),
+        nbytes_between=sum(one.nbytes_between for one in plans),
+    )
+
+
+def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explanation:
     """Says what a plan will do.
 
     Args:
         plan: The plan.
         given: What each operand holds, by what stands for it in the requests (`Made` ones are worked out).
+        first: The number of its first call, where it is a part of more.
 
     Raises:
         KeyError: It is not known what an operand holds.
         ValueError: What is given can't be cut into a piece per rank.
     """
     sizes = Sizes(plan, given)
-    bundles = [_Bundle(plan, sizes, together) for together in plan.order]
+    bundles = [_Bundle(plan, sizes, together, first) for together in plan.order]
     lanes, begins = _lanes(bundles, len(plan.participants))
     after = _after(plan)
     rows = [
@@ -101,9 +167,12 @@ class _Bundle:
         plan: The plan.
         sizes: What its operands hold.
         together: The bundle.
+        first: The number of the plan's first call.
 
     Attributes:
-        calls: Its calls.
+        calls: Its calls, by their places in the plan.
+        first: The number of the plan's first call.
+        numbers: The numbers of its calls.
         part: What is done for each of them.
         roster: Their group.
         nbytes: The bytes that a rank gives to all of them.
@@ -116,10 +185,11 @@ class _Bundle:
         times_s: How long it takes by each of the part's algorithms, in seconds.
     """
 
-    def __init__(self, plan: Plan, sizes: Sizes, together: Together) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes, together: Together, first: int) -> None:
         self.calls = together.requests
-        first = self.calls[0]
-        self.part, self.roster = plan.parts[first], plan.rosters[first]
+        self.first = first
+        self.numbers = tuple(first + number for number in self.calls)
+        self.part, self.roster = plan.parts[self.calls[0]], plan.rosters[self.calls[0]]
         self.nbytes = sum(sizes.nbytes(number) for number in self.calls)
         infos = [info for number in self.calls for info in sizes.given(number)]
         self.narrow = any(info.itemsize < 4 and "float" in info.dtype for info in infos)
@@ -138,7 +208,7 @@ class _Bundle:
     @property
     def label(self) -> str:
         """What to call it."""
-        calls = f"call{'s' if len(self.calls) > 1 else ''} {ranks_words(self.calls)}"
+        calls = f"call{'s' if len(self.numbers) > 1 else ''} {ranks_words(self.numbers)}"
         return f"{calls}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
 
     @cached_property
@@ -209,7 +279,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
     given, nbytes = sizes.given(number), sizes.nbytes(number)
     made, scratch = sizes.extra(number)
     return Row(
-        call=number,
+        call=bundle.first + number,
         op=op_words(part.request),
         group=roster.spec.name,
         backend=roster.spec.backend,
@@ -217,7 +287,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         tensors=len(given),
         dtypes=tuple(dict.fromkeys(info.dtype for info in given)),
         nbytes=nbytes,
-        after=after,
+        after=tuple(bundle.first + one for one in after),
         bundle=place,
         packed=(bundle.packing.tensors, bundle.tensors, bundle.packing.kernels),
         together=bundle.packing.together,
@@ -266,7 +336,7 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
     for at, bundle in enumerate(bundles):
         begins_s = max((free[member] for member in bundle.members), default=0.0)
         ends_s = begins_s + bundle.times_s[bundle.taken]
-        drawn.append(Bar(label=bundle.label, calls=bundle.calls, begins_s=begins_s, ends_s=ends_s))
+        drawn.append(Bar(label=bundle.label, calls=bundle.numbers, begins_s=begins_s, ends_s=ends_s))
         for member in bundle.members:
             free[member] = ends_s
             bars[member].append(at)
@@ -306,4 +376,14 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
         scratch=max(scratch, default=0),
         packing=max((bundle.packing.nbytes for bundle in bundles), default=0),
         chunks=tuple({spec.name: _chunks(spec.backend) for spec in specs}.items()),
+    )
+
+
+def _memory_of_all(parts: Sequence[Memory]) -> Memory:
+    """What plans need that run one after the other, and keep what they make."""
+    return Memory(
+        outputs=sum(one.outputs for one in parts),
+        scratch=max((one.scratch for one in parts), default=0),
+        packing=max((one.packing for one in parts), default=0),
+        chunks=tuple({name: nbytes for one in parts for name, nbytes in one.chunks}.items()),
     )

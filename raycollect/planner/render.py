@@ -1,6 +1,7 @@
 """An explanation as text, and as a page of HTML that needs nothing else.
 
-Calls that differ in nothing but their number share a row. Everything that a user named is escaped.
+Calls that differ in nothing but their number share a row; so do those of one method. Everything that a user named is
+escaped.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from raycollect.planner.report import Lane, Report, Row
-from raycollect.planner.wording import nbytes_words, ranks_words, seconds_words
+from raycollect.planner.report import Invoked, Lane, Memory, Methods, Report, Row, StepReport
+from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
 
-__all__ = ["html", "text"]
+__all__ = ["html", "step_html", "step_text", "text"]
 
 MOST_ACTS = 8
 """How many different parts of ranks are told for a call; the others are counted."""
@@ -21,6 +22,9 @@ MOST_LANES = 16
 
 MOST_RANKS = 40
 """How many characters a list of ranks may take."""
+
+MOST_ACTORS = 4
+"""How many actors of a method's calls are named; the others are counted."""
 
 _HEAD = (
     "calls",
@@ -41,26 +45,61 @@ _RIGHT = frozenset({"tensors", "bytes per rank", "inside hosts", "between hosts"
 
 def text(report: Report) -> str:
     """An explanation as text, in ASCII but for what the user named."""
-    bundles = _bundles(report.rows)
-    lines = [_title(report), "", *_table([_HEAD, *(cells for rows in bundles for cells in _cells(rows))]), ""]
-    for rows in bundles:
-        lines += [f"{_calls(rows)}: {rows[0].op}", *(f"  {name:<10} {what}" for name, what in _details(rows))]
-        lines += [f"    {line}" for line in _acts(rows[0])] + [""]
-    width = max(len(name) for name, _ in _totals(report))
-    lines += ["in all", *(f"  {name:<{width}}  {what}" for name, what in _totals(report))]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    return _joined([_title(report), "", *_body(report), *_listed(_totals(report))])
+
+
+def step_text(report: StepReport) -> str:
+    """An explanation of a captured step as text, in ASCII but for what the user named."""
+    lines = [_step_title(report), ""]
+    for at, stage in enumerate(report.stages):
+        if isinstance(stage, Methods):
+            lines += [f"stage {at}: {counted(len(stage.calls), 'method call')}"]
+            lines += [f"  {line}" for line in _method_lines(stage)] + [""]
+        else:
+            lines += [f"stage {at}: {_title(stage)}"]
+            lines += [line and f"  {line}" for line in (*_body(stage), *_listed(_stage_totals(stage), "in this stage"))]
+            lines += [""]
+    return _joined([*lines, *_listed(_step_totals(report))])
 
 
 def html(report: Report) -> str:
     """An explanation as a fragment of HTML: a table, what the ranks do, and a picture of the time."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in _HEAD)
-    body = "\n".join(_html_rows(rows) for rows in _bundles(report.rows))
-    totals = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(what)}</dd>" for name, what in _totals(report))
+    return _html(report, _title(report), _totals(report))
+
+
+def step_html(report: StepReport) -> str:
+    """An explanation of a captured step as a fragment of HTML: its stages, one after the other."""
+    parts = []
+    for at, stage in enumerate(report.stages):
+        if isinstance(stage, Methods):
+            title = f"stage {at}: {counted(len(stage.calls), 'method call')}"
+            lines = "\n".join(f"<li>{escape(line)}</li>" for line in _method_lines(stage))
+            parts.append(f"<p><b>{escape(title)}</b></p>\n<ul>\n{lines}\n</ul>\n")
+        else:
+            parts.append(_html(stage, f"stage {at}: {_title(stage)}", _stage_totals(stage)))
     return (
-        f'<div class="raycollect-plan">\n<p><b>{escape(_title(report))}</b></p>\n'
-        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n"
-        f"{_svg(report)}<dl>\n{totals}\n</dl>\n</div>\n"
+        f'<div class="raycollect-step">\n<p><b>{escape(_step_title(report))}</b></p>\n'
+        f"{''.join(parts)}{_html_totals(_step_totals(report))}</div>\n"
     )
+
+
+def _joined(lines: Sequence[str]) -> str:
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _body(report: Report) -> list[str]:
+    """The table, and what there is to say of each bundle."""
+    bundles = _bundles(report.rows)
+    lines = [*_table([_HEAD, *(cells for rows in bundles for cells in _cells(rows))]), ""]
+    for rows in bundles:
+        lines += [f"{_calls(rows)}: {rows[0].op}", *(f"  {name:<10} {what}" for name, what in _details(rows))]
+        lines += [f"    {line}" for line in _acts(rows[0])] + [""]
+    return lines
+
+
+def _listed(totals: Sequence[tuple[str, str]], title: str = "in all") -> list[str]:
+    width = max(len(name) for name, _ in totals)
+    return [title, *(f"  {name:<{width}}  {what}" for name, what in totals)]
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -83,13 +122,37 @@ def _alike(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _title(report: Report) -> str:
-    calls = f"{len(report.rows)} call{'s' if len(report.rows) != 1 else ''}"
-    who = f"{report.participants} participant{'s' if report.participants != 1 else ''}"
+    calls, who = counted(len(report.rows), "call"), counted(report.participants, "participant")
     return f"{report.name}: {calls}, {who}, {seconds_words(report.time_s)} foreseen"
 
 
-def _calls(rows: Sequence[Row]) -> str:
-    return f"call{'s' if len(rows) > 1 else ''} {ranks_words([row.call for row in rows])}"
+def _step_title(report: StepReport) -> str:
+    calls, stages = counted(report.calls, "call"), counted(len(report.stages), "stage")
+    return f"captured step: {calls} in {stages}, {counted(report.participants, 'participant')}"
+
+
+def _calls(rows: Sequence[Row | Invoked]) -> str:
+    return _numbered([row.call for row in rows])
+
+
+def _numbered(calls: Sequence[int]) -> str:
+    return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
+
+
+def _method_lines(stage: Methods) -> list[str]:
+    """A line for the calls of each method, in the order of their first ones."""
+    found: dict[str, list[Invoked]] = {}
+    for call in stage.calls:
+        found.setdefault(call.method, []).append(call)
+    return [_method_line(calls) for calls in found.values()]
+
+
+def _method_line(calls: Sequence[Invoked]) -> str:
+    actors = list(dict.fromkeys(call.actor for call in calls))
+    more = f" and {len(actors) - MOST_ACTORS} more" if len(actors) > MOST_ACTORS else ""
+    after = sorted({one for call in calls for one in call.after})
+    given = f", with what {_numbered(after)} {'give' if len(after) > 1 else 'gives'}" if after else ""
+    return f"{_calls(calls)}: {calls[0].method} of {', '.join(actors[:MOST_ACTORS])}{more}{given}"
 
 
 def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -125,7 +188,7 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
     made, scratch = sum(one.made_nbytes for one in rows), sum(one.scratch_nbytes for one in rows)
     found = {
         "why": f"{row.algorithm}: {row.why}",
-        "after": after and f"call{'s' if len(after) > 1 else ''} {ranks_words(after)}",
+        "after": after and _numbered(after),
         "packed": packed and f"{packed} of {tensors} tensors travel in {kernels} kernel{'s' if kernels > 1 else ''}",
         "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
         "bits": row.bits,
@@ -148,10 +211,13 @@ def _acts(row: Row) -> list[str]:
 
 
 def _totals(report: Report) -> list[tuple[str, str]]:
+    return [("messages", f"{report.participants}, one per participant"), *_stage_totals(report)]
+
+
+def _stage_totals(report: Report) -> list[tuple[str, str]]:
+    """What there is to say of a plan that has no messages of its own."""
     memory = report.memory
-    chunks = ", ".join(f"{name} {'unknown' if nbytes < 0 else nbytes_words(nbytes)}" for name, nbytes in memory.chunks)
     return [
-        ("messages", f"{report.participants}, one per participant"),
         ("door", f"{report.door}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
         ("launches", f"{report.launches}, with that of the door"),
         ("bytes inside hosts", nbytes_words(report.nbytes_inside)),
@@ -159,9 +225,31 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("outputs on a rank", nbytes_words(memory.outputs)),
         ("scratch on a rank", nbytes_words(memory.scratch)),
         ("packing on a rank", f"{nbytes_words(memory.packing)}, of {nbytes_words(report.staging)} allowed"),
-        ("chunks, at most", chunks),
+        ("chunks, at most", _chunks(memory)),
         ("time", f"{seconds_words(report.time_s)} after the door"),
     ]
+
+
+def _step_totals(report: StepReport) -> list[tuple[str, str]]:
+    memory, plans = report.memory, sum(isinstance(stage, Report) for stage in report.stages)
+    messages = ("messages", f"{report.participants} per run, one per participant")
+    if not plans:
+        return [messages]
+    return [
+        messages,
+        ("launches", f"{report.launches}, with those of {counted(plans, 'door')}"),
+        ("bytes inside hosts", nbytes_words(report.nbytes_inside)),
+        ("bytes between hosts", nbytes_words(report.nbytes_between)),
+        ("outputs on a rank", f"{nbytes_words(memory.outputs)} at most, kept until the run that follows"),
+        ("scratch on a rank", nbytes_words(memory.scratch)),
+        ("packing on a rank", nbytes_words(memory.packing)),
+        ("chunks, at most", _chunks(memory)),
+        ("time", f"{seconds_words(report.time_s)} after the doors, without the methods"),
+    ]
+
+
+def _chunks(memory: Memory) -> str:
+    return ", ".join(f"{name} {'unknown' if nbytes < 0 else nbytes_words(nbytes)}" for name, nbytes in memory.chunks)
 
 
 def _clipped(words: str, most: int = MOST_RANKS) -> str:
@@ -182,6 +270,22 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------- HTML
+
+
+def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> str:
+    """The explanation of one plan."""
+    head = "".join(f"<th>{escape(name)}</th>" for name in _HEAD)
+    body = "\n".join(_html_rows(rows) for rows in _bundles(report.rows))
+    return (
+        f'<div class="raycollect-plan">\n<p><b>{escape(title)}</b></p>\n'
+        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n"
+        f"{_svg(report)}{_html_totals(totals)}</div>\n"
+    )
+
+
+def _html_totals(totals: Sequence[tuple[str, str]]) -> str:
+    lines = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(what)}</dd>" for name, what in totals)
+    return f"<dl>\n{lines}\n</dl>\n"
 
 
 def _html_rows(rows: Sequence[Row]) -> str:

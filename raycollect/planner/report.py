@@ -1,10 +1,10 @@
-"""What is told about a plan, as plain values; `explain` writes them, `render` shows them."""
+"""What is told about a plan, or about a captured step, as plain values; `explain` writes them, `render` shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Act", "Bar", "Lane", "Memory", "Report", "Row", "Way"]
+__all__ = ["Act", "Bar", "Invoked", "Lane", "Memory", "Methods", "Report", "Row", "StepReport", "Way"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +171,59 @@ class Report:
     staging: int
     rows: tuple[Row, ...]
     lanes: tuple[Lane, ...]
+    memory: Memory
+    time_s: float
+    nbytes_inside: int
+    nbytes_between: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Invoked:
+    """A method call of a captured step.
+
+    Attributes:
+        call: Its place among all calls of the step, from 0.
+        actor: The actor.
+        method: The method's name.
+        after: The calls whose results it takes.
+    """
+
+    call: int
+    actor: str
+    method: str
+    after: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Methods:
+    """A stage of a captured step: method calls with no collective between them.
+
+    Attributes:
+        calls: The calls, in order; those of different actors run at the same time.
+    """
+
+    calls: tuple[Invoked, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What a run of a captured step will do, as plain values.
+
+    Attributes:
+        participants: How many processes take part; each gets one message per run.
+        calls: How many calls there are, of methods and of verbs.
+        stages: In order: method calls, and what a plan will do; its calls are numbered among all of the step.
+        launches: How many launches the plans have.
+        memory: What a run needs beyond the operands, at most: what is made stays until the run that follows.
+        time_s: How long all plans take, one after the other, each after its door, in seconds; without the methods.
+        nbytes_inside: The bytes moved inside hosts, by all ranks together.
+        nbytes_between: The same between hosts.
+    """
+
+    participants: int
+    calls: int
+    stages: tuple[Methods | Report, ...]
+    launches: int
     memory: Memory
     time_s: float
     nbytes_inside: int

@@ -10,7 +10,7 @@ from raycollect.planner.report import Act
 from raycollect.planner.template import Local, Step, Template
 from raycollect.planner.topology import Roster
 
-__all__ = ["acts", "nbytes_words", "op_words", "ranks_words", "seconds_words"]
+__all__ = ["acts", "counted", "nbytes_words", "op_words", "ranks_words", "seconds_words"]
 
 _PEER: dict[OpKind | Local, str] = {
     OpKind.REDUCE: "to",
@@ -38,6 +38,11 @@ def seconds_words(seconds: float) -> str:
         if seconds >= 0.9995 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 1e-6:.2g} us"
+
+
+def counted(count: int, noun: str) -> str:
+    """So many of something: ``"1 call"``, ``"3 calls"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def op_words(request: Request) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("rich", reason="the benchmarks need what `make bench` installs")
 
-from benchmarks import names, tables
+from benchmarks import doorless, names, tables
 from benchmarks.interleave import RUNS_PER_ROUND, interleave, timed
 from benchmarks.kernels import roster
 from benchmarks.kernels.operands import MOST_RUNS, OPS, Operands
@@ -21,9 +21,12 @@ from benchmarks.kernels.team import Team, TeamFailed
 from benchmarks.kernels.worker import serve
 from benchmarks.report import Peak, Report, Skip, Skipped, rows_of, size, summarise
 from benchmarks.suite import Choice, close, entry, gather
+from benchmarks.suites import captured, training
 from benchmarks.suites.kernel import BURSTS
 from benchmarks.suites.plan import Planner
-from benchmarks.targets import MB, TARGETS, Ceiling, Target, judge
+from benchmarks.targets import MB, TARGETS, Ceiling, Share, Target, judge
+from raycollect.model import OpKind
+from tests.pure.communicators import ThreadTeam
 
 
 class Clock:
@@ -203,7 +206,9 @@ def test_the_document_holds_every_record_and_the_machine(tmp_path):
     assert document["memory"][0]["extra_nbytes"] == [1, 2]
 
 
-@pytest.mark.parametrize(("nbytes", "said"), [(4, "4 B"), (65536, "64 KB"), (3 << 19, "1.5 MB"), (1 << 30, "1 GB")])
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(4, "4 B"), (65536, "64 KB"), (5200, "5.078 KB"), (3 << 19, "1.5 MB"), (1 << 30, "1 GB")]
+)
 def test_sizes_as_a_person_reads_them(nbytes, said):
     assert size(nbytes) == said
 
@@ -211,6 +216,7 @@ def test_sizes_as_a_person_reads_them(nbytes, said):
 # ---------------------------------------------------------------------------------------------- targets
 
 TARGET = Target(suite="kernel", op="allreduce", ranks=2, nbytes=4, contender="a", peer="b", ratio=2.0)
+SHARE = Share(suite="kernel", op="allreduce", ranks=2, nbytes=4, contender="a", without="b", most=0.3)
 CEILING = Ceiling(op="allreduce", nbytes=4, contender="a", most_nbytes=100)
 
 
@@ -226,6 +232,21 @@ def test_a_target_is_a_ratio_of_medians(theirs_ms, reached):
     (verdict,) = _judged(_row("a", 1.0), _row("b", theirs_ms))
     assert verdict.found == theirs_ms
     assert verdict.reached is reached
+
+
+@pytest.mark.parametrize(("without_ms", "reached"), [(6.9, False), (7.1, True), (10.0, True), (11.0, True)])
+def test_a_share_is_what_a_part_adds_to_the_time(without_ms, reached):
+    (verdict,) = _judged(_row("a", 10.0), _row("b", without_ms), target=SHARE)
+    assert verdict.found == pytest.approx(1 - without_ms / 10)
+    assert verdict.reached is reached
+
+
+def test_a_share_needs_both():
+    for one in ("a", "b"):
+        (verdict,) = _judged(_row(one, 10.0), target=SHARE)
+        assert verdict.found is None
+        assert not verdict.reached
+    assert _judged(_row("a", 10.0, ranks=4), target=SHARE) == []
 
 
 @pytest.mark.parametrize("change", [{"suite": "driver"}, {"op": "send"}, {"ranks": 4}, {"nbytes": 8}])
@@ -275,12 +296,14 @@ def test_tables_say_what_was_found(capsys):
     for one in (TARGET, limit, replace(TARGET, peer="nobody")):
         tables.show_verdicts(console, _judged(*rows, target=one))
     tables.show_verdicts(console, _judged(_peak("a", 3 * MB), target=CEILING))
+    tables.show_verdicts(console, _judged(_row("a", 1.0), _row("b", 0.75), target=SHARE))
     said = capsys.readouterr().out
     assert "1.50 x" in said
     assert "MISSED  kernel allreduce, 2 ranks, 4 B, a: 1.50 times faster than b (target 2)" in said
     assert "reached  kernel allreduce, 2 ranks, 4 B, a: 90% of the limit (target 85%)" in said
     assert "NOT MEASURED  kernel allreduce, 2 ranks, 4 B, a: ? times faster than nobody" in said
     assert "a: 3.0 MB extra" in said
+    assert "reached  kernel allreduce, 2 ranks, 4 B, a: 25% of the time (target at most 30%)" in said
 
 
 # ---------------------------------------------------------------------------------------------- pictures
@@ -402,3 +425,71 @@ def test_the_planner_is_checked_too(fresh):
     planner.fill()
     with pytest.raises(AssertionError, match="0 programs"):
         planner.check(1)
+
+
+# ---------------------------------------------------------------------------------------------- captured, training
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_without_the_door_a_collective_is_the_same(fleet, ranks):
+    made, team = fleet(ranks), ThreadTeam("shm", ranks)
+    made.communicators = team.communicators
+    held = [np.full(1, rank + 1, np.float32) for rank in range(ranks)]
+    keys = made.keep_all(held)
+    try:
+        made.must(OpKind.ALLREDUCE, keys)
+        for at, there in enumerate([False, True, False, False, True], 1):
+            before = doorless.left_out()
+            doorless.set_door(there)
+            made.must(OpKind.ALLREDUCE, keys)
+            assert (doorless.left_out() > before) is not there
+            total = ranks * (ranks + 1) / 2 * ranks**at
+            assert [array.tolist() for array in held] == [[total]] * ranks
+    finally:
+        doorless.set_door(True)
+        team.close()
+
+
+def test_without_the_door_new_operands_still_agree(fleet):
+    made, team = fleet(2), ThreadTeam("shm", 2)
+    made.communicators = team.communicators
+    doorless.set_door(False)
+    try:
+        before = doorless.left_out()
+        for _ in range(3):
+            held = [np.ones(1, np.float32), np.ones(1, np.float32)]
+            made.must(OpKind.ALLREDUCE, made.keep_all(held))
+            assert [array.tolist() for array in held] == [[2.0]] * 2
+        assert doorless.left_out() == before
+    finally:
+        doorless.set_door(True)
+        team.close()
+
+
+def test_a_burst_of_the_captured_suite_stays_within_float32():
+    for ranks in (2, 4, 16):
+        assert ranks * (ranks + 1) / 2 * float(ranks) ** (captured.BURST - 1) < np.finfo(np.float32).max
+
+
+def test_an_iteration_is_its_share_of_the_burst():
+    class Three(training.Training):
+        def __init__(self):
+            self.done = []
+
+        def operate(self):
+            self.done.append("iteration")
+
+        def finish(self):
+            self.done.append("finish")
+
+    three = Three()
+    times = three.run(3)
+    assert three.done == ["iteration"] * 3 + ["finish"]
+    assert len(times) == 3
+    assert len(set(times)) == 1
+
+
+def test_the_gradient_of_the_training_target_is_that_of_the_example():
+    digits = pytest.importorskip("examples.digits", reason="no scikit-learn")
+    nbytes = {one.nbytes for one in TARGETS if isinstance(one, Target) and one.suite == "training"}
+    assert nbytes == {digits.train_in_one_process(digits.load()[0], 1).nbytes}

@@ -19,10 +19,11 @@ import pytest
 
 from raycollect.model import GroupSpec, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Inner, Link, Made, Request, Roster, Topology, plan
-from raycollect.planner.explain import explain
+from raycollect.planner.explain import Planned, explain, explain_step
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
 from raycollect.planner.pricing import packing
-from raycollect.planner.render import MOST_ACTS
+from raycollect.planner.render import MOST_ACTORS, MOST_ACTS
+from raycollect.planner.report import Invoked, Methods
 from raycollect.planner.sizes import Sizes
 from raycollect.planner.wording import nbytes_words, ranks_words, seconds_words
 
@@ -157,13 +158,49 @@ PLANS = {
 }
 
 
+def methods(first, *names, after=()):
+    """A call of each method of each of some actors."""
+    each = [(f"Trainer<{at}>", name) for name, count in names for at in range(count)]
+    return Methods(
+        calls=tuple(
+            Invoked(call=first + at, actor=actor, method=name, after=after if at < names[0][1] else ())
+            for at, (actor, name) in enumerate(each)
+        )
+    )
+
+
+def captured(first, requests, there, held):
+    planned = plan(requests, [there] * len(requests))
+    return Planned(plan=planned, given={source: held[source[0]] for source in planned.uses()}, first=first)
+
+
+def step():
+    there = roster([0] * 6, name="digits")
+    asked = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
+    stages = [
+        methods(0, ("gradient", 6)),
+        captured(6, [allreduce(there, tag) for tag in "ab"], there, {"a": info(650), "b": info(10)}),
+        methods(8, ("apply", 6), ("loss", 2), after=(6,)),
+        captured(16, asked, there, {"x": info(1 << 16)}),
+    ]
+    return explain_step(stages, 6)
+
+
+def methods_only():
+    return explain_step([methods(0, ("count", 1))], 1)
+
+
+STEPS = {one.__name__: one for one in (step, methods_only)}
+SHOWN = {**PLANS, **STEPS}
+
+
 # ---------------------------------------------------------------------------------------------- golden files
 
 
 @pytest.mark.parametrize("form", ["txt", "html"])
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", SHOWN)
 def test_it_is_shown_as_it_was(name, form):
-    found = PLANS[name]()
+    found = SHOWN[name]()
     shown = found.explain() if form == "txt" else found._repr_html_()
     path = GOLDEN / f"{name}.{form}"
     if os.environ.get("RAYCOLLECT_UPDATE_GOLDEN"):
@@ -173,12 +210,12 @@ def test_it_is_shown_as_it_was(name, form):
 
 
 def test_every_golden_file_has_its_plan():
-    assert {path.name for path in GOLDEN.iterdir()} == {f"{name}.{form}" for name in PLANS for form in ("txt", "html")}
+    assert {path.name for path in GOLDEN.iterdir()} == {f"{name}.{form}" for name in SHOWN for form in ("txt", "html")}
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", SHOWN)
 def test_text_is_ascii_and_has_no_loose_ends(name):
-    lines = PLANS[name]().explain().split("\n")
+    lines = SHOWN[name]().explain().split("\n")
     assert "".join(lines).isascii()
     assert lines == [line.rstrip() for line in lines]
     assert lines[-1] == ""
@@ -201,9 +238,9 @@ class Page(html.parser.HTMLParser):
         self.text.append(data)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", SHOWN)
 def test_html_is_well_formed_and_what_the_user_named_is_escaped(name):
-    shown = PLANS[name]()._repr_html_()
+    shown = SHOWN[name]()._repr_html_()
     page = Page()
     page.feed(shown)
     page.close()
@@ -211,16 +248,24 @@ def test_html_is_well_formed_and_what_the_user_named_is_escaped(name):
     assert "<&>" not in shown
     if name == "overlapping":
         assert any("left <&>" in text for text in page.text)
+    if name in STEPS:
+        assert any("Trainer<0>" in text for text in page.text)
+        assert "<0>" not in shown
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_it_becomes_json_and_a_short_repr(name):
+    found = SHOWN[name]()
+    assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
+    assert len(repr(found)) < 150
+    assert str(found) == found.explain()
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_it_becomes_json_and_a_short_repr(name):
+def test_its_rows_are_in_the_dict_and_its_name_in_the_repr(name):
     found = PLANS[name]()
-    assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
     assert found.to_dict()["rows"][0]["algorithm"] == found.rows[0].algorithm
     assert found.name in repr(found)
-    assert len(repr(found)) < 150
-    assert str(found) == found.explain()
 
 
 # ---------------------------------------------------------------------------------------------- what it says
@@ -376,6 +421,57 @@ def test_the_chunks_of_a_backend_are_those_that_it_says(backend, module, chunks)
     memory = told([allreduce(there)], there, {"x": info(1)}).memory
     expected = chunks * import_module(f"raycollect.backends.{module}").CHUNK_NBYTES
     assert memory.chunks == (("default", expected),)
+
+
+# ---------------------------------------------------------------------------------------------- captured steps
+
+
+def test_the_calls_of_a_step_are_numbered_over_all_stages():
+    found = step()
+    gradient, summed, applied, asked = found.stages
+    assert [call.call for call in gradient.calls] == list(range(6))
+    assert [row.call for row in summed.rows] == [6, 7]
+    assert [call.call for call in applied.calls] == list(range(8, 16))
+    assert [row.call for row in asked.rows] == [16, 17]
+    assert asked.rows[1].after == (16,)
+    assert {call.after for call in applied.calls} == {(6,), ()}
+    assert (found.calls, found.participants) == (18, 6)
+    assert sorted(call for lane in asked.lanes for bar in lane.bars for call in bar.calls) == [16, 17]
+
+
+def test_a_stage_is_as_the_plan_alone_but_for_its_numbers():
+    there = roster([0, 0, 1, 1], backend="tcp")
+    requests = [broadcast(there, 1, "a"), allreduce(there, "a"), allreduce(there, "b")]
+    held = {"a": info(100), "b": info(7)}
+    (_, stage) = explain_step([methods(0, ("begin", 3)), captured(3, requests, there, held)], 4).stages
+    alone = told(requests, there, held)
+    moved = [replace(row, call=row.call - 3, after=tuple(one - 3 for one in row.after)) for row in stage.rows]
+    assert tuple(moved) == alone.rows
+    assert (stage.time_s, stage.memory, stage.launches) == (alone.time_s, alone.memory, alone.launches)
+
+
+def test_a_step_takes_what_its_plans_take():
+    found = step()
+    plans = [found.stages[1], found.stages[3]]
+    assert found.time_s == pytest.approx(sum(one.time_s for one in plans))
+    assert found.launches == sum(one.launches for one in plans)
+    assert found.nbytes_inside == sum(one.nbytes_inside for one in plans)
+    assert found.memory.outputs == sum(one.memory.outputs for one in plans) > 0
+    assert found.memory.packing == max(one.memory.packing for one in plans)
+    assert found.memory.chunks == (("digits", 2 << 20),)
+
+
+def test_a_step_of_methods_alone_needs_no_launch():
+    found = methods_only()
+    assert (found.launches, found.time_s, found.memory.outputs, found.memory.chunks) == (0, 0.0, 0, ())
+    assert "launches" not in found.explain()
+
+
+@pytest.mark.parametrize("count", [1, MOST_ACTORS, MOST_ACTORS + 3])
+def test_many_actors_of_a_method_are_counted(count):
+    shown = explain_step([methods(0, ("gradient", count))], count).explain()
+    assert (f"and {count - MOST_ACTORS} more" in shown) == (count > MOST_ACTORS)
+    assert shown.count("Trainer<") == min(count, MOST_ACTORS)
 
 
 # ---------------------------------------------------------------------------------------------- packing

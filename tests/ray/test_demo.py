@@ -26,6 +26,8 @@ def test_digits_learn_the_same_in_actors_as_in_one_process(actors):
     assert result.difference <= digits.MAX_DIFFERENCE
     assert result.same_bits
     assert result.ok
+    assert result.loop_ms > 0
+    assert result.captured_ms > 0
     assert all(timing.allreduce_ms > 0 and timing.object_store_ms > 0 for timing in result.timings)
 
 
@@ -51,9 +53,25 @@ def test_shard_gradients_add_up_to_the_gradient_over_all_images():
 
 
 def test_a_failed_check_is_told(capsys):
-    bad = digits.Result(actors=2, accuracy=0.5, difference=1.0, same_bits=False, timings=())
+    bad = digits.Result(
+        actors=2, accuracy=0.5, difference=1.0, same_bits=False, loop_ms=3.0, captured_ms=0.5, timings=()
+    )
 
     digits.show(bad)
 
     assert not bad.ok
-    assert capsys.readouterr().out.count("NOT OK") == 3
+    said = capsys.readouterr().out
+    assert said.count("NOT OK") == 3
+    assert "captured 0.50 ms (6.0 times faster)" in said
+
+
+def test_a_learner_can_begin_anew():
+    train, _ = digits.load()
+    learner = digits.Learner(train, total=len(train))
+    for _ in range(3):
+        learner.apply(learner.gradient())
+    learner.begin()
+    for _ in range(5):
+        learner.apply(learner.gradient())
+
+    assert learner.weights().tobytes() == digits.train_in_one_process(train, 5).tobytes()

@@ -1,0 +1,61 @@
+"""From the stages of a captured step, and what its operands are, to what each run does; see `Capture.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from raycollect.agenda import MethodCall, Pending
+from raycollect.course import Course, Stage
+from raycollect.errors import CaptureError
+from raycollect.planner import Source
+from raycollect.planner.explain import Planned, StepExplanation, explain_step
+from raycollect.planner.report import Invoked, Methods
+from raycollect.planner.sizes import Infos
+
+__all__ = ["explain_capture"]
+
+
+def explain_capture(
+    course: Course, stages: Sequence[Stage | tuple[MethodCall, ...]], infos: Mapping[Source, Infos | None]
+) -> StepExplanation:
+    """Explains a captured step.
+
+    Args:
+        course: Its plans as one: who takes part.
+        stages: Its plans and method calls, in order; all of them.
+        infos: What each operand is, by what stands for it in the plans; None: a run has to make it first.
+
+    Raises:
+        CaptureError: What an operand is shows in the first run only; or a run will be refused.
+    """
+    actors = {actor_id: member.actor for actor_id, (_, member) in zip(course.participants, course.homes, strict=True)}
+    found: list[Planned | Methods] = []
+    first = 0
+    for stage in stages:
+        if isinstance(stage, Stage):
+            found.append(_planned(stage, infos, first))
+            first += len(stage.plan.requests)
+        else:
+            found.append(Methods(calls=tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)))
+            first += len(stage)
+    try:
+        return explain_step(found, len(course.participants))
+    except ValueError as exc:
+        raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
+
+
+def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int) -> Planned:
+    given: dict[Source, Infos] = {}
+    for source in stage.plan.uses():
+        known = infos[source]
+        if known is None:
+            what = "what methods return, and collectives make of it, shows when it runs: run it once first"
+            raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
+        given[source] = known
+    return Planned(plan=stage.plan, given=given, first=first)
+
+
+def _invoked(call: MethodCall, actor: str) -> Invoked:
+    values = (*call.args, *(value for _, value in call.kwargs))
+    after = sorted({value.step for value in values if type(value) is Pending})
+    return Invoked(call=call.step, actor=actor, method=call.method, after=tuple(after))

@@ -1,0 +1,418 @@
+"""A participant's process and captured steps: how methods are called, the turn, what comes over the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+
+from raycollect import participant
+from raycollect.captures import Captures
+from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
+from raycollect.errors import (
+    CaptureError,
+    ConnectionLostError,
+    InvalidArgumentError,
+    NotAMemberError,
+    RaycollectError,
+    TensorFreedError,
+    UnsupportedError,
+    from_wire,
+)
+from raycollect.handle import Handle
+from raycollect.ledger import Ledger
+from raycollect.model import TENSOR, Address, Key
+from raycollect.observe import Recorder
+from raycollect.participant import CollectiveParticipant, by_value
+from raycollect.payload import pack_values, unpack_values
+from raycollect.pos import Store
+from raycollect.routine import encode_routine
+from raycollect.runtime import Runtime
+from raycollect.watch import Watch
+
+from .captured import CAPTURE, WAIT_S, Gate, Script, full, pinned
+
+
+class Plain(CollectiveParticipant):
+    """What runs call."""
+
+    def add(self, one: int, *, other: int = 1) -> int:
+        return one + other
+
+    def outer(self) -> Any:
+        return self.tensor()
+
+    def tensor(self) -> Any:
+        return full(1)
+
+    @by_value
+    def valued(self) -> str:
+        return threading.current_thread().name
+
+    def items(self) -> Iterator[int]:
+        yield 1
+
+    def broken(self) -> None:
+        raise ValueError("bad")
+
+    @property
+    def odd(self) -> int:
+        raise AssertionError("nobody asks for it")
+
+    _hidden = 3
+
+
+class Loops(CollectiveParticipant):
+    """The same with a loop."""
+
+    async def add(self, one: int) -> tuple[int, str]:
+        await asyncio.sleep(0)
+        return one + await self.more(), threading.current_thread().name
+
+    async def more(self) -> int:
+        return 1
+
+    def plain(self) -> str:
+        return threading.current_thread().name
+
+    async def items(self) -> Any:
+        yield 1
+
+    async def broken(self) -> None:
+        raise ValueError("bad")
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, name="the loop")
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(WAIT_S)
+    made.close()
+
+
+# ---------------------------------------------------------------------------------------------- methods
+
+
+def test_methods_are_called_as_by_the_actor_itself() -> None:
+    """In the caller's thread, and nothing is kept of what they return: the store has no name for it."""
+    invoke = participant._invoker(Plain(), None, ["add", "outer", "valued"])
+    assert invoke("add", [1], {}) == 2
+    assert invoke("add", [1], {"other": 5}) == 6
+    assert invoke("outer", [], {}).tolist() == full(1).tolist()
+    assert invoke("valued", [], {}) == threading.current_thread().name
+    assert not participant._inside.get()
+
+
+def test_methods_of_an_actor_with_a_loop_run_there(loop: asyncio.AbstractEventLoop) -> None:
+    invoke = participant._invoker(Loops(), loop, ["add", "plain", "broken"])
+    assert invoke("add", [1], {}) == (2, "the loop")
+    assert invoke("plain", [], {}) == "the loop"
+    with pytest.raises(ValueError, match="bad"):
+        invoke("broken", [], {})
+    assert not participant._inside.get()
+
+
+def test_ray_is_never_asked_whose_call_it_is(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
+    monkeypatch.setattr(participant, "ray_internals", None)
+    assert participant._invoker(Plain(), None, ["outer"])("outer", [], {}).shape == (5,)
+    assert participant._invoker(Loops(), loop, ["add"])("add", [1], {})[0] == 2
+
+
+@pytest.mark.parametrize("name", ["nope", "_hidden", "odd", ""])
+def test_an_unknown_method_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="add, broken, items, outer, tensor, valued") as caught:
+        participant._invoker(Plain() if name != "odd" else _Odd(), None, ["add", name])
+    assert name in str(caught.value)
+
+
+class _Odd(Plain):
+    odd = 3  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("cls", [Plain, Loops])
+def test_generators_are_refused(cls: Any) -> None:
+    with pytest.raises(UnsupportedError, match="generator"):
+        participant._invoker(cls(), None, ["items"])
+
+
+# ---------------------------------------------------------------------------------------------- the turn
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], threading.Lock]:
+    """Lets methods be called as if by Ray, in a process that is an ordered participant, or another."""
+
+    def make(is_ordered: bool) -> threading.Lock:
+        turn = threading.Lock()
+        here = SimpleNamespace(turn=turn, is_ordered=is_ordered, store=Store())
+        here.keep = lambda key, container, streamed=False: container.value
+        monkeypatch.setattr(Runtime, "_current", here)
+        monkeypatch.setattr(participant, "_outermost", lambda name: bytes(24))
+        return turn
+
+    return make
+
+
+class Turning(CollectiveParticipant):
+    """Tells whether the turn is held."""
+
+    turn: threading.Lock
+
+    def plain(self) -> bool:
+        return self.turn.locked()
+
+    def broken(self) -> None:
+        assert self.turn.locked()
+        raise ValueError("bad")
+
+    def items(self, count: int) -> Iterator[bool]:
+        for _ in range(count):
+            yield self.turn.locked()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_methods_that_ray_calls_hold_the_turn_where_they_are_ordered(ordered: Any, is_ordered: bool) -> None:
+    one = Turning()
+    one.turn = ordered(is_ordered)
+    assert one.plain() is is_ordered
+    assert not one.turn.locked()
+    if is_ordered:
+        with pytest.raises(ValueError, match="bad"):
+            one.broken()
+        assert not one.turn.locked()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 5])
+def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken: int) -> None:
+    one = Turning()
+    one.turn = ordered(True)
+    items = one.items(3)
+    for at, item in zip(range(taken), items, strict=False):
+        assert item
+        assert one.turn.locked() or at == 3
+    items.close()  # type: ignore[attr-defined]
+    assert not one.turn.locked()
+
+
+def test_a_process_that_is_no_participant_yet_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "_current", None)
+    with Runtime.turn_of_methods(), Runtime.turn_of_methods():  # it may be entered twice
+        assert Runtime._current is None, "and is made none by asking"
+
+
+# ---------------------------------------------------------------------------------------------- the process
+
+
+class Controller:
+    """What a participant's process says to its controller."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.heard: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        with self.changed:
+            self.heard.append(message)
+            self.changed.notify_all()
+
+    def wait_for(self, seq: int) -> Any:
+        def found() -> Any:
+            return next((one for one in self.heard if one.seq == seq), None)
+
+        with self.changed:
+            assert self.changed.wait_for(found, WAIT_S), self.heard
+            return found()
+
+    def error(self, seq: int) -> RaycollectError:
+        message = self.wait_for(seq)
+        assert isinstance(message, Done)
+        assert message.error is not None
+        return from_wire(message.error)
+
+
+@pytest.fixture
+def here() -> Iterator[Runtime]:
+    """A participant's process with a lease, without Ray and without a server."""
+    made = Runtime.__new__(Runtime)
+    made.store, made.recorder = Store(), Recorder(lambda: 0.0)
+    made.instruments = SimpleNamespace()  # type: ignore[assignment]
+    made.actor, made.actor_id = "Worker(ab)", "ab"
+    made._groups, made._running, made._begun = {}, {}, 0
+    made._ledger, made._captures, made._watch = Ledger(), Captures(), Watch()
+    made._lock, made._going, made._cleared = threading.Lock(), threading.Condition(), 0
+    made.turn, made.is_ordered = threading.Lock(), True
+    made._lease = ("me", "a test", Controller())  # type: ignore[assignment]
+    yield made
+    made._end_lease("the test is over")
+
+
+def _said(here: Runtime) -> Controller:
+    assert here._lease is not None
+    return here._lease[2]  # type: ignore[return-value]
+
+
+def _capture(here: Runtime, script: Script, *values: Any, **methods: Callable[..., Any]) -> bool:
+    def invoker(names: Any) -> Any:
+        assert set(names) <= set(methods)
+        return lambda name, args, kwargs: methods[name](*args, **kwargs)
+
+    return here.capture(msgpack.packb((encode_routine(script.routine), None, 0)), values, invoker)
+
+
+def _echo() -> Script:
+    script = Script(0)
+    script.returns.append(script.call("note", script.argument()))
+    return script
+
+
+def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
+    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments))
+
+
+def _fenced(seq: int, predecessor: int, *arguments: Any) -> bytes:
+    return msgpack.packb((CAPTURE, seq, predecessor, pack_values(arguments)))  # type: ignore[no-any-return]
+
+
+def _result(message: Any) -> tuple[Any, ...]:
+    assert isinstance(message, Ran)
+    return unpack_values(message.payload)
+
+
+def test_runs_by_the_channel_and_fenced(here: Runtime) -> None:
+    held: list[bool] = []
+
+    def note(value: int) -> int:
+        held.append(here.turn.locked())
+        return value
+
+    assert not _capture(here, _echo(), note=note), "there is no doorbell"
+    here._run_came(_run(1, 0, 5))
+    here.run_fenced(_fenced(2, 1, 6))
+    said = _said(here)
+    assert _result(said.wait_for(1)) == (5,)
+    assert _result(said.wait_for(2)) == (6,)
+    assert held == [True, True]
+    assert here._begun == 2
+    assert here.look(CAPTURE) == [None, None]
+
+
+def test_unordered_participants_have_no_turn(here: Runtime) -> None:
+    here.is_ordered = False
+    _capture(here, _echo(), note=lambda value: here.turn.locked())
+    here._run_came(_run(1, 0, 5))
+    assert _result(_said(here).wait_for(1)) == (False,)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_runs_of_a_closed_step_are_refused_and_ended(here: Runtime, known: bool) -> None:
+    if known:
+        _capture(here, _echo(), note=int)
+        here._forget_capture(Forget(capture=CAPTURE))
+    here._run_came(_run(1, 0))
+    assert "closed" in str(_said(here).error(1))
+    if known:
+        here.run_fenced(_fenced(2, 1))
+        assert "closed" in str(_said(here).error(2))
+    else:
+        with pytest.raises(CaptureError, match="not here"):
+            here.run_fenced(_fenced(2, 1))
+        here._ledger.end(2)
+    assert here._ledger.start(3, 2) is None
+    here._ledger.end(3)
+
+
+def test_a_step_that_is_forgotten_before_it_came_is_not_taken_in(here: Runtime) -> None:
+    here._forget_capture(Forget(capture=CAPTURE))
+    with pytest.raises(CaptureError, match="closed"):
+        _capture(here, _echo(), note=int)
+
+
+def test_an_abort_reaches_a_run(here: Runtime) -> None:
+    gate, script = Gate(), Script(0)
+    script.call("hold")
+    script.call("after")
+    _capture(here, script, hold=gate, after=lambda: pytest.fail("it was aborted"))
+    here._run_came(_run(1, 0))
+    assert gate.came.wait(WAIT_S)
+    here._abort(Abort(seq=1, reason="timed out"))
+    assert here._captured(CAPTURE)._replay._stopped, "it would be woken at a door"
+    gate.go.set()
+    assert "aborted" in str(_said(here).error(1)) or "timed out" in str(_said(here).error(1))
+    here._abort(Abort(seq=1, reason="again"))
+    assert _said(here).heard[-1] == Done(seq=1, ranks=[], error=None, story=[]), "it has ended"
+
+
+def test_arrivals_at_no_door_are_of_no_use(here: Runtime) -> None:
+    _capture(here, _echo(), note=int)
+    here._arrivals(Arrivals(group_id="", seq=1, round=0, blobs=[b""], more=False))
+    here._run_came(_run(1, 0, 3))
+    assert _result(_said(here).wait_for(1)) == (3,)
+
+
+def test_the_end_of_the_lease_closes_all(here: Runtime) -> None:
+    gate = Gate()
+    _capture(here, _echo(), note=gate)
+    here._run_came(_run(1, 0, 5))
+    assert gate.came.wait(WAIT_S)
+    said, captured, ledger = _said(here), here._captured(CAPTURE), here._ledger
+    here._end_lease("the controller is gone")
+    gate.go.set()
+    assert captured.join(WAIT_S)
+    assert ledger.start(2, 1) == "the controller is gone"
+    assert here._ledger is not ledger
+    assert said.heard[-1].seq == 1, "told to the one who asked, or nobody"
+    with pytest.raises(CaptureError):
+        here.look(CAPTURE)
+    with pytest.raises(ConnectionLostError):
+        _capture(here, _echo(), note=int)
+
+
+# ---------------------------------------------------------------------------------------------- values of refs
+
+
+def _handle(key: Key, actor_id: str) -> Handle:
+    return Handle(
+        key=key,
+        actor_id=actor_id,
+        actor=f"Worker({actor_id})",
+        address=Address(host="127.0.0.1", port=1, secret=b"s" * 32),
+        structure=TENSOR,
+        infos=(),
+    )
+
+
+def test_refs_are_pinned_or_go_by_value(here: Runtime) -> None:
+    key, shared, seen = Key(bytes(28)), object(), []
+    container = pinned(full(3))
+    here.store.put(key, container)
+    script = Script(0, [None, None])
+    script.call("note", 0, 1)
+    _capture(here, script, _handle(key, "ab"), shared, note=lambda *args: seen.append(args))
+    here.store.free([key])
+    here._run_came(_run(1, 0))
+    _said(here).wait_for(1)
+    ((tensor, other),) = seen
+    assert tensor is container.value, "the very tensor, though its ref is gone"
+    assert other is shared
+
+
+def test_tensors_of_others_and_what_is_not_here_are_refused(here: Runtime) -> None:
+    script = Script(0, [None])
+    key = Key(bytes(28))
+    with pytest.raises(NotAMemberError, match="send_ref it first"):
+        _capture(here, script, _handle(key, "cd"))
+    here.store.put(key, pinned(full(1)))
+    here.store.free([key])
+    with pytest.raises(TensorFreedError) as caught:
+        _capture(here, script, _handle(key, "ab"))
+    assert caught.value.violations[0].ref == key.hex()
+    with pytest.raises(CaptureError, match="not here"):
+        here.look(CAPTURE)

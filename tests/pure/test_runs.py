@@ -1,0 +1,473 @@
+"""Runs of captured steps on the controller's side: tickets, answers by the doorbell and the channel, failures, waits."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from raycollect.channel.messages import Abort, Arrivals, Arrive, Done, Forget, Ran, Run, Stuck
+from raycollect.controller import Controller
+from raycollect.course import Course, Stage
+from raycollect.doorbell import IN_FLIGHT
+from raycollect.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    KernelError,
+    MethodError,
+    MismatchError,
+    ParticipantDiedError,
+    PlanAbortedError,
+    ProtocolError,
+    UnknownGroupError,
+    Violation,
+    refusal,
+    to_wire,
+)
+from raycollect.model import Key
+from raycollect.peer import Peer
+from raycollect.planner import plan
+from raycollect.runs import RunFlight, Runs
+from raycollect.work import CapturedRun
+from tests.pure.test_controller import lease, said
+from tests.pure.test_flight_batches import asked, group, key
+
+CAPTURE = bytes(range(16))
+WAIT_S = 20.0
+SHORT = 100
+"""The longest message of the fake doorbell."""
+
+
+class Bell:
+    """A doorbell within a process: what is rung is kept, answers are given by tests."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.rung: dict[tuple[int, int], tuple[int, int, bytes]] = {}
+        self.answers: dict[tuple[int, int], bytes] = {}
+        self.rings = threading.Semaphore(0)
+        self.is_closed = False
+
+    def begin(self) -> int:
+        self.number += 1
+        return self.number
+
+    def ring(self, seat: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        self.rung[seat, number] = seq, predecessor, payload
+        return len(payload) <= SHORT
+
+    def answer(self, seat: int, number: int) -> bytes | None:
+        return self.answers.get((seat, number))
+
+    def give(self, seat: int, number: int, payload: bytes = b"") -> None:
+        self.answers[seat, number] = payload
+        self.rings.release()
+
+    def wait(self, timeout_s: float) -> None:
+        self.rings.acquire(timeout=timeout_s)
+
+    def wake(self) -> None:
+        self.rings.release()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Fleet:
+    """A controller that has leased actors 5, 6, 7 in the group "left", and 8, 7 in "right", and runs on them.
+
+    The first stage is an allreduce of "left", the second a plan over both groups, whose door the controller keeps.
+    """
+
+    def __init__(self, controller: Controller, seats: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        self.controller = controller
+        left, right = self.left, self.right = group("left", (5, 6, 7)), group("right", (8, 7))
+        found = lease(controller, left, right)
+        controller._named |= {"left": left, "right": right}
+        for membership in (left, right):
+            for member in membership.members:
+                found[member.actor].group_ids.add(membership.spec.group_id)
+        first = plan([asked(left, (0, 1, 2)).request()], [left.roster])
+        pairs = [(right, asked(right, (4, 3))), (left, asked(left, (0, 1, 2)))]
+        second = plan([one.request() for _, one in pairs], [one.roster for _, one in pairs])
+        assert second.door is None
+        participants = (*first.participants, right.members[0].actor_id)
+        places = {one: at for at, one in enumerate(participants)}
+        self.stages = [
+            Stage(made, at, offset, tuple(places[one] for one in made.participants))
+            for made, at, offset in ((first, 0, 0), (second, 1, first.width))
+        ]
+        homes = [(left, member) for member in left.members] + [(right, right.members[0])]
+        self.course = Course.of(self.stages, participants, homes, frozenset([key(9)]))
+        self.peers = [controller._peers[one] for one in participants]
+        self.bell = Bell()
+        keys = [key(at) for at in range(5)]
+        self.runs = Runs(
+            controller,
+            CAPTURE,
+            self.course,
+            [left, right, left],
+            keys,
+            dict.fromkeys(keys),
+            doorbell=self.bell,  # type: ignore[arg-type]
+            seats=seats,
+        )
+
+    def begin(self, *payloads: bytes, **options: Any) -> RunFlight:
+        return self.runs.begin(payloads or (b"",) * 4, **options)
+
+    def tell(self, at: int, message: Any) -> None:
+        self.controller.received(self.peers[at], message)
+
+    def fail(self, at: int, flight: RunFlight, error: Any) -> None:
+        self.tell(at, Done(seq=flight.seq, ranks=[], error=to_wire(error), story=["door"]))
+
+    def land(self, flight: RunFlight) -> None:
+        """Those who were told to abort say that they have ended."""
+        for at in sorted(flight._pending):
+            self.fail(at, flight, PlanAbortedError(detail="aborted"))
+        assert flight.landed
+        assert flight.seq not in [one.seq for one in self.controller.flights()]
+
+
+@pytest.fixture
+def controller() -> Any:
+    made = Controller(object())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fleet(controller: Controller) -> Fleet:
+    return Fleet(controller)
+
+
+# ---------------------------------------------------------------------------------------------- tickets and answers
+
+
+def test_runs_and_plans_share_one_order(fleet: Fleet) -> None:
+    """A run takes as many numbers as it has launches, and names what each participant did before."""
+    first = fleet.begin()
+    fleet.peers[1].last_seq = first.seq + 100
+    second = fleet.begin()
+    width = sum(stage.plan.width for stage in fleet.stages)
+    assert second.seq == first.seq + width
+    assert [fleet.bell.rung[seat, 1] for seat in range(4)] == [(first.seq, 0, b"")] * 4
+    before = [first.seq, first.seq + 100, first.seq, first.seq]
+    assert [fleet.bell.rung[seat, 2] for seat in range(4)] == [(second.seq, one, b"") for one in before]
+    assert [peer.last_seq for peer in fleet.peers] == [second.seq] * 4
+    assert first.has(first.seq + width - 1)
+    assert not first.has(second.seq)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_run_has_ended_when_all_have_answered(fleet: Fleet, seed: int) -> None:
+    """Each by the doorbell or the channel, in any order."""
+    rng = random.Random(seed)
+    for _ in range(5):
+        flight = fleet.begin()
+        order = rng.sample(range(4), 4)
+        for at in order:
+            assert not flight.resolved
+            if rng.random() < 0.5:
+                fleet.bell.give(at, flight.number, b"%d" % at)
+            else:
+                fleet.tell(at, Ran(seq=flight.seq, payload=b"%d" % at))
+                fleet.tell(at, Ran(seq=flight.seq, payload=b"twice"))
+        assert flight.resolved
+        assert flight.landed
+        assert flight.error is None
+        assert flight.results == [b"0", b"1", b"2", b"3"]
+        assert list(fleet.controller.flights()) == []
+    assert [said(peer) for peer in fleet.peers] == [[]] * 4
+
+
+def test_what_does_not_fit_goes_by_the_channel(controller: Controller) -> None:
+    fleet = Fleet(controller, seats=(0, -1, 1, -1))
+    long = bytes(SHORT + 1)
+    flight = fleet.begin(b"a", b"b", long, long)
+    assert [[type(one) for one in said(peer)] for peer in fleet.peers] == [[], [Run], [Run], [Run]]
+    assert sorted(fleet.bell.rung) == [(0, 1), (1, 1)]
+    fenceless = fleet.begin(b"a", b"b", b"c", b"d")
+    sent = [said(peer) for peer in fleet.peers]
+    assert sent[3] == [Run(capture=CAPTURE, seq=fenceless.seq, predecessor=flight.seq, payload=b"d")]
+    assert [len(one) for one in sent] == [0, 1, 0, 1]
+    for at in (1, 2, 3):
+        fleet.tell(at, Ran(seq=flight.seq, payload=b""))
+    assert not flight.resolved
+    fleet.bell.give(0, flight.number)
+    assert flight.wait(0)
+
+
+def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
+    flight = fleet.begin()
+    fleet.tell(0, Ran(seq=flight.seq + 1000, payload=b""))
+    stranger = Peer(fleet.controller, {"actor_id": "ff", "actor": "X", "participant": True}, None, lambda *_: None)
+    fleet.controller.received(stranger, Ran(seq=flight.seq, payload=b""))
+    assert not flight.resolved
+    assert len(flight._pending) == 4
+    from tests.pure.test_controller import renumbered
+    from tests.pure.test_flight_batches import flying
+
+    other = flying((fleet.left, asked(fleet.left, (0, 1, 2))))
+    taken = fleet.controller.take_off(lambda seq: renumbered(other, seq), other.plan.width)
+    with pytest.raises(ProtocolError, match="no run"):
+        fleet.tell(0, Ran(seq=taken.seq, payload=b""))
+    taken.fail(PlanAbortedError(detail="the end"))
+    flight.abort(PlanAbortedError(detail="the end"))
+
+
+def test_what_a_run_writes(fleet: Fleet) -> None:
+    flight = fleet.begin()
+    assert [flight.writes(key(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
+    assert flight.refs == dict.fromkeys(map(key, range(5)))
+    flight.abort(PlanAbortedError(detail="the end"))
+
+
+# ---------------------------------------------------------------------------------------------- doors
+
+
+def test_the_doors_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
+    """At the controller's door ranks are places in the plan that is there, not among all participants."""
+    flight = fleet.begin()
+    stage = fleet.stages[1]
+    seq, everybody = flight.seq + stage.offset, list(range(4))
+    assert stage.positions != tuple(everybody)
+    for rank, at in enumerate(stage.positions):
+        message = Arrive(group_id="", seq=seq, round=0, ranks=everybody, rank=rank, blob=b"%d" % rank)
+        with pytest.raises(ProtocolError, match="no part"):
+            flight.arrive((at + 1) % 4, message)
+        fleet.tell(at, message)
+    for peer in fleet.peers:
+        assert [type(one) for one in said(peer)] == [Arrivals]
+    for bad in (seq + 1000, flight.seq - 1):
+        message = Arrive(group_id="", seq=bad, round=0, ranks=everybody, rank=0, blob=b"")
+        with pytest.raises(ProtocolError):
+            flight.arrive(0, message)
+    fleet.tell(0, Stuck(group_id="", lane="", call=0, seq=seq, op="allreduce", ranks=[], begun=seq))
+    flight.abort(PlanAbortedError(detail="the end"))
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+def test_a_failure_breaks_the_step_and_ends_what_is_behind(fleet: Fleet) -> None:
+    before, flight, *behind = [fleet.begin() for _ in range(4)]
+    error = MethodError(op="step", call=2, raised="ValueError", detail="x", trace="t")
+    fleet.fail(2, flight, error)
+    found = flight.error
+    assert isinstance(found, MethodError)
+    assert (found.op, found.rank, found.actor, found.group_name) == ("step", 2, "Worker(7)", "left")
+    assert found.story == ("door",)
+    for other in behind:
+        assert isinstance(other.error, PlanAbortedError)
+        assert "failed before (MethodError)" in other.error.detail
+    assert not before.resolved, "it goes on"
+    told = [said(peer) for peer in fleet.peers]
+    assert all(type(one) is Abort for mine in told for one in mine)
+    assert [len(mine) for mine in told] == [3, 3, 2, 3], "who has failed knows"
+    with pytest.raises(CaptureBrokenError, match="ValueError: x"):
+        fleet.begin()
+    for at in range(4):
+        fleet.bell.give(at, before.number)
+    assert before.resolved
+    assert before.error is None
+    for one in (flight, *behind):
+        fleet.land(one)
+
+
+def test_an_echo_waits_for_its_cause(fleet: Fleet) -> None:
+    flight = fleet.begin()
+    fleet.fail(0, flight, PlanAbortedError(detail="rank 1 has left"))
+    assert not flight.resolved
+    assert [len(said(peer)) for peer in fleet.peers] == [0, 1, 1, 1], "others may wait elsewhere"
+    fleet.bell.give(3, flight.number)
+    fleet.fail(1, flight, KernelError(detail="broke", group_name="id of left"))
+    assert isinstance(flight.error, KernelError)
+    assert (flight.error.rank, flight.error.group_name) == (1, "left")
+    fleet.land(flight)
+
+
+def test_a_refusal_is_told_to_those_of_other_plans(fleet: Fleet) -> None:
+    flight = fleet.begin()
+    violation = Violation(kind="mismatch", rank=1, field="shape", found="[2]", expected="[1]", call=0)
+    fleet.fail(0, flight, refusal("allreduce", "", (violation,)))
+    error = flight.error
+    assert isinstance(error, MismatchError)
+    assert error.violations[0].actor == "Worker(6)"
+    assert error.violations[0].ref == key(1).hex()
+    assert [len(said(peer)) for peer in fleet.peers] == [0, 0, 0, 1], "the others were at that door"
+    for at in (1, 2):
+        fleet.fail(at, flight, refusal("allreduce", "", (violation,)))
+    fleet.land(flight)
+
+
+def test_who_has_answered_before_it_died_has_ended(fleet: Fleet) -> None:
+    first, second = fleet.begin(), fleet.begin()
+    fleet.bell.give(3, first.number)
+    fleet.controller.lost(fleet.peers[3], "killed")
+    assert isinstance(second.error, ParticipantDiedError)
+    assert second.error.actor == "Worker(8)"
+    for at in range(3):
+        fleet.bell.give(at, first.number)
+    assert first.resolved
+    assert first.error is None
+    with pytest.raises(CaptureBrokenError):
+        fleet.begin()
+
+
+def test_groups_are_looked_at_before_anything_is_sent(fleet: Fleet) -> None:
+    fleet.controller.lost(fleet.peers[3], "killed")
+    with pytest.raises(GroupBrokenError, match=r"Worker\(8\) died"):
+        fleet.begin()
+    fleet.controller.destroy("right")
+    with pytest.raises(UnknownGroupError, match="destroyed"):
+        fleet.begin()
+    assert not fleet.bell.rung
+    assert all(type(one) is not Run for peer in fleet.peers if peer.link for one in said(peer))
+
+
+def test_a_run_that_can_not_be_sent_to_all(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(seat: int, *rest: Any) -> bool:
+        if seat == 2:
+            raise OSError("no bell")
+        return True
+
+    monkeypatch.setattr(fleet.bell, "ring", broken)
+    flight = fleet.begin()
+    assert "no bell" in str(flight.error)
+    assert flight.error.actor == "Worker(7)"  # type: ignore[union-attr]
+    assert [len(said(peer)) for peer in fleet.peers] == [1, 1, 0, 0]
+    assert [peer.last_seq for peer in fleet.peers] == [flight.seq, flight.seq, 0, 0]
+    fleet.land(flight)
+
+
+def test_the_time_of_a_run(fleet: Fleet) -> None:
+    flight = fleet.begin(timeout_s=0.01)
+    fleet.bell.give(0, flight.number)
+    assert flight.wait(None)
+    error = flight.error
+    assert isinstance(error, CollectiveTimeoutError)
+    assert "Worker(6), Worker(7), Worker(8)" in error.detail
+    assert (error.missing, error.timeout_s) == ((1, 2), 0.01)
+    assert [type(said(peer)[0]) for peer in fleet.peers[1:]] == [Abort] * 3
+    fleet.land(flight)
+
+
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_that_wait_for_different_runs(fleet: Fleet, seed: int) -> None:
+    """One of them is at the doorbell; each goes on as soon as its own run has ended."""
+    rng = random.Random(seed)
+    flights = [fleet.begin() for _ in range(8)]
+    ended = [threading.Event() for _ in flights]
+
+    def wait(number: int) -> bool:
+        found = flights[number].wait(WAIT_S)
+        ended[number].set()
+        return found
+
+    with ThreadPoolExecutor(8) as threads:
+        waits = [threads.submit(wait, number) for number in rng.sample(range(8), 8)]
+        for number, flight in enumerate(flights):
+            for at in rng.sample(range(4), 4):
+                if rng.random() < 0.7:
+                    fleet.bell.give(at, flight.number)
+                else:
+                    fleet.tell(at, Ran(seq=flight.seq, payload=b""))
+            assert ended[number].wait(WAIT_S)
+        assert all(one.result(WAIT_S) for one in waits)
+
+
+def test_a_failure_wakes_all_who_wait(fleet: Fleet) -> None:
+    flights = [fleet.begin() for _ in range(4)]
+    works = [CapturedRun(None, flight, lambda one: one.error) for flight in flights]
+    with ThreadPoolExecutor(4) as threads:
+        waits = [threads.submit(work.wait, WAIT_S) for work in works]
+        fleet.fail(1, flights[1], KernelError(detail="broke"))
+        assert isinstance(waits[1].result(WAIT_S), KernelError)
+        assert isinstance(waits[3].result(WAIT_S), PlanAbortedError)
+        assert not waits[0].done()
+        assert works[0].cancel()
+        assert isinstance(waits[0].result(WAIT_S), PlanAbortedError)
+    assert not works[0].cancel()
+    assert "KernelError" in repr(works[1])
+
+
+def test_so_many_are_under_way_and_no_more(fleet: Fleet) -> None:
+    flights = [fleet.begin() for _ in range(IN_FLIGHT)]
+    with ThreadPoolExecutor(1) as threads:
+        next_one = threads.submit(fleet.begin)
+        for flight in flights[1:]:
+            for at in range(4):
+                fleet.tell(at, Ran(seq=flight.seq, payload=b""))
+        last = next_one.result(WAIT_S)
+        assert last.number == IN_FLIGHT + 1
+        assert not flights[0].resolved, "it was enough that others have ended"
+    for at in range(4):
+        fleet.bell.give(at, flights[0].number)
+    assert not fleet.runs.is_idle
+    last.abort(PlanAbortedError(detail="the end"))
+    assert fleet.runs.is_idle
+
+
+# ---------------------------------------------------------------------------------------------- the end
+
+
+def test_close_ends_what_is_under_way(fleet: Fleet) -> None:
+    done, *open_ones = [fleet.begin() for _ in range(3)]
+    for at in range(4):
+        fleet.bell.give(at, done.number)
+    for _ in range(2):
+        fleet.runs.close()
+    assert done.error is None
+    assert all("closed" in str(one.error) for one in open_ones)
+    for peer in fleet.peers:
+        assert [type(one) for one in said(peer)] == [Abort, Abort, Forget]
+    assert fleet.bell.is_closed
+    assert fleet.runs.refs == {}
+    with pytest.raises(CaptureError, match="closed"):
+        fleet.begin()
+    for one in open_ones:
+        fleet.land(one)
+
+
+def test_what_nobody_has_is_closed_by_the_next_plan_once_it_is_idle(fleet: Fleet) -> None:
+    controller = fleet.controller
+    other = Fleet(controller)
+    flight = fleet.begin()
+    controller.hold(fleet.left)
+    controller.forsake(fleet.runs, (fleet.left,))
+    assert not fleet.runs.is_closed
+    other.begin().abort(PlanAbortedError(detail="the end"))
+    assert not fleet.runs.is_closed, "a run is under way"
+    for at in range(4):
+        fleet.bell.give(at, flight.number)
+    with pytest.raises(CaptureBrokenError):
+        other.begin()
+    Fleet(controller).begin().abort(PlanAbortedError(detail="the end"))
+    assert fleet.runs.is_closed
+    assert flight.error is None
+    assert list(controller._unheld) == [fleet.left]
+
+
+def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:
+    flight = fleet.begin()
+    fleet.controller.close()
+    assert isinstance(flight.error, PlanAbortedError)
+    with pytest.raises(CaptureError):
+        fleet.begin()
+
+
+def test_keys_name_operands(fleet: Fleet) -> None:
+    assert fleet.runs.writes == {Key(key(at)): True for at in range(5)}
+    assert fleet.course.name == "captured step"
+    assert fleet.course.stage_of(-1) is None
+    assert [fleet.course.stage_of(at) for at in (0, fleet.stages[1].offset)] == fleet.stages

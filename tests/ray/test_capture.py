@@ -1,0 +1,468 @@
+"""Captured steps: what is recorded once gives in each run what it gives call by call."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from raycollect.channel.messages import Run
+from raycollect.controller import Controller
+from raycollect.doorbell import IN_FLIGHT, INLINE_NBYTES
+from raycollect.peer import Peer
+from tests.ray.batching import found, hold, nothing_sent, spread
+from tests.ray.capturing import Coroutines, Learner, captured_here
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Worker
+
+
+@pytest.fixture
+def trio(actors):
+    """Three actors in a declared group."""
+    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    col.declare_collective_group(workers)
+    return workers
+
+
+@pytest.fixture
+def mailed(monkeypatch):
+    """The runs that are sent over the channel."""
+    sent, send = [], Peer.send
+
+    def counted(self, message):
+        if isinstance(message, Run):
+            sent.append(message)
+        return send(self, message)
+
+    monkeypatch.setattr(Peer, "send", counted)
+    return sent
+
+
+@pytest.fixture
+def by_channel(monkeypatch):
+    """As on a machine without shared memory for doorbells."""
+
+    def refuse(seats):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("raycollect.capturing.Doorbell", refuse)
+
+
+def held_by(trio):
+    return ray.get([worker.call.remote(captured_here) for worker in trio])
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_collectives_of_refs_run_again_and_again(actors, submits, backend):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers, backend=backend)
+    a, b = spread(workers, lambda rank: [rank + 1, 2]), spread(workers, lambda rank: [3 * rank])
+    with col.capture() as step:
+        assert col.allreduce_refs(a) == a
+        assert col.broadcast_refs(b, src_rank=2) == b
+        made = col.allgather_refs(None, b)
+        assert [type(one) for one in made] == [col.Pending] * 3
+        step.returns(made[1])
+    assert found(a) == [[1, 2], [2, 2], [3, 2]], "captured, not run"
+    submits.clear()
+    assert [one.tolist() for one in step.run()] == [[6], [6], [6]]
+    assert found(a) == [[6, 6]] * 3
+    assert found(b) == [[6]] * 3
+    step.run()
+    assert found(a) == [[18, 18]] * 3
+    assert submits == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_loop_gives_the_same_bits_as_call_by_call(actors, seed):
+    rng = random.Random(seed)
+    world, size, count = rng.choice([2, 3]), rng.choice([1, 7, 1025]), rng.randint(2, 6)
+    rates = [rng.random() for _ in range(count)]
+    plain = [actors(Learner, 1, rank, size)[0] for rank in range(world)]
+    captured = [actors(Learner, 1, rank, size)[0] for rank in range(world)]
+    col.declare_collective_group(plain, group_name="plain")
+    col.declare_collective_group(captured, group_name="captured")
+    for rate in rates:
+        gradients = [one.gradient.remote() for one in plain]
+        col.allreduce_refs(gradients, "plain")
+        for one, gradient in zip(plain, gradients, strict=True):
+            one.apply.remote(gradient, rate=rate)
+    with col.capture() as step:
+        rate = step.argument("rate")
+        gradients = [step.call(one, "gradient") for one in captured]
+        assert col.allreduce_refs(gradients, "captured") == gradients
+        for one, gradient in zip(captured, gradients, strict=True):
+            step.call(one, "apply", gradient, rate=rate)
+        step.returns([step.call(one, "loss") for one in captured])
+    losses = [step.run(rate=rate) for rate in rates]
+    expected = ray.get([one.read_weights.remote() for one in plain])
+    for one, other in zip(ray.get([one.read_weights.remote() for one in captured]), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert one.dtype == other.dtype
+    assert losses[-1] == [float(one.sum()) for one in expected]
+    assert len({tuple(one) for one in losses}) == count
+
+
+def test_what_collectives_make_goes_on_from_plan_to_plan(trio):
+    refs = spread(trio, lambda rank: [rank, 10 * rank])
+    with col.capture() as step:
+        lists = col.allgather_refs(None, refs)
+        first = step.call(trio[0], "echo", lists[0])
+        sums = col.allreduce_refs([first, lists[1], lists[2]], inplace=False)
+        back = col.send_ref(sums[0], trio[1])
+        count = step.call(trio[1], "note", back, 7, name=back)
+        lone = step.call(trio[2], "echo", sums[2])
+        step.returns({"count": count, "lists": (lone, [refs[1]]), "back": back})
+    expected = [[3 * rank, 30 * rank] for rank in range(3)]
+    for run in (1, 2):
+        values = step.run()
+        assert values["count"] == run
+        assert [one.tolist() for one in values["back"]] == expected
+        assert [one.tolist() for one in values["lists"][0]] == expected
+        assert values["lists"][1][0].tolist() == [1, 10]
+    ((args, kwargs), _) = ray.get(trio[1].noted.remote())
+    assert args[1] == 7
+    assert [one.tolist() for one in kwargs["name"]] == expected
+
+
+def test_a_batch_in_a_step_joins_it(trio):
+    refs = spread(trio)
+    with col.capture() as step:
+        with col.batch() as batch:
+            made = col.allgather_refs(None, refs)
+            with pytest.raises(errors.CaptureError, match="inside a batch"):
+                step.call(trio[0], "loss")
+        with pytest.raises(ZeroDivisionError), col.batch():
+            gone = col.allreduce_refs(made, inplace=False)
+            raise ZeroDivisionError
+        sums = col.allreduce_refs(made, inplace=False)
+        with pytest.raises(errors.CaptureError):
+            col.allreduce_refs(gone)
+        step.returns(sums[1])
+    assert len(step.stages) == 1
+    with pytest.raises(errors.CaptureError, match="results"):
+        batch.wait()
+    assert [one.tolist() for one in step.run()] == [[0], [3], [6]]
+
+
+def test_methods_only_and_actors_of_no_group(actors):
+    workers = [actors(Learner, 1, seed)[0] for seed in range(2)]
+    with col.capture() as step:
+        args = 1.5, "text", [None, (2, b"x")]
+        step.returns([step.call(worker, "note", *args, key=rank) for rank, worker in enumerate(workers)])
+    assert [step.run() for _ in range(3)] == [[1, 1], [2, 2], [3, 3]]
+    assert ray.get(workers[1].noted.remote())[2] == ((1.5, "text", [None, (2, b"x")]), {"key": 1})
+    col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
+    assert step.run() == [4, 4]
+
+
+def test_a_participant_of_calls_beside_those_of_a_plan(actors):
+    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    refs = spread(workers[:2], lambda rank: [rank + 1])
+    with col.capture() as step:
+        counts = [step.call(workers[2], "note"), step.call(workers[0], "note", refs[0])]
+        col.allreduce_refs(refs)
+        step.returns((counts, refs[1]))
+    counts, value = step.run()
+    assert counts == [1, 1]
+    assert value.tolist() == [3]
+    assert "1 collectives and 2 method calls: ready" in repr(step)
+
+
+def test_groups_without_a_member_in_common(actors):
+    """The controller keeps the door of the plan, by the places in it."""
+    workers = [actors(Learner, 1, seed)[0] for seed in range(5)]
+    col.declare_collective_group(workers[1:3], group_name="left")
+    col.declare_collective_group(workers[3:], group_name="right")
+    refs = spread(workers, lambda rank: [rank])
+    with col.capture() as step:
+        step.call(workers[0], "note")
+        col.allreduce_refs(refs[1:3], "left")
+        step.call(workers[3], "note")
+        with col.batch():
+            col.allreduce_refs(refs[3:], "right")
+            col.broadcast_refs(refs[1:3], 1, "left")
+    for _ in range(3):
+        step.run()
+    assert found(refs) == [[0], [12], [12], [28], [28]]
+
+
+# ---------------------------------------------------------------------------------------------- arguments
+
+
+def test_bound_methods_are_operands_and_arguments(trio):
+    with col.capture() as step:
+        rate = step.argument("rate")
+        nodes = [worker.gradient.bind(0.0) for worker in trio]
+        gradients = col.allreduce_refs(nodes)
+        assert [type(one) for one in gradients] == [col.Pending] * 3
+        step.call(trio[0].note.bind(nodes[0], rate=rate))
+        step.returns([step.call(worker.echo.bind(node)) for worker, node in zip(trio, nodes, strict=True)])
+    assert [one.tolist() for one in step.run(rate=0.25)] == [[0.0] * 5] * 3
+    ((args, kwargs),) = ray.get(trio[0].noted.remote())
+    assert kwargs == {"rate": 0.25}
+    assert args[0].tolist() == [0.0] * 5
+
+
+def test_arguments_and_their_defaults(trio):
+    with col.capture() as step:
+        rate, text = step.argument("rate"), step.argument("text", default=None)
+        step.call(trio[0], "note", rate, other=text)
+        step.call(trio[1], "note", text)
+        step.call(trio[2], "note")
+    array = np.arange(6, dtype=np.int16).reshape(2, 3)
+    step.run(rate=1)
+    step.run(rate=array.T, text=(1, "x"))
+    first, second = ray.get(trio[0].noted.remote())
+    assert first == ((1,), {"other": None})
+    np.testing.assert_array_equal(second[0][0], array.T)
+    assert second[1] == {"other": (1, "x")}
+    assert ray.get(trio[1].noted.remote()) == [((None,), {}), (((1, "x"),), {})]
+    assert ray.get(trio[2].noted.remote()) == [((), {})] * 2
+
+
+def test_refs_as_arguments(trio):
+    own, put = hold(trio[0], [1, 2]), ray.put({"a": 1})
+    plain = trio[1].loss.remote()
+    with col.capture() as step:
+        step.call(trio[0], "note", own, put, plain)
+        same = step.call(trio[0], "echo", own)
+        col.broadcast_refs([same, *spread(trio[1:], lambda rank: [0, 0])], 0)
+        step.returns([own, put])
+    value, given = step.run()
+    assert (value.tolist(), given) == ([1, 2], {"a": 1})
+    ((args, _),) = ray.get(trio[0].noted.remote())
+    assert (args[0].tolist(), args[1], args[2]) == ([1, 2], {"a": 1}, 5.0)
+    del own, put, plain
+    gc.collect()
+    assert step.run()[0].tolist() == [1, 2], "the step keeps its refs"
+
+
+@pytest.mark.parametrize("count", [0, INLINE_NBYTES // 8 - 10, INLINE_NBYTES // 8 + 10, 50_000])
+@pytest.mark.parametrize("carrier", ["doorbell", "channel"])
+def test_arguments_and_results_of_every_length(trio, mailed, request, carrier, count):
+    if carrier == "channel":
+        request.getfixturevalue("by_channel")
+    with col.capture() as step:
+        value = step.argument("value")
+        step.returns([step.call(worker, "echo", value) for worker in trio])
+    values = [np.arange(count) + run for run in range(3)]
+    works = [step.run(value=one, async_op=True) for one in values]
+    for work, value in zip(works, values, strict=True):
+        for one in work.wait():
+            np.testing.assert_array_equal(one, value)
+    is_inline = carrier == "doorbell" and 8 * count < INLINE_NBYTES
+    assert len(mailed) == (0 if is_inline else 9)
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+@pytest.mark.parametrize("carrier", ["doorbell", "channel"])
+def test_several_runs_are_under_way_in_order(trio, request, carrier):
+    if carrier == "channel":
+        request.getfixturevalue("by_channel")
+    refs = spread(trio, lambda rank: [1])
+    with col.capture() as step:
+        number = step.argument("number")
+        col.allreduce_refs(refs, op="max")
+        step.returns([step.call(worker, "note", number) for worker in trio])
+    works = [step.run(number=number, async_op=True) for number in range(3 * IN_FLIGHT)]
+    assert len([one for one in Controller.current().flights() if not one.resolved]) <= IN_FLIGHT
+    assert works[-1].wait() == [3 * IN_FLIGHT] * 3
+    assert [work.wait() for work in works] == [[number + 1] * 3 for number in range(3 * IN_FLIGHT)]
+    assert all(work.done() for work in works)
+    assert "done" in repr(works[0])
+    assert ray.get(trio[1].noted.remote()) == [((number,), {}) for number in range(3 * IN_FLIGHT)]
+    assert list(Controller.current().flights()) == []
+
+    async def main():
+        return await asyncio.gather(*[step.run(number=number, async_op=True) for number in range(4)])
+
+    assert asyncio.run(main()) == [[3 * IN_FLIGHT + 1 + number] * 3 for number in range(4)]
+
+
+def test_runs_that_nobody_waits_for_are_done_and_seen(trio):
+    refs = spread(trio, lambda rank: [1])
+    with col.capture() as step:
+        col.allreduce_refs(refs)
+    for _ in range(4):
+        step.run(async_op=True)
+    assert found(refs) == [[81]] * 3, "get waits for what writes the tensor"
+    step.run(async_op=True)
+    step.run(async_op=True)
+    del step
+    gc.collect()
+    assert col.free(refs[0]) == 1, "free waits for what reads it"
+    assert found(refs[1:]) == [[729]] * 2
+
+
+def test_runs_take_their_place_among_plans(trio):
+    """What is begun before a run comes before it, and what is begun after it after."""
+    refs, others = spread(trio, lambda rank: [rank + 1]), spread(trio, lambda rank: [rank])
+    with col.capture() as step:
+        col.allreduce_refs(refs)
+    with col.capture() as other:
+        col.broadcast_refs(refs, 2)
+        col.allreduce_refs(others, op="max")
+    expected = np.array([1, 2, 3])
+    rng = random.Random(5)
+    for _ in range(40):
+        what = rng.choice(["step", "other", "plan", "batch", "fence"])
+        is_async = rng.random() < 0.5
+        if what in ("step", "fence"):
+            step.run(async_op=is_async, fence=what == "fence")
+            expected = np.full(3, expected.sum())
+        elif what == "other":
+            other.run(async_op=is_async)
+            expected = np.full(3, expected[2])
+        elif what == "plan":
+            col.broadcast_refs(refs, 1, async_op=is_async)
+            expected = np.full(3, expected[1])
+        else:
+            with col.batch(async_op=is_async):
+                col.allreduce_refs(refs, op="min")
+            expected = np.full(3, expected.min())
+        if expected.max() > 1e5:
+            for at, ref in enumerate(refs):
+                col.get(ref)
+                trio[at].call.remote(_fill, ref, at + 1)
+            expected = np.array([1, 2, 3])
+            step.run(fence=True)
+            expected = np.full(3, expected.sum())
+    assert found(refs) == [[one] for one in expected.tolist()]
+    assert found(others)[0] in ([0], [2])
+
+
+def _fill(self, array, value):
+    array[:] = value
+
+
+def test_a_fenced_run_comes_after_the_methods_before_it(trio):
+    with col.capture() as step:
+        step.returns([step.call(worker, "loss") for worker in trio])
+    assert step.run() == [5.0] * 3
+    for worker in trio:
+        for _ in range(20):
+            worker.apply.remote(np.ones(5, np.float32), 1.0)
+    assert step.run(fence=True) == [-95.0] * 3
+    for worker in trio:
+        worker.apply.remote(np.ones(5, np.float32), -1.0)
+    works = [step.run(fence=True, async_op=True), step.run(async_op=True)]
+    assert [work.wait() for work in works] == [[-90.0] * 3] * 2
+
+
+def test_async_actors_run_their_methods_on_their_loop(actors):
+    workers = [*actors(Coroutines, 2), *actors(Learner, 1, 0, 3)]
+    col.declare_collective_group(workers)
+    with col.capture() as step:
+        scale = step.argument("scale")
+        gradients = [step.call(worker, "gradient", scale) for worker in workers[:2]]
+        gradients.append(step.call(workers[2], "gradient", 0.0))
+        col.allreduce_refs(gradients)
+        step.returns([step.call(worker, "add", one) for worker, one in zip(workers[:2], gradients, strict=False)])
+    assert [step.run(scale=scale) for scale in (1.0, 2.0)] == [[6.0, 6.0], [18.0, 18.0]]
+    assert step.run(scale=0.5, fence=True) == [21.0, 21.0]
+
+
+def test_threads_run_one_step(trio):
+    with col.capture() as step:
+        step.returns(step.call(trio[0], "note"))
+    values, started = [], threading.Barrier(4)
+
+    def run():
+        started.wait(60)
+        values.extend(step.run() for _ in range(25))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(values) == list(range(1, 101))
+
+
+# ---------------------------------------------------------------------------------------------- the end
+
+
+def test_close_lets_go_of_everything(trio, submits):
+    group = col.declare_collective_group(trio, group_name="other")
+
+    def held():
+        return [member.store.held for member in col.Group.statistics(group).members]
+
+    before = held()
+    refs = spread(trio)
+    with col.capture() as step:
+        made = col.allreduce_refs(refs, inplace=False)
+        step.returns(made[0])
+    assert step.run().tolist() == [3]
+    assert held_by(trio) == [1] * 3
+    del refs, made
+    gc.collect()
+    assert [now - then for now, then in zip(held(), before, strict=True)] == [1] * 3
+    for _ in range(2):
+        step.close()
+    assert wait_until(lambda: held_by(trio) == [0] * 3)
+    assert wait_until(lambda: held() == before)
+    assert not Controller.current()._in_use
+    with nothing_sent(submits):
+        for use in (step.run, step.tensor_infos):
+            with pytest.raises(errors.CaptureError, match="closed"):
+                use()
+    assert "closed" in repr(step)
+    assert step.stages == ()
+
+
+def test_a_step_that_nobody_has_is_closed(actors):
+    trio = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    col.declare_collective_group(trio, group_name="other")
+    refs = spread(trio)
+    with col.capture() as step:
+        col.allreduce_refs(refs, op="max")
+    work = step.run(async_op=True)
+    del step
+    gc.collect()
+    work.wait()
+    col.barrier("other")
+    assert held_by(trio) == [1] * 3, "a run that somebody has keeps its step"
+    del work
+    gc.collect()
+    col.barrier("other")
+    assert wait_until(lambda: held_by(trio) == [0] * 3)
+    col.allreduce_refs(refs[:2])
+    assert not Controller.current()._in_use
+
+
+def test_derived_groups_are_kept(actors):
+    workers = actors(Worker, 5)
+    refs = spread(workers, lambda rank: [1])
+    with col.capture() as step:
+        col.allreduce_refs(refs[:2])
+    for a in range(5):
+        for b in range(5):
+            if a != b:
+                col.broadcast_refs([refs[a], refs[b]])
+    step.run()
+    assert found(refs[:2]) == [[2]] * 2
+
+
+def test_what_its_operands_look_like(trio):
+    with col.capture() as step:
+        gradients = [step.call(worker, "gradient") for worker in trio]
+        col.allreduce_refs([*gradients[:2], hold(trio[2], [0] * 5)])
+        step.call(trio[0], "loss")
+    assert [len(one) if type(one) is tuple else one.plan.name for one in step.stages] == [3, "allreduce", 1]
+    assert [one is None for one in step.tensor_infos().values()] == [True, True, False]
+    step.run()
+    assert [[info.shape for info in one] for one in step.tensor_infos().values()] == [[(5,)]] * 3

@@ -1,0 +1,477 @@
+"""Groups whose collectives are ordered by their operands: they overtake methods, and never run beside one."""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import dispatch, errors
+from raycollect.runtime import Runtime
+from tests.ray.test_refusals import Gate
+from tests.ray.workers import Buffers, Plain, Worker
+
+SEEDS = range(4)
+
+
+def buffers(workers):
+    return [worker.get_buffer.remote() for worker in workers]
+
+
+@pytest.fixture
+def gate(actors):
+    """Opened by `gate.open.remote()`; what `gate.wait.remote()` gives is not there before."""
+    (made,) = actors(Gate, 1, max_concurrency=8)
+    yield made
+    ray.get(made.open.remote())
+
+
+@pytest.fixture
+def crew(actors):
+    """Declares groups of actors, with buffers that are there."""
+
+    def make(count, cls=Worker, **declared):
+        workers = actors(cls, count)
+        col.declare_collective_group(workers, **{"ordering": "data", **declared})
+        refs = buffers(workers)
+        ray.wait(refs, num_returns=count)
+        return workers, refs
+
+    return make
+
+
+@pytest.fixture
+def occupy(actors, gate):
+    """Lets a method of a worker run until the gate opens: gives its ref, once it has begun."""
+
+    def begin(worker):
+        (begun,) = actors(Gate, 1, max_concurrency=2)
+        ref = worker.make.remote(wait_in, gate, begun)
+        ray.get(begun.wait.remote())
+        return ref
+
+    return begin
+
+
+def wait_in(actor_self, gate, begun=None):
+    """Waits in its body; what it returns says whether the buffer was left alone meanwhile."""
+    before = actor_self.buffer.copy()
+    if begun is not None:
+        ray.get(begun.open.remote())
+    ray.get(gate.wait.remote())
+    assert (actor_self.buffer == before).all()
+    return actor_self.buffer
+
+
+def opened(actor_self, gate):
+    """Its argument, not its body, makes it wait: so it stands in the actor's queue, and others behind it."""
+    return actor_self.buffer
+
+
+def assert_works(refs, workers, **given):
+    col.allreduce_refs(refs, op="max", **given)
+    found = col.get(refs)
+    for one in found:
+        np.testing.assert_array_equal(one, found[0])
+    del workers
+
+
+# ---------------------------------------------------------------------------------------------- what is promised
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_call_overtakes_methods_that_wait_in_the_queue(crew, gate, submits, backend, count):
+    workers, refs = crew(count, backend=backend)
+    queued = [worker.make.remote(opened, gate.wait.remote()) for worker in workers]
+    for _ in range(3):
+        col.allreduce_refs(refs)  # returns, though no method behind those in the queue can run
+    assert not ray.wait(queued, num_returns=count, timeout=0)[0]
+    assert submits == []
+    ray.get(gate.open.remote())
+    for found in col.get(queued):
+        np.testing.assert_array_equal(found, np.full(10, count**3))
+
+
+def test_in_program_order_it_waits_in_the_queue(crew, gate):
+    workers, refs = crew(2, ordering="program")
+    queued = workers[0].make.remote(opened, gate.wait.remote())
+    work = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
+        work.wait(timeout_s=0.5)
+    ray.get(gate.open.remote())
+    work.wait()
+    ray.get(queued)
+
+
+def test_a_call_waits_for_the_methods_that_return_its_operands(crew, gate):
+    workers, refs = crew(3)
+    late = workers[1].make.remote(wait_in, gate)
+    work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
+    behind = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
+        behind.wait(timeout_s=0.3)
+    assert not work.done()
+    ray.get(gate.open.remote())
+    work.wait()
+    behind.wait()
+    np.testing.assert_array_equal(col.get(late), np.full(10, 9))
+
+
+def test_a_call_never_runs_beside_a_method(crew, gate, occupy):
+    """The method sees one value, however long it runs; the other rank is at the door meanwhile."""
+    workers, refs = crew(2)
+    running = occupy(workers[1])
+    work = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
+        work.wait(timeout_s=0.5)
+    ray.get(gate.open.remote())
+    work.wait()
+    ray.wait([running])
+    np.testing.assert_array_equal(col.get(running), np.full(10, 2))
+
+
+class TurnSeen:
+    """Notes at each point whether the turn is held."""
+
+    def __init__(self):
+        self.seen = []
+
+    def at(self, point, seq, rank):
+        self.seen.append((point, Runtime.current().turn.locked()))
+
+
+@pytest.mark.parametrize(("ordering", "held"), [("data", True), ("program", False)])
+def test_the_turn_is_held_while_a_call_runs_and_given_back(crew, ordering, held):
+    workers, refs = crew(2, ordering=ordering)
+
+    def watch(self):
+        runtime = Runtime.current()
+        runtime.instruments = replace(runtime.instruments, faults=TurnSeen())
+
+    def seen(self):
+        return Runtime.current().instruments.faults.seen
+
+    ray.get([worker.call.remote(watch) for worker in workers])
+    for _ in range(3):
+        col.allreduce_refs(refs)
+    for points in ray.get([worker.call.remote(seen) for worker in workers]):
+        assert len(points) >= 9
+        assert {was for _, was in points} == {held}
+
+
+def test_methods_and_calls_take_turns(crew):
+    """Each method adds one and takes it away again: no call may see that, and none may be lost."""
+    workers, refs = crew(2)
+
+    def dance(self):
+        for _ in range(50):
+            self.buffer += 1
+            self.buffer -= 1
+        return self.buffer
+
+    ray.get([worker.call.remote(lambda self: self.buffer.fill(1)) for worker in workers])
+    methods = [worker.make.remote(dance) for worker in workers for _ in range(100)]
+    for _ in range(20):
+        col.allreduce_refs(refs, op="max")
+    for found in col.get(methods):
+        np.testing.assert_array_equal(found, np.ones(10))
+
+
+# ---------------------------------------------------------------------------------------------- no deadlock
+
+
+def test_who_is_ready_first_does_not_hold_up_what_another_waits_for(crew, gate):
+    """Rank 1 waits for a method of its own, which waits for one of rank 0 that stands in the queue there."""
+    workers, refs = crew(2)
+    made = workers[0].make.remote(opened, gate.wait.remote())
+    late = workers[1].make.remote(lambda self, value: self.buffer, made)
+    work = col.allreduce_refs([refs[0], late], async_op=True, timeout_s=20)
+    ray.get(gate.open.remote())
+    work.wait()
+    np.testing.assert_array_equal(col.get(late), np.full(10, 2))
+
+
+def test_who_is_ready_first_does_not_hold_up_what_an_earlier_plan_waits_for(crew, gate):
+    """The same, by way of a plan in program order that another rank has to end first."""
+    workers, refs = crew(3)
+    col.declare_collective_group(workers[1:], group_name="pair")
+    made = workers[0].make.remote(opened, gate.wait.remote())
+    late = workers[1].make.remote(lambda self, value: self.buffer, made)
+    before = col.allreduce_refs([late, refs[2]], "pair", async_op=True, timeout_s=20)
+    work = col.allreduce_refs(refs, async_op=True, timeout_s=20)
+    ray.get(gate.open.remote())
+    before.wait()
+    work.wait()
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 5))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_plans_of_both_orders_keep_the_order_of_the_calls(crew, seed):
+    rng = random.Random(seed)
+    workers, refs = crew(3)
+    col.declare_collective_group(workers, group_name="program")
+    col.declare_collective_group(workers[:2], group_name="pair", ordering="data")
+    expected = [np.full(5, rank + 2.0) for rank in range(3)]
+    ray.get([worker.set_buffer.remote(one) for worker, one in zip(workers, expected, strict=True)])
+    refs = buffers(workers)
+    under_way = []
+    for _ in range(25):
+        name, size = rng.choice([("default", 3), ("program", 3), ("pair", 2)])
+        root = rng.randrange(size)
+        if rng.random() < 0.5:
+            under_way.append(col.broadcast_refs(refs[:size], root, name, async_op=True))
+            expected[:size] = [expected[root].copy() for _ in range(size)]
+        else:
+            under_way.append(col.reduce_refs(refs[:size], root, name, async_op=True))
+            expected[root] = np.sum(expected[:size], axis=0)
+        if rng.random() < 0.2:
+            under_way.pop().wait()
+    for work in under_way:
+        work.wait()
+    for found, one in zip(col.get(refs), expected, strict=True):
+        np.testing.assert_array_equal(found, one)
+
+
+def test_two_threads_with_opposite_order_finish(actors):
+    a, b, c = actors(Worker, 3)
+    col.declare_collective_group([a, b], group_name="ab", ordering="data")
+    col.declare_collective_group([c, b, a], group_name="cba", ordering="data")
+    refs = buffers([a, b, c])
+    failures = []
+
+    def loop(indices, name):
+        try:
+            for _ in range(25):
+                col.broadcast_refs([refs[i] for i in indices], 0, name)
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=loop, args=args) for args in (([0, 1], "ab"), ([2, 1, 0], "cba"))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    assert not any(thread.is_alive() for thread in threads)
+
+
+# ---------------------------------------------------------------------------------------------- what goes otherwise
+
+
+def test_what_makes_refs_goes_in_program_order(crew, submits):
+    _, refs = crew(2)
+    gathered = col.allgather_refs(None, refs)
+    assert len(submits) == 2
+    col.allreduce_refs(refs)
+    assert len(submits) == 2
+    for found in col.get(gathered):
+        np.testing.assert_array_equal(found, np.ones((2, 10)))
+
+
+def test_a_batch_goes_by_the_channel_where_all_its_groups_say_so(crew, submits):
+    workers, refs = crew(3)
+    col.declare_collective_group(workers[:2], group_name="data", ordering="data")
+    col.declare_collective_group(workers[1:], group_name="program")
+    for name, count in (("data", 0), ("program", 3)):
+        with col.batch():
+            col.allreduce_refs(refs)
+            col.allreduce_refs(refs[:2] if name == "data" else refs[1:], name)
+        assert len(submits) == count
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 15))
+    np.testing.assert_array_equal(col.get(refs[2]), np.full(10, 30))
+
+
+def test_what_is_too_long_for_a_message_goes_in_program_order(crew, submits, monkeypatch):
+    _, refs = crew(2)
+    dispatch.prepare.cache_clear()
+    monkeypatch.setattr(dispatch, "ORDER_NBYTES", 100)
+    col.allreduce_refs(refs)
+    dispatch.prepare.cache_clear()
+    assert len(submits) == 2
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
+
+
+class AsyncBuffers(Buffers):
+    """An actor with a coroutine method."""
+
+    async def later(self):
+        return self.buffer
+
+
+def test_async_actors(crew, gate):
+    workers, refs = crew(2, cls=ray.remote(AsyncBuffers))
+    late = workers[0].make.remote(wait_in, gate)
+    work = col.allreduce_refs([late, workers[1].later.remote()], async_op=True)
+    ray.get(gate.open.remote())
+    work.wait()
+    np.testing.assert_array_equal(col.get(late), np.full(10, 2))
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 4))
+
+
+def test_a_barrier_of_actors_without_the_mixin(crew, actors):
+    workers = actors(Plain, 3)
+    col.declare_collective_group(workers, group_name="plain", ordering="data")
+    for _ in range(3):
+        col.barrier("plain")
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("when", ["before", "while it is waited for"])
+def test_a_producer_that_raises(crew, gate, when):
+    workers, refs = crew(2)
+
+    def fail(self, gate):
+        ray.get(gate.wait.remote())
+        raise ValueError("spilled")
+
+    if when == "before":
+        ray.get(gate.open.remote())
+    bad = workers[1].make.remote(fail, gate)
+    if when == "before":
+        ray.wait([bad])
+    work = col.allreduce_refs([refs[0], bad], async_op=True)
+    ray.get(gate.open.remote())
+    with pytest.raises(errors.ProducerFailedError, match="spilled") as caught:
+        work.wait()
+    assert caught.value.violations[0].rank == 1
+    np.testing.assert_array_equal(ray.get(workers[0].read.remote()), np.ones(10))
+    assert_works(refs, workers)
+
+
+def test_a_participant_that_is_not_ready_in_time_is_named(crew, gate):
+    workers, refs = crew(3)
+    late = workers[1].make.remote(wait_in, gate)
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        col.allreduce_refs([refs[0], late, refs[2]], timeout_s=1)
+    assert caught.value.missing == (1,)
+    assert "rank 1 (Buffers(" in str(caught.value)
+    assert "after 1 s" in str(caught.value)
+    assert col.get(refs[0])[0] == 1
+    ray.get(gate.open.remote())
+    assert_works(refs, workers)
+    assert_works([refs[0], late, refs[2]], workers)
+
+
+def test_a_participant_whose_method_runs_too_long_is_named(crew, gate, occupy):
+    """Its operand is there, but the method that runs has its turn."""
+    workers, refs = crew(3)
+    running = occupy(workers[2])
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        col.allreduce_refs(refs, timeout_s=1)
+    assert caught.value.missing == (2,)
+    ray.get(gate.open.remote())
+    ray.wait([running])
+    for found in ray.get([worker.read.remote() for worker in workers]):
+        np.testing.assert_array_equal(found, np.ones(10))
+    assert_works(refs, workers)
+
+
+def test_what_no_participant_is_ready_for_does_not_time_out(crew, gate):
+    workers, _ = crew(2)
+    late = [worker.make.remote(wait_in, gate) for worker in workers]
+    work = col.allreduce_refs(late, async_op=True, timeout_s=0.5)
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
+        work.wait(timeout_s=1.5)
+    ray.get(gate.open.remote())
+    work.wait()
+    np.testing.assert_array_equal(col.get(late[0]), np.full(10, 2))
+
+
+@pytest.mark.parametrize("awaited", ["operand", "turn"])
+def test_cancel(crew, gate, occupy, awaited):
+    workers, refs = crew(2)
+    blocked = occupy(workers[1])
+    work = col.allreduce_refs([refs[0], blocked if awaited == "operand" else refs[1]], async_op=True)
+    follower = col.allreduce_refs(refs, async_op=True)
+    assert work.cancel()
+    with pytest.raises(errors.PlanAbortedError, match="cancelled"):
+        work.wait()
+    ray.get(gate.open.remote())
+    follower.wait()
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
+    """Where it dies that makes the operand, Ray may tell of the operand before the connection tells of it."""
+    workers, refs = crew(3)
+    late = workers[1].make.remote(wait_in, gate)
+    work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)
+    ray.kill(workers[victim])
+    with pytest.raises((errors.ParticipantDiedError, errors.TensorLostError)) as caught:
+        work.wait()
+    error = caught.value
+    lost = isinstance(error, errors.TensorLostError)
+    assert (error.violations[0].rank if lost else error.rank) == victim
+    assert victim == 1 or not lost
+    with pytest.raises((errors.GroupBrokenError, errors.ParticipantDiedError) if lost else errors.GroupBrokenError):
+        col.allreduce_refs(refs)
+    ray.get(gate.open.remote())
+    living = [worker for rank, worker in enumerate(workers) if rank != victim]
+    col.declare_collective_group(living, group_name="living", ordering="data")
+    assert_works(buffers(living), living, group_name="living")
+
+
+@pytest.mark.parametrize("awaited", ["operand", "turn", "the others"])
+def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy, awaited):
+    workers, refs = crew(2)
+    blocked = occupy(workers[1])
+    mine = 0 if awaited == "the others" else 1
+    operands = [refs[0], blocked if awaited == "operand" else refs[1]]
+    work = col.allreduce_refs(operands, async_op=True)
+    col.destroy_collective_group()
+    with pytest.raises(errors.PlanAbortedError, match="destroyed"):
+        work.wait()
+    ray.get(gate.open.remote())
+    ray.wait([blocked])
+    assert ray.get(workers[mine].read.remote())[0] == 1
+    col.declare_collective_group(workers, ordering="data")
+    refs = buffers(workers)
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[mine]), np.full(10, 2))
+
+
+def test_a_participant_that_can_not_be_told(crew, monkeypatch):
+    """The order reaches rank 0 only: it is aborted there, and no tensor is touched."""
+    workers, refs = crew(3)
+    order, told = dispatch.Peer.order, []
+
+    def second_fails(self, message):
+        told.append(self.info["actor"])
+        if len(told) == 2:
+            raise errors.ConnectionLostError(detail="cut")
+        order(self, message)
+
+    with monkeypatch.context() as patch, pytest.raises(errors.ParticipantDiedError, match="no order") as caught:
+        patch.setattr(dispatch.Peer, "order", second_fails)
+        col.allreduce_refs(refs)
+    assert caught.value.rank == 1
+    assert len(told) == 2
+    for found in ray.get([worker.read.remote() for worker in workers]):
+        np.testing.assert_array_equal(found, np.ones(10))
+    assert_works(refs, workers)
+
+
+# ---------------------------------------------------------------------------------------------- the group
+
+
+@pytest.mark.parametrize("ordering", ["program", "data"])
+def test_a_group_shows_its_ordering(actors, ordering):
+    group = col.declare_collective_group(actors(Worker, 2), ordering=ordering)
+    assert group.ordering == ordering
+    assert f"{ordering} order" in repr(group)
+
+
+@pytest.mark.parametrize("ordering", ["chaos", "", "DATA", None, 1, ["data"]])
+def test_another_ordering_is_refused(actors, ordering):
+    with pytest.raises(errors.InvalidGroupError, match=r"ordering is .*'program' or 'data'"):
+        col.declare_collective_group(actors(Worker, 2), ordering=ordering)
