@@ -81,6 +81,10 @@ class Bells:
         """Takes one ring of one's own bell; False where none came in time, or a signal arrived."""
         return self._check(self._libc.wait(self._sems[rank], timeout_s))
 
+    def take(self, rank: int) -> bool:
+        """Takes one ring, if there is one."""
+        return bool(self._libc.try_wait(self._sems[rank]) == 0)
+
     def drain(self, rank: int) -> None:
         """Takes all rings that are there; look at the words afterwards, never before."""
         while self._check(self._libc.try_wait(self._sems[rank])):

@@ -22,10 +22,12 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.controller import Controller
 from raycollect.course import Stage
 from raycollect.errors import CaptureError, ProtocolError, Violation, refusal
+from raycollect.explained import explain_capture
 from raycollect.group import Membership, Operand
 from raycollect.model import TensorInfo
 from raycollect.payload import pack_value, pack_values, unpack_values
 from raycollect.planner import STAGING_NBYTES, Source
+from raycollect.planner.explain import StepExplanation
 from raycollect.routine import CAPTURE_NBYTES, Given
 from raycollect.runs import RunFlight, Runs
 from raycollect.work import CapturedRun
@@ -437,6 +439,16 @@ class Capture:
         looks = ray.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout=timeout_s)
         found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
         return {source: None if one is None else tuple(one) for source, one in found.items()}
+
+    def explain(self) -> StepExplanation:
+        """Explains what each run does: its method calls and plans in order, each plan as `raycollect.plan` does.
+
+        Raises:
+            CaptureError: It is not ready, or closed; or what a plan works on shows in the first run only.
+            UnknownGroupError, GroupBrokenError: A group was destroyed, or a member is gone.
+        """
+        infos = self.tensor_infos()
+        return explain_capture(self._installed.runs.course, self.stages, infos)  # type: ignore[union-attr]
 
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)

@@ -352,6 +352,7 @@ class _Installer:
             {key: ref for seat in self._seats.values() for key, ref in seat.refs.items()},
             doorbell=doorbell,
             seats=[seat if is_open else -1 for seat, is_open in zip(seats, opened, strict=True)],
+            peers=peers,
         )
 
     def _doorbell(self, course: Course) -> tuple[Doorbell | None, list[int]]:

@@ -423,8 +423,11 @@ class Controller:
         return flight
 
     def flights(self) -> Iterable[Flight]:
-        """The flights that have not landed everywhere."""
-        return list(self._flights.values())
+        """The flights that have not landed everywhere. Of runs by the doorbell that shows when somebody looks."""
+        found = list(self._flights.values())
+        for flight in [one for one in found if one.landed]:
+            self._flights.pop(flight.seq, None)
+        return [one for one in found if one.seq in self._flights]
 
     def send(self, flight: Flight, orders: Orders) -> None:
         """Carries out what a flight wants said, and forgets it once it has landed."""

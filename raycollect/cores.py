@@ -2,14 +2,15 @@
 
 Ranks that were woken by one process often share its core, and the scheduler leaves them there for milliseconds: they
 take turns, and a small kernel takes three times as long as on two cores. So ranks of one machine tell each other where
-they are, and one that waits for a rank of its own core moves to a core that has no rank.
+they are, and one that waits for a rank of its own core moves to a core that has fewer. Where there are more ranks than
+cores that spreads them evenly: as none of them sleeps, no core would ever fetch one by itself.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 __all__ = ["SETTLED_S", "YIELD_S", "Seeker", "current_core"]
@@ -38,14 +39,14 @@ class Seeker:
     def __init__(self) -> None:
         self._settled_s = 0.0
 
-    def seek(self, awaited: Collection[int], taken: Collection[int], now_s: float) -> int:
-        """Moves this thread, if a rank that it waits for was last seen on its core and some core has no rank.
+    def seek(self, awaited: Collection[int], others: Sequence[int], now_s: float) -> int:
+        """Moves this thread, if a rank that it waits for was last seen on its core, and another core has fewer ranks.
 
         The mask of the thread is the same when this returns.
 
         Args:
             awaited: The cores of those ranks, counted from 1; 0 where they are not known.
-            taken: The cores of all ranks.
+            others: The cores of all other ranks.
             now_s: The time by the monotonic clock.
 
         Returns:
@@ -56,12 +57,14 @@ class Seeker:
             return core
         self._settled_s = now_s + SETTLED_S
         mine = os.sched_getaffinity(0)
-        free = mine.difference(one - 1 for one in (core, *taken))
-        if not free:
+        ranks = {one: others.count(one + 1) for one in mine}
+        fewest = min(ranks.values())
+        better = {one for one, count in ranks.items() if count == fewest}
+        if fewest >= others.count(core):
             return core
         with suppress(OSError):  # the system has just taken one of these cores away
             try:
-                os.sched_setaffinity(0, free)
+                os.sched_setaffinity(0, better)
             finally:
                 os.sched_setaffinity(0, mine)
         return current_core()

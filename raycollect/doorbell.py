@@ -147,6 +147,8 @@ class Doorbell:
         self._memory = _Memory(mapped, seats, init=True)
         mapped[: memfd.TOKEN_NBYTES] = self.segment.token
         self._number = 0
+        # Where seats outnumber the cores it is they who need these: then the controller sleeps until all have answered.
+        self._awake_s = YIELD_S if seats <= len(os.sched_getaffinity(0)) else 0.0
         self._awake_until_s = 0.0
         self._asleep = threading.Lock()  # held by the one thread that sleeps, or takes rings
         self._taken = 0  # how often rings were taken: what they told of may be for another thread
@@ -155,7 +157,7 @@ class Doorbell:
     def begin(self) -> int:
         """Gives the number of the next run, from 1. Before it, run ``number - IN_FLIGHT`` has ended."""
         self._number += 1
-        self._awake_until_s = time.monotonic() + YIELD_S
+        self._awake_until_s = time.monotonic() + self._awake_s
         if self._number % _RINGS_KEPT == 0 and self._asleep.acquire(blocking=False):
             self._memory.bells.drain(self._memory.seats)
             self._taken += 1
@@ -239,6 +241,8 @@ class Post:
             raise ValueError(f"no seat {seat} at a doorbell of {seats}")
         self._memory = _Memory(mapped, seats, init=False)
         self._seat = seat
+        self._answers = self._memory.answer(seat, 0)
+        self._others = [(one, self._memory.answer(one, 0)) for one in range(seats) if one != seat]
         self._number = 1
         self._awake_until_s = 0.0
         self._woken = False
@@ -274,11 +278,14 @@ class Post:
         Returns:
             False where that has to go over the channel.
         """
-        memory = self._memory
-        words = memory.words
-        fits = memory.write(memory.answer(self._seat, number), number, 0, 0, payload)
-        memory.bells.drain(self._seat)  # after it: the rings of runs that were taken without a sleep are used up, too
-        if all(words[memory.answer(one, number)] == number or not memory.present[one] for one in range(memory.seats)):
+        memory, at = self._memory, number % IN_FLIGHT * _WORDS
+        words, present = memory.words, memory.present
+        fits = memory.write(self._answers + at, number, 0, 0, payload)
+        memory.bells.take(self._seat)  # that of this run, if it came without a sleep; and a full barrier
+        for seat, answers in self._others:
+            if words[answers + at] != number and present[seat]:
+                break
+        else:
             memory.bells.ring(memory.seats)
         self._awake_until_s = time.monotonic() + YIELD_S
         return fits

@@ -35,7 +35,7 @@ from raycollect.tasks import Missing, Tasks
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
 """Where faults can be injected."""
 
-_ABSENCES: dict[State, tuple[str, str, str]] = {
+ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: ("lost", "not there: its method never ran here", "a value that its method returned"),
     State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
     State.BY_VALUE: ("not_tensor", "{}, returned by value", "a tensor, or a list, tuple or dict of tensors"),
@@ -97,6 +97,7 @@ class Execution:
         exchange: How the participants meet at the door where they have no group in common.
         held: What is under the keys, where that is not in the store: the values of a captured step, as long as it has
             them.
+        brought: What all have brought to the door already, as in the last run on these operands, or not: see `Repeat`.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Execution:
         operands: Sequence[Container] | None = None,
         exchange: Exchange | None = None,
         held: Sequence[Container | Missing] | None = None,
+        brought: tuple[bytes, ...] | None = None,
     ) -> None:
         self._program = program
         self._keys = keys
@@ -120,6 +122,7 @@ class Execution:
         self._waiting = waiting
         self._given = operands
         self._held = held
+        self._brought = brought
         self._seq = seq
         self._launches = Launches(program, communicators, exchange, seq=seq, aborted=aborted)
         self._operands: Sequence[Container | Missing] = ()
@@ -174,8 +177,6 @@ class Execution:
             self._make_ready(0)
             return
         self._block, self._first = self._known.block, self._known.first
-        if self._first is not None:
-            self._stage(self._first)
 
     def _recall(self) -> Prepared | None:
         """What the last run on the same operands found out."""
@@ -259,24 +260,30 @@ class Execution:
                 raise PlanAbortedError(detail=self._launches.reason or "aborted while waiting for an operand")
         if isinstance(found, Container):
             return found
-        kind, text, expected = _ABSENCES[found.state]
+        kind, text, expected = ABSENCES[found.state]
         return Missing(kind, text.format(found.detail or "a value that is not kept"), expected)
 
     # ------------------------------------------------------------------------------------------ the door
 
     def _agree(self) -> Script:
         """Meets the others, as often as the plan says; raises what all of them raise."""
+        self._record("door")
         clock, program = self._instruments.clock, self._program
+        brought: tuple[bytes, ...] | None = None
+        blobs: tuple[bytes, ...] = ()
         came_s = clock()
+        if self._known is not None:
+            arrival, brought = self._known.arrival, self._again(self._known)
+            if brought is None and self._known is not None:
+                return self._known.script
         agreement = Agreement(program)
         for turn in range(program.rounds):
             if turn:
                 self._make_ready(turn)
-            arrival = self._known.arrival if self._known else self._tasks_here().arrival(turn)
-            self._record("door")
-            blobs = self._launches.meet(arrival)
-            if self._known is not None and self._known.blobs == blobs:
-                return self._known.script
+            if brought is None:
+                arrival = self._tasks_here().arrival(turn)
+                brought = self._launches.meet(arrival)
+            blobs, brought = brought, None
             violations = agreement.meet(blobs)
             if violations:
                 raise refusal(program.name, "", violations)
@@ -299,6 +306,16 @@ class Execution:
             )
             prepared.remember(self._containers())
         return script
+
+    def _again(self, known: Prepared) -> tuple[bytes, ...] | None:
+        """Meets the others, who should bring what they did in the last run; else gives what they brought."""
+        if self._brought is not None:
+            return self._brought
+        try:
+            return self._launches.again(known.first, known.arrival, known.blobs)
+        except RefusedError as exc:  # before anything was brought
+            self._object(exc.violations)
+            return None
 
     def _tasks_here(self) -> Tasks:
         """The tasks, looked at anew where something is not as in the last run after all.
@@ -382,14 +399,7 @@ class Execution:
     # ------------------------------------------------------------------------------------------ notes
 
     def _located(self, error: RaycollectError) -> RaycollectError:
-        self._record("failed", type(error).__name__)
-        if isinstance(error, FaultError):
-            share = self._under_way.share if self._under_way else None
-            error.op = error.op or (share.op if share else self._program.name)
-            error.group_name = error.group_name or (share.group_id if share else self._program.door.group_id)
-            if share and error.rank < 0 and isinstance(error, KernelError):
-                error.rank = share.rank
-        return error.with_traceback(None)  # a value from here on: its frames would keep the tensors alive
+        return located(error, self._program, self._under_way, self._instruments.recorder, self._seq)
 
     def _record(self, what: str, detail: str = "") -> None:
         self._instruments.recorder.add(what, self._seq, detail)
@@ -397,3 +407,17 @@ class Execution:
     def _at(self, point: str) -> None:
         if self._faults is not None:
             self._faults.at(point, self._seq, self._program.door.rank)
+
+
+def located(
+    error: RaycollectError, program: Program, under_way: Stretch | None, recorder: Recorder, seq: int
+) -> RaycollectError:
+    """Notes a failure, and adds to it what only its participant knows: where in the program it happened."""
+    recorder.add("failed", seq, type(error).__name__)
+    if isinstance(error, FaultError):
+        share = under_way.share if under_way else None
+        error.op = error.op or (share.op if share else program.name)
+        error.group_name = error.group_name or (share.group_id if share else program.door.group_id)
+        if share and error.rank < 0 and isinstance(error, KernelError):
+            error.rank = share.rank
+    return error.with_traceback(None)  # a value from here on: its frames would keep the tensors alive

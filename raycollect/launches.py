@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from raycollect.errors import GroupBrokenError, PlanAbortedError
-from raycollect.model import Communicator, Exchange, Launch
+from raycollect.model import Communicator, Exchange, Kernel, Launch
 from raycollect.planner import Program
 
 __all__ = ["Launches"]
@@ -92,6 +93,30 @@ class Launches:
             assert self._exchange is not None  # or there is no door: `begin`
             blobs = self._exchange(self._door, arrival)
         return tuple(map(bytes, blobs))
+
+    def again(self, kernel: Kernel | None, arrival: bytes, expected: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
+        """Lets the backend prepare a kernel, if one is given, and meets the others, who should bring what they did.
+
+        Returns:
+            None where they did; else what they brought.
+
+        Raises:
+            RefusedError: The kernel can't be prepared; nothing was brought.
+            PlanAbortedError, CollectiveTimeoutError: See `meet`.
+        """
+        opened = self._open
+        if opened is None or kernel is None:
+            blobs = self.meet(arrival)
+            return None if blobs == expected else blobs
+        communicator, launch = opened
+        again: Any = getattr(communicator, "again", None)  # `isinstance` with a protocol takes longer
+        if again is not None:
+            self._check()
+            found = again(launch, kernel, arrival, expected)
+            return None if found is None else tuple(map(bytes, found))
+        communicator.stage(launch, kernel)
+        blobs = self.meet(arrival)
+        return None if blobs == expected else blobs
 
     def at(self, number: int, group_id: str, ranks: Sequence[int]) -> _Open:
         """Gives the communicator of a launch, after it was begun by all.

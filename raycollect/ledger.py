@@ -13,7 +13,9 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting = 0  # how many wait for a change
         self._settled = 0  # every plan up to here has ended
         self._ended: set[int] = set()
         self._running: set[int] = set()
@@ -26,9 +28,11 @@ class Ledger:
         Returns:
             None; or, for an aborted plan, the reason why it must not run.
         """
-        with self._changed:
+        with self._lock:
             while not self._has_ended(predecessor) and not self._closed:
+                self._waiting += 1
                 self._changed.wait()
+                self._waiting -= 1
             if self._closed:
                 return self._closed
             self._settled = max(self._settled, predecessor)
@@ -41,12 +45,13 @@ class Ledger:
 
     def end(self, seq: int) -> None:
         """Notes that a plan has ended, however."""
-        with self._changed:
+        with self._lock:
             self._running.discard(seq)
             self._aborted.pop(seq, None)
             if seq > self._settled:
                 self._ended.add(seq)
-            self._changed.notify_all()
+            if self._waiting:
+                self._changed.notify_all()
 
     def abort(self, seq: int, reason: str) -> bool:
         """Notes that a plan is aborted; one that has ended stays as it is.
@@ -54,7 +59,7 @@ class Ledger:
         Returns:
             True where it has ended already.
         """
-        with self._changed:
+        with self._lock:
             if self._has_ended(seq):
                 return True
             self._aborted[seq] = reason
@@ -66,7 +71,7 @@ class Ledger:
         Returns:
             The plans that run now and have to be woken.
         """
-        with self._changed:
+        with self._lock:
             self._closed = reason
             self._aborted.update(dict.fromkeys(self._running, reason))
             self._changed.notify_all()
@@ -78,7 +83,7 @@ class Ledger:
 
     def running(self) -> tuple[int, ...]:
         """The plans that run now."""
-        with self._changed:
+        with self._lock:
             return tuple(sorted(self._running))
 
     def _has_ended(self, seq: int) -> bool:

@@ -266,7 +266,8 @@ class GroupSpec:
         group_id: A nonce, so that two groups of one name never meet.
         backend: The name of the backend, never ``"auto"``.
         world_size: The number of ranks.
-        ordering: ``"program"``: collectives run in the order of the actor's queue (P2).
+        ordering: ``"program"``: collectives run in the order of the actor's queue (P2); ``"data"``: in that of their
+            refs and of each other.
         ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
@@ -506,6 +507,25 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Gives back all that the communicator holds. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class Again(Protocol):
+    """What a `Communicator` may have besides: a shorter way to the door for those who come again and again."""
+
+    def again(
+        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        """Does what `stage` and `agree` do, one after the other.
+
+        Returns:
+            None where all brought what is expected; else what they brought.
+
+        Raises:
+            RefusedError: As `stage`: the kernel can't be prepared. Nothing was brought.
+            CollectiveTimeoutError, PlanAbortedError: As `agree`.
+        """
         ...
 
 

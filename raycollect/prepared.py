@@ -87,12 +87,8 @@ class Prepared:
         Returns:
             None where there was none, an operand is not as it was, or the staging is in use.
         """
-        name = id(program)  # the same object for the same bytes; comparing programs would take longer
-        holder = containers[0].memo.get(name) if containers else None
-        if not isinstance(holder, _Holder):
-            return None
-        known = holder.prepared
-        if known is None or known.program is not program or not holder.is_of(name, containers[1:]):
+        known = Prepared.last(program, containers)
+        if known is None:
             return None
         try:
             if known.places != places_of(containers) or store.is_dirty(known.ranges):
@@ -100,6 +96,18 @@ class Prepared:
         except TypeError:  # a tensor has no memory any more
             return None
         return known if known.block is None or known.block.take() else None
+
+    @staticmethod
+    def last(program: Program, containers: Sequence[Container]) -> Prepared | None:
+        """What the last run of a program on these containers found, whether or not all is as it was."""
+        name = id(program)  # the same object for the same bytes; comparing programs would take longer
+        holder = containers[0].memo.get(name) if containers else None
+        if type(holder) is not _Holder:
+            return None
+        known = holder.prepared
+        if known is None or known.program is not program or not holder.is_of(name, containers[1:]):
+            return None
+        return known
 
     def remember(self, containers: Sequence[Container]) -> None:
         """Remembers it with the first container, tied to the others."""

@@ -28,11 +28,12 @@ from raycollect.errors import (
     RaycollectError,
     RefusedError,
 )
-from raycollect.executor import Execution, Instruments
+from raycollect.executor import Execution, Instruments, Outcome
 from raycollect.model import TENSOR, Communicator, Exchange, Key, TensorInfo
 from raycollect.payload import pack_values, unpack_value, unpack_values
 from raycollect.planner import Program, decode_program
 from raycollect.pos import Container
+from raycollect.repeat import Repeat
 from raycollect.routine import CAPTURE_NBYTES, Collective, Given, Invocation, Routine
 from raycollect.tasks import Missing
 
@@ -87,7 +88,7 @@ class Replay:
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
         self._stopped = False
-        self._execution: Execution | None = None
+        self._execution: Execution | Repeat | None = None
         self._actions: list[_Call | _Plan] = [
             _Call(one, self) if isinstance(one, Invocation) else _Plan(one, self) for one in routine.actions
         ]
@@ -157,7 +158,7 @@ class Replay:
 
     # ------------------------------------------------------------------------------------------ for the actions
 
-    def begin(self, execution: Execution) -> None:
+    def begin(self, execution: Execution | Repeat) -> None:
         """Notes which plan is under way.
 
         Raises:
@@ -262,7 +263,19 @@ class _Call:
 class _Plan:
     """This participant's half of a plan, made ready."""
 
-    __slots__ = ("_first", "_inputs", "_kept_door", "_keys", "_offset", "_outputs", "_program", "_replay", "_same")
+    __slots__ = (
+        "_first",
+        "_inputs",
+        "_kept_door",
+        "_keys",
+        "_last",
+        "_offset",
+        "_outputs",
+        "_program",
+        "_repeat",
+        "_replay",
+        "_same",
+    )
 
     def __init__(self, one: Collective, replay: Replay) -> None:
         routine = replay.routine
@@ -273,6 +286,8 @@ class _Plan:
         self._kept_door = not self._program.door.group_id  # by the controller
         self._inputs = one.inputs
         self._outputs = one.outputs
+        self._last: tuple[int, ...] = ()  # the operands of the last run, by identity
+        self._repeat: Repeat | None = None
         if self._program.keys != len(one.inputs):
             raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
         keys = [routine.keys[slot] for slot in one.inputs]
@@ -284,11 +299,46 @@ class _Plan:
         ]
 
     def do(self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges) -> None:
-        replay, program = self._replay, self._program
-        slots, seq = replay.slots, seq + self._offset
-        held = [replay.operand(slot) for slot in self._inputs]
+        replay, seq = self._replay, seq + self._offset
+        slots, held = replay.slots, []
+        for slot in self._inputs:
+            value = slots[slot]
+            held.append(value if type(value) is Container else replay.operand(slot))
         for slot in self._outputs:
             slots[slot] = None
+        repeat = self._repeated(held)
+        if repeat is not None:
+            replay.begin(repeat)
+            try:
+                outcome = repeat.run(seq, self._same or self._keys_now(), aborted)
+            finally:
+                replay.end()
+        else:
+            outcome = self._in_full(seq, held, aborted, exchange)
+        if outcome.error is not None:
+            raise self._moved(outcome.error)
+        for slot, made in zip(self._outputs, outcome.outputs, strict=True):
+            slots[slot] = made
+
+    def _repeated(self, held: Sequence[Container | Missing]) -> Repeat | None:
+        """The last run, where it can be done again as it was: from the third in a row on, on the same operands."""
+        if self._outputs:
+            return None
+        repeat = self._repeat
+        if repeat is not None and repeat.fits(held):
+            return repeat
+        self._repeat, now = None, tuple(map(id, held))
+        if now == self._last:
+            replay = self._replay
+            made = Repeat.of(self._program, held, replay.instruments, replay.communicators)
+            self._repeat = made if made is not None and made.fits(held) else None
+        self._last = now
+        return self._repeat
+
+    def _in_full(
+        self, seq: int, held: Sequence[Container | Missing], aborted: Callable[[], str | None], exchange: Exchanges
+    ) -> Outcome:
+        replay, program = self._replay, self._program
         execution = Execution(
             program,
             self._same or self._keys_now(),
@@ -301,13 +351,9 @@ class _Plan:
         )
         replay.begin(execution)
         try:
-            outcome = execution.run()
+            return execution.run()
         finally:
             replay.end()
-        if outcome.error is not None:
-            raise self._moved(outcome.error)
-        for slot, made in zip(self._outputs, outcome.outputs, strict=True):
-            slots[slot] = made
 
     def _keys_now(self) -> tuple[Key, ...]:
         run8 = self._replay.run8

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
@@ -57,6 +57,10 @@ class RunsOwner(Protocol):
         """Carries out what a flight wants said."""
         ...
 
+    def flights(self) -> Iterable[Flight]:
+        """The flights that have not landed everywhere."""
+        ...
+
     def crew(self, memberships: Sequence[Membership], participants: Sequence[str]) -> list[Peer]:
         """The leased participants."""
         ...
@@ -68,23 +72,27 @@ class RunFlight(Flight):
     Args:
         seq: Its number.
         runs: The runs of its capture.
+        place: Its place among them, from 1.
         number: Its number at the doorbell; 0: it does not go there.
         timeout_s: After how many seconds it is given up.
 
     Attributes:
         until_s: When it is given up, by `time.monotonic`.
         results: What each participant has given back, by position.
+        is_fenced: Whether it goes through the actors' queues.
     """
 
     plan: Course
 
-    def __init__(self, seq: int, runs: Runs, number: int, timeout_s: float = _FOREVER) -> None:
+    def __init__(self, seq: int, runs: Runs, place: int, number: int, timeout_s: float = _FOREVER) -> None:
         super().__init__(seq, runs.course, runs.memberships, runs.refs)
         self._keys = runs.keys
+        self.place = place
         self.number = number
         self.until_s = _FOREVER if timeout_s == _FOREVER else monotonic() + timeout_s
         self._timeout_s = timeout_s
         self.results: list[bytes | None] = [None] * len(runs.course.participants)
+        self.is_fenced = False
         self._runs = runs
         self._is_chain = True  # methods, and other plans, do not hear that a launch broke
         self._seats = runs.seated if number else ()  # (position, seat) of those who have not answered there
@@ -231,6 +239,7 @@ class Runs:
         refs: The refs whose values the participants have, by key; kept as long as it is open (P5).
         doorbell: How runs begin on this machine; None: by the channel alone.
         seats: Position -> seat at the doorbell; -1: none.
+        peers: Those who have their routines, by position.
 
     Attributes:
         failure: Why the first run failed that did; there will be no others.
@@ -250,6 +259,7 @@ class Runs:
         *,
         doorbell: Doorbell | None = None,
         seats: Sequence[int] = (),
+        peers: Sequence[Peer] = (),
     ) -> None:
         self.course = course
         self.memberships = tuple(memberships)
@@ -264,8 +274,9 @@ class Runs:
         self._seats = tuple(seats) if doorbell is not None else (-1,) * len(course.participants)
         self.seated = tuple((at, seat) for at, seat in enumerate(self._seats) if seat >= 0)
         self._revision: object = None
-        self._crew: list[tuple[Peer, int]] = []
+        self._crew: list[tuple[Peer, int]] = list(zip(peers, self._seats, strict=False))
         self._under_way: deque[RunFlight] = deque()
+        self._begun = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
         self._turn = threading.Lock()  # held by the one thread that waits at the doorbell
         self._waiter = 0  # that thread
@@ -290,9 +301,9 @@ class Runs:
         while True:
             with self._owner.dispatching:
                 self._check()
-                if len(self._under_way) < IN_FLIGHT:
+                oldest = self._under_way[0] if self._under_way else None
+                if oldest is None or self._begun + 1 - oldest.place < IN_FLIGHT:
                     return self._send(arguments, fence, _FOREVER if timeout_s is None else timeout_s)
-                oldest = self._under_way[0]
             oldest.wait(None)
 
     def _check(self) -> None:
@@ -307,10 +318,26 @@ class Runs:
             self._crew = list(zip(peers, self._seats, strict=True))
             self._revision = revision
 
+    def _is_held_up(self) -> bool:
+        """Whether a participant may have to wait for a plan that waits for methods.
+
+        The others would hold up the methods of their own actors meanwhile, one of which that plan may wait for. Behind
+        it, in the actors' queues, they do not.
+        """
+        participants = self.course.positions
+        for flight in self._owner.flights():
+            if isinstance(flight, RunFlight) and not flight.is_fenced:
+                continue
+            for actor_id, position in flight.plan.positions.items():
+                if actor_id in participants and flight.is_pending(position):
+                    return True
+        return False
+
     def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunFlight:
         owner, doorbell = self._owner, None if fence else self._doorbell
         number = doorbell.begin() if doorbell is not None and self.seated else 0
-        flight = owner.take_off(lambda seq: RunFlight(seq, self, number, timeout_s), self.course.width)
+        self._begun = place = self._begun + 1
+        flight = owner.take_off(lambda seq: RunFlight(seq, self, place, number, timeout_s), self.course.width)
         self._under_way.append(flight)
         seq, at = flight.seq, 0
         try:
@@ -401,9 +428,10 @@ class Runs:
         except ValueError:
             return  # this was told before
         if flight.error is not None:
-            for other in [one for one in tuple(self._under_way) if one.seq > flight.seq]:
-                detail = f"run {flight.seq} of this captured step failed before ({type(flight.error).__name__})"
-                self.send(other, other.fail(PlanAbortedError(detail=detail)))
+            detail = f"run {flight.place} of this captured step failed before ({type(flight.error).__name__})"
+            for other in reversed(tuple(self._under_way)):
+                if other.place > flight.place:
+                    other.abort(PlanAbortedError(detail=detail))
         if self._waiter and self._waiter != threading.get_ident():
             self._doorbell.wake()  # type: ignore[union-attr]
         if self._following:

@@ -69,7 +69,7 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.executor import _ABSENCES, Execution, Outcome
+from raycollect.executor import ABSENCES, Execution, Outcome
 from raycollect.handle import Handle
 from raycollect.lane import Lane
 from raycollect.ledger import Ledger
@@ -488,7 +488,7 @@ class Runtime:
                 "one of this very actor: send_ref it first",
             )
         else:
-            kind, text, expected = _ABSENCES[found.state]
+            kind, text, expected = ABSENCES[found.state]
             text = text.format(found.detail or "a value that is not kept")
         wrong = Violation(
             kind=kind, rank=-1, field="value", found=text, expected=expected, actor=self.actor, ref=value.key.hex()

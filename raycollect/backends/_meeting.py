@@ -2,9 +2,9 @@
 
 Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is the launch it is in, `phase` counts
 its barriers inside that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its
-word and ringing the others' bells; it waits until every word is at least the same. So nothing is ever reset, an
+word and ringing the bells of those who sleep; it waits until every word is at least the same. So nothing is ever reset, an
 abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look. Beside the word stand the
-core that the rank was last seen on, and its process.
+core that the rank was last seen on, its process, and whether it sleeps: most do not, and a bell costs a call.
 
 A rank that leaves a launch first records how far it came: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
 `passed` is the last barrier that it got through (`CLOSED` if it ran everything). Whoever waits for it at a later
@@ -18,6 +18,8 @@ Memory order. Words are 8 bytes, aligned, and stored by one instruction. Data is
 `sem_post` and `sem_wait` are full barriers in glibc, so whoever woke by a bell sees the data. Who finds the word
 without waiting: on x86-64 loads are in order; elsewhere the release and re-taking of the GIL, or of a lock, in the
 ctypes call that each arrival makes before it looks, and `Bells.drain` where an outcome seems to be missing, order it.
+Who is about to sleep says so, and looks at the words once more; who arrives stores its word, and then looks who sleeps.
+Between the two each makes a call of libc, a full barrier, so that one of them at least sees the other.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 
+from raycollect.bells import SEM_NBYTES, Bells
+from raycollect.cores import YIELD_S, Seeker
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
 from raycollect.model import Launch
 
-from raycollect.bells import SEM_NBYTES, Bells
-from raycollect.cores import YIELD_S, Seeker
 from .completion import check_arrival
 
 ARRIVAL_NBYTES = 64 * 1024
@@ -42,9 +44,10 @@ CLOSED = (1 << _PHASE_BITS) - 1
 _SEQ_LIMIT = 1 << (63 - _PHASE_BITS)
 OUTCOMES = 64
 _WORD_STRIDE = 8  # in words: a cache line each
+_ASLEEP = 3
+"""Which of a rank's words says that it sleeps."""
 _SLICE_S = 0.5
 """The longest sleep before the words are looked at again, should a ring ever be lost."""
-_RINGS_KEPT = 64
 _PARITIES = 2
 
 
@@ -82,7 +85,6 @@ class Meeting:
         self._phase = 0
         self._passed = 0
         self._agreed = 0
-        self._spare_rings = 0
         self._seeker = Seeker()
         self._debts: dict[int, int] = {}
         self._aborted: set[int] = set()
@@ -93,6 +95,21 @@ class Meeting:
         check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
         until_s = time.monotonic() + launch.timeout_s
         self.enter(launch, until_s)
+        parity = self._bring(launch, arrival, until_s)
+        return [bytes(self._read(rank, parity)) for rank in launch.ranks]
+
+    def agree_again(
+        self, launch: Launch, arrival: bytes, expected: Sequence[bytes], until_s: float
+    ) -> Sequence[bytes] | None:
+        """The same in a launch that was entered; None where all bring what is expected of them."""
+        parity = self._bring(launch, arrival, until_s)
+        for rank, blob in zip(launch.ranks, expected, strict=True):
+            if self._read(rank, parity) != blob:
+                return [bytes(self._read(one, parity)) for one in launch.ranks]
+        return None
+
+    def _bring(self, launch: Launch, arrival: bytes, until_s: float) -> int:
+        """Brings an arrival, and waits for those of all; gives the area in which they are."""
         # Two areas in turn: nobody comes to agreement k+1 of a launch before having read agreement k.
         parity = self._agreed % _PARITIES
         self._agreed += 1
@@ -100,7 +117,7 @@ class Meeting:
         self._arrivals[mine : mine + len(arrival)] = arrival
         self._lengths[self.rank * _PARITIES + parity] = len(arrival)
         self.barrier(launch, until_s)
-        return [self._read(rank, parity) for rank in launch.ranks]
+        return parity
 
     def barrier(self, launch: Launch, until_s: float) -> None:
         """Waits for all of `launch.ranks`.
@@ -227,22 +244,21 @@ class Meeting:
 
     def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
         """Waits until each rank's word is at least its target."""
-        self._spare_rings += len(targets) - 1
-        if self._spare_rings > _RINGS_KEPT:  # drained before the words are looked at, so that no news is lost
-            self._bells.drain(self.rank)
-            self._spare_rings = 0
-        until_asleep_s = 0.0
+        until_asleep_s, mine, is_announced = 0.0, self.rank * _WORD_STRIDE, False
         while True:
             self._check_aborted(launch)
             absent = [rank for rank, target in targets.items() if not self._has_come(rank, target)]
             if not absent:
+                if is_announced:
+                    self._words[mine + _ASLEEP] = 0
                 return
             now_s = time.monotonic()
             if not until_asleep_s:
                 until_asleep_s = now_s + YIELD_S
                 cores = self._words[1::_WORD_STRIDE].tolist()
                 awaited = [cores[rank] for rank in absent]
-                self._words[self.rank * _WORD_STRIDE + 1] = self._seeker.seek(awaited, cores, now_s)
+                del cores[self.rank]
+                self._words[mine + 1] = self._seeker.seek(awaited, cores, now_s)
             if now_s < min(until_asleep_s, until_s):
                 os.sched_yield()
                 continue
@@ -254,8 +270,12 @@ class Meeting:
                     timeout_s=launch.timeout_s,
                     detail=f"launch {launch.seq}: ranks {absent} did not come within {launch.timeout_s:g} s",
                 )
-            if self._bells.wait(self.rank, min(left_s, _SLICE_S)):
-                self._spare_rings -= 1
+            if not is_announced:
+                self._words[mine + _ASLEEP], is_announced = 1, True
+                self._bells.take(self.rank)  # a barrier
+                continue
+            self._bells.wait(self.rank, min(left_s, _SLICE_S))
+            self._words[mine + _ASLEEP], is_announced = 0, False
 
     def _has_come(self, rank: int, target: int) -> bool:
         """Tells whether a rank's word has reached `target`.
@@ -282,16 +302,17 @@ class Meeting:
         return outcome & CLOSED if outcome >> _PHASE_BITS == seq else -1
 
     def _ring(self, ranks: Iterable[int]) -> None:
+        self._bells.take(self.rank)  # a barrier
         for rank in ranks:
-            if rank != self.rank:
+            if rank != self.rank and self._words[rank * _WORD_STRIDE + _ASLEEP]:
                 self._bells.ring(rank)
 
     def _area(self, rank: int, parity: int) -> int:
         return (rank * _PARITIES + parity) * ARRIVAL_NBYTES
 
-    def _read(self, rank: int, parity: int) -> bytes:
+    def _read(self, rank: int, parity: int) -> memoryview:
         start = self._area(rank, parity)
-        return bytes(self._arrivals[start : start + self._lengths[rank * _PARITIES + parity]])
+        return self._arrivals[start : start + self._lengths[rank * _PARITIES + parity]]
 
 
 def _is_alive(pid: int) -> bool:

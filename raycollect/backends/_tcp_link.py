@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from raycollect import sockets
+from raycollect.cores import YIELD_S, Seeker
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -22,7 +23,6 @@ from raycollect.errors import (
 )
 from raycollect.model import Launch
 
-from raycollect.cores import YIELD_S, Seeker
 from ._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, Batch, Peer, Place
 from .arrays import Array
 from .completion import check_arrival

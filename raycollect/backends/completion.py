@@ -230,15 +230,21 @@ class translated:  # noqa: N801 - used like a function
     """Around a kernel: where it folds, numpy's warnings are off, and a foreign exception becomes a KernelError.
 
     A class and not a generator: it is entered twice per plan, and this is several times faster.
+
+    Args:
+        kind: The kind of the kernel.
+        group_name: The group.
+        rank: One's own rank.
+        folds: False where it is only prepared.
     """
 
     __slots__ = ("_errstate", "_group_name", "_kind", "_rank")
 
-    def __init__(self, kind: OpKind, group_name: str, rank: int) -> None:
+    def __init__(self, kind: OpKind, group_name: str, rank: int, *, folds: bool = True) -> None:
         self._kind = kind
         self._group_name = group_name
         self._rank = rank
-        self._errstate = np.errstate(all="ignore") if kind in _FOLDING else None
+        self._errstate = np.errstate(all="ignore") if folds and kind in _FOLDING else None
 
     def __enter__(self) -> None:
         if self._errstate is not None:

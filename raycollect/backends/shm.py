@@ -105,7 +105,7 @@ class ShmCommunicator:
         """Copies the first chunk to this rank's slot, or lists the arrays that others can reach where they are."""
         parts = self._come_in()
         try:
-            with translated(kernel.kind, self._group_name, self.rank):
+            with translated(kernel.kind, self._group_name, self.rank, folds=False):
                 parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
                 self._begin(parts, launch)
                 self._stage(parts, launch, kernel)
@@ -128,6 +128,23 @@ class ShmCommunicator:
             parts.staged.restart()
             self._begin(parts, launch)
             return parts.meeting.agree(launch, arrival)
+        finally:
+            self._go_out()
+
+    def again(
+        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        """Does what `stage` and `agree` do, for a kernel that was run before; see `model.Again`."""
+        until_s = time.monotonic() + launch.timeout_s
+        parts = self._come_in()
+        try:
+            with translated(kernel.kind, self._group_name, self.rank, folds=False):
+                parts.meeting.enter(launch, until_s)
+                self._begin(parts, launch)
+                self._stage(parts, launch, kernel)
+                self._staged = launch.seq
+            parts.staged.restart()
+            return parts.meeting.agree_again(launch, arrival, expected, until_s)
         finally:
             self._go_out()
 

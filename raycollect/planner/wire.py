@@ -19,6 +19,8 @@ from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Tic
 from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
 VERSION = 3
+MOST_RANKS = 1 << 20
+"""A number that is larger must not make a reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
 
 
@@ -125,7 +127,11 @@ def decode_program(data: bytes) -> Program:
 
 def _domain(values: Any) -> Domain:
     group_id, rank, ranks = values
-    return Domain(group_id=group_id, rank=rank, ranks=tuple(range(ranks)) if isinstance(ranks, int) else ranks)
+    if isinstance(ranks, int):
+        if not 0 <= ranks <= MOST_RANKS:
+            raise ValueError(f"{ranks} ranks")
+        ranks = tuple(range(ranks))
+    return Domain(group_id=group_id, rank=rank, ranks=ranks)
 
 
 @lru_cache(maxsize=256)

@@ -26,7 +26,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def _ledger() -> tuple[Ledger, WatchedCondition]:
     ledger, watched = Ledger(), WatchedCondition()
-    ledger._changed = watched
+    ledger._changed = ledger._lock = watched
     return ledger, watched
 
 

@@ -1,4 +1,4 @@
-"""Runs of captured steps on the controller's side: tickets, answers by the doorbell and the channel, failures, waits."""
+"""Runs of captured steps as their controller sees them: tickets, answers by doorbell and channel, failures, waits."""
 
 from __future__ import annotations
 
@@ -84,9 +84,12 @@ class Fleet:
     The first stage is an allreduce of "left", the second a plan over both groups, whose door the controller keeps.
     """
 
-    def __init__(self, controller: Controller, seats: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+    def __init__(
+        self, controller: Controller, seats: tuple[int, ...] = (0, 1, 2, 3), beside: Fleet | None = None
+    ) -> None:
         self.controller = controller
-        left, right = self.left, self.right = group("left", (5, 6, 7)), group("right", (8, 7))
+        groups = (beside.left, beside.right) if beside else (group("left", (5, 6, 7)), group("right", (8, 7)))
+        left, right = self.left, self.right = groups
         found = lease(controller, left, right)
         controller._named |= {"left": left, "right": right}
         for membership in (left, right):
@@ -116,6 +119,7 @@ class Fleet:
             dict.fromkeys(keys),
             doorbell=self.bell,  # type: ignore[arg-type]
             seats=seats,
+            peers=self.peers,
         )
 
     def begin(self, *payloads: bytes, **options: Any) -> RunFlight:
@@ -281,6 +285,17 @@ def test_a_failure_breaks_the_step_and_ends_what_is_behind(fleet: Fleet) -> None
         fleet.land(one)
 
 
+def test_who_has_ended_well_before_it_heard_of_a_failure(fleet: Fleet) -> None:
+    """Nobody waits for its answer, and yet it counts."""
+    flight = fleet.begin()
+    fleet.fail(1, flight, KernelError(detail="broke"))
+    for at in (0, 2, 3):
+        assert [one.seq for one in fleet.controller.flights()] == [flight.seq]
+        fleet.bell.give(at, flight.number)
+    assert list(fleet.controller.flights()) == []
+    assert isinstance(flight.error, KernelError)
+
+
 def test_an_echo_waits_for_its_cause(fleet: Fleet) -> None:
     flight = fleet.begin()
     fleet.fail(0, flight, PlanAbortedError(detail="rank 1 has left"))
@@ -401,18 +416,21 @@ def test_a_failure_wakes_all_who_wait(fleet: Fleet) -> None:
     assert "KernelError" in repr(works[1])
 
 
-def test_so_many_are_under_way_and_no_more(fleet: Fleet) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_so_many_are_under_way_and_no_more(fleet: Fleet, is_late: bool) -> None:
+    """The cells of the oldest run are those of the next one, whatever the others do."""
     flights = [fleet.begin() for _ in range(IN_FLIGHT)]
     with ThreadPoolExecutor(1) as threads:
-        next_one = threads.submit(fleet.begin)
-        for flight in flights[1:]:
+        if is_late:
+            next_one = threads.submit(fleet.begin)
+        for flight in reversed(flights):
+            assert fleet.bell.number == IN_FLIGHT
             for at in range(4):
                 fleet.tell(at, Ran(seq=flight.seq, payload=b""))
+        if not is_late:
+            next_one = threads.submit(fleet.begin)
         last = next_one.result(WAIT_S)
-        assert last.number == IN_FLIGHT + 1
-        assert not flights[0].resolved, "it was enough that others have ended"
-    for at in range(4):
-        fleet.bell.give(at, flights[0].number)
+    assert last.number == IN_FLIGHT + 1
     assert not fleet.runs.is_idle
     last.abort(PlanAbortedError(detail="the end"))
     assert fleet.runs.is_idle
@@ -441,7 +459,7 @@ def test_close_ends_what_is_under_way(fleet: Fleet) -> None:
 
 def test_what_nobody_has_is_closed_by_the_next_plan_once_it_is_idle(fleet: Fleet) -> None:
     controller = fleet.controller
-    other = Fleet(controller)
+    other = Fleet(controller, beside=fleet)
     flight = fleet.begin()
     controller.hold(fleet.left)
     controller.forsake(fleet.runs, (fleet.left,))
@@ -452,7 +470,7 @@ def test_what_nobody_has_is_closed_by_the_next_plan_once_it_is_idle(fleet: Fleet
         fleet.bell.give(at, flight.number)
     with pytest.raises(CaptureBrokenError):
         other.begin()
-    Fleet(controller).begin().abort(PlanAbortedError(detail="the end"))
+    Fleet(controller, beside=fleet).begin().abort(PlanAbortedError(detail="the end"))
     assert fleet.runs.is_closed
     assert flight.error is None
     assert list(controller._unheld) == [fleet.left]

@@ -424,6 +424,14 @@ def test_close_lets_go_of_everything(trio, submits):
     assert step.stages == ()
 
 
+def test_a_step_that_never_ran_is_closed_everywhere(trio):
+    with col.capture() as step:
+        col.allreduce_refs([step.call(worker, "gradient") for worker in trio])
+    assert held_by(trio) == [1] * 3
+    step.close()
+    assert wait_until(lambda: held_by(trio) == [0] * 3)
+
+
 def test_a_step_that_nobody_has_is_closed(actors):
     trio = [actors(Learner, 1, seed)[0] for seed in range(3)]
     col.declare_collective_group(trio, group_name="other")

@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/imperative.md", "docs/rank-tables.md", "docs/scheduling.md", "docs/shared-memory.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/captured.md",
+    "docs/imperative.md",
+    "docs/ordering.md",
+    "docs/rank-tables.md",
+    "docs/scheduling.md",
+    "docs/shared-memory.md",
+)
 
 _BLOCK = r"^```{0}\n(?P<{0}>.*?)^```\n"
 _PROGRAM = re.compile(_BLOCK.format("python") + rf"(?:\n{_BLOCK.format('text')})?", re.DOTALL | re.MULTILINE)
