@@ -10,20 +10,20 @@ do. It is right for small tensors of a `shm` group that stay as they are.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from raycollect.executor import Execution
+from raycollect.backends.shm import ShmCommunicator
 
 __all__ = ["left_out", "set_door"]
 
-_AGREE, _STAGE = Execution._agree, Execution._stage
+_AGAIN = ShmCommunicator.again
 _left_out = 0
 
 
 def set_door(there: bool) -> None:
-    """Has all collectives of this process agree from now on, or not."""
-    Execution._agree = _AGREE if there else _agree
-    Execution._stage = _STAGE if there else _begin
+    """Has all collectives of this process that are run again agree from now on, or not."""
+    ShmCommunicator.again = _AGAIN if there else _begin  # type: ignore[method-assign]
 
 
 def left_out() -> int:
@@ -31,22 +31,10 @@ def left_out() -> int:
     return _left_out
 
 
-def _agree(execution: Execution) -> Any:
+def _begin(communicator: Any, launch: Any, kernel: Any, arrival: bytes, expected: Sequence[bytes]) -> None:
+    """Begins the launch as `ShmCommunicator.again` does, but stages nothing, and meets nobody."""
     global _left_out
-    if execution._known is None:
-        return _AGREE(execution)
     _left_out += 1
-    return execution._known.script
-
-
-def _begin(execution: Execution, kernel: Any) -> None:
-    """Begins the launch as `ShmCommunicator.stage` does, but stages nothing."""
-    opened = execution._launches.stage()
-    if execution._known is None or opened is None:
-        _STAGE(execution, kernel)
-        return
-    communicator: Any = opened[0]
-    launch = opened[1]
     parts = communicator._come_in()
     try:
         parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)

@@ -49,6 +49,8 @@ MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 IDLE_S = 60.0
 """How long the thread waits at the doorbell before it looks around, in seconds; whoever needs it wakes it."""
 
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
+
 _MALFORMED = (ValueError, TypeError, msgpack.UnpackException)
 
 LATE = 1024
@@ -169,7 +171,7 @@ class Captured:
         seq: int,
         predecessor: int,
         payload: bytes,
-        watched: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        watched: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         """Does a run in the caller's thread, after its predecessor; it is answered over the channel.
 
@@ -272,7 +274,7 @@ class Captured:
         seq: int,
         predecessor: int,
         payload: bytes,
-        watched: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        watched: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         """Does a run in its turn, and answers it."""
         desk = self._desk
@@ -283,7 +285,7 @@ class Captured:
         try:
             desk.begun(seq)
             if reason is None:
-                with watched(), self._turn, self._busy:
+                with watched() if watched is not None else _UNWATCHED, self._turn, self._busy:
                     results = self._run(seq, payload)
             else:
                 error = PlanAbortedError(detail=reason)

@@ -97,7 +97,7 @@ class Execution:
         exchange: How the participants meet at the door where they have no group in common.
         held: What is under the keys, where that is not in the store: the values of a captured step, as long as it has
             them.
-        brought: What all have brought to the door already, as in the last run on these operands, or not: see `Repeat`.
+        met: What an earlier run on these operands found out, and what all have now brought to the door: see `Repeat`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Execution:
         operands: Sequence[Container] | None = None,
         exchange: Exchange | None = None,
         held: Sequence[Container | Missing] | None = None,
-        brought: tuple[bytes, ...] | None = None,
+        met: tuple[Prepared, tuple[bytes, ...]] | None = None,
     ) -> None:
         self._program = program
         self._keys = keys
@@ -122,7 +122,7 @@ class Execution:
         self._waiting = waiting
         self._given = operands
         self._held = held
-        self._brought = brought
+        self._met = met
         self._seq = seq
         self._launches = Launches(program, communicators, exchange, seq=seq, aborted=aborted)
         self._operands: Sequence[Container | Missing] = ()
@@ -181,6 +181,8 @@ class Execution:
     def _recall(self) -> Prepared | None:
         """What the last run on the same operands found out."""
         found = self._operands
+        if self._met is not None:  # all have been told of that, whatever is remembered by now
+            return self._met[0]
         if self._given is not None or Missing in map(type, found):
             return None
         return Prepared.recall(self._program, found, self._instruments.store)  # type: ignore[arg-type]
@@ -267,12 +269,12 @@ class Execution:
 
     def _agree(self) -> Script:
         """Meets the others, as often as the plan says; raises what all of them raise."""
-        self._record("door")
         clock, program = self._instruments.clock, self._program
         brought: tuple[bytes, ...] | None = None
         blobs: tuple[bytes, ...] = ()
         came_s = clock()
         if self._known is not None:
+            self._record("door")
             arrival, brought = self._known.arrival, self._again(self._known)
             if brought is None and self._known is not None:
                 return self._known.script
@@ -281,7 +283,9 @@ class Execution:
             if turn:
                 self._make_ready(turn)
             if brought is None:
+                self._record("door")
                 arrival = self._tasks_here().arrival(turn)
+                self._record("door")
                 brought = self._launches.meet(arrival)
             blobs, brought = brought, None
             violations = agreement.meet(blobs)
@@ -309,8 +313,9 @@ class Execution:
 
     def _again(self, known: Prepared) -> tuple[bytes, ...] | None:
         """Meets the others, who should bring what they did in the last run; else gives what they brought."""
-        if self._brought is not None:
-            return self._brought
+        if self._met is not None:
+            return self._met[1]
+        self._record("door")
         try:
             return self._launches.again(known.first, known.arrival, known.blobs)
         except RefusedError as exc:  # before anything was brought
@@ -386,15 +391,9 @@ class Execution:
 
     def _given_up(self) -> RaycollectError | None:
         """What ends the wait for those who read what the plan writes."""
-        clock, limit_s = self._instruments.clock, self._program.timeout_s
-        self._until_s = self._until_s or clock() + limit_s  # from when it is first asked
-        reason = self._launches.reason
-        if reason is not None:
-            return PlanAbortedError(detail=reason)
-        if clock() <= self._until_s:
-            return None
-        detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
-        return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
+        now_s, limit_s = self._instruments.clock(), self._program.timeout_s
+        self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
+        return given_up(self._launches.reason, now_s > self._until_s, limit_s)
 
     # ------------------------------------------------------------------------------------------ notes
 
@@ -407,6 +406,16 @@ class Execution:
     def _at(self, point: str) -> None:
         if self._faults is not None:
             self._faults.at(point, self._seq, self._program.door.rank)
+
+
+def given_up(reason: str | None, is_late: bool, limit_s: float) -> RaycollectError | None:
+    """What ends a wait for those who read what a plan writes: an abort, or the plan's time limit."""
+    if reason is not None:
+        return PlanAbortedError(detail=reason)
+    if not is_late:
+        return None
+    detail = f"for {limit_s:g} s others have been reading a tensor that the plan writes"
+    return CollectiveTimeoutError(timeout_s=limit_s, detail=detail)
 
 
 def located(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from raycollect.errors import PlanAbortedError, RaycollectError
-from raycollect.executor import Execution, Instruments, Outcome, located
+from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
+from raycollect.executor import Execution, Instruments, Outcome, given_up, located
 from raycollect.model import Communicator, Kernel, Key, Launch, NoFaults
 from raycollect.planner import Program
 from raycollect.pos import Container
@@ -21,7 +21,7 @@ __all__ = ["Repeat"]
 
 
 class Repeat:
-    """The next runs of a program, one at a time; `abort` by any thread.
+    """The next runs of a program, one at a time: `ready`, then `run`; in between and meanwhile `abort`, by any thread.
 
     Args:
         program: The program.
@@ -46,9 +46,12 @@ class Repeat:
         self._communicators = communicators
         (self._stretch,) = known.script.stretches
         self._kernel: Kernel = self._stretch.moves[0].kernels[0]
-        self._seq = 0  # the run under way
+        self._seq = 0  # of the next run, or the one under way
+        self._stopped = False
         self._aborted: Callable[[], str | None] = lambda: None
+        self._communicator: Communicator | None = None  # while a run is under way
         self._full: Execution | None = None
+        self._until_s = 0.0  # when to give up waiting for readers
 
     @staticmethod
     def of(
@@ -79,51 +82,69 @@ class Repeat:
             return False
         return same and not self._instruments.store.is_dirty(self._known.ranges)
 
-    def run(self, seq: int, keys: Sequence[Key], aborted: Callable[[], str | None]) -> Outcome:
-        """Runs it on operands that fit; a failure is an outcome, never an exception.
+    def ready(self, seq: int) -> None:
+        """Names the next run, for `abort`.
 
         Args:
             seq: See `Execution`.
+        """
+        self._seq, self._stopped = seq, False
+
+    def run(self, keys: Sequence[Key], aborted: Callable[[], str | None]) -> Outcome:
+        """Runs it on operands that fit; a failure is an outcome, never an exception.
+
+        Args:
             keys: The keys of the operands.
             aborted: See `Execution`.
         """
-        program, known, self._aborted, self._full = self._program, self._known, aborted, None
+        program, seq, self._aborted = self._program, self._seq, aborted
         self._instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
         communicator, stretch, ok = None, None, False
-        self._seq = seq  # from here on an abort finds it: before, `aborted` says so
         try:
-            communicator = self._communicators(program.door.group_id)
-            reason = aborted()
+            communicator = self._communicator = self._communicators(program.door.group_id)
+            reason = self._reason()  # an abort from here on finds the communicator
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            brought = _meet(communicator, launch, known)
-            if brought is not None:
-                full, communicator = self._in_full(seq, keys, brought), None  # which ends the launch
+            full = self._met(communicator, launch, keys)
+            if full is not None:
+                communicator = None  # it ends the launch
                 return full.run()
             stretch = self._stretch
             self._work(communicator, launch, stretch)
             ok = True
         except RaycollectError as exc:
             return Outcome(error=located(exc, program, stretch, self._instruments.recorder, seq))
+        except MemoryError as exc:
+            error = KernelError(detail=f"out of memory: {exc}")
+            return Outcome(error=located(error, program, stretch, self._instruments.recorder, seq))
         finally:
-            self._seq = 0
+            self._communicator = self._full = None
             if communicator is not None:
                 communicator.end(launch, ok)
         return Outcome()
 
     def abort(self) -> None:
-        """Ends its waits; any thread may call it."""
-        seq, full = self._seq, self._full
+        """Ends the waits of the run that is ready or under way; any thread may call it, before the next is ready."""
+        self._stopped = True
+        full, communicator = self._full, self._communicator
         if full is not None:
             full.abort()
-        elif seq:
-            self._communicators(self._program.door.group_id).abort(seq)
+        if communicator is not None:  # besides: `full` may not have begun
+            communicator.abort(self._seq)
             self._instruments.store.wake()
+
+    def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
+        """Meets the others; gives how to go on where something is not as it was after all."""
+        try:
+            brought = _meet(communicator, launch, self._known)
+        except RefusedError:  # nothing was brought: it brings why
+            return self._in_full(launch.seq, keys, None)
+        return None if brought is None else self._in_full(launch.seq, keys, brought)
 
     def _work(self, communicator: Communicator, launch: Launch, stretch: Stretch) -> None:
         """Runs the kernel; where it fails, what it writes is dirty."""
-        store = self._instruments.store
+        store, self._until_s = self._instruments.store, 0.0
         with store.writing(stretch.ranges, self._given_up):
             try:
                 communicator.launch(launch, self._kernel).wait(launch.timeout_s)
@@ -132,22 +153,26 @@ class Repeat:
                 raise
             store.mark_written(stretch.dense)
 
-    def _given_up(self) -> RaycollectError | None:
-        """What ends the wait for those who read what is written: they only copy, so no more than an abort."""
+    def _reason(self) -> str | None:
         reason = self._aborted()
-        return None if reason is None else PlanAbortedError(detail=reason)
+        return "the plan was aborted" if reason is None and self._stopped else reason
 
-    def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...]) -> Execution:
-        """Goes on where something is not as it was after all."""
+    def _given_up(self) -> RaycollectError | None:
+        """What ends the wait for those who read what is written."""
+        now_s, limit_s = self._instruments.clock(), self._program.timeout_s
+        self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
+        return given_up(self._reason(), now_s > self._until_s, limit_s)
+
+    def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
         self._full = Execution(
             self._program,
             keys,
             self._communicators,
             self._instruments,
             seq=seq,
-            aborted=self._aborted,
+            aborted=self._reason,
             held=self._held,
-            brought=brought,
+            met=None if brought is None else (self._known, brought),
         )
         return self._full
 

@@ -142,9 +142,9 @@ class Replay:
         with self._lock:
             if not self._seq or seq not in (0, self._seq):
                 return
-            self._stopped, execution = True, self._execution
-        if execution is not None:
-            execution.abort()
+            self._stopped = True
+            if self._execution is not None:  # under the lock: a `Repeat` is the next run's, too
+                self._execution.abort()
 
     def look(self) -> list[tuple[TensorInfo, ...] | None]:
         """How the tensors of each slot look, as the last run left them; None where there are none."""
@@ -308,9 +308,10 @@ class _Plan:
             slots[slot] = None
         repeat = self._repeated(held)
         if repeat is not None:
+            repeat.ready(seq)
             replay.begin(repeat)
             try:
-                outcome = repeat.run(seq, self._same or self._keys_now(), aborted)
+                outcome = repeat.run(self._same or self._keys_now(), aborted)
             finally:
                 replay.end()
         else:

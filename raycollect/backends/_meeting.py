@@ -2,8 +2,8 @@
 
 Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is the launch it is in, `phase` counts
 its barriers inside that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its
-word and ringing the bells of those who sleep; it waits until every word is at least the same. So nothing is ever reset, an
-abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look. Beside the word stand the
+word and ringing the bells of those who sleep; it waits until every word is at least the same. So nothing is ever reset,
+an abort or a timeout leaves nothing inconsistent, and a bell rung too often costs one look. Beside the word stand the
 core that the rank was last seen on, its process, and whether it sleeps: most do not, and a bell costs a call.
 
 A rank that leaves a launch first records how far it came: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
@@ -183,6 +183,8 @@ class Meeting:
         seq, words, outcomes = self._seq, self._words, self._outcomes
         closed = seq << _PHASE_BITS | CLOSED
         passed = CLOSED if ok else self._passed
+        if not ok:  # a wait that raised may have left it
+            words[self.rank * _WORD_STRIDE + _ASLEEP] = 0
         outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
         words[self.rank * _WORD_STRIDE] = closed
         self._ring(launch.ranks)

@@ -153,6 +153,8 @@ class Staged:
 
     def _allreduce(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
         """Folds everybody's `src` into everybody's `dst`, or the root's in a reduce; it may be `src` itself."""
+        if staged and self._fold_once(launch, kernel):
+            return
         is_taker = kernel.kind is OpKind.ALLREDUCE or self._rank == kernel.peer
         src, dst = reduction(kernel) if is_taker else (source(kernel), None)
         op, ranks = reduce_op(kernel), launch.ranks
@@ -177,6 +179,22 @@ class Staged:
                     out = array.target(start, stop)
                     fold(op, [part[first - lo : last - lo] for part in parts], out)
                     array.commit(start, stop, out)
+
+    def _fold_once(self, launch: Launch, kernel: Kernel) -> bool:
+        """Folds an allreduce of one staged chunk, of which each rank folds all: the common case, in few steps."""
+        out: Array | None = kernel.memo.get("once")
+        if out is None:
+            if kernel.kind is not OpKind.ALLREDUCE or isinstance(kernel.src, Joined):
+                return False
+            src, dst = reduction(kernel)
+            if not dst.direct or src.size * src.dtype.itemsize > CHUNK_NBYTES:
+                return False
+            out = kernel.memo["once"] = dst.target(0, dst.size)
+        if _is_sliced(len(launch.ranks), out.dtype, out.size):
+            return False
+        staging = self._staging(out.dtype, out.size)
+        fold(reduce_op(kernel), [staging[rank] for rank in launch.ranks], out)
+        return True
 
     def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
         """Folds everybody's piece for this rank into its `dst`, which may be that piece."""
