@@ -283,7 +283,6 @@ class Execution:
             if turn:
                 self._make_ready(turn)
             if brought is None:
-                self._record("door")
                 arrival = self._tasks_here().arrival(turn)
                 self._record("door")
                 brought = self._launches.meet(arrival)
