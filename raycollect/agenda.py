@@ -6,28 +6,62 @@ captured step, of verbs and of methods, share a `CaptureAgenda`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
+from raycollect import ray_internals
 from raycollect.controller import Controller
 from raycollect.dispatch import Asked, send_plan
-from raycollect.errors import BatchError, CaptureError
+from raycollect.errors import (
+    BatchError,
+    CaptureError,
+    FaultError,
+    MethodError,
+    RaycollectError,
+    RefusedError,
+    Violation,
+)
 from raycollect.flight import Flight
 from raycollect.group import Membership, Operand
 from raycollect.model import Key
 from raycollect.planner import Made, Source
 from raycollect.routine import captured_key
 
-__all__ = ["Agenda", "Argument", "CaptureAgenda", "MethodCall", "Pending", "Ref", "plain"]
+__all__ = ["Agenda", "Argument", "CaptureAgenda", "MethodCall", "Pending", "Ref", "StepWords", "plain"]
+
+_Error = TypeVar("_Error", bound=RaycollectError)
+
+MOST_ACTORS = 4
+"""How many actors a message names."""
 
 _OPEN = "its batch has not ended: use it after the block, or as an operand of a later call in it"
 _UNSENT = "its plan could not be sent"
 _IN_RUNS = (
-    "what a captured step makes is there only while it runs: give it to later calls in the block, or to `returns`"
+    "what a captured step makes is there only while it runs: give it to later calls in its own block, or to `returns`; "
+    "step.explain() tells of it after the block, plan() can't"
 )
 
 
-class Pending:
+class _StandIn:
+    """What stands for something that is not there yet: to compute with it, or to look into it, is refused."""
+
+    __slots__ = ()
+
+    def _refuse(self, *_: Any) -> Any:
+        """Raises BatchError or CaptureError."""
+        raise NotImplementedError
+
+    # Not `__eq__` and `__hash__`: it is itself, wherever it is looked up.
+    __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __call__ = _refuse
+    __int__ = __float__ = __complex__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
+    __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _refuse
+    __array_ufunc__ = None  # so that numpy's operators leave it to those here
+
+
+class Pending(_StandIn):
     """Stands for a ref that a call of a batch will give: the call's output, which the plan makes.
 
     Inside the block it may be an operand of later calls. After the block, `ref` is the ObjectRef; `get`, `free` and all
@@ -67,6 +101,11 @@ class Pending:
         if self._ref is None:
             raise BatchError(detail=f"{self!r} is no ref: {self._why}")
         return self._ref
+
+    def _refuse(self, *_: Any) -> Any:
+        if self.step >= 0:
+            raise CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
+        raise BatchError(detail=f"{self!r} stands for a ref, not for its value: compute with it in a method")
 
     def is_of(self, agenda: Agenda) -> bool:
         """Whether it is made by a call of an agenda that is not sent yet."""
@@ -168,7 +207,7 @@ class Agenda:
         return flight
 
 
-class Argument:
+class Argument(_StandIn):
     """Stands for a value that each run of a captured step is given anew.
 
     Attributes:
@@ -184,6 +223,9 @@ class Argument:
         self.name = name
         self.default = default
         self.has_default = has_default
+
+    def _refuse(self, *_: Any) -> Any:
+        raise CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
 
     def __reduce__(self) -> Any:
         return _stray, (repr(self),)
@@ -304,6 +346,58 @@ class CaptureAgenda(Agenda):
 
     def _count(self) -> int:
         return len(self.steps) + len(self.calls)
+
+
+class StepWords:
+    """How errors speak of a captured step: of its calls by their place in it, of what they gave, of its own groups.
+
+    Args:
+        capture: The capture's id.
+        agenda: What was recorded.
+        declared: The names of the groups that the user has declared.
+    """
+
+    def __init__(self, capture: bytes, agenda: CaptureAgenda, declared: Collection[str]) -> None:
+        self._capture = capture
+        self._steps = tuple(agenda.steps)
+        groups = [one.spec.name for one in agenda.memberships]
+        self._declared = frozenset(name for name in groups if name in declared)
+        kinds = [asked.kind.value for asked in agenda.asked]
+        self._values = {step: f"what call {step} ({kind}) gave" for step, kind in zip(agenda.steps, kinds, strict=True)}
+        actors = {call.made.actor_id: ray_internals.describe_actor(call.actor) for call in agenda.calls}
+        for call in agenda.calls:
+            self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.made.actor_id]} gave"
+        members = {one.actor_id: one.actor for group in agenda.memberships for one in group.members}
+        names = list((actors | members).values())
+        more = f" and {len(names) - MOST_ACTORS} more" if len(names) > MOST_ACTORS else ""
+        self._actors = ", ".join(names[:MOST_ACTORS]) + more
+
+    def tell(self, error: _Error, *, is_of_calls: bool = True) -> _Error:
+        """Puts an error in these words.
+
+        Args:
+            error: The error; it is changed.
+            is_of_calls: Whether what is wrong is so with calls of verbs, numbered as those alone.
+        """
+        if isinstance(error, RefusedError) and is_of_calls:
+            error.violations = tuple(map(self._violation, error.violations))
+        if isinstance(error, (RefusedError, FaultError)):
+            if error.group_name not in self._declared:
+                error.group_name = ", ".join(one for one in error.group_name.split(", ") if one in self._declared)
+            if not error.group_name and not isinstance(error, MethodError):
+                error.op = f"{error.op or 'captured step'} of {self._actors}"
+        return error
+
+    def _violation(self, one: Violation) -> Violation:
+        number = max(one.call, 0)
+        if number < len(self._steps) and not one.is_step:
+            one = replace(one, call=self._steps[number], is_step=True)
+        key = bytes.fromhex(one.ref)
+        if not key.startswith(self._capture):
+            return one
+        return replace(
+            one, ref="", value=self._values.get(int.from_bytes(key[-4:], "little"), "an argument of the run")
+        )
 
 
 def _settled(result: Any) -> Any:

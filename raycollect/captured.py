@@ -6,7 +6,9 @@ from then on a run is a number, and its arguments, of which all hear at once.
 
 from __future__ import annotations
 
+import functools
 import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,7 +27,7 @@ from raycollect.errors import CaptureError, ProtocolError, Violation, refusal
 from raycollect.explained import explain_capture
 from raycollect.group import Membership, Operand
 from raycollect.model import TensorInfo
-from raycollect.payload import pack_value, pack_values, unpack_values
+from raycollect.payload import pack_value, pack_values, unpack_value, unpack_values
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
 from raycollect.routine import CAPTURE_NBYTES, Given
@@ -66,7 +68,21 @@ class _Recording(Batch):
 
     def stand_in(self, value: Any) -> Any:
         """A bound method is called here, where it first appears."""
+        if type(value) is Pending:
+            return self.own(value)
         return self._step._called(value) if self._step is not None and type(value) is ClassMethodNode else value
+
+    def own(self, value: Pending) -> Pending:
+        """What stands for a value, if it is not of another captured step.
+
+        Raises:
+            CaptureError: It is.
+        """
+        if value.step >= 0 and not value.is_of(self.agenda):
+            raise CaptureError(
+                detail=f"{value!r} is of another captured step: what that makes is there only while it runs"
+            )
+        return value
 
     def _send(self) -> None:
         pass  # the capture does more
@@ -92,6 +108,7 @@ class Capture:
         self._parameters: dict[str, Argument] = {}
         self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity
         self._shape: Any = _NONE  # of what runs return: places in `_leaves`, in lists, tuples and dicts
+        self._echoed: dict[str, Argument] = {}  # the arguments in it
         self._leaves: list[Any] = []
         self._held: dict[Membership, Controller] = {}
         self._controller: Controller | None = None
@@ -168,15 +185,16 @@ class Capture:
 
     # ------------------------------------------------------------------------------------------ recording
 
-    def call(self, actor: Any, method: Any = None, /, *args: Any, **kwargs: Any) -> Pending:
-        """Records a method call on a participant.
+    def call(self, actor: Any, method: Any = _NONE, /, *args: Any, **kwargs: Any) -> Pending:
+        """Records a method call on a participant; ``actor.method.remote()`` is none: it runs now, and once.
 
         The method runs in a thread of its own, at its place in the step: never while Ray runs a method of an actor
         whose methods run in order. What it returns stays where it is.
 
         Args:
-            actor: The actor handle; or a bound method, as ``actor.method.bind(...)`` gives it, alone.
-            method: The method's name.
+            actor: The actor handle; or the method, as ``actor.method``, with its arguments; or a bound method, as
+                ``actor.method.bind(...)`` gives it, alone.
+            method: The method's name, after an actor handle.
             args: Its arguments: plain values and arrays, which are the same in each run; `argument`; what other calls
                 of the step made on the same actor; ObjectRefs: of a tensor of that actor the tensor itself, of others
                 the value.
@@ -190,8 +208,11 @@ class Capture:
             RefusedError: The actor or an argument can't be used; with every reason.
         """
         self._inside("step.call()")
-        if type(actor) is ClassMethodNode and method is None and not args and not kwargs:
+        if type(actor) is ClassMethodNode and method is _NONE and not args and not kwargs:
             return self._called(actor)
+        named = ray_internals.read_method(actor)
+        if named is not None:
+            return self._record(*named, args if method is _NONE else (method, *args), kwargs)
         return self._record(actor, method, args, kwargs)
 
     def argument(self, name: str, default: Any = _NONE) -> Argument:
@@ -216,7 +237,7 @@ class Capture:
         if found:
             raise refusal("argument", "", (_wrong("name", found, expected),))
         if default is not _NONE:
-            self._packed(default, "default", "argument")
+            _packed(default, "default", "argument")
         made = Argument(self, name, default=default, has_default=default is not _NONE)
         self._parameters[name] = made
         return made
@@ -226,6 +247,8 @@ class Capture:
 
         Args:
             values: What calls of the step made, or refs that take part in it: one, or a list, tuple or dict of them.
+                Among them may be the step's arguments, and plain values and arrays, which come back as they are. None:
+                there are no results.
 
         Raises:
             CaptureError: Not in the block itself, or called before.
@@ -236,7 +259,7 @@ class Capture:
             raise CaptureError(detail="step.returns() was called before: give it all values at once")
         leaves: list[Any] = []
         shape = self._shape_of(values, leaves, "the value")
-        self._shape, self._leaves = shape, leaves
+        self._shape, self._leaves, self._echoed = shape, leaves, _echoed(shape)
 
     def _shape_of(self, value: Any, leaves: list[Any], where: str) -> Any:
         """The structure, with the places of its values; `leaves` gets the values."""
@@ -246,11 +269,13 @@ class Capture:
             return {name: self._shape_of(one, leaves, f"{where}[{name!r}]") for name, one in value.items()}
         if type(value) is ClassMethodNode:
             value = self._called(value)
-        if not (type(value) is Pending and value.is_of(self._block.agenda)):
+        if type(value) is Argument:
+            return self._own_argument(value)
+        if not (type(value) is Pending and self._block.own(value).step >= 0):
             value = plain(value)
             if not isinstance(value, ray.ObjectRef):
-                expected = "what a call of the step made, a ref that takes part, or a list, tuple or dict of them"
-                raise refusal("returns", "", (_wrong(where, f"a {type(value).__name__}", expected),))
+                expected = "what a call gave, a ref, an argument, or a plain value; or a list, tuple or dict of them"
+                return Given(_packed(value, where, "returns", expected))
             key, maker = ray_internals.read_ref(value)
             value = Ref(key, value, maker, where)
         leaves.append(value)
@@ -279,16 +304,19 @@ class Capture:
         violations: list[Violation] = []
         actor_id = ""
         if not isinstance(actor, ray.actor.ActorHandle):
-            violations.append(_wrong("actor", f"a {type(actor).__name__}", "the handle of a participant"))
+            violations.append(_wrong("actor", *_no_actor(actor)))
         else:
             actor_id = actor._actor_id.hex()
             violations += groups.strangers([Operand(ref=None, key=None, actor_id=actor_id)])
-        if not isinstance(method, str):
-            violations.append(_wrong("method", f"a {type(method).__name__}", "its name"))
+        if actor_id and not isinstance(method, str):
+            found = "missing" if method is _NONE else f"a {type(method).__name__}"
+            violations.append(_wrong("method", found, "its name"))
+        elif actor_id and not violations:
+            violations += _misfits(actor, method, args, kwargs)
         given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
         named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
         if violations:
-            raise refusal(f"call of {method}", "", tuple(violations))
+            raise refusal(f"call of {method}" if isinstance(method, str) else "call", "", tuple(violations))
         return self._block.recorded.call(actor, actor_id, method, given, named)
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
@@ -296,10 +324,8 @@ class Capture:
         if type(value) is ClassMethodNode:
             value = self._called(value)
         if type(value) is Argument:
-            if value.owner is not self:
-                raise CaptureError(detail=f"{value!r} is of another one: call step.argument() in this block")
-            return value
-        if type(value) is Pending and value.is_of(self._block.agenda):
+            return self._own_argument(value)
+        if type(value) is Pending and self._block.own(value).step >= 0:
             if actor_id and value.actor_id != actor_id:
                 found, expected = "a value of another actor", "one of the same actor: send_ref it first"
                 violations.append(Violation(kind="not_member", rank=-1, field=where, found=found, expected=expected))
@@ -311,14 +337,13 @@ class Capture:
         try:
             return Given(pack_value(value))
         except TypeError as exc:
-            violations.append(_wrong(where, str(exc), ""))
+            violations.append(_wrong(where, str(exc), _AS_ARGUMENT))
             return None
 
-    def _packed(self, value: Any, where: str, op: str) -> bytes:
-        try:
-            return pack_value(value)
-        except TypeError as exc:
-            raise refusal(op, "", (_wrong(where, str(exc), ""),)) from None
+    def _own_argument(self, value: Argument) -> Argument:
+        if value.owner is not self:
+            raise CaptureError(detail=f"{value!r} is of another one: call step.argument() in this block")
+        return value
 
     # ------------------------------------------------------------------------------------------ running
 
@@ -353,10 +378,11 @@ class Capture:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
         payloads = self._arguments(arguments) if arguments or self._parameters else self._blank
         flight = self._runs.begin(payloads, fence=fence, timeout_s=timeout_s)  # type: ignore[union-attr]  # or there would be a state
+        given = {name: arguments.get(name, one.default) for name, one in self._echoed.items()}
         if async_op:
-            return CapturedRun(self, flight, self._collect)
+            return CapturedRun(self, flight, functools.partial(self._collect, given=given))
         flight.wait(None)
-        return self._collect(flight)
+        return self._collect(flight, given)
 
     def close(self) -> None:
         """Lets go of the step, and of all that it holds; runs under way are aborted. May be called twice."""
@@ -385,16 +411,16 @@ class Capture:
             packed = pack_values([values[name] for name in names])
         except TypeError:
             for name in names:
-                self._packed(values[name], name, "run")
+                _packed(values[name], name, "run")
             raise
         if len(packed) > ARGUMENTS_NBYTES:
             sizes = ", ".join(f"{name} {len(pack_value(values[name]))}" for name in names)
-            expected = f"at most {ARGUMENTS_NBYTES}: let a method return what is long, and pass its ref"
+            expected = f"at most {ARGUMENTS_NBYTES}: hand over what is long by an ordinary method before the run"
             raise refusal("run", "", (_wrong("arguments", f"{len(packed)} bytes ({sizes})", expected),))
         return packed
 
-    def _collect(self, flight: RunFlight) -> Any:
-        """The values that a run returns.
+    def _collect(self, flight: RunFlight, given: Mapping[str, Any]) -> Any:
+        """The values that a run returns, which was given these arguments that it returns.
 
         Raises:
             RaycollectError: It failed.
@@ -408,7 +434,7 @@ class Capture:
             found = [values[at][place] for at, place in self._places]
         except LookupError:
             raise ProtocolError(detail=f"run {flight.seq} came back without its results") from None
-        return _filled(self._shape, found)
+        return _filled(self._shape, found, given)
 
     # ------------------------------------------------------------------------------------------ looking at it
 
@@ -433,7 +459,7 @@ class Capture:
         """
         installed, controller = self._installed, self._controller
         if installed is None or controller is None:
-            raise CaptureError(detail=f"this captured step has no tensors: {self._state}")
+            raise CaptureError(detail=f"this captured step has no tensors yet, or no more: {self._state}")
         runs = installed.runs
         peers = controller.crew(runs.memberships, runs.course.participants)
         looks = ray.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout=timeout_s)
@@ -447,8 +473,12 @@ class Capture:
             CaptureError: It is not ready, or closed; or what a plan works on shows in the first run only.
             UnknownGroupError, GroupBrokenError: A group was destroyed, or a member is gone.
         """
+        if self._installed is None:
+            raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
         infos = self.tensor_infos()
-        return explain_capture(self._installed.runs.course, self.stages, infos)  # type: ignore[union-attr]
+        runs = self._installed.runs
+        fixed = {source for source in infos if not runs.keys[source].startswith(self._id)}  # type: ignore[call-overload]
+        return explain_capture(runs.course, self.stages, infos, fixed)
 
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
@@ -462,6 +492,17 @@ class Capture:
             state = f"broken by {type(self._runs.failure).__name__}"
         return f"<Capture of {verbs} collectives and {calls} method calls: {state}>"
 
+
+_UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
+
+_AS_ARGUMENT = (
+    "a plain value or an array, alone or in lists, tuples and dicts; for others pass a ref, of ray.put or of a method, "
+    "as an argument of its own, as you do with what calls of the step give and with step.argument()"
+)
+_IN_RUN = (
+    "a plain value or an array, alone or in lists, tuples and dicts: hand over others by an ordinary method before the "
+    "run"
+)
 
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
 
@@ -495,13 +536,64 @@ def _until(
     return tuple(call for call in calls[known:] if call.before <= request)
 
 
-def _filled(shape: Any, values: list[Any]) -> Any:
-    """A structure with values in their places."""
+def _filled(shape: Any, values: list[Any], given: Mapping[str, Any]) -> Any:
+    """A structure with values, and arguments by their names, in their places."""
     if type(shape) is int:
         return values[shape]
+    if type(shape) is Given:
+        return unpack_value(shape.packed)
+    if type(shape) is Argument:
+        return given[shape.name]
     if type(shape) is dict:
-        return {name: _filled(one, values) for name, one in shape.items()}
-    return type(shape)(_filled(one, values) for one in shape)
+        return {name: _filled(one, values, given) for name, one in shape.items()}
+    return type(shape)(_filled(one, values, given) for one in shape)
+
+
+def _echoed(shape: Any) -> dict[str, Argument]:
+    """The arguments in a structure, by name."""
+    if type(shape) is Argument:
+        return {shape.name: shape}
+    inner = shape.values() if type(shape) is dict else shape if type(shape) in (list, tuple) else ()
+    return {name: one for part in inner for name, one in _echoed(part).items()}
+
+
+def _packed(value: Any, where: str, op: str, expected: str = "") -> bytes:
+    """A value as it travels.
+
+    Raises:
+        InvalidArgumentError: It can't.
+    """
+    try:
+        return pack_value(value)
+    except TypeError as exc:
+        raise refusal(op, "", (_wrong(where, str(exc), expected or _IN_RUN),)) from None
+
+
+def _no_actor(value: Any) -> tuple[str, str]:
+    """What was given in the place of an actor, and what to give."""
+    expected = "the handle of a participant, or its method: step.call(actor, 'method', ...)"
+    if isinstance(value, ray.ObjectRef):
+        return "an ObjectRef: its method was called already, and is not called again by runs", expected
+    return f"a {type(value).__name__}", expected
+
+
+def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Violation]:
+    """What is wrong with a call of a method, as far as the actor's handle tells."""
+    known = ray_internals.methods_of(actor)
+    if known is None:
+        return []
+    who = ray_internals.describe_actor(actor)
+    if method not in known:
+        public = [name for name in known if not name.startswith("_")]
+        return [_wrong("method", f"{method!r}, which {who} lacks", f"one of {', '.join(public)}")]
+    if ray_internals.is_generator(actor, method):
+        found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
+        return [Violation(kind="unsupported", rank=-1, field="method", found=found, expected=expected)]
+    try:
+        known[method].bind(*args, **kwargs)
+    except TypeError as exc:
+        return [_wrong("arguments", f"not those of {method} of {who}: {exc}", f"{method}{known[method]}")]
+    return []
 
 
 def _names(parameters: dict[str, Argument]) -> str:

@@ -31,20 +31,38 @@ from raycollect.errors import (
     PlanAbortedError,
     ProtocolError,
     RaycollectError,
+    Violation,
+    refusal,
 )
+from raycollect.executor import ABSENCES
+from raycollect.handle import Handle
 from raycollect.ledger import Ledger
 from raycollect.model import Segment
 from raycollect.planner import Program
+from raycollect.pos import Container, Store
 from raycollect.rendezvous import StarExchange
 from raycollect.replay import Replay
 from raycollect.routine import Routine, decode_routine
 
-__all__ = ["MOST_NBYTES", "Captured", "Captures", "Desk", "PostLike", "decode_capture", "decode_fenced", "open_post"]
+__all__ = [
+    "MOST_NBYTES",
+    "Captured",
+    "Captures",
+    "Desk",
+    "PostLike",
+    "decode_capture",
+    "decode_fenced",
+    "open_post",
+    "pinned",
+]
 
 log = logging.getLogger("raycollect")
 
 MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 """The longest results of a run that a message can carry."""
+
+_SLICE_S = 0.1
+"""How long a run that waits for a method does not look whether it was aborted, in seconds."""
 
 IDLE_S = 60.0
 """How long the thread waits at the doorbell before it looks around, in seconds; whoever needs it wakes it."""
@@ -91,6 +109,32 @@ def open_post(segment: Segment | None, seat: int) -> Post | None:
         return None
 
 
+def pinned(value: Any, store: Store, actor_id: str, actor: str) -> Any:
+    """What a captured step keeps of the value of a ref.
+
+    Args:
+        value: What Ray made of the ref.
+        store: One's own tensors.
+        actor_id: One's own actor id.
+        actor: What a person calls it.
+
+    Raises:
+        RefusedError: It is a tensor that is not here.
+    """
+    if not isinstance(value, Handle):
+        return value
+    found = store.look(value.key) if value.actor_id == actor_id else None
+    if isinstance(found, Container):
+        return found
+    kind, text, expected = "not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first"
+    if found is not None:
+        kind, text, expected = ABSENCES[found.state]
+        text = text.format(found.detail or "a value that is not kept")
+    key = value.key.hex()
+    wrong = Violation(kind=kind, rank=-1, field="value", found=text, expected=expected, actor=actor, ref=key)
+    raise refusal("capture", "", (wrong,))
+
+
 class PostLike(Protocol):
     """The participant's end of a doorbell; see `doorbell.Post`."""
 
@@ -124,7 +168,7 @@ class Desk:
     """
 
     ledger: Ledger
-    turn: AbstractContextManager[Any] | None
+    turn: threading.Lock | None
     send: Callable[[Message], None]
     failed: Callable[[int, RaycollectError], None]
     begun: Callable[[int], None]
@@ -143,7 +187,7 @@ class Captured:
         self._replay = replay
         self._desk = desk
         self._post = post
-        self._turn = nullcontext() if desk.turn is None else desk.turn
+        self._turn = threading.Lock() if desk.turn is None else desk.turn
         self._busy = threading.Lock()  # held while the values are in use
         self._changed = threading.Condition()  # guards what follows
         self._came: deque[Run] = deque()
@@ -284,11 +328,15 @@ class Captured:
         results = b""
         try:
             desk.begun(seq)
-            if reason is None:
-                with watched() if watched is not None else _UNWATCHED, self._turn, self._busy:
-                    results = self._run(seq, payload)
-            else:
-                error = PlanAbortedError(detail=reason)
+            if reason is not None:
+                raise PlanAbortedError(detail=reason)
+            with watched() if watched is not None else _UNWATCHED:
+                turn = self._take_turn(seq)
+                try:
+                    with self._busy:
+                        results = self._run(seq, payload)
+                finally:
+                    turn.release()
         except RaycollectError as exc:
             error = exc.with_traceback(None)  # its frames would keep values alive
         except Exception as exc:
@@ -296,12 +344,26 @@ class Captured:
             error = InternalError(detail=f"{type(exc).__name__}: {exc}")
         finally:
             self._door = None
+            if error is not None:  # before the next one may begin
+                self._broken = self._broken or f"run {self._count} of this captured step failed before"
             desk.ledger.end(seq)  # whatever happened, what comes after goes on
         if error is not None:
-            self._broken = self._broken or f"run {self._count} of this captured step failed before"
             desk.failed(seq, error)
         elif not number or self._post is None or not self._post.answer(number, results):
             self._send(Ran(seq=seq, payload=results))
+
+    def _take_turn(self, seq: int) -> threading.Lock:
+        """Waits until no method runs.
+
+        Raises:
+            PlanAbortedError: The run was aborted meanwhile.
+        """
+        turn = self._turn
+        while not turn.acquire(timeout=_SLICE_S):
+            reason = self._closed or self._desk.ledger.reason(seq)
+            if reason:
+                raise PlanAbortedError(detail=reason)
+        return turn
 
     def _run(self, seq: int, payload: bytes) -> bytes:
         """Does a run.

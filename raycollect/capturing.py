@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from raycollect import ray_internals
-from raycollect.agenda import Argument, CaptureAgenda, MethodCall, Pending, Ref
+from raycollect.agenda import Argument, CaptureAgenda, MethodCall, Pending, Ref, StepWords
 from raycollect.channel.messages import Forget
 from raycollect.controller import Controller
 from raycollect.course import Course, Stage
@@ -37,6 +37,9 @@ from raycollect.runs import Runs
 from raycollect.work import look_into
 
 __all__ = ["Installed", "install"]
+
+GRACE_S = 1.0
+"""How long the other participants may take to say what is wrong, once one has said it, in seconds."""
 
 _LAST_STEP = (1 << 32) - 1
 
@@ -142,6 +145,8 @@ class _Installer:
         self._timeout_s = timeout_s
         self._handles = list(agenda.refs)  # a key, or what stands for a captured value
         self._keys = list(map(_key_of, self._handles))
+        names = [one.spec.name for one in agenda.memberships]
+        self._words = StepWords(capture, agenda, [name for name in names if controller.is_declared(name)])
         self._prepared = self._plan(staging)
         found = [one for prepared in self._prepared for one in prepared.plan.participants]
         self._memberships = list(agenda.memberships)
@@ -153,7 +158,7 @@ class _Installer:
 
     def _plan(self, staging: int) -> list[Prepared]:
         agenda, firsts = self._agenda, self._agenda.firsts
-        found = []
+        found, errors = [], list[RefusedError]()
         for first, last in zip(firsts, [*firsts, len(agenda.asked)][1:], strict=True):
             asked = tuple(agenda.asked[first:last])
             try:
@@ -161,7 +166,9 @@ class _Installer:
             except RefusedError as exc:
                 error = explained(exc, asked, agenda.memberships[first:last], self._keys)
                 moved = tuple(replace(one, call=max(one.call, 0) + first) for one in error.violations)
-                raise refusal(error.op, error.group_name, moved) from None
+                errors.append(refusal(error.op, error.group_name, moved))
+        if errors:
+            raise self._words.tell(_together(errors)) from None
         return found
 
     def lease(self, hold: Callable[[Controller, Membership], None]) -> None:
@@ -266,7 +273,7 @@ class _Installer:
             handle = value.key
             owners = [one for one in self.participants if handle in self._seats[one].refs]
             if not owners:
-                found, expected = "of no call", "a ref that is an operand, or an argument of a method"
+                found, expected = "used by no call of the step", "one that is: read it with raycollect.get(ref)"
                 violation = Violation(
                     kind="argument", rank=-1, field=value.where, found=found, expected=expected, ref=handle.hex()
                 )
@@ -331,13 +338,14 @@ class _Installer:
         peers = self._controller.crew(self._memberships, self.participants)
         doorbell, seats = self._doorbell(course)
         numbered = len(course.requests) > 1
+        tasks: list[Any] = []
         try:
-            tasks = [
-                self._submit(peer, self._seats[actor_id], seats[at], doorbell, numbered=numbered)
-                for at, (actor_id, peer) in enumerate(zip(self.participants, peers, strict=True))
-            ]
+            for at, (actor_id, peer) in enumerate(zip(self.participants, peers, strict=True)):
+                tasks.append(self._submit(peer, self._seats[actor_id], seats[at], doorbell, numbered=numbered))
             opened = self._hear(tasks, course)
         except BaseException:
+            for task in tasks:
+                task.future()  # one that fails later: as nobody else asks for it, Ray would log it as unhandled
             for peer in peers:
                 peer.send(Forget(capture=self._capture))
             if doorbell is not None:
@@ -353,6 +361,7 @@ class _Installer:
             doorbell=doorbell,
             seats=[seat if is_open else -1 for seat, is_open in zip(seats, opened, strict=True)],
             peers=peers,
+            told=self._words.tell,
         )
 
     def _doorbell(self, course: Course) -> tuple[Doorbell | None, list[int]]:
@@ -388,17 +397,25 @@ class _Installer:
         Raises:
             RaycollectError: One is not ready.
         """
-        opened, late = {}, list(tasks)
+        opened, late, until_s = {}, list(tasks), self._deadline_s
+        errors: list[RaycollectError] = []
         while late:
-            done, late = ray.wait(late, timeout=max(self._deadline_s - monotonic(), 0))
+            done, late = ray.wait(late, timeout=max(until_s - monotonic(), 0))
             for task in done:
                 group, member = course.homes[tasks.index(task)]
                 try:
                     opened[task] = bool(ray.get(task))
                 except RayError as exc:
-                    raise self._failed(self._seats[member.actor_id], group, member, exc) from exc
+                    error = self._failed(self._seats[member.actor_id], group, member, exc)
+                    error.__cause__ = exc
+                    errors.append(error)
+                    until_s = min(until_s, monotonic() + GRACE_S)
             if not done:
-                raise self._late([course.homes[tasks.index(task)] for task in late])
+                break
+        if errors:
+            raise self._words.tell(_worst(errors), is_of_calls=False)
+        if late:
+            raise self._words.tell(self._late([course.homes[tasks.index(task)] for task in late]))
         return [opened[task] for task in tasks]
 
     def _late(self, missing: Sequence[tuple[Membership, Member]]) -> RaycollectError:
@@ -469,6 +486,23 @@ def install(
         names=made.names,
         operands=made.operands(),
     )
+
+
+def _together(errors: Sequence[RefusedError]) -> RefusedError:
+    """Refusals as one, with all reasons."""
+    if len(errors) == 1:
+        return errors[0]
+    names = dict.fromkeys(error.group_name for error in errors if error.group_name)
+    found = tuple(dict.fromkeys(one for error in errors for one in error.violations))
+    made = refusal("captured step", ", ".join(names), found)
+    made.__cause__ = errors[0].__cause__
+    return made
+
+
+def _worst(errors: Sequence[RaycollectError]) -> RaycollectError:
+    """What to say of several participants that are not ready: all refusals as one, or the first failure."""
+    refused = [error for error in errors if isinstance(error, RefusedError)]
+    return _together(refused) if refused else errors[0]
 
 
 def _key_of(handle: Any) -> Key:

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import secrets
 import threading
 import time
 import weakref
+from contextlib import suppress
 from typing import NamedTuple
 
 from raycollect import memfd
@@ -42,9 +44,13 @@ _HEAD_WORDS = 4  # number, seq, predecessor, length
 INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS
 """The longest message that fits into a cell."""
 
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+"""Whether processors see each other's stores in the order in which they were made."""
 _BY_CHANNEL = 1 << 63
 """The length of a message that does not."""
 _PRESENT_NBYTES = 8
+_MORE_BELLS = 2
+"""Besides those of the seats: that of the controller, and one that is never rung."""
 _WORDS = _CELL_NBYTES // 8
 _SLICE_S = 0.5
 """The longest sleep before the cells are looked at again, should a ring ever be lost."""
@@ -53,7 +59,7 @@ _RINGS_KEPT = 64
 
 def _cells_at(seats: int) -> int:
     """Where the cells begin: after the token, the bells, and what says which seats are taken."""
-    nbytes = 64 + (seats + 1) * SEM_NBYTES + seats * _PRESENT_NBYTES
+    nbytes = 64 + (seats + _MORE_BELLS) * SEM_NBYTES + seats * _PRESENT_NBYTES
     return -(-nbytes // _CELL_NBYTES) * _CELL_NBYTES
 
 
@@ -84,12 +90,16 @@ class _Memory:
 
     def __init__(self, mapped: mmap.mmap, seats: int, *, init: bool) -> None:
         whole = memoryview(mapped)
-        bells_at, present_at = 64, 64 + (seats + 1) * SEM_NBYTES
+        bells_at, present_at = 64, 64 + (seats + _MORE_BELLS) * SEM_NBYTES
         self.seats = seats
-        self.bells = Bells(whole[bells_at:present_at], seats + 1, init=init)
+        self.bells = Bells(whole[bells_at:present_at], seats + _MORE_BELLS, init=init)
         self.present = whole[present_at : present_at + seats * _PRESENT_NBYTES].cast("Q")
         self.bytes = whole[_cells_at(seats) :]
         self.words = self.bytes.cast("Q")
+
+    def _fence(self) -> None:
+        """A full barrier: a call of libc, around which the interpreter's lock is given up and taken again."""
+        self.bells.take(self.seats + 1)  # which nobody rings
 
     def run(self, seat: int, number: int) -> int:
         """The first word of a seat's cell for a run."""
@@ -109,11 +119,15 @@ class _Memory:
         if nbytes and fits:
             start = 8 * (cell + _HEAD_WORDS)
             self.bytes[start : start + nbytes] = payload
+        if not _IN_ORDER:
+            self._fence()
         words[cell] = number
         return fits
 
     def read(self, cell: int) -> bytes | None:
         """The message in a cell; None where it goes over the channel."""
+        if not _IN_ORDER:
+            self._fence()
         nbytes = self.words[cell + 3]
         if not nbytes:
             return b""
@@ -151,6 +165,7 @@ class Doorbell:
         self._awake_s = YIELD_S if seats <= len(os.sched_getaffinity(0)) else 0.0
         self._awake_until_s = 0.0
         self._asleep = threading.Lock()  # held by the one thread that sleeps, or takes rings
+        self._sleeper = 0  # that thread
         self._taken = 0  # how often rings were taken: what they told of may be for another thread
         self._seen = threading.local()
 
@@ -200,10 +215,16 @@ class Doorbell:
         seen, until_s = self._seen, now_s + min(timeout_s, _SLICE_S)
         if getattr(seen, "taken", -1) == self._taken and self._asleep.acquire(timeout=max(until_s - now_s, 0)):
             try:
+                self._sleeper = threading.get_ident()
                 if seen.taken == self._taken:
                     self._memory.bells.wait(self._memory.seats, max(until_s - time.monotonic(), 0))
                     self._taken += 1
             finally:  # a signal may raise
+                self._sleeper = 0
+                with suppress(RuntimeError):  # it was taken for forgotten
+                    self._asleep.release()
+        elif not self._sleeper and time.monotonic() >= until_s:
+            with suppress(RuntimeError):  # a signal came after it was taken, and nobody has it
                 self._asleep.release()
         seen.taken = self._taken  # after it the caller looks, so that it misses nothing that was taken before
 

@@ -97,6 +97,7 @@ __all__ = [
     "UnknownGroupError",
     "UnsupportedError",
     "Violation",
+    "brief",
     "from_wire",
     "refusal",
     "to_wire",
@@ -115,7 +116,9 @@ class Violation:
         expected: What would have been right.
         actor: The actor of that rank, as ``Class(id)``.
         ref: The hexadecimal id of the ObjectRef.
-        call: Which call of a batch, counted from 0; -1 where there is but one.
+        call: Which call of a batch or of a captured step, counted from 0; -1 where there is but one.
+        is_step: Whether the call is counted among all of a captured step, those of methods too.
+        value: What is at fault where it has no ref: what a call of a captured step gave.
     """
 
     kind: str
@@ -126,6 +129,8 @@ class Violation:
     actor: str = ""
     ref: str = ""
     call: int = -1
+    is_step: bool = False
+    value: str = ""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}" if self.rank >= 0 else "the call"
@@ -133,8 +138,10 @@ class Violation:
             who += f" ({self.actor})"
         if self.ref:
             who += f", ref {self.ref}"
+        if self.value:
+            who += f", {self.value}"
         if self.call >= 0:
-            who = f"call {self.call} of the batch, {who}"
+            who = f"call {self.call} of the {'step' if self.is_step else 'batch'}, {who}"
         text = f"{who}: {self.field} is {self.found}"
         return f"{text}, expected {self.expected}" if self.expected else text
 
@@ -457,7 +464,9 @@ class FaultError(RaycollectError):
     cure: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        where = f"{self.op or 'a plan'} on group {self.group_name!r}"
+        where = self.op or "a plan"
+        if self.group_name or not self.op:
+            where += f" on group {self.group_name!r}"
         who = f", rank {self.rank}" if self.rank >= 0 else ""
         who += f" ({self.actor})" if self.actor else ""
         text = f"{where}{who}: {self.detail or _summary(type(self))}"
@@ -508,11 +517,11 @@ class KernelError(FaultError):
 
 @dataclass(eq=False, kw_only=True)
 class MethodError(FaultError):
-    """A method that a captured step calls raised; `op` is its name.
+    """A method that a captured step calls raised, or returned what a run can't give back; `op` is its name.
 
     Attributes:
-        call: The place of the call among all calls of the capture, from 0.
-        raised: The type of the exception, as ``"ValueError"``.
+        call: The place of the call among all calls of the step, from 0.
+        raised: The type of the exception, as ``"ValueError"``; empty: it returned what can't be given back.
         trace: The end of its traceback, as text.
     """
 
@@ -523,10 +532,16 @@ class MethodError(FaultError):
 
     def __str__(self) -> str:
         who = f" of {self.actor}" if self.actor else ""
-        text = f"call {self.call} of a captured step, {self.op}{who}, raised {self.raised}: {self.detail}"
+        what = f"raised {self.raised}: {self.detail}" if self.raised else f"returned {self.detail}"
+        text = f"call {self.call} of the step, {self.op}{who}, {what}"
         if self.trace:
             text += "".join(f"\n  | {line}" for line in self.trace.splitlines())
-        return f"{text}\nWhat to do: {self.cure}."
+        return f"{text}\nWhat to do: {self.cure if self.raised else _RETURN_PLAIN}."
+
+
+_RETURN_PLAIN = (
+    "let the step return plain values and arrays, read other things with an ordinary method, and capture it again"
+)
 
 
 # ---------------------------------------------------------------------------------------------- channel
@@ -595,12 +610,16 @@ class CaptureError(RaycollectError):
 class CaptureBrokenError(CaptureError):
     """A run of a captured step failed before: its values may be half-made, so that it does not run again.
 
+    The error of that run is its cause.
+
     Attributes:
-        why: How that run failed.
+        why: How that run failed, in one line; see `brief`.
     """
 
     why: str = ""
-    cure: ClassVar[str] = "see why it failed; then close the step and capture it again"
+    cure: ClassVar[str] = (
+        "mend the cause, bring the actors to a state that you know, close the step and capture it again"
+    )
 
     def __str__(self) -> str:
         return f"{self.detail}: {self.why}\nWhat to do: {self.cure}."
@@ -660,6 +679,16 @@ class InternalError(RaycollectError):
 
     def __str__(self) -> str:
         return f"{self.detail} (this is a bug of raycollect: please report it)"
+
+
+def brief(error: RaycollectError) -> str:
+    """An error in one line: its type, what failed and where; without the traceback, and what to do."""
+    if isinstance(error, RefusedError) and error.violations:
+        more = len(error.violations) - 1
+        text = f"{error.op} was refused: {error.violations[0]}" + (f", and {more} more" if more else "")
+    else:
+        text = str(error)
+    return f"{type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
 # ---------------------------------------------------------------------------------------------- wire

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
-from raycollect.agenda import MethodCall, Pending
+from raycollect.agenda import MethodCall, Pending, Ref
 from raycollect.course import Course, Stage
 from raycollect.errors import CaptureError
 from raycollect.planner import Source
@@ -16,7 +17,10 @@ __all__ = ["explain_capture"]
 
 
 def explain_capture(
-    course: Course, stages: Sequence[Stage | tuple[MethodCall, ...]], infos: Mapping[Source, Infos | None]
+    course: Course,
+    stages: Sequence[Stage | tuple[MethodCall, ...]],
+    infos: Mapping[Source, Infos | None],
+    fixed: Collection[Source] = (),
 ) -> StepExplanation:
     """Explains a captured step.
 
@@ -24,6 +28,7 @@ def explain_capture(
         course: Its plans as one: who takes part.
         stages: Its plans and method calls, in order; all of them.
         infos: What each operand is, by what stands for it in the plans; None: a run has to make it first.
+        fixed: The operands that are refs.
 
     Raises:
         CaptureError: What an operand is shows in the first run only; or a run will be refused.
@@ -33,10 +38,12 @@ def explain_capture(
     first = 0
     for stage in stages:
         if isinstance(stage, Stage):
-            found.append(_planned(stage, infos, first))
+            found.append(_planned(stage, infos, first, fixed))
             first += len(stage.plan.requests)
         else:
-            found.append(Methods(calls=tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)))
+            calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
+            refs = {one.key for call in stage for one in _values(call) if type(one) is Ref}
+            found.append(Methods(calls=calls, fixed=len(refs)))
             first += len(stage)
     try:
         return explain_step(found, len(course.participants))
@@ -44,7 +51,7 @@ def explain_capture(
         raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
 
 
-def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int) -> Planned:
+def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fixed: Collection[Source]) -> Planned:
     given: dict[Source, Infos] = {}
     for source in stage.plan.uses():
         known = infos[source]
@@ -52,10 +59,13 @@ def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int) -> 
             what = "what methods return, and collectives make of it, shows when it runs: run it once first"
             raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
         given[source] = known
-    return Planned(plan=stage.plan, given=given, first=first)
+    return Planned(plan=stage.plan, given=given, first=first, fixed=sum(source in fixed for source in given))
 
 
 def _invoked(call: MethodCall, actor: str) -> Invoked:
-    values = (*call.args, *(value for _, value in call.kwargs))
-    after = sorted({value.step for value in values if type(value) is Pending})
+    after = sorted({value.step for value in _values(call) if type(value) is Pending})
     return Invoked(call=call.step, actor=actor, method=call.method, after=tuple(after))
+
+
+def _values(call: MethodCall) -> tuple[Any, ...]:
+    return (*call.args, *(value for _, value in call.kwargs))

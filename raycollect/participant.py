@@ -82,7 +82,7 @@ class CollectiveParticipant:
 async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
     loop = asyncio.get_running_loop()
-    return await loop.run_in_executor(runtime.kernel_thread, runtime.run_program, payload, task)
+    return await loop.run_in_executor(runtime.kernel_threads, runtime.run_program, payload, task)
 
 
 async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
@@ -92,7 +92,7 @@ async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: A
 
 async def _replay_async(self: CollectiveParticipant, payload: bytes) -> None:
     runtime = Runtime.current()
-    await asyncio.get_running_loop().run_in_executor(runtime.kernel_thread, runtime.run_fenced, payload)
+    await asyncio.get_running_loop().run_in_executor(runtime.kernel_threads, runtime.run_fenced, payload)
 
 
 def _is_async(method: Any) -> bool:

@@ -1,8 +1,9 @@
 """Values that travel with the runs of captured steps: what methods are given, and what they give back.
 
-msgpack, with extensions for what it lacks: tuples, long integers, numpy's arrays and scalars, the CPU tensors of any
-library. Each value comes out as it went in, by type too (but for bytearrays, which become bytes). Nothing is pickled,
-so that nothing but values comes out.
+msgpack, with extensions for what it lacks: tuples, long integers, complex numbers, numpy's arrays and scalars, the CPU
+tensors of any library. Each value comes out as it went in, by type too, but for bytearrays, which become bytes, and
+subclasses, which become what they are made of: an enum's member its number or text, a named tuple a tuple. Nothing is
+pickled, so that nothing but values comes out.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from raycollect.model import TensorInfo
 
 __all__ = ["pack_value", "pack_values", "unpack_value", "unpack_values"]
 
-_TUPLE, _LONG, _ARRAY, _SCALAR, _TENSOR = range(1, 6)
+_TUPLE, _LONG, _ARRAY, _SCALAR, _TENSOR, _COMPLEX = range(1, 7)
 
 _MARK = msgpack.ExtType(_TUPLE, b"")
 """What a tuple begins with, which travels as a list: so the depth is bounded as that of lists is."""
@@ -47,23 +48,26 @@ _MALFORMED = (
 )
 """What reading bytes that nobody wrote may raise."""
 
-_ADVICE = "pass a ref: that of ray.put, or of a method that returns it"
+_PARTS_OF_COMPLEX = struct.Struct("<dd")
+
+_LONGS = range(-(1 << 63), 1 << 64)
+"""The integers that msgpack itself writes."""
 
 
 def pack_value(value: Any) -> bytes:
     """Writes one value; the inverse of `unpack_value`.
 
     Args:
-        value: None, a bool, int, float, str or bytes; a list, tuple or dict of such values; a numpy array or scalar, a
-            CPU tensor of any library.
+        value: None, a bool, int, float, complex, str or bytes; a list, tuple or dict of such values, or what inherits
+            from one of these; a numpy array or scalar, a CPU tensor of any library.
 
     Raises:
-        TypeError: It is, or holds, something else; the message names its type, and says what to do.
+        TypeError: It is, or holds, something else; the message names its type.
     """
     try:
         packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, unicode_errors="surrogatepass")
     except (ValueError, OverflowError, RecursionError) as exc:
-        raise TypeError(f"{_described_type(value)} that is nested too deep, or too long ({exc}); {_ADVICE}") from exc
+        raise TypeError(f"{_described_type(value)} that is nested too deep, or too long ({exc})") from exc
     return packed
 
 
@@ -113,21 +117,40 @@ def _extend(value: Any) -> Any:
     Raises:
         TypeError: It can't be written.
     """
-    if type(value) is tuple:
-        return [_MARK, *value]
-    if type(value) is int:
-        return msgpack.ExtType(_LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
     if isinstance(value, np.generic) and _is_plain(value.dtype):
         return msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value)))
     if type(value) in (np.ndarray, np.memmap) and _is_plain(value.dtype):
         return msgpack.ExtType(_ARRAY, _array_bytes(value))
+    base = next((one for one in _BASES if isinstance(value, one)), None)
+    if base is not None:
+        return _BASES[base](value)
     memory = arrays.view(value)
     if memory is None:
-        raise TypeError(f"{_described_type(value)} can't travel with a run; {_ADVICE}")
+        raise TypeError(f"{_described_type(value)} can't travel with a run")
     if isinstance(memory, arrays.DeviceArray):
-        raise TypeError(f"a tensor in the memory of {memory.device} can't travel with a run; {_ADVICE}")
+        raise TypeError(f"a tensor in the memory of {memory.device} can't travel with a run")
     name = arrays.library(value).encode()
     return msgpack.ExtType(_TENSOR, bytes((len(name),)) + name + _array_bytes(memory))
+
+
+def _long_or_int(value: int) -> Any:
+    plain = int(value)
+    if plain in _LONGS:
+        return plain
+    return msgpack.ExtType(_LONG, plain.to_bytes(plain.bit_length() // 8 + 1, "little", signed=True))
+
+
+_BASES: dict[type, Callable[[Any], Any]] = {
+    tuple: lambda value: [_MARK, *value],
+    int: _long_or_int,
+    complex: lambda value: msgpack.ExtType(_COMPLEX, _PARTS_OF_COMPLEX.pack(value.real, value.imag)),
+    float: float.__float__,
+    str: str.__str__,  # of an enum's member its value, which `str` is not
+    bytes: lambda value: bytes(memoryview(value)),
+    dict: dict,
+    list: list,
+}
+"""Python's own types -> how what inherits from them is written; of some, they themselves."""
 
 
 def _array_bytes(array: arrays.Array) -> bytes:
@@ -199,6 +222,10 @@ def _long(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
+def _complex(data: bytes) -> complex:
+    return complex(*_PARTS_OF_COMPLEX.unpack(data))
+
+
 def _array(data: bytes) -> arrays.Array:
     array, elements = _described(data, np.empty)
     array.reshape(-1).view(np.uint8)[...] = elements
@@ -261,4 +288,5 @@ _READERS: dict[int, Callable[[bytes], Any]] = {
     _ARRAY: _array,
     _SCALAR: _scalar,
     _TENSOR: _tensor,
+    _COMPLEX: _complex,
 }

@@ -26,7 +26,7 @@ def describe(actor: Any) -> dict[str, Any]:
 def run_program(actor: Any, payload: bytes) -> None:
     """Runs this rank's half of a plan, which has no outputs here. Runs inside the actor.
 
-    An async actor's plain functions run on its event loop, which must not wait: there the kernel thread runs it, and
+    An async actor's plain functions run on its event loop, which must not wait: there a kernel thread runs it, and
     the controller hears of its end all the same, over the channel.
     """
     runtime = Runtime.current()
@@ -35,4 +35,4 @@ def run_program(actor: Any, payload: bytes) -> None:
     except RuntimeError:
         runtime.run_program(payload, ray_internals.current_task())
     else:
-        runtime.kernel_thread.submit(runtime.run_program, payload, None)
+        runtime.kernel_threads.submit(runtime.run_program, payload, None)

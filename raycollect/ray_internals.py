@@ -5,6 +5,7 @@ What is used, and why it holds, stands in docs/adr/0002-ray-internals.md.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 from collections.abc import Callable
@@ -15,13 +16,16 @@ from typing import Any
 import ray
 from ray._private.worker import global_worker
 from ray._raylet import ActorID
-from ray.actor import ActorHandle
+from ray.actor import ActorHandle, ActorMethod
 
 from raycollect.errors import RayClientError
 from raycollect.model import Key
 
 _FIRST_PUT = 100_000_000
 _NOBODY = b"\xff" * 12
+
+_NO_METHODS = "__", "_raycollect_"
+"""What the names of methods begin with that are none of the actor's author."""
 
 
 def ensure_ray() -> None:
@@ -187,6 +191,37 @@ def describe_actor(handle: Any) -> str:
 def short_actor(name: str, actor_id: str) -> str:
     """``Worker(3f2a91)``."""
     return f"{name.rpartition('.')[2]}({actor_id[:6]})"
+
+
+def methods_of(handle: Any) -> dict[str, inspect.Signature] | None:
+    """How the methods of an actor are called, by name, less those of Ray and of this package.
+
+    Returns:
+        None where the handle does not tell.
+    """
+    signatures = getattr(handle, "_ray_method_signatures", None)
+    if not isinstance(signatures, dict):
+        return None
+    found = {}
+    for name, parameters in signatures.items():
+        if not name.startswith(_NO_METHODS):
+            given = [one for one in parameters if one.name != "_ray_trace_ctx"]  # which Ray adds
+            found[name] = inspect.Signature(given)
+    return found
+
+
+def is_generator(handle: Any, method: str) -> bool:
+    """True for a method that is known to be a generator."""
+    known = getattr(handle, "_ray_method_is_generator", None)
+    return isinstance(known, dict) and bool(known.get(method))
+
+
+def read_method(value: Any) -> tuple[Any, str] | None:
+    """The actor's handle and the name of ``actor.method``; None for what is none, or does not tell."""
+    if not isinstance(value, ActorMethod):
+        return None
+    handle, name = getattr(value, "_actor", None), getattr(value, "_method_name", None)
+    return (handle, name) if isinstance(handle, ActorHandle) and isinstance(name, str) else None
 
 
 def on_last_ref(ref: Any, callback: Callable[[], None]) -> bool:

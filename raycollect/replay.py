@@ -52,6 +52,8 @@ _HERE = str(Path(__file__).parent)
 _ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/"
 """Parts of files through which methods are called besides: what waits for coroutines, and Ray's hooks in methods."""
 
+_READ_IT = "let it return plain values and arrays, and read other things with an ordinary method"
+
 _RUN_AT = CAPTURE_NBYTES, CAPTURE_NBYTES + 8
 _CONSTANT = (type(None), bool, int, float, str, bytes)
 
@@ -153,6 +155,8 @@ class Replay:
     def close(self) -> None:
         """Lets go of all values; no run may follow."""
         self.slots = [None] * len(self.slots)
+        self.routine = replace(self.routine, actions=())  # they have what is constant
+        self.invoke = _gone
         self._known = _Known(0)
         self._actions = []
 
@@ -211,10 +215,10 @@ class Replay:
                 made = (one for one in self.routine.actions if isinstance(one, Invocation) and one.slot == slot)
                 call = next(made, None)
                 if call is None:
-                    return CaptureError(detail=f"what the step should give back can't be: {exc}")
-                detail = f"what it returned can't be given back: {exc}"
-                return MethodError(op=call.method, call=call.step, raised="TypeError", detail=detail)
-        return CaptureError(detail=f"what the step should give back can't be: {detail}")
+                    return CaptureError(detail=f"what the step should give back can't be: {exc}; {_READ_IT}")
+                detail = f"{exc}, so that it can't be given back"
+                return MethodError(op=call.method, call=call.step, detail=detail)
+        return CaptureError(detail=f"what the step should give back can't be: {detail}; {_READ_IT}")
 
 
 # ---------------------------------------------------------------------------------------------- actions
@@ -401,6 +405,10 @@ class _Known:
 def value_of(value: Any) -> Any:
     """What a method gets, or the driver, for what is in a slot."""
     return value.value if type(value) is Container else value
+
+
+def _gone(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    raise CaptureError(detail="this captured step is closed")
 
 
 def _nothing() -> object:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgpack
 
-from raycollect.channel.messages import Forget, Run
+from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.course import Course
 from raycollect.doorbell import IN_FLIGHT, Doorbell
 from raycollect.errors import (
@@ -28,6 +28,7 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
     RefusedError,
+    brief,
 )
 from raycollect.flight import Flight, Orders
 from raycollect.group import Membership
@@ -104,6 +105,8 @@ class RunFlight(Flight):
         """True when the outcome is known."""
         if not self._resolved:
             self._look()
+            if not self._pending and not self._resolved:  # a signal came between the last answer and what follows
+                self._settle()
         return self._resolved
 
     @property
@@ -185,6 +188,13 @@ class RunFlight(Flight):
                 self.heard(position, payload)
             seats = self._seats = seats[1:]
 
+    def _settle(self) -> None:
+        """Tells the outcome, now that all have ended."""
+        if self._first is not None:
+            self._failed(*self._first)
+        else:
+            self._resolve(None)
+
     def _note(self, error: RaycollectError | None) -> None:
         if error is not None and self._runs.failure is None:
             self._runs.failure = error
@@ -206,12 +216,12 @@ class RunFlight(Flight):
 
     def _located(self, position: int, error: RaycollectError, story: tuple[str, ...]) -> RaycollectError:
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return error  # `lapse` has said it all
+            return self._runs.told(error)  # `lapse` has said it all
         method = error.op if isinstance(error, MethodError) else ""
         found = super()._located(position, error, story)
         if method and isinstance(found, FaultError):
             found.op = method
-        return found
+        return self._runs.told(found)
 
     def _home(self, position: int) -> tuple[Membership, Member]:
         return self.plan.homes[max(position, 0)]
@@ -240,6 +250,7 @@ class Runs:
         doorbell: How runs begin on this machine; None: by the channel alone.
         seats: Position -> seat at the doorbell; -1: none.
         peers: Those who have their routines, by position.
+        told: Puts an error of a run in the words of the step's caller.
 
     Attributes:
         failure: Why the first run failed that did; there will be no others.
@@ -260,6 +271,7 @@ class Runs:
         doorbell: Doorbell | None = None,
         seats: Sequence[int] = (),
         peers: Sequence[Peer] = (),
+        told: Callable[[RaycollectError], RaycollectError] = lambda error: error,
     ) -> None:
         self.course = course
         self.memberships = tuple(memberships)
@@ -267,6 +279,7 @@ class Runs:
         self.refs: dict[Key, Any] = dict(refs)
         self.failure: RaycollectError | None = None
         self.is_closed = False
+        self.told = told
         self.writes = {self.keys[source]: written for source, written in course.uses().items()}  # type: ignore[call-overload]
         self._owner = owner
         self._capture = capture
@@ -278,10 +291,7 @@ class Runs:
         self._under_way: deque[RunFlight] = deque()
         self._begun = 0  # how many runs there were
         self._fences: dict[int, Any] = {}
-        self._turn = threading.Lock()  # held by the one thread that waits at the doorbell
-        self._waiter = 0  # that thread
-        self._following = 0  # how many threads wait for their turn
-        self._followers = threading.Condition()
+        self._waiting: set[int] = set()  # the threads that wait at the doorbell
 
     # ------------------------------------------------------------------------------------------ beginning
 
@@ -301,17 +311,20 @@ class Runs:
         while True:
             with self._owner.dispatching:
                 self._check()
+                while self._under_way and self._under_way[0].resolved:
+                    self._under_way.popleft()  # a signal came between its outcome and what follows from that
                 oldest = self._under_way[0] if self._under_way else None
                 if oldest is None or self._begun + 1 - oldest.place < IN_FLIGHT:
-                    return self._send(arguments, fence, _FOREVER if timeout_s is None else timeout_s)
+                    limit_s = _FOREVER if timeout_s is None else timeout_s
+                    return self._send(arguments, fence or self._is_held_up(), limit_s)
             oldest.wait(None)
 
     def _check(self) -> None:
         if self.is_closed:
             raise CaptureError(detail="this captured step is closed: capture it again to run it")
         if self.failure is not None:
-            why = f"{type(self.failure).__name__}: {self.failure}"
-            raise CaptureBrokenError(detail="this captured step is broken, as one of its runs failed", why=why)
+            detail = "this captured step is broken, as one of its runs failed"
+            raise CaptureBrokenError(detail=detail, why=brief(self.failure)) from self.failure
         revision = self._owner.revision
         if revision != self._revision:
             peers = self._owner.crew(self.memberships, self.course.participants)
@@ -335,12 +348,15 @@ class Runs:
 
     def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunFlight:
         owner, doorbell = self._owner, None if fence else self._doorbell
-        number = doorbell.begin() if doorbell is not None and self.seated else 0
         self._begun = place = self._begun + 1
-        flight = owner.take_off(lambda seq: RunFlight(seq, self, place, number, timeout_s), self.course.width)
-        self._under_way.append(flight)
-        seq, at = flight.seq, 0
+        flight: RunFlight | None = None
+        at, count = 0, len(self._crew)
         try:
+            number = doorbell.begin() if doorbell is not None and self.seated else 0
+            flight = owner.take_off(lambda seq: RunFlight(seq, self, place, number, timeout_s), self.course.width)
+            flight.is_fenced = fence
+            self._under_way.append(flight)
+            seq = flight.seq
             for at, (peer, seat) in enumerate(self._crew):
                 predecessor, payload = peer.last_seq, arguments[at]
                 if fence:
@@ -348,19 +364,29 @@ class Runs:
                 elif seat < 0 or not doorbell.ring(seat, number, seq, predecessor, payload):  # type: ignore[union-attr]
                     peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                 peer.last_seq = seq
-        except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
-            group, member = self.course.homes[at]
-            error = DispatchError(
-                group_name=group.spec.name, rank=member.rank, actor=member.actor, detail=f"{type(exc).__name__}: {exc}"
-            )
-            error.__cause__ = exc
-            owner.send(flight, flight.fail(error, unsent=range(at, len(self._crew))))
+        except BaseException as exc:
+            if flight is None or not isinstance(exc, Exception):  # a signal: nobody knows who has heard of it
+                self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
+            if flight is not None:
+                owner.send(flight, flight.fail(self._unsent(at, exc), unsent=range(at, count)))
+                if not isinstance(exc, Exception):
+                    self._crew[at][0].send(Abort(seq=flight.seq, reason="it was interrupted as it began"))
+            if flight is None or not isinstance(exc, Exception):
+                raise
             return flight
         if owner.revision != self._revision:  # one was lost before the flight could hear of it
             for at, (peer, _) in enumerate(self._crew):
                 if peer.link is None:
                     owner.send(flight, flight.lost(at, "its connection has ended"))
         return flight
+
+    def _unsent(self, at: int, exc: BaseException) -> RaycollectError:
+        """Why a run could not be sent to all: whatever Ray raises, as of too many pending calls, or a signal."""
+        group, member = self.course.homes[at]
+        name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
+        error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
+        error.__cause__ = exc
+        return error
 
     def _fence(self, at: int) -> Callable[[bytes], Any]:
         """Submits a run as an actor task of the participant at a position."""
@@ -388,34 +414,17 @@ class Runs:
         return True
 
     def _sleep(self, flight: RunFlight, timeout_s: float) -> None:
-        """Sleeps until there may be news: at the doorbell, or until whoever is there has looked for all."""
+        """Sleeps until there may be news."""
         if not flight.number:
             flight.sleep(timeout_s)
-        elif self._turn.acquire(blocking=False):
-            self._waiter = threading.get_ident()
-            try:
-                if not flight.resolved:  # after it has said that it is here, so that it is woken
-                    self._doorbell.wait(timeout_s)  # type: ignore[union-attr]
-            finally:
-                self._waiter = 0
-                self._turn.release()
-                if self._following:
-                    self._tell_followers()
-        else:
-            with self._followers:
-                self._following += 1
-                try:
-                    if not flight.resolved and self._turn.locked():
-                        self._followers.wait(timeout_s)
-                finally:
-                    self._following -= 1
-
-    def _tell_followers(self) -> None:
-        for other in tuple(self._under_way):
-            if not other.resolved:
-                break
-        with self._followers:
-            self._followers.notify_all()
+            return
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            if not flight.resolved:  # after it has said that it is here, so that it is woken
+                self._doorbell.wait(timeout_s)  # type: ignore[union-attr]
+        finally:
+            self._waiting.discard(me)
 
     def answer(self, seat: int, number: int) -> bytes | None:
         """What a seat has given back by the doorbell; None: nothing yet."""
@@ -432,11 +441,8 @@ class Runs:
             for other in reversed(tuple(self._under_way)):
                 if other.place > flight.place:
                     other.abort(PlanAbortedError(detail=detail))
-        if self._waiter and self._waiter != threading.get_ident():
+        if self._waiting.difference((threading.get_ident(),)):
             self._doorbell.wake()  # type: ignore[union-attr]
-        if self._following:
-            with self._followers:
-                self._followers.notify_all()
 
     def send(self, flight: RunFlight, orders: Orders) -> None:
         """Carries out what a run wants said."""

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import ray
 
 from raycollect import backends, fetch, ray_internals
 from raycollect.backends import arrays
-from raycollect.captures import Captured, Captures, Desk, decode_capture, decode_fenced, open_post
+from raycollect.captures import Captured, Captures, Desk, decode_capture, decode_fenced, open_post, pinned
 from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import (
     Abort,
@@ -43,7 +42,6 @@ from raycollect.channel.messages import (
     Missed,
     Order,
     Publish,
-    Ready,
     Refused,
     Run,
     Stored,
@@ -65,17 +63,17 @@ from raycollect.errors import (
     ProtocolError,
     RaycollectError,
     RefusedError,
-    Violation,
     refusal,
     to_wire,
 )
-from raycollect.executor import ABSENCES, Execution, Outcome
+from raycollect.executor import Execution, Outcome
 from raycollect.handle import Handle
 from raycollect.lane import Lane
 from raycollect.ledger import Ledger
 from raycollect.model import Communicator, GroupSpec, Key, task_key
+from raycollect.orders import Orders
 from raycollect.planner import Program, Ticket, decode_order
-from raycollect.pos import Absence, Container, State
+from raycollect.pos import Container
 from raycollect.pos.segments import Segments
 from raycollect.rendezvous import ChannelRendezvous, StarExchange
 from raycollect.replay import Invoke, Replay
@@ -93,6 +91,12 @@ STORE_LIMIT_WITHOUT_TOKENS = 1024
 MOST_VIOLATIONS = 500
 """How many reasons of a refusal the controller is told: thousands of calls, each wrong on all ranks, would be too many
 for a message."""
+
+MOST_WAITING = 64
+"""How many programs of an actor with coroutines may wait for their predecessors.
+
+Ray may bring these later, where their arguments are long: so they must not wait for the same thread.
+"""
 
 STREAMED_KEPT = 64
 """How many of the newest values that generators yielded are kept whatever Ray says of their refs.
@@ -159,7 +163,7 @@ class Runtime:
         self.store = self.instruments.store
         self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
         self.recorder = self.instruments.recorder
-        self.kernel_thread = ThreadPoolExecutor(1, thread_name_prefix="raycollect-kernel")
+        self.kernel_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="raycollect-kernel")
         self.actor_id = ray_internals.current_actor_id()
         self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
@@ -167,13 +171,12 @@ class Runtime:
         self._ledger = Ledger()
         self._running: dict[int, _Running] = {}
         self._begun = 0  # the latest plan that has begun here
-        self._orders: SimpleQueue[Order] = SimpleQueue()
-        self._order_thread: threading.Thread | None = None
-        self._going = threading.Condition()
-        self._cleared = 0  # the plan of the latest `Go`
         self._captures = Captures()  # those of the lease
         self.is_ordered = False  # whether methods of this actor come one by one; known when it is described
         self.turn = threading.Lock()  # held, on ordered participants, by a method of Ray's or by what must not meet one
+        self._orders = Orders(
+            self.store, self.turn, self._tell, lambda order: self.run_program(order.payload, None, order)
+        )
         self._watch = Watch()
         self._lease: tuple[str, str, Link] | None = None  # controller's id, its description, its link
         self._lock = threading.Lock()
@@ -248,7 +251,12 @@ class Runtime:
         try:
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            between = self._between_methods(ticket.seq, keys, program, memberships, order) if order else nullcontext()
+            is_ordered = all(one.ordered for one in memberships)
+            between: AbstractContextManager[Any] = nullcontext()
+            if order is not None:
+                between = self._orders.between_methods(
+                    order, ticket.seq, keys, ledger, program.timeout_s, is_ordered=is_ordered
+                )
             with between:
                 outcome = self._run(ticket, keys, program, memberships)
             if task is not None:
@@ -289,47 +297,6 @@ class Runtime:
         finally:
             if self._running.get(seq) is running:  # a later controller counts from 1 again
                 del self._running[seq]
-
-    def _run_orders(self) -> None:
-        """Runs the programs that come by the channel, in their order; on a thread of their own."""
-        while True:
-            order = self._orders.get()
-            try:
-                self.run_program(order.payload, None, order)
-            except GroupBrokenError:
-                pass  # its controller is gone
-            except Exception:
-                log.exception("an order of the controller could not be carried out")
-
-    def _between_methods(
-        self, seq: int, keys: Sequence[Key], program: Program, memberships: Sequence[_Membership], order: Order
-    ) -> AbstractContextManager[Any]:
-        """Waits for all that a plan needs; gives the time in which no method runs, where they run one at a time.
-
-        Raises:
-            PlanAbortedError: The plan was aborted meanwhile.
-        """
-        ledger = memberships[0].ledger
-        for key in keys:
-            found = self.store.look(key)
-            if isinstance(found, Absence) and found.state is State.ABSENT:
-                self._tell(Waiting(seq=seq, key=key))
-                self.store.wait(key, lambda: ledger.reason(seq) is not None)
-        if order.together:
-            self._tell(Ready(seq=seq, late=False))
-            with self._going:
-                late = not self._going.wait_for(lambda: self._may_go(seq, ledger), program.timeout_s)
-            if late:
-                self._tell(Ready(seq=seq, late=True))  # the controller knows for whom, and ends the plan
-                with self._going:
-                    self._going.wait_for(lambda: self._may_go(seq, ledger))
-        reason = ledger.reason(seq)
-        if reason is not None:
-            raise PlanAbortedError(detail=reason)
-        return self.turn if all(one.ordered for one in memberships) else nullcontext()
-
-    def _may_go(self, seq: int, ledger: Ledger) -> bool:
-        return self._cleared == seq or ledger.reason(seq) is not None
 
     def _membership(self, group_id: str) -> _Membership:
         """This process's part in a group.
@@ -409,8 +376,8 @@ class Runtime:
             ConnectionLostError: Its controller is gone.
         """
         routine, segment, seat = decode_capture(payload)
-        desk, captures = self._desk(), self._captures
-        refs = [self._pinned(value) for value in values]
+        captures, desk = self._captures, self._desk()  # in this order: a lease that ends closes the first
+        refs = [pinned(value, self.store, self.actor_id, self.actor) for value in values]
         invoke = invoker([action.method for action in routine.actions if isinstance(action, Invocation)])
         replay = Replay(routine, refs, invoke, self.instruments, self._communicator)
         post = open_post(segment, seat)
@@ -436,7 +403,14 @@ class Runtime:
         def watched() -> AbstractContextManager[None]:
             return self._stuck("", "", "a captured step", (), seq=seq, call=lambda: 0)
 
-        self._captured(capture).run_now(seq, predecessor, arguments, watched)
+        try:
+            captured = self._captured(capture)
+        except CaptureError as exc:  # what comes after it goes on
+            self._ledger.start(seq, predecessor)
+            self._ledger.end(seq)
+            self._tell(self._failure(seq, exc))
+            raise
+        captured.run_now(seq, predecessor, arguments, watched)
 
     def look(self, capture: bytes) -> list[Any]:
         """How the tensors of a captured step look, slot by slot; see `Replay.look`.
@@ -469,31 +443,6 @@ class Runtime:
 
         turn = self.turn if self.is_ordered else None
         return Desk(ledger=self._ledger, turn=turn, send=send, failed=failed, begun=self._note_begun)
-
-    def _pinned(self, value: Any) -> Any:
-        """What a captured step keeps of the value of a ref.
-
-        Raises:
-            RefusedError: A tensor is not here, or another participant's.
-        """
-        if not isinstance(value, Handle):
-            return value
-        found = self.store.look(value.key) if value.actor_id == self.actor_id else None
-        if isinstance(found, Container):
-            return found
-        if found is None:
-            kind, text, expected = (
-                "not_member",
-                f"a tensor of {value.actor}",
-                "one of this very actor: send_ref it first",
-            )
-        else:
-            kind, text, expected = ABSENCES[found.state]
-            text = text.format(found.detail or "a value that is not kept")
-        wrong = Violation(
-            kind=kind, rank=-1, field="value", found=text, expected=expected, actor=self.actor, ref=value.key.hex()
-        )
-        raise refusal("capture", "", (wrong,))
 
     def _note_begun(self, seq: int) -> None:
         self._begun = max(self._begun, seq)
@@ -635,20 +584,13 @@ class Runtime:
         else:
             self._captures.wake(seq)
         self.store.wake()
-        with self._going:
-            self._going.notify_all()
+        self._orders.wake()
 
     def _order(self, message: Order) -> None:
-        decode_order(message.payload)  # what is malformed ends the link; it is remembered
-        self._orders.put(message)
-        if self._order_thread is None:
-            self._order_thread = threading.Thread(target=self._run_orders, name="raycollect-order", daemon=True)
-            self._order_thread.start()
+        self._orders.received(message)
 
     def _go(self, message: Go) -> None:
-        with self._going:
-            self._cleared = message.seq
-            self._going.notify_all()
+        self._orders.go(message)
 
     def _arrivals(self, message: Arrivals) -> None:
         running, membership = self._running.get(message.seq), self._groups.get(message.group_id)

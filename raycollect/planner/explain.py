@@ -80,11 +80,13 @@ class Planned:
         plan: The plan.
         given: What each operand holds; see `explain`.
         first: The place of its first call among all calls of the step.
+        fixed: How many of the operands are refs.
     """
 
     plan: Plan
     given: Mapping[Source, Infos]
     first: int
+    fixed: int = 0
 
 
 def explain_step(stages: Sequence[Planned | Methods], participants: int) -> StepExplanation:
@@ -104,6 +106,7 @@ def explain_step(stages: Sequence[Planned | Methods], participants: int) -> Step
         participants=participants,
         calls=sum(len(stage.calls) if isinstance(stage, Methods) else len(stage.rows) for stage in found),
         stages=tuple(found),
+        fixed=tuple(stage.fixed for stage in stages),
         launches=sum(one.launches for one in plans),
         memory=_memory_of_all([one.memory for one in plans]),
         time_s=sum(one.time_s for one in plans),

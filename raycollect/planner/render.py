@@ -54,10 +54,11 @@ def step_text(report: StepReport) -> str:
     for at, stage in enumerate(report.stages):
         if isinstance(stage, Methods):
             lines += [f"stage {at}: {counted(len(stage.calls), 'method call')}"]
-            lines += [f"  {line}" for line in _method_lines(stage)] + [""]
+            lines += [f"  {line}" for line in (*_method_lines(stage), *_fixed_lines(report.fixed[at]))] + [""]
         else:
             lines += [f"stage {at}: {_title(stage)}"]
-            lines += [line and f"  {line}" for line in (*_body(stage), *_listed(_stage_totals(stage), "in this stage"))]
+            told = (*_body(stage), *_listed(_stage_totals(stage), "in this stage"), *_fixed_lines(report.fixed[at]))
+            lines += [line and f"  {line}" for line in told]
             lines += [""]
     return _joined([*lines, *_listed(_step_totals(report))])
 
@@ -71,12 +72,14 @@ def step_html(report: StepReport) -> str:
     """An explanation of a captured step as a fragment of HTML: its stages, one after the other."""
     parts = []
     for at, stage in enumerate(report.stages):
+        fixed = _fixed_lines(report.fixed[at])
         if isinstance(stage, Methods):
             title = f"stage {at}: {counted(len(stage.calls), 'method call')}"
-            lines = "\n".join(f"<li>{escape(line)}</li>" for line in _method_lines(stage))
+            lines = "\n".join(f"<li>{escape(line)}</li>" for line in (*_method_lines(stage), *fixed))
             parts.append(f"<p><b>{escape(title)}</b></p>\n<ul>\n{lines}\n</ul>\n")
         else:
             parts.append(_html(stage, f"stage {at}: {_title(stage)}", _stage_totals(stage)))
+            parts += [f"<p>{escape(line)}</p>\n" for line in fixed]
     return (
         f'<div class="raycollect-step">\n<p><b>{escape(_step_title(report))}</b></p>\n'
         f"{''.join(parts)}{_html_totals(_step_totals(report))}</div>\n"
@@ -145,6 +148,13 @@ def _method_lines(stage: Methods) -> list[str]:
     for call in stage.calls:
         found.setdefault(call.method, []).append(call)
     return [_method_line(calls) for calls in found.values()]
+
+
+def _fixed_lines(count: int) -> list[str]:
+    """What there is to say of the refs of a stage; nothing where there are none."""
+    if not count:
+        return []
+    return [f"fixed when captured: {counted(count, 'ref')}, {'each ' if count > 1 else ''}the same value in every run"]
 
 
 def _method_line(calls: Sequence[Invoked]) -> str:

@@ -200,9 +200,11 @@ class Methods:
 
     Attributes:
         calls: The calls, in order; those of different actors run at the same time.
+        fixed: How many refs are among their arguments.
     """
 
     calls: tuple[Invoked, ...]
+    fixed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +215,7 @@ class StepReport:
         participants: How many processes take part; each gets one message per run.
         calls: How many calls there are, of methods and of verbs.
         stages: In order: method calls, and what a plan will do; its calls are numbered among all of the step.
+        fixed: For each stage, how many refs are its operands and arguments: they are the same in every run.
         launches: How many launches the plans have.
         memory: What a run needs beyond the operands, at most: what is made stays until the run that follows.
         time_s: How long all plans take, one after the other, each after its door, in seconds; without the methods.
@@ -223,6 +226,7 @@ class StepReport:
     participants: int
     calls: int
     stages: tuple[Methods | Report, ...]
+    fixed: tuple[int, ...]
     launches: int
     memory: Memory
     time_s: float

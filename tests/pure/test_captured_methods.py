@@ -32,6 +32,7 @@ from raycollect.participant import CollectiveParticipant, by_value
 from raycollect.payload import pack_values, unpack_values
 from raycollect.pos import Store
 from raycollect.routine import encode_routine
+from raycollect.orders import Orders
 from raycollect.runtime import Runtime
 from raycollect.watch import Watch
 
@@ -247,8 +248,9 @@ def here() -> Iterator[Runtime]:
     made.actor, made.actor_id = "Worker(ab)", "ab"
     made._groups, made._running, made._begun = {}, {}, 0
     made._ledger, made._captures, made._watch = Ledger(), Captures(), Watch()
-    made._lock, made._going, made._cleared = threading.Lock(), threading.Condition(), 0
+    made._lock = threading.Lock()
     made.turn, made.is_ordered = threading.Lock(), True
+    made._orders = Orders(made.store, made.turn, made._tell, lambda order: None)
     made._lease = ("me", "a test", Controller())  # type: ignore[assignment]
     yield made
     made._end_lease("the test is over")

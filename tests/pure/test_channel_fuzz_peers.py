@@ -303,7 +303,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()
     asks(participant, hub)
-    assert participant._orders.empty()
+    assert participant._orders.is_empty
 
 
 def _joining() -> set[threading.Thread]:

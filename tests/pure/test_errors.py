@@ -17,18 +17,22 @@ from hypothesis import strategies as st
 from raycollect import errors
 from raycollect.errors import (
     REFUSALS,
+    CaptureBrokenError,
     CollectiveTimeoutError,
     DispatchError,
     FaultError,
     GroupError,
     KernelError,
+    MethodError,
     MismatchError,
+    PlanAbortedError,
     ProtocolError,
     RaycollectError,
     RefusedError,
     StoreFullError,
     UnknownGroupError,
     Violation,
+    brief,
     from_wire,
     refusal,
     to_wire,
@@ -214,7 +218,7 @@ def test_a_violation_that_is_nobodys_names_no_rank() -> None:
     assert text == "the call: op is None"
 
 
-@pytest.mark.parametrize("cls", [cls for cls in CLASSES if issubclass(cls, FaultError)])
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if issubclass(cls, FaultError) and cls is not MethodError])
 def test_a_fault_names_op_group_rank_actor_detail_and_story(cls: type[FaultError]) -> None:
     story = ("0.1 plan 3 start", "0.2 plan 3 door")
     text = str(cls(op="broadcast", group_name="ring", rank=4, actor="Worker(aa)", detail="it broke", story=story))
@@ -222,6 +226,36 @@ def test_a_fault_names_op_group_rank_actor_detail_and_story(cls: type[FaultError
         assert part in text
     assert text.index(story[0]) < text.index(story[1])
     assert ("What to do" in text) == bool(cls.cure)
+
+
+def test_a_fault_of_no_group_names_none() -> None:
+    assert str(PlanAbortedError(op="captured step of W(aa)", detail="closed")) == "captured step of W(aa): closed"
+
+
+def test_a_method_that_raised_and_one_that_returned_what_can_not_travel() -> None:
+    raised = MethodError(op="step", actor="W(aa)", call=3, raised="KeyError", detail="'x'", trace="one\ntwo")
+    assert str(raised).startswith("call 3 of the step, step of W(aa), raised KeyError: 'x'\n  | one\n  | two\n")
+    assert "mend the method" in str(raised)
+    returned = str(MethodError(op="step", actor="W(aa)", call=3, detail="a value of type set"))
+    assert "step of W(aa), returned a value of type set\n" in returned
+    assert "raised" not in returned
+    assert "mend" not in returned
+    assert "ordinary method" in returned
+
+
+def test_a_violation_of_a_step_names_the_call_of_the_step_and_the_value() -> None:
+    one = replace(VIOLATION, ref="", value="what call 1 (grow) of W(aa) gave", call=2, is_step=True)
+    assert str(one).startswith("call 2 of the step, rank ")
+    assert ", what call 1 (grow) of W(aa) gave: " in str(one)
+    assert "call 2 of the batch" in str(replace(one, is_step=False))
+
+
+def test_an_error_in_brief_is_one_line() -> None:
+    assert brief(PlanAbortedError(op="x", detail="no", story=("0.1 begin",))) == "PlanAbortedError: x: no"
+    refused = refusal("reduce", "g", (VIOLATION, replace(VIOLATION, rank=5)))
+    assert brief(refused) == f"{type(refused).__name__}: reduce was refused: {VIOLATION}, and 1 more"
+    broken = CaptureBrokenError(detail="broken", why=brief(refused))
+    assert str(broken).count("What to do") == 1
 
 
 def test_a_fault_without_detail_says_what_its_class_means() -> None:

@@ -169,9 +169,9 @@ def methods(first, *names, after=()):
     )
 
 
-def captured(first, requests, there, held):
+def captured(first, requests, there, held, fixed=0):
     planned = plan(requests, [there] * len(requests))
-    return Planned(plan=planned, given={source: held[source[0]] for source in planned.uses()}, first=first)
+    return Planned(plan=planned, given={source: held[source[0]] for source in planned.uses()}, first=first, fixed=fixed)
 
 
 def step():
@@ -181,13 +181,13 @@ def step():
         methods(0, ("gradient", 6)),
         captured(6, [allreduce(there, tag) for tag in "ab"], there, {"a": info(650), "b": info(10)}),
         methods(8, ("apply", 6), ("loss", 2), after=(6,)),
-        captured(16, asked, there, {"x": info(1 << 16)}),
+        captured(16, asked, there, {"x": info(1 << 16)}, fixed=6),
     ]
     return explain_step(stages, 6)
 
 
 def methods_only():
-    return explain_step([methods(0, ("count", 1))], 1)
+    return explain_step([replace(methods(0, ("count", 1)), fixed=1)], 1)
 
 
 STEPS = {one.__name__: one for one in (step, methods_only)}

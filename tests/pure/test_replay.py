@@ -442,7 +442,10 @@ def test_a_result_that_cannot_be_given_back_is_the_fault_of_its_method(team: Mak
     (error,) = one.fail()
     assert isinstance(error, MethodError)
     assert (error.op, error.call) == ("odd", 1)
-    assert "pass a ref" in error.detail
+    assert not error.raised
+    assert "call 1 of the step, odd" in str(error)
+    assert "returned a value of type object" in str(error)
+    assert "ordinary method" in str(error)
     script.returns[:] = [0]
     one.capture()
     (error,) = one.fail()
