@@ -48,9 +48,12 @@ class _StandIn:
 
     __slots__ = ()
 
-    def _refuse(self, *_: Any) -> Any:
-        """Raises BatchError or CaptureError."""
+    def _misused(self) -> RaycollectError:
+        """What to raise."""
         raise NotImplementedError
+
+    def _refuse(self, *_: Any) -> Any:
+        raise self._misused()
 
     # Not `__eq__` and `__hash__`: it is itself, wherever it is looked up.
     __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __call__ = _refuse
@@ -102,10 +105,10 @@ class Pending(_StandIn):
             raise BatchError(detail=f"{self!r} is no ref: {self._why}")
         return self._ref
 
-    def _refuse(self, *_: Any) -> Any:
+    def _misused(self) -> RaycollectError:
         if self.step >= 0:
-            raise CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
-        raise BatchError(detail=f"{self!r} stands for a ref, not for its value: compute with it in a method")
+            return CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
+        return BatchError(detail=f"{self!r} stands for a ref, not for its value: compute with it in a method")
 
     def is_of(self, agenda: Agenda) -> bool:
         """Whether it is made by a call of an agenda that is not sent yet."""
@@ -224,8 +227,8 @@ class Argument(_StandIn):
         self.default = default
         self.has_default = has_default
 
-    def _refuse(self, *_: Any) -> Any:
-        raise CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
+    def _misused(self) -> RaycollectError:
+        return CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
 
     def __reduce__(self) -> Any:
         return _stray, (repr(self),)

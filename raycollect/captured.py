@@ -6,6 +6,7 @@ from then on a run is a number, and its arguments, of which all hear at once.
 
 from __future__ import annotations
 
+import copy
 import functools
 import secrets
 from collections.abc import Mapping, Sequence
@@ -426,7 +427,7 @@ class Capture:
             RaycollectError: It failed.
         """
         if flight.error is not None:
-            raise flight.error
+            raise copy.copy(flight.error) from flight.error.__cause__  # its own: with the frames it would keep the step
         if self._shape is _NONE:
             return None
         values = [unpack_values(one or b"") for one in flight.results]

@@ -528,7 +528,7 @@ class MethodError(FaultError):
     call: int = -1
     raised: str = ""
     trace: str = ""
-    cure = "mend the method, close the captured step, and capture it again; collectives before the call are done"
+    cure = "mend the method, close the step and capture it again; on this actor collectives before the call are done"
 
     def __str__(self) -> str:
         who = f" of {self.actor}" if self.actor else ""

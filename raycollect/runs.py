@@ -311,13 +311,19 @@ class Runs:
         while True:
             with self._owner.dispatching:
                 self._check()
-                while self._under_way and self._under_way[0].resolved:
-                    self._under_way.popleft()  # a signal came between its outcome and what follows from that
-                oldest = self._under_way[0] if self._under_way else None
+                oldest = self._oldest()
                 if oldest is None or self._begun + 1 - oldest.place < IN_FLIGHT:
                     limit_s = _FOREVER if timeout_s is None else timeout_s
                     return self._send(arguments, fence or self._is_held_up(), limit_s)
             oldest.wait(None)
+
+    def _oldest(self) -> RunFlight | None:
+        """The oldest run whose outcome is not known; by looking, those before it take what follows from theirs."""
+        for flight in tuple(self._under_way):
+            if not flight.resolved:
+                return flight
+            self.ended(flight)  # where a signal came between its outcome and what follows from that
+        return None
 
     def _check(self) -> None:
         if self.is_closed:
@@ -349,11 +355,16 @@ class Runs:
     def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunFlight:
         owner, doorbell = self._owner, None if fence else self._doorbell
         self._begun = place = self._begun + 1
-        flight: RunFlight | None = None
-        at, count = 0, len(self._crew)
+        made: list[RunFlight] = []  # known here before it is registered, should a signal come then
+        at = 0
+
+        def make(seq: int) -> RunFlight:
+            made.append(RunFlight(seq, self, place, number, timeout_s))
+            return made[0]
+
         try:
             number = doorbell.begin() if doorbell is not None and self.seated else 0
-            flight = owner.take_off(lambda seq: RunFlight(seq, self, place, number, timeout_s), self.course.width)
+            flight = owner.take_off(make, self.course.width)
             flight.is_fenced = fence
             self._under_way.append(flight)
             seq = flight.seq
@@ -365,20 +376,25 @@ class Runs:
                     peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
                 peer.last_seq = seq
         except BaseException as exc:
-            if flight is None or not isinstance(exc, Exception):  # a signal: nobody knows who has heard of it
-                self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
-            if flight is not None:
-                owner.send(flight, flight.fail(self._unsent(at, exc), unsent=range(at, count)))
-                if not isinstance(exc, Exception):
-                    self._crew[at][0].send(Abort(seq=flight.seq, reason="it was interrupted as it began"))
-            if flight is None or not isinstance(exc, Exception):
+            self._stop_short(made, at, exc)
+            if not made or not isinstance(exc, Exception):
                 raise
-            return flight
+            return made[0]
         if owner.revision != self._revision:  # one was lost before the flight could hear of it
             for at, (peer, _) in enumerate(self._crew):
                 if peer.link is None:
                     owner.send(flight, flight.lost(at, "its connection has ended"))
         return flight
+
+    def _stop_short(self, made: Sequence[RunFlight], at: int, exc: BaseException) -> None:
+        """Ends a run that could not be sent from a position on; the step too, where a signal came."""
+        is_signal = not isinstance(exc, Exception)
+        if is_signal or not made:  # nobody knows who has heard of it
+            self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
+        for flight in made:
+            self.send(flight, flight.fail(self._unsent(at, exc), unsent=range(at, len(self._crew))))
+            if is_signal:
+                self._crew[at][0].send(Abort(seq=flight.seq, reason="it was interrupted as it began"))
 
     def _unsent(self, at: int, exc: BaseException) -> RaycollectError:
         """Why a run could not be sent to all: whatever Ray raises, as of too many pending calls, or a signal."""

@@ -28,11 +28,11 @@ from raycollect.handle import Handle
 from raycollect.ledger import Ledger
 from raycollect.model import TENSOR, Address, Key
 from raycollect.observe import Recorder
+from raycollect.orders import Orders
 from raycollect.participant import CollectiveParticipant, by_value
 from raycollect.payload import pack_values, unpack_values
 from raycollect.pos import Store
 from raycollect.routine import encode_routine
-from raycollect.orders import Orders
 from raycollect.runtime import Runtime
 from raycollect.watch import Watch
 

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import time
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ from raycollect.pos import Store
 from raycollect.replay import Replay
 from raycollect.routine import encode_routine
 
-from .captured import CAPTURE, WAIT_S, Actor, Gate, Script, full, pinned
+from .captured import CAPTURE, WAIT_S, Actor, Gate, Script, full, given, pinned
+from .watched import WatchedCondition
 
 
 class FakePost:
@@ -345,6 +347,85 @@ def test_after_a_failure_all_later_runs_are_refused_and_ended(bench: MakeBench, 
     one.ledger.end(6)
 
 
+@pytest.mark.parametrize("by_bell", [True, False])
+def test_a_fenced_run_that_waits_as_one_fails_is_not_done(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, by_bell: bool
+) -> None:
+    """However long the thread of the one that failed is held up before it goes on."""
+    hold, calls = Gate(), list[int]()
+
+    def note(value: int) -> int:
+        calls.append(value)
+        hold()
+        raise ValueError("bad")
+
+    one = bench(post=FakePost() if by_bell else None, note=note)
+    kept = WatchedCondition()
+    one.ledger._lock = one.ledger._changed = kept  # type: ignore[assignment]
+    fenced = threading.Thread(target=one.captured.run_now, args=(2, 1, pack_values([2])))
+    end = one.ledger.end
+
+    def held_up(seq: int) -> None:
+        end(seq)
+        if seq == 1:
+            fenced.join(WAIT_S)
+
+    monkeypatch.setattr(one.ledger, "end", held_up)
+    if one.post is not None:
+        one.post.ring(1, 0, pack_values([1]))
+    else:
+        one.run(1, 0, 1)
+    assert hold.came.wait(WAIT_S)
+    fenced.start()
+    assert kept.someone_waits()
+    hold.go.set()
+    one.heard(1, 2)
+    assert calls == [1]
+    assert isinstance(one.failed[1], MethodError)
+    assert isinstance(one.failed[2], PlanAbortedError)
+    assert "failed before" in str(one.failed[2])
+
+
+@pytest.mark.parametrize("way", ["bell", "channel", "fence"])
+def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, way: str) -> None:
+    """The method that has it goes on all the while."""
+    turn = threading.Lock()
+    one = bench(post=FakePost() if way == "bell" else None, turn=turn)
+    threads = []
+    with turn:
+        for seq in (1, 2, 3):
+            if one.post is not None:
+                one.post.ring(seq, seq - 1, pack_values([seq]))
+            elif way == "channel":
+                one.run(seq, seq - 1, seq)
+            else:
+                threads.append(threading.Thread(target=one.captured.run_now, args=(seq, seq - 1, pack_values([seq]))))
+                threads[-1].start()
+        for seq in (1, 2, 3):
+            assert not one.ledger.abort(seq, f"cancelled {seq}")
+            one.captured.wake(seq)
+            one.heard(seq)
+        assert one.ledger.start(4, 3) is None, "a plan behind them"
+        one.ledger.end(4)
+        assert turn.locked()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [one.failed[seq].detail for seq in (1, 2, 3)] == [f"cancelled {seq}" for seq in (1, 2, 3)]  # type: ignore[attr-defined]
+    assert not one.actor.calls
+    assert turn.acquire(timeout=WAIT_S), "nobody has kept it"
+
+
+def test_a_run_that_waits_for_the_turn_ends_as_the_step_is_closed(bench: MakeBench) -> None:
+    turn = threading.Lock()
+    one = bench(turn=turn)
+    with turn:
+        one.run(1, 0, 1)
+        one.captured.close("closed")
+        one.heard(1)
+        assert one.failed[1].detail == "closed"  # type: ignore[attr-defined]
+        assert one.captured.join(WAIT_S)
+
+
 def test_a_run_that_was_aborted_before_it_came_is_not_done(bench: MakeBench) -> None:
     one = bench()
     assert not one.ledger.abort(1, "cancelled")
@@ -516,6 +597,45 @@ def test_values_are_let_go_of(bench: MakeBench) -> None:
     _ended(one)
     gc.collect()
     assert alive() is None
+
+
+def test_what_was_closed_of_late_keeps_nothing_that_is_constant(bench: MakeBench) -> None:
+    """Neither what travelled, nor what it became, nor the values of refs; whether it has run or not."""
+    nbytes, table = 1 << 20, Captures()
+    for runs in (0, 2):
+        script, pin = Script(0, [pinned(np.ones(nbytes // 8))]), bytes([runs]) * nbytes
+        script.call("note", given(pin))
+        script.call("keep", given((np.zeros(nbytes // 8),)), named=given({"it": pin}))
+        one = bench(script, keep=lambda *args, **kwargs: None)
+        script.values.clear()
+        capture = bytes([runs]) * 16
+        table.add(capture, lambda one=one: one.captured)  # type: ignore[misc]
+        for seq in range(1, runs + 1):
+            one.run(seq, seq - 1)
+            one.heard(seq)
+        assert _heaviest(one.captured) >= nbytes
+        table.forget(capture, "closed")
+        _ended(one)
+        one.actor.calls.clear()
+        late = table.find(capture)
+        assert late is one.captured
+        assert _heaviest(late) < 1 << 16
+        late.run_now(runs + 1, runs, b"")
+        assert isinstance(one.failed[runs + 1], PlanAbortedError)
+
+
+def _heaviest(root: object) -> int:
+    """The bytes of the largest constant that an object reaches by what it holds."""
+    seen: dict[int, object] = {}
+    found, left = 0, [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (type, types.ModuleType, types.FunctionType, types.FrameType)):
+            continue
+        seen[id(one)] = one
+        found = max(found, len(one) if isinstance(one, bytes) else getattr(one, "nbytes", 0))
+        left += gc.get_referents(one)
+    return found
 
 
 def test_an_idle_step_sleeps(bench: MakeBench) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raycollect import doorbell as doorbell_module
 from raycollect.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, Entry, Post
 from raycollect.model import Segment
 from tests.pure.processes import Process
@@ -160,6 +161,76 @@ def test_many_threads_wait_for_runs_of_their_own():
     # A ring that is lost costs half a second: there were none to speak of.
     assert time.monotonic() - start_s < 0.5 * runs / 4
     doorbell.close()
+
+
+class Interrupted:
+    """A lock whose next acquisition is interrupted by a signal, once the lock is taken."""
+
+    def __init__(self, lock):
+        self.lock, self.armed = lock, True
+
+    def acquire(self, *args, **kwargs):
+        taken = self.lock.acquire(*args, **kwargs)
+        if taken and self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+        return taken
+
+    def release(self):
+        self.lock.release()
+
+
+def sleep_at(bell):
+    """Waits as one does who was not told of anything since."""
+    bell.wait(20.0)  # it sees what was taken
+    bell.wait(20.0)
+
+
+@pytest.mark.parametrize("where", ["lock", "bells"])
+def test_a_signal_in_a_wait_holds_up_nobody_for_long(bell, monkeypatch, where):
+    monkeypatch.setattr(doorbell_module, "_SLICE_S", 0.05)
+    post, number = Post(bell.segment, 0), bell.begin()
+    monkeypatch.setattr(bell, "_awake_until_s", 0.0)
+    bell.ring(0, number, 1, 0, b"")
+    with monkeypatch.context() as patch:
+        if where == "lock":
+            patch.setattr(bell, "_asleep", Interrupted(bell._asleep))
+        else:
+            patch.setattr(bell._memory.bells, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            sleep_at(bell)
+        if where == "lock":
+            monkeypatch.setattr(bell, "_asleep", bell._asleep.lock)
+    assert bell._asleep.locked() is (where == "lock")
+    for _ in range(2):
+        start_s = time.monotonic()
+        sleep_at(bell)
+        assert time.monotonic() - start_s < 10.0
+    assert not bell._asleep.locked()
+    waits, wait = [], bell._memory.bells.wait
+    monkeypatch.setattr(bell._memory.bells, "wait", lambda *args: waits.append(args) or wait(*args))
+    sleep_at(bell)
+    assert waits, "it sleeps again, and does not only look"
+    serve(post, 1)
+    assert bell.answer(0, number) == b""
+
+
+def test_a_signal_as_rings_are_taken_holds_up_nobody_for_long(bell, monkeypatch):
+    """Now and then a run takes those that nobody waited for."""
+    monkeypatch.setattr(doorbell_module, "_SLICE_S", 0.05)
+    lock = Interrupted(bell._asleep)
+    monkeypatch.setattr(bell, "_asleep", lock)
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(1000):
+            bell.begin()
+    monkeypatch.setattr(bell, "_awake_until_s", 0.0)
+    assert lock.lock.locked()
+    sleep_at(bell)
+    assert not lock.lock.locked()
+
+
+def interrupted(*args):
+    raise KeyboardInterrupt
 
 
 def test_wake_ends_a_wait_on_either_side(bell):

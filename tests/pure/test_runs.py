@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +19,7 @@ from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
     CollectiveTimeoutError,
+    DispatchError,
     GroupBrokenError,
     KernelError,
     MethodError,
@@ -29,6 +32,7 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+from raycollect.flight import Flight
 from raycollect.model import Key
 from raycollect.peer import Peer
 from raycollect.planner import plan
@@ -434,6 +438,175 @@ def test_so_many_are_under_way_and_no_more(fleet: Fleet, is_late: bool) -> None:
     assert not fleet.runs.is_idle
     last.abort(PlanAbortedError(detail="the end"))
     assert fleet.runs.is_idle
+
+
+# ---------------------------------------------------------------------------------------------- signals
+
+
+def interrupting(call: Callable[..., Any], *, after: bool = False, at: int = 0) -> Callable[..., Any]:
+    """The function, but its call number `at`, from 0, is interrupted by a signal: as it begins, or as it ends."""
+    calls = itertools.count()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        hit = next(calls) == at
+        if hit and not after:
+            raise KeyboardInterrupt
+        found = call(*args, **kwargs)
+        if hit:
+            raise KeyboardInterrupt
+        return found
+
+    return interrupted
+
+
+def drive(fleet: Fleet, runs: int = IN_FLIGHT + 3) -> None:
+    """Begins runs, and answers each."""
+    for _ in range(runs):
+        flight = fleet.begin()
+        for at in range(4):
+            fleet.bell.give(at, flight.number)
+        assert flight.wait(WAIT_S)
+        assert flight.error is None
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("where", ["begin", "take_off", "ring 0", "ring 2", "ring 3"])
+def test_a_signal_as_a_run_begins_breaks_the_step(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
+) -> None:
+    """Nobody knows who has heard of it, and none of them waits for ever."""
+    before = fleet.begin()
+    name, _, at = where.partition(" ")
+    target: Any = fleet.controller if name == "take_off" else fleet.bell
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, interrupting(getattr(target, name), after=after, at=int(at or 0)))
+        with pytest.raises(KeyboardInterrupt):
+            fleet.begin()
+    with pytest.raises(CaptureBrokenError, match="interrupted"):
+        fleet.begin()
+    rung = [seat for seat, number in fleet.bell.rung if number == before.number + 1]
+    told = [[type(one) for one in said(peer)] for peer in fleet.peers]
+    assert all(told[seat] == [Abort] for seat in rung), "who was rung for ends it"
+    assert not any(told[max(rung, default=-1) + 2 :])
+    for flight in list(fleet.controller.flights()):
+        if flight is not before:
+            fleet.land(flight)  # type: ignore[arg-type]
+            assert isinstance(flight.error, DispatchError)
+    for seat in range(4):
+        fleet.bell.give(seat, before.number)
+    assert before.wait(0)
+    assert before.error is None
+    assert list(fleet.controller.flights()) == []
+    assert fleet.runs.is_idle
+    drive(Fleet(fleet.controller, beside=fleet))
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("where", ["heard", "done", "resolve", "let_go", "ended"])
+def test_a_signal_after_the_last_answer_costs_nothing(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
+) -> None:
+    """Whoever asks next tells the outcome."""
+    target, name = {
+        "heard": (RunFlight, "heard"),
+        "done": (Flight, "done"),
+        "resolve": (Flight, "_resolve"),
+        "let_go": (Flight, "_let_go"),
+        "ended": (Runs, "ended"),
+    }[where]
+    drive(fleet, 2)
+    flight, behind = fleet.begin(), fleet.begin()
+    for at in range(4):
+        fleet.bell.give(at, flight.number)
+    with monkeypatch.context() as patch:
+        last = 3 if where in ("heard", "done") else 0
+        patch.setattr(target, name, interrupting(getattr(target, name), after=after, at=last))
+        with pytest.raises(KeyboardInterrupt):
+            flight.wait(WAIT_S)
+    for at in range(4):
+        fleet.bell.give(at, behind.number)
+    drive(fleet)
+    for one in (flight, behind):
+        assert one.wait(0)
+        assert one.landed
+        assert one.error is None
+    assert list(fleet.controller.flights()) == []
+    assert fleet.runs.is_idle
+
+
+def test_a_signal_after_the_last_failure_keeps_the_error(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = fleet.begin()
+    fleet.fail(0, flight, PlanAbortedError(detail="rank 1 has left"))
+    for at in (1, 2, 3):
+        fleet.bell.give(at, flight.number)
+    with monkeypatch.context() as patch:
+        patch.setattr(Flight, "_resolve", interrupting(Flight._resolve))
+        with pytest.raises(KeyboardInterrupt):
+            flight.wait(WAIT_S)
+    assert flight.wait(WAIT_S)
+    assert isinstance(flight.error, PlanAbortedError)
+    with pytest.raises(CaptureBrokenError):
+        fleet.begin()
+    fleet.land(flight)
+
+
+def test_a_signal_while_one_waits(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = fleet.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet.bell, "wait", interrupting(fleet.bell.wait))
+        with pytest.raises(KeyboardInterrupt):
+            flight.wait(WAIT_S)
+    assert not fleet.runs._waiting
+    for at in range(4):
+        fleet.bell.give(at, flight.number)
+    assert flight.wait(WAIT_S)
+    drive(fleet)
+
+
+@pytest.mark.parametrize("unasked", [1, 2, 3])
+def test_runs_that_have_ended_unasked_make_room_for_themselves_alone(fleet: Fleet, unasked: int) -> None:
+    flights = [fleet.begin() for _ in range(3)]
+    for flight in flights[:unasked]:
+        for at in range(4):
+            fleet.bell.give(at, flight.number)
+    last = fleet.begin()
+    under_way = [*flights[unasked:], last]
+    assert list(fleet.runs._under_way) == under_way
+    fleet.fail(0, under_way[0], KernelError(detail="broke"))
+    assert [one.error is None for one in flights[:unasked]] == [True] * unasked
+    assert all(isinstance(one.error, PlanAbortedError) for one in under_way[1:])
+    for one in under_way:
+        fleet.land(one)
+
+
+# ---------------------------------------------------------------------------------------------- behind plans
+
+
+def test_a_run_goes_behind_what_waits_on_its_participants(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that is pending there, or a fenced run, may wait for methods; a run by the doorbell does not."""
+    fenced: list[int] = []
+    monkeypatch.setattr(fleet.runs, "_fence", lambda at: lambda payload: fenced.append(at))
+    from tests.pure.test_controller import renumbered
+    from tests.pure.test_flight_batches import flying
+
+    assert not fleet.begin().is_fenced
+    assert not fleet.begin().is_fenced, "other runs by the doorbell are no reason"
+    made = flying((fleet.left, asked(fleet.left, (0, 1, 2))))
+    plan_ = fleet.controller.take_off(lambda seq: renumbered(made, seq), made.plan.width)
+    behind = fleet.begin()
+    assert behind.is_fenced
+    assert behind.number == 0
+    assert fenced == [0, 1, 2, 3]
+    for at in range(3):
+        fleet.controller.send(plan_, plan_.done(at, None, ()))
+    again = fleet.begin()
+    assert again.is_fenced, "the fenced run is pending"
+    for flight in (behind, again):
+        for at in range(4):
+            fleet.tell(at, Ran(seq=flight.seq, payload=b""))
+    assert not fleet.begin().is_fenced
+    assert fenced == [0, 1, 2, 3] * 2
+    assert len(fleet.bell.rung) == 4 * 3
 
 
 # ---------------------------------------------------------------------------------------------- the end

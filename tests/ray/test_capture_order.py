@@ -1,0 +1,178 @@
+"""Captured steps among plans and methods that wait for each other: runs go behind them; and what dropped ones keep."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.capturing import Learner
+from tests.ray.test_ordering import gate  # noqa: F401 - a fixture
+from tests.ray.workers import Worker
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def trio(actors):
+    """Three actors with buffers: (actors, refs)."""
+    workers = actors(Worker, 3)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    ray.wait(refs, num_returns=3)
+    return workers, refs
+
+
+def is_behind(work):
+    """Whether a run went through the actors' queues."""
+    return work._flight.is_fenced
+
+
+def chained(first, second, opened):
+    """A method queued on one actor that waits for one on another, which waits for a gate: gives what it returns."""
+    value = first.call.remote(lambda self, opened: 1.0, opened)
+    return second.make.remote(lambda self, value: self.buffer, value)
+
+
+def summed(refs, group_name):
+    with col.capture(timeout_s=WAIT_S) as step:
+        col.allreduce_refs(refs, group_name=group_name)
+    step.run()
+    return step
+
+
+def fenced(refs):
+    step = summed(refs, "far")
+    return lambda: step.run(fence=True, async_op=True)
+
+
+PENDING = {
+    "a plan in program order": ("program", lambda refs, late: lambda: col.allreduce_refs(refs, "far", async_op=True)),
+    "a plan ordered by data": (
+        "data",
+        lambda refs, late: lambda: col.allreduce_refs([late(), refs[1]], "far", async_op=True),
+    ),
+    "a fenced run": ("program", lambda refs, late: fenced(refs)),
+}
+"""What waits on an actor for a method -> the ordering of its group, and what begins it."""
+
+
+@pytest.mark.parametrize("name", PENDING)
+def test_a_run_goes_behind_what_waits_for_a_method_that_it_would_hold_up(trio, gate, name):  # noqa: F811
+    """The run would hold the turn of the first actor, for whose queued method the second waits."""
+    (first, second, third), refs = trio
+    ordering, make = PENDING[name]
+    col.declare_collective_group([second, third], group_name="far", ordering=ordering)
+    col.declare_collective_group([first, second], group_name="near")
+    step = summed(refs[:2], "near")
+    late = []
+    begin = make(refs[1:], lambda: late[0])
+    late.append(chained(first, second, gate.wait.remote()))
+    pending = begin()
+    runs = [step.run(async_op=True) for _ in range(2)]
+    assert [is_behind(one) for one in runs] == [True, True]
+    assert not pending.done()
+    assert not runs[0].done()
+    ray.get(gate.open.remote())
+    for one in (pending, *runs):
+        one.wait(WAIT_S)
+    np.testing.assert_array_equal(ray.get(first.read.remote()), ray.get(second.read.remote()))
+    again = step.run(async_op=True)
+    assert not is_behind(again), "nothing is pending any more"
+    again.wait(WAIT_S)
+
+
+def test_a_run_with_nothing_before_it_is_not_held_up_by_methods_in_the_queue(trio, gate):  # noqa: F811
+    """Nor by plans of others, nor by runs like it."""
+    (first, second, third), refs = trio
+    col.declare_collective_group([first, second], group_name="near")
+    col.declare_collective_group([third], group_name="far")
+    step = summed(refs[:2], "near")
+    queued = chained(first, second, gate.wait.remote())
+    behind = third.make.remote(lambda self, opened: self.buffer, gate.wait.remote())
+    other = col.allreduce_refs([refs[2]], "far", async_op=True)
+    runs = [step.run(async_op=True) for _ in range(5)]
+    assert not any(map(is_behind, runs))
+    for one in runs:
+        one.wait(WAIT_S)
+    assert not ray.wait([queued], timeout=0)[0]
+    ray.get(gate.open.remote())
+    other.wait(WAIT_S)
+    ray.wait([queued, behind], num_returns=2)
+
+
+def test_runs_nobody_has_asked_about_are_no_hindrance(trio):
+    """They have ended, and the next one is the first to notice."""
+    (first, second, _), refs = trio
+    col.declare_collective_group([first, second], group_name="near")
+    step = summed(refs[:2], "near")
+    for _ in range(20):
+        runs = [step.run(async_op=True) for _ in range(3)]
+        runs[-1].wait(WAIT_S)
+        runs += [step.run(async_op=True)]
+        for one in runs:
+            one.wait(WAIT_S)
+
+
+@ray.remote
+class Coroutine(col.CollectiveParticipant):
+    """An async actor, whose tasks may come in another order than they were submitted in, where arguments are long."""
+
+    def __init__(self):
+        self.taken = []
+        self.buffer = np.ones(3)
+
+    def get_buffer(self):
+        return self.buffer
+
+    def take(self, value, number):
+        self.taken.append((len(value), number))
+
+    @col.by_value
+    async def read(self):
+        return self.taken
+
+
+def test_a_long_fenced_run_and_plans_behind_it_on_actors_with_coroutines(actors):
+    workers = actors(Coroutine, 2)
+    col.declare_collective_group(workers)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    with col.capture(timeout_s=WAIT_S) as step:
+        value, number = step.argument("value"), step.argument("number")
+        for worker in workers:
+            step.call(worker, "take", value, number)
+    step.run(value=b"", number=-1)
+    for turn in range(10):
+        run = step.run(fence=True, async_op=True, value=bytes(500_000), number=turn)
+        plans = [col.allreduce_refs(refs, op="max", async_op=True) for _ in range(3)]
+        for one in (*reversed(plans), run):
+            one.wait(WAIT_S)
+    expected = [(0, -1), *((500_000, turn) for turn in range(10))]
+    assert ray.get([worker.read.remote() for worker in workers]) == [expected] * 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_is_dropped_goes_without_the_collector(actors, fails):
+    (worker,) = actors(Learner, 1)
+
+    def drop():
+        with col.capture() as step:
+            step.call(worker, "fail_at", 1 if fails else 5)
+        failed = False
+        try:
+            step.run()
+        except errors.MethodError:
+            failed = True
+        assert failed is fails
+        return weakref.ref(step)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert drop()() is None
+    finally:
+        gc.enable()

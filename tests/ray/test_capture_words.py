@@ -1,0 +1,267 @@
+"""What a captured step says: what is refused at once, how errors name its calls and values, what comes back."""
+
+from __future__ import annotations
+
+import operator
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.batching import found, hold, nothing_sent, spread
+from tests.ray.capturing import Learner, Learning
+
+
+class Odd(Learning):
+    """Methods that a step can't call, or whose values it can't give back."""
+
+    def items(self):
+        yield np.zeros(1)
+
+    def named(self, first, *, second=2):
+        return first, second
+
+    def strange(self):
+        return {1, 2}
+
+
+Odd_ = ray.remote(Odd)
+
+
+@pytest.fixture
+def pair(actors):
+    """Two actors of no declared group."""
+    return actors(Odd_, 2)
+
+
+def refused(kind, match, record):
+    """A block is refused."""
+    with pytest.raises(kind, match=match) as caught, col.capture() as step:
+        record(step)
+    return caught.value
+
+
+# ---------------------------------------------------------------------------------------------- recording
+
+
+def test_methods_are_checked_when_they_are_recorded(pair, submits):
+    one, ref = pair[0], hold(pair[0], [1])
+    with nothing_sent(submits):
+        for name in ("gett", "__init__", "__ray_call__", "_raycollect_run"):
+            error = refused(errors.InvalidArgumentError, f"'{name}'", lambda step, name=name: step.call(one, name))
+            assert "Odd(" in str(error)
+            assert "named" in error.violations[0].expected
+            assert "_raycollect" not in error.violations[0].expected
+        refused(errors.UnsupportedError, "a generator", lambda step: step.call(one, "items"))
+        for args, kwargs, match in (
+            ((), {}, "missing a required argument: 'first'"),
+            ((1, 2), {}, "too many positional"),
+            ((1,), {"third": 3}, "unexpected keyword argument 'third'"),
+        ):
+            error = refused(
+                errors.InvalidArgumentError,
+                match,
+                lambda step, args=args, kwargs=kwargs: step.call(one, "named", *args, **kwargs),
+            )
+            assert error.violations[0].expected == "named(first, *, second=2)"
+        refused(errors.InvalidArgumentError, "called already", lambda step: step.call(ref))
+        refused(errors.InvalidArgumentError, "method is missing", lambda step: step.call(one))
+
+
+def test_a_method_itself_is_recorded_with_its_arguments(pair):
+    with col.capture() as step:
+        step.returns([step.call(pair[0].named, 1), step.call(pair[1].named, None, second=step.argument("second"))])
+    assert step.run(second="b") == [(1, 2), (None, "b")]
+
+
+def test_what_can_not_travel_is_told_with_what_to_do_there(pair):
+    ref = hold(pair[0], [1])
+    advice = {
+        "as an argument of its own": [
+            lambda step: step.call(pair[0], "echo", {1}),
+            lambda step: step.call(pair[0], "echo", [ref]),
+            lambda step: step.call(pair[0], "echo", {"a": step.call(pair[0], "loss")}),
+            lambda step: step.call(pair[0], "echo", [step.argument("a")]),
+        ],
+        "by an ordinary method before the run": [
+            lambda step: step.argument("a", ref),
+            lambda step: step.argument("a", step.argument("b")),
+        ],
+        "what a call gave, a ref, an argument, or a plain value": [lambda step: step.returns([{1}])],
+    }
+    for text, records in advice.items():
+        for record in records:
+            assert str(refused(errors.InvalidArgumentError, text, record)).count("expected") == 1
+
+
+def test_what_stands_for_a_value_is_none(pair):
+    refs = spread(pair)
+    with col.capture() as step:
+        rate, made = step.argument("rate"), step.call(pair[0], "loss")
+        uses = [bool, iter, len, int, float, abs, operator.neg, list]
+        uses += [lambda one: one[0], lambda one: 1 in one, lambda one: one < 1, lambda one: one <= 1]
+        for kind in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.matmul):
+            uses += [lambda one, kind=kind: kind(one, 2), lambda one, kind=kind: kind(np.ones(2), one)]
+        for use in uses:
+            for one in (rate, made):
+                with pytest.raises(errors.CaptureError, match="stands for a value of each run: compute with it in a"):
+                    use(one)
+        assert len({rate, made, made}) == 2
+        assert made == made
+        assert made != rate
+        assert made in [rate, made]
+    with col.batch() as batch:
+        output = col.allreduce_refs(refs, inplace=False)[0]
+        with pytest.raises(errors.BatchError, match="stands for a ref"):
+            bool(output)
+    assert batch
+    step.run(rate=1)
+
+
+def test_what_belongs_elsewhere_is_told(pair):
+    refs = spread(pair)
+    with col.capture() as step:
+        made = col.allreduce_refs(refs, inplace=False)
+        with pytest.raises(errors.CaptureError, match="can't be explained before its block has ended"):
+            step.explain()
+        with pytest.raises(errors.CaptureError, match=r"step.explain\(\) tells of it"):
+            col.plan(col.allreduce_refs, made)
+    for use in (
+        lambda other: other.call(pair[0], "echo", made[0]),
+        lambda other: col.allreduce_refs(made),
+        lambda other: other.returns(made),
+    ):
+        refused(errors.CaptureError, "of another captured step", use)
+    step.close()
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_runs_return_besides_what_calls_gave(pair, seed):
+    array = np.random.default_rng(seed).standard_normal(5)
+    with col.capture() as step:
+        rate = step.argument("rate", 1)
+        loss = step.call(pair[0], "loss")
+        step.returns({"loss": loss, "rate": rate, "name": "a", "none": None, "more": (1, [array, 2j])})
+    for given, expected in (({}, 1), ({"rate": [seed]}, [seed])):
+        run = step.run(async_op=True, **given).wait()
+        for got in (step.run(**given), run):
+            assert (got["loss"], got["rate"], got["name"], got["none"]) == (5.0, expected, "a", None)
+            one, (copy, number) = got["more"]
+            assert (one, number) == (1, 2j)
+            np.testing.assert_array_equal(copy, array)
+            assert copy is not array
+    with col.capture() as other:
+        other.returns(None)
+        other.call(pair[0], "loss")
+    assert other.run() is None
+
+
+def test_results_that_can_not_travel(pair):
+    with col.capture() as step:
+        step.returns([step.call(pair[1], "loss"), step.call(pair[0], "strange")])
+    with pytest.raises(errors.MethodError, match="returned a value of type set") as caught:
+        step.run()
+    assert (caught.value.op, caught.value.call, caught.value.raised) == ("strange", 1, "")
+    assert "ordinary method" in str(caught.value)
+    with pytest.raises(errors.CaptureBrokenError) as broken:
+        step.run()
+    assert broken.value.__cause__ is caught.value
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+def test_a_failure_names_the_calls_and_values_of_the_step(pair):
+    with col.capture() as step:
+        step.call(pair[0], "loss")
+        made = [step.call(pair[0], "grow"), step.call(pair[1], "steady")]
+        col.allreduce_refs(made)
+    assert "call 1 on" in repr(made[0])
+    step.run()
+    with pytest.raises(errors.MismatchError) as caught:
+        step.run()
+    error = caught.value
+    assert {one.call for one in error.violations} == {3}
+    assert all(one.is_step and not one.ref for one in error.violations)
+    named = {one.value.partition(" of ")[0] for one in error.violations}
+    assert named <= {"what call 1 (grow)", "what call 2 (steady)"}
+    text = str(error)
+    assert "call 3 of the step" in text
+    assert "derived-" not in text
+    assert text.startswith("allreduce of Odd(")
+    with pytest.raises(errors.CaptureBrokenError) as broken:
+        step.run()
+    text = str(broken.value)
+    assert broken.value.__cause__ is error
+    assert text.count("What to do") == 1
+    assert len(text.splitlines()) == 2
+    assert "MismatchError" in text
+    assert "call 3 of the step" in text
+
+
+def test_a_failed_method_is_told_in_one_line_later(pair):
+    with col.capture() as step:
+        step.call(pair[0], "note")
+        step.call(pair[1], "fail_at", 1)
+    with pytest.raises(errors.MethodError, match="call 1 of the step, fail_at of Odd") as caught:
+        step.run()
+    with pytest.raises(errors.CaptureBrokenError, match=r"MethodError: call 1 of the step, fail_at of Odd") as broken:
+        step.run()
+    assert broken.value.__cause__ is caught.value
+    assert "Traceback" not in str(broken.value)
+
+
+def test_declared_groups_keep_their_names(actors):
+    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    col.declare_collective_group(workers[:2], group_name="two")
+    with col.capture() as step:
+        col.allreduce_refs([step.call(workers[0], "grow"), step.call(workers[1], "steady")], "two")
+        col.allreduce_refs([step.call(worker, "steady") for worker in workers])
+    step.run()
+    with pytest.raises(errors.MismatchError) as caught:
+        step.run()
+    assert caught.value.group_name == "two"
+    assert {one.call for one in caught.value.violations} == {2}
+
+
+def test_what_is_wrong_on_several_participants_is_one_error(pair):
+    freed = [hold(one, [1]) for one in pair]
+    col.free(freed)
+
+    def record(step):
+        for one, ref in zip(pair, freed, strict=True):
+            step.call(one, "echo", ref)
+
+    error = refused(errors.TensorFreedError, "freed", record)
+    assert {one.ref for one in error.violations} == {ref.hex() for ref in freed}
+    assert all(one.call == -1 for one in error.violations)
+    refs = spread(pair)
+
+    def two_plans(step):
+        col.broadcast_refs(refs, 7)
+        step.call(pair[0], "loss")
+        col.broadcast_refs(refs, 9)
+
+    error = refused(errors.InvalidArgumentError, "call 2 of the step", two_plans)
+    assert [one.call for one in error.violations] == [0, 2]
+    before = found(refs)
+    col.allreduce_refs(refs)
+    assert found(refs) == [[sum(one[0] for one in before)]] * 2, "nothing was touched, and all go on"
+
+
+def test_refs_are_told_as_fixed(pair):
+    refs = spread(pair)
+    with col.capture() as step:
+        col.allreduce_refs(refs)
+        step.call(pair[0], "echo", refs[0])
+        col.allreduce_refs([step.call(one, "steady") for one in pair])
+    step.run()
+    told = step.explain()
+    assert told.fixed == (2, 1, 0)
+    assert told.explain().count("fixed when captured") == 2
+    assert "2 refs, each the same value" in str(told)
