@@ -10,7 +10,10 @@ agree, by a captured step, so that bursts begin alike and nothing of Ray is in t
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -125,6 +128,10 @@ class Reducer:
         self._kept = value
         return 0
 
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
     def forget(self) -> None:
         """Drops the sum."""
         self._kept = None
@@ -136,6 +143,9 @@ class Reducer:
 
 class CompiledGraph(Contestant):
     """An allreduce in a Compiled Graph, over Ray's CPU communicator.
+
+    Between two executions its actors wait by looking again and again, each with all of a core. So that they don't take
+    the cores from whoever is measured next, their processes are stopped while it is not their turn.
 
     Raises:
         Skipped: This Ray has none, or there is no torch.
@@ -151,6 +161,7 @@ class CompiledGraph(Contestant):
         self.ranks = len(actors)
         self._communicator = CPUCommunicator
         self._graph: Any = None
+        self._pids: list[int] = []
 
     def prepare(self, nbytes: int) -> None:
         """Starts actors and compiles a graph over them."""
@@ -161,15 +172,38 @@ class CompiledGraph(Contestant):
         remote = ray.remote(num_cpus=0)(Reducer)
         self.actors = [remote.remote(rank) for rank in range(self.ranks)]
         ray.get([actor.allocate.remote(nbytes) for actor in self.actors])
+        pids = ray.get([actor.pid.remote() for actor in self.actors])
         with InputNode() as start:
             given = [actor.give.bind(start) for actor in self.actors]
             reduced = collective.allreduce.bind(given, transport=self._communicator(self.ranks, self.actors))
             ends = MultiOutputNode([actor.keep.bind(one) for actor, one in zip(self.actors, reduced, strict=True)])
         self._graph = ends.experimental_compile()
+        self.operate()
+        self._pids = pids
+        self._signal(signal.SIGSTOP)
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """The time in which its actors run."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
 
     def fill(self) -> None:
         """Drops the last sum."""
-        ray.get([actor.forget.remote() for actor in self.actors])
+        with self._awake():
+            ray.get([actor.forget.remote() for actor in self.actors])
+
+    def run(self, count: int) -> Sequence[float]:
+        """So many executions."""
+        with self._awake():
+            return super().run(count)
 
     def operate(self) -> None:
         """One execution."""
@@ -178,11 +212,15 @@ class CompiledGraph(Contestant):
     def check(self, runs: int) -> None:
         """Raises unless every rank has the sum."""
         value = expected(self.ranks, 1)
-        if not all(ray.get([actor.holds.remote(value) for actor in self.actors])):
+        with self._awake():
+            right = ray.get([actor.holds.remote(value) for actor in self.actors])
+        if not all(right):
             raise AssertionError(f"{self.name}: not {value}")
 
     def close(self) -> None:
         """Ends graph and actors."""
+        self._signal(signal.SIGCONT)
+        self._pids = []
         if self._graph is not None:
             self._graph.teardown()
             self._graph = None
