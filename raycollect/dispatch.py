@@ -23,11 +23,9 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,
     DispatchError,
-    GroupBrokenError,
     ParticipantDiedError,
     RaycollectError,
     RefusedError,
-    UnknownGroupError,
     Violation,
     refusal,
 )
@@ -169,7 +167,7 @@ def send_plan(
         raise explained(exc, asked, memberships, tuple(refs)) from None
     planned, keys = prepared.plan, tuple(refs)
     with controller.dispatching:
-        peers = _crew(controller, planned, memberships)
+        peers = controller.crew(memberships, planned.participants)
         by_channel = prepared.is_mail and all(one.spec.ordering == DATA for one in memberships)
         together = by_channel and _may_wait(controller, planned.participants, refs.values())
         flight = controller.take_off(lambda seq: Flight(seq, planned, memberships, refs), planned.width)
@@ -227,22 +225,6 @@ def _muster(controller: Controller, flight: Flight, peers: Sequence[Peer], membe
 
     muster = Muster(flight.seq, peers, late)
     flight.when_resolved(muster.end)
-
-
-def _crew(controller: Controller, planned: Plan, memberships: Sequence[Membership]) -> list[Any]:
-    """The leased participants by position.
-
-    Raises:
-        UnknownGroupError, GroupBrokenError: See `send_plan`.
-    """
-    for membership in dict.fromkeys(memberships):
-        name = membership.spec.name
-        if not controller.exists(membership):
-            raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
-        broken = controller.why_broken(membership)
-        if broken:
-            raise GroupBrokenError(group_name=name, detail=broken)
-    return [controller.peer(actor_id) for actor_id in planned.participants]
 
 
 def explained(

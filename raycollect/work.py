@@ -25,7 +25,40 @@ from raycollect.model import Key
 from raycollect.runs import RunFlight
 
 
-class Work:
+class _UnderWay:
+    """A flight, and whether its caller has been told the outcome."""
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._is_heard = False  # whether the caller has been told, or does not want to be
+
+    def _hear(self, timeout_s: float | None, what: str) -> None:
+        """Waits for the outcome.
+
+        Raises:
+            CollectiveTimeoutError: It was not known in time.
+        """
+        flight = self._flight
+        if not flight.wait(timeout_s):
+            raise CollectiveTimeoutError(
+                op=flight.plan.name,
+                group_name=flight.group_name,
+                detail=f"this wait is over; the {what} goes on",
+                timeout_s=timeout_s or 0.0,
+            )
+        self._is_heard = True
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_heard", True):
+            self._flight.abandon()
+
+    @property
+    def _state(self) -> str:
+        flight = self._flight
+        return "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
+
+
+class Work(_UnderWay):
     """What ``async_op=True`` gives: the result refs at once, and a way to wait.
 
     Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the collective goes on, and is
@@ -37,10 +70,9 @@ class Work:
     """
 
     def __init__(self, controller: Controller, flight: Flight, refs: Any) -> None:
+        super().__init__(flight)
         self.refs = refs
         self._controller = controller
-        self._flight = flight
-        self._is_heard = False  # whether the caller has been told the outcome, or does not want to be
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
@@ -59,18 +91,10 @@ class Work:
             CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
             RaycollectError: The collective failed; the error says on which rank and why.
         """
-        flight = self._flight
-        if not flight.wait(timeout_s):
-            raise CollectiveTimeoutError(
-                op=flight.plan.name,
-                group_name=flight.group_name,
-                detail="this wait is over; the collective goes on",
-                timeout_s=timeout_s or 0.0,
-            )
-        self._is_heard = True
-        error = _explain(flight)
+        self._hear(timeout_s, "collective")
+        error = _explain(self._flight)
         if error is not None:
-            for ref in flight.made.values():
+            for ref in self._flight.made.values():
                 ref.future()  # it holds the error too: as nobody else asks for it, Ray would log it as unhandled
             raise error
         return self.refs
@@ -102,34 +126,29 @@ class Work:
         yield from resolved.__await__()
         return (yield from asyncio.to_thread(self.wait).__await__())
 
-    def __del__(self) -> None:
-        if not getattr(self, "_is_heard", True):
-            self._flight.abandon()
-
     def __repr__(self) -> str:
         flight = self._flight
-        state = "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
-        return f"<Work {flight.plan.name} on group {flight.group_name!r}, plan {flight.seq}: {state}>"
+        return f"<Work {flight.plan.name} on group {flight.group_name!r}, plan {flight.seq}: {self._state}>"
 
 
-class CapturedRun:
+class CapturedRun(_UnderWay):
     """What ``run(async_op=True)`` gives: a run under way, and a way to wait for its results.
 
     Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the run goes on, and is logged if it fails.
     """
 
     def __init__(self, capture: Any, flight: RunFlight, collect: Callable[[RunFlight], Any]) -> None:
+        super().__init__(flight)
+        self._run = flight
         self._capture = capture  # which is closed when nobody has it any more
-        self._flight = flight
         self._collect = collect
-        self._is_heard = False  # whether the caller has been told the outcome, or does not want to be
         self._values: tuple[Any, ...] = ()  # the results, once they are read
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
-        if not self._flight.resolved:
-            self._flight.lapse()
-        return self._flight.resolved
+        if not self._run.resolved:
+            self._run.lapse()
+        return self._run.resolved
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Waits for the outcome.
@@ -144,17 +163,9 @@ class CapturedRun:
             CollectiveTimeoutError: The outcome was not known in time; the run goes on.
             RaycollectError: The run failed; the error says where and why.
         """
-        flight = self._flight
-        if not flight.wait(timeout_s):
-            raise CollectiveTimeoutError(
-                op=flight.plan.name,
-                group_name=flight.group_name,
-                detail="this wait is over; the run goes on",
-                timeout_s=timeout_s or 0.0,
-            )
-        self._is_heard = True
+        self._hear(timeout_s, "run")
         if not self._values:
-            self._values = (self._collect(flight),)
+            self._values = (self._collect(self._run),)
         return self._values[0]
 
     def cancel(self) -> bool:
@@ -164,22 +175,16 @@ class CapturedRun:
             False where the outcome was known already.
         """
         self._is_heard = True
-        if self._flight.resolved:
+        if self._run.resolved:
             return False
-        self._flight.abort(PlanAbortedError(detail="cancelled by its caller"))
+        self._run.abort(PlanAbortedError(detail="cancelled by its caller"))
         return True
 
     def __await__(self) -> Generator[Any, None, Any]:
         return (yield from asyncio.to_thread(self.wait).__await__())
 
-    def __del__(self) -> None:
-        if not getattr(self, "_is_heard", True):
-            self._flight.abandon()
-
     def __repr__(self) -> str:
-        flight = self._flight
-        state = "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
-        return f"<CapturedRun {flight.seq}: {state}>"
+        return f"<CapturedRun {self._run.seq}: {self._state}>"
 
 
 def _explain(flight: Flight) -> RaycollectError | None:

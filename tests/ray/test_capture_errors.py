@@ -241,6 +241,8 @@ def test_cancel_and_waits_that_end(trio, pipe):
         with pytest.raises(errors.PlanAbortedError):
             work.wait()
     assert is_broken(step, "cancelled")
+    (first,) = (one for one in Controller.current().flights() if one.seq == works[0]._flight.seq)
+    assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the door"
     let_go()
     assert all_landed()
     assert found(refs) == [[1]] * 3

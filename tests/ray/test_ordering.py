@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from raycollect.runtime import Runtime
 from tests.ray.test_refusals import Gate
 from tests.ray.workers import Buffers, Plain, Worker
 
-SEEDS = range(4)
+SEEDS = range(2)
 
 
 def buffers(workers):
@@ -84,8 +83,7 @@ def assert_works(refs, workers, **given):
 # ---------------------------------------------------------------------------------------------- what is promised
 
 
-@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(("backend", "count"), [("shm", 2), ("tcp", 3), ("gloo", 2)])
 def test_a_call_overtakes_methods_that_wait_in_the_queue(crew, gate, submits, backend, count):
     workers, refs = crew(count, backend=backend)
     queued = [worker.make.remote(opened, gate.wait.remote()) for worker in workers]
@@ -236,29 +234,6 @@ def test_plans_of_both_orders_keep_the_order_of_the_calls(crew, seed):
         work.wait()
     for found, one in zip(col.get(refs), expected, strict=True):
         np.testing.assert_array_equal(found, one)
-
-
-def test_two_threads_with_opposite_order_finish(actors):
-    a, b, c = actors(Worker, 3)
-    col.declare_collective_group([a, b], group_name="ab", ordering="data")
-    col.declare_collective_group([c, b, a], group_name="cba", ordering="data")
-    refs = buffers([a, b, c])
-    failures = []
-
-    def loop(indices, name):
-        try:
-            for _ in range(25):
-                col.broadcast_refs([refs[i] for i in indices], 0, name)
-        except BaseException as exc:
-            failures.append(exc)
-
-    threads = [threading.Thread(target=loop, args=args) for args in (([0, 1], "ab"), ([2, 1, 0], "cba"))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
 
 
 # ---------------------------------------------------------------------------------------------- what goes otherwise
@@ -471,7 +446,8 @@ def test_a_group_shows_its_ordering(actors, ordering):
     assert f"{ordering} order" in repr(group)
 
 
-@pytest.mark.parametrize("ordering", ["chaos", "", "DATA", None, 1, ["data"]])
-def test_another_ordering_is_refused(actors, ordering):
-    with pytest.raises(errors.InvalidGroupError, match=r"ordering is .*'program' or 'data'"):
-        col.declare_collective_group(actors(Worker, 2), ordering=ordering)
+def test_another_ordering_is_refused(actors):
+    workers = actors(Worker, 2)
+    for ordering in ("chaos", "", "DATA", None, 1, ["data"]):
+        with pytest.raises(errors.InvalidGroupError, match=r"ordering is .*'program' or 'data'"):
+            col.declare_collective_group(workers, ordering=ordering)
