@@ -579,8 +579,8 @@ class ConnectionLostError(ChannelError):
 
 
 @dataclass(eq=False, kw_only=True)
-class _MisuseError(RaycollectError):
-    """Something was used where it can't be; nothing was done because of it.
+class BatchError(RaycollectError):
+    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it.
 
     Attributes:
         detail: What was used, and what to do.
@@ -592,12 +592,18 @@ class _MisuseError(RaycollectError):
         return self.detail
 
 
-class BatchError(_MisuseError):
-    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it."""
+@dataclass(eq=False, kw_only=True)
+class CaptureError(RaycollectError):
+    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it.
 
+    Attributes:
+        detail: What was used, and what to do.
+    """
 
-class CaptureError(_MisuseError):
-    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it."""
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
 
 
 @dataclass(eq=False, kw_only=True)
