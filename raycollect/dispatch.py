@@ -206,7 +206,7 @@ def _unsent(exc: Exception, rank: int, actor: str) -> RaycollectError:
 
 def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterable[Any]) -> bool:
     """Whether a participant may have to wait for an operand, or for the end of a plan; called under `dispatching`."""
-    under_way = [flight for flight in controller.flights() if not flight.landed]
+    under_way = controller.flights()
     if any(flight.is_pending(flight.plan.positions.get(one, -1)) for flight in under_way for one in participants):
         return True
     asked = list(refs)

@@ -15,7 +15,7 @@ from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.model import Communicator, Exchange, Kernel, Launch
 from raycollect.planner import Program
 
-__all__ = ["Launches"]
+__all__ = ["Launches", "meet_again"]
 
 _Open = tuple[Communicator, Launch]
 
@@ -108,15 +108,8 @@ class Launches:
         if opened is None or kernel is None:
             blobs = self.meet(arrival)
             return None if blobs == expected else blobs
-        communicator, launch = opened
-        again: Any = getattr(communicator, "again", None)  # `isinstance` with a protocol takes longer
-        if again is not None:
-            self._check()
-            found = again(launch, kernel, arrival, expected)
-            return None if found is None else tuple(map(bytes, found))
-        communicator.stage(launch, kernel)
-        blobs = self.meet(arrival)
-        return None if blobs == expected else blobs
+        self._check()
+        return meet_again(*opened, kernel, arrival, expected)
 
     def at(self, number: int, group_id: str, ranks: Sequence[int]) -> _Open:
         """Gives the communicator of a launch, after it was begun by all.
@@ -178,3 +171,24 @@ class Launches:
         reason = self.reason
         if reason is not None:
             raise PlanAbortedError(detail=reason)
+
+
+def meet_again(
+    communicator: Communicator, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
+) -> tuple[bytes, ...] | None:
+    """Prepares a kernel and goes to the door, the short way where the backend has one (`model.Again`).
+
+    Returns:
+        None where all brought what is expected; else what they brought.
+
+    Raises:
+        RefusedError: The kernel can't be prepared; nothing was brought.
+        PlanAbortedError, CollectiveTimeoutError: As `Communicator.agree`.
+    """
+    again: Any = getattr(communicator, "again", None)  # `isinstance` with a protocol takes longer
+    if again is not None:
+        found = again(launch, kernel, arrival, expected)
+        return None if found is None else tuple(map(bytes, found))
+    communicator.stage(launch, kernel)
+    blobs = tuple(map(bytes, communicator.agree(launch, arrival)))
+    return None if blobs == expected else blobs

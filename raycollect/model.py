@@ -510,7 +510,6 @@ class Communicator(Protocol):
         ...
 
 
-@runtime_checkable
 class Again(Protocol):
     """What a `Communicator` may have besides: a shorter way to the door for those who come again and again."""
 

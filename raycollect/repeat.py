@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.executor import Execution, Instruments, Outcome, given_up, located
+from raycollect.launches import meet_again
 from raycollect.model import Communicator, Kernel, Key, Launch, NoFaults
 from raycollect.planner import Program
 from raycollect.pos import Container
@@ -42,6 +43,8 @@ class Repeat:
         self._program = program
         self._held = tuple(held)
         self._known = known
+        assert known.first is not None  # see `of`
+        self._first: Kernel = known.first
         self._instruments = instruments
         self._communicators = communicators
         (self._stretch,) = known.script.stretches
@@ -137,7 +140,7 @@ class Repeat:
     def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
         """Meets the others; gives how to go on where something is not as it was after all."""
         try:
-            brought = _meet(communicator, launch, self._known)
+            brought = meet_again(communicator, launch, self._first, self._known.arrival, self._known.blobs)
         except RefusedError:  # nothing was brought: it brings why
             return self._in_full(launch.seq, keys, None)
         return None if brought is None else self._in_full(launch.seq, keys, brought)
@@ -175,18 +178,6 @@ class Repeat:
             met=None if brought is None else (self._known, brought),
         )
         return self._full
-
-
-def _meet(communicator: Communicator, launch: Launch, known: Prepared) -> tuple[bytes, ...] | None:
-    """Meets the others; gives what they brought, where it is not what they brought before."""
-    assert known.first is not None  # see `Repeat.of`
-    again = getattr(communicator, "again", None)  # `isinstance` with a protocol takes longer
-    if again is not None:
-        found = again(launch, known.first, known.arrival, known.blobs)
-        return None if found is None else tuple(map(bytes, found))
-    communicator.stage(launch, known.first)
-    blobs = tuple(map(bytes, communicator.agree(launch, known.arrival)))
-    return None if blobs == known.blobs else blobs
 
 
 def _is_simple(program: Program, known: Prepared) -> bool:

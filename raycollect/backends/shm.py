@@ -105,21 +105,21 @@ class ShmCommunicator:
         """Copies the first chunk to this rank's slot, or lists the arrays that others can reach where they are."""
         parts = self._come_in()
         try:
-            with translated(kernel.kind, self._group_name, self.rank, folds=False):
-                parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
-                self._begin(parts, launch)
-                self._stage(parts, launch, kernel)
-                self._staged = launch.seq
+            self._stage(parts, launch, kernel, time.monotonic() + launch.timeout_s)
         finally:
             self._go_out()
 
-    def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
-        may_be_direct = kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel))
-        is_direct = may_be_direct and parts.direct.can_give(kernel)
-        if not is_direct:
-            parts.staged.stage(launch, kernel)
-        if may_be_direct:
-            parts.direct.show(launch, (kernel,), 0 if is_direct else STAGED)
+    def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel, until_s: float) -> None:
+        with translated(kernel.kind, self._group_name, self.rank, folds=False):
+            parts.meeting.enter(launch, until_s)
+            self._begin(parts, launch)
+            may_be_direct = kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel))
+            is_direct = may_be_direct and parts.direct.can_give(kernel)
+            if not is_direct:
+                parts.staged.stage(launch, kernel)
+            if may_be_direct:
+                parts.direct.show(launch, (kernel,), 0 if is_direct else STAGED)
+            self._staged = launch.seq
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Brings `launch.ranks` together; arrivals travel in shared memory."""
@@ -138,11 +138,7 @@ class ShmCommunicator:
         until_s = time.monotonic() + launch.timeout_s
         parts = self._come_in()
         try:
-            with translated(kernel.kind, self._group_name, self.rank, folds=False):
-                parts.meeting.enter(launch, until_s)
-                self._begin(parts, launch)
-                self._stage(parts, launch, kernel)
-                self._staged = launch.seq
+            self._stage(parts, launch, kernel, until_s)
             parts.staged.restart()
             return parts.meeting.agree_again(launch, arrival, expected, until_s)
         finally:

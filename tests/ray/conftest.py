@@ -18,3 +18,13 @@ def submits(monkeypatch):
 
     monkeypatch.setattr(Peer, "submit", counted)
     return sent
+
+
+@pytest.fixture
+def by_channel(monkeypatch):
+    """As on a machine without shared memory for doorbells."""
+
+    def refuse(seats):
+        raise OSError("no memory")
+
+    monkeypatch.setattr("raycollect.capturing.Doorbell", refuse)

@@ -45,16 +45,6 @@ def mailed(monkeypatch):
     return sent
 
 
-@pytest.fixture
-def by_channel(monkeypatch):
-    """As on a machine without shared memory for doorbells."""
-
-    def refuse(seats):
-        raise OSError("no memory")
-
-    monkeypatch.setattr("raycollect.capturing.Doorbell", refuse)
-
-
 def held_by(trio):
     return ray.get([worker.call.remote(captured_here) for worker in trio])
 

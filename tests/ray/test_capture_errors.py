@@ -29,16 +29,6 @@ def trio(actors):
 
 
 @pytest.fixture
-def by_channel(monkeypatch):
-    """As on a machine without shared memory for doorbells."""
-
-    def refuse(seats):
-        raise OSError("no memory")
-
-    monkeypatch.setattr("raycollect.capturing.Doorbell", refuse)
-
-
-@pytest.fixture
 def pipe(tmp_path):
     """A named pipe; the function ends the stalls of all who read it, now or later."""
     path = tmp_path / "pipe"
