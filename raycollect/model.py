@@ -287,8 +287,13 @@ class GroupSpec:
     parent: str = ""
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise ValueError(f"a group has at least one rank, not {self.world_size}")
+        for name in ("name", "group_id", "backend", "ordering", "parent"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is a string, not {getattr(self, name)!r}")
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"a group has at least one rank, not {self.world_size!r}")
+        if not isinstance(self.timeout_s, (int, float)):
+            raise TypeError(f"timeout_s is a number, not {self.timeout_s!r}")
         for name in ("ops", "options"):  # lists, where it has travelled
             object.__setattr__(self, name, _frozen(getattr(self, name)))
 

@@ -43,15 +43,10 @@ class Orders:
         self._turn = turn
         self._tell = tell
         self._run = run
-        self._waiting: SimpleQueue[Order] = SimpleQueue()
+        self._waiting: SimpleQueue[Order | None] = SimpleQueue()  # None: no more will come
         self._thread: threading.Thread | None = None
         self._going = threading.Condition()
         self._cleared = 0  # the plan of the latest `Go`
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all that came has begun."""
-        return self._waiting.empty()
 
     def received(self, message: Order) -> None:
         """An order came; on the channel's thread.
@@ -75,6 +70,11 @@ class Orders:
         """A plan was aborted: who waits looks whether it is the one."""
         with self._going:
             self._going.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread, after what has come; the ledger has refused that by now."""
+        self._waiting.put(None)
+        self.wake()
 
     def between_methods(
         self, order: Order, seq: int, keys: Sequence[Key], ledger: Ledger, timeout_s: float, *, is_ordered: bool
@@ -116,6 +116,8 @@ class Orders:
     def _work(self) -> None:
         while True:
             order = self._waiting.get()
+            if order is None:
+                return
             try:
                 self._run(order)
             except GroupBrokenError:

@@ -35,18 +35,34 @@ def tidy(cluster):
     assert not flights, f"still in flight: {flights}"
 
 
+@pytest.fixture(scope="session")
+def idle(cluster):
+    """Actors that wait for another test, by their class."""
+    return {}
+
+
 @pytest.fixture
-def actors(tidy):
-    """Starts actors, and ends them with the test."""
+def actors(tidy, idle):
+    """Starts actors, and ends them with the test; those of some classes go on in another test, as good as new."""
     import ray
 
-    started = []
+    from tests import lives
+
+    started, lasting = [], []
 
     def start(cls, count, *args, **options):
-        made = [cls.options(num_cpus=0, **options).remote(*args) for _ in range(count)]
-        started.extend(made)
+        if cls in lives.LASTING and not options:
+            waiting = idle.setdefault(cls, [])
+            made = lives.begin_again([waiting.pop() for _ in range(min(count, len(waiting)))], args)
+            made += lives.start(cls, count - len(made), args)
+            lasting.extend((cls, actor) for actor in made)
+        else:
+            made = [cls.options(num_cpus=0, **options).remote(*args) for _ in range(count)]
+            started.extend(made)
         return made
 
     yield start
+    for cls, actor in lasting:
+        idle[cls].append(actor)
     for actor in started:
         ray.kill(actor)

@@ -6,17 +6,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgpack
 import pytest
 
 from raycollect import participant
-from raycollect.captures import Captures
 from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
 from raycollect.errors import (
     CaptureError,
-    ConnectionLostError,
     InvalidArgumentError,
     NotAMemberError,
     RaycollectError,
@@ -25,10 +23,9 @@ from raycollect.errors import (
     from_wire,
 )
 from raycollect.handle import Handle
-from raycollect.ledger import Ledger
+from raycollect.lease import Lease
 from raycollect.model import TENSOR, Address, Key
 from raycollect.observe import Recorder
-from raycollect.orders import Orders
 from raycollect.participant import CollectiveParticipant, by_value
 from raycollect.payload import pack_values, unpack_values
 from raycollect.pos import Store
@@ -240,28 +237,26 @@ class Controller:
 
 
 @pytest.fixture
-def here() -> Iterator[Runtime]:
-    """A participant's process with a lease, without Ray and without a server."""
-    made = Runtime.__new__(Runtime)
-    made.store, made.recorder = Store(), Recorder(lambda: 0.0)
-    made.instruments = SimpleNamespace()  # type: ignore[assignment]
-    made.actor, made.actor_id = "Worker(ab)", "ab"
-    made._groups, made._running, made._begun = {}, {}, 0
-    made._ledger, made._captures, made._watch = Ledger(), Captures(), Watch()
-    made._lock = threading.Lock()
-    made.turn, made.is_ordered = threading.Lock(), True
-    made._orders = Orders(made.store, made.turn, made._tell, lambda order: None)
-    made._lease = ("me", "a test", Controller())  # type: ignore[assignment]
+def here() -> Iterator[Lease]:
+    """A lease of a participant without Ray and without a server."""
+    premises = SimpleNamespace(
+        actor="Worker(ab)",
+        actor_id="ab",
+        instruments=SimpleNamespace(store=Store(), recorder=Recorder(lambda: 0.0)),
+        turn=threading.Lock(),
+        is_ordered=True,
+        watch=Watch(),
+    )
+    made = Lease("me", "a test", cast(Any, Controller()), cast(Any, premises))
     yield made
-    made._end_lease("the test is over")
+    made.end("the test is over")
 
 
-def _said(here: Runtime) -> Controller:
-    assert here._lease is not None
-    return here._lease[2]  # type: ignore[return-value]
+def _said(here: Lease) -> Controller:
+    return cast(Controller, here.link)
 
 
-def _capture(here: Runtime, script: Script, *values: Any, **methods: Callable[..., Any]) -> bool:
+def _capture(here: Lease, script: Script, *values: Any, **methods: Callable[..., Any]) -> bool:
     def invoker(names: Any) -> Any:
         assert set(names) <= set(methods)
         return lambda name, args, kwargs: methods[name](*args, **kwargs)
@@ -288,11 +283,11 @@ def _result(message: Any) -> tuple[Any, ...]:
     return unpack_values(message.payload)
 
 
-def test_runs_by_the_channel_and_fenced(here: Runtime) -> None:
+def test_runs_by_the_channel_and_fenced(here: Lease) -> None:
     held: list[bool] = []
 
     def note(value: int) -> int:
-        held.append(here.turn.locked())
+        held.append(here._here.turn.locked())
         return value
 
     assert not _capture(here, _echo(), note=note), "there is no doorbell"
@@ -306,15 +301,15 @@ def test_runs_by_the_channel_and_fenced(here: Runtime) -> None:
     assert here.look(CAPTURE) == [None, None]
 
 
-def test_unordered_participants_have_no_turn(here: Runtime) -> None:
-    here.is_ordered = False
-    _capture(here, _echo(), note=lambda value: here.turn.locked())
+def test_unordered_participants_have_no_turn(here: Lease) -> None:
+    here._here.is_ordered = False
+    _capture(here, _echo(), note=lambda value: here._here.turn.locked())
     here._run_came(_run(1, 0, 5))
     assert _result(_said(here).wait_for(1)) == (False,)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_runs_of_a_closed_step_are_refused_and_ended(here: Runtime, known: bool) -> None:
+def test_runs_of_a_closed_step_are_refused_and_ended(here: Lease, known: bool) -> None:
     if known:
         _capture(here, _echo(), note=int)
         here._forget_capture(Forget(capture=CAPTURE))
@@ -331,13 +326,13 @@ def test_runs_of_a_closed_step_are_refused_and_ended(here: Runtime, known: bool)
     here._ledger.end(3)
 
 
-def test_a_step_that_is_forgotten_before_it_came_is_not_taken_in(here: Runtime) -> None:
+def test_a_step_that_is_forgotten_before_it_came_is_not_taken_in(here: Lease) -> None:
     here._forget_capture(Forget(capture=CAPTURE))
     with pytest.raises(CaptureError, match="closed"):
         _capture(here, _echo(), note=int)
 
 
-def test_an_abort_reaches_a_run(here: Runtime) -> None:
+def test_an_abort_reaches_a_run(here: Lease) -> None:
     gate, script = Gate(), Script(0)
     script.call("hold")
     script.call("after")
@@ -352,28 +347,27 @@ def test_an_abort_reaches_a_run(here: Runtime) -> None:
     assert _said(here).heard[-1] == Done(seq=1, ranks=[], error=None, story=[]), "it has ended"
 
 
-def test_arrivals_at_no_door_are_of_no_use(here: Runtime) -> None:
+def test_arrivals_at_no_door_are_of_no_use(here: Lease) -> None:
     _capture(here, _echo(), note=int)
     here._arrivals(Arrivals(group_id="", seq=1, round=0, blobs=[b""], more=False))
     here._run_came(_run(1, 0, 3))
     assert _result(_said(here).wait_for(1)) == (3,)
 
 
-def test_the_end_of_the_lease_closes_all(here: Runtime) -> None:
+def test_the_end_of_the_lease_closes_all(here: Lease) -> None:
     gate = Gate()
     _capture(here, _echo(), note=gate)
     here._run_came(_run(1, 0, 5))
     assert gate.came.wait(WAIT_S)
     said, captured, ledger = _said(here), here._captured(CAPTURE), here._ledger
-    here._end_lease("the controller is gone")
+    here.end("the controller is gone")
     gate.go.set()
     assert captured.join(WAIT_S)
     assert ledger.start(2, 1) == "the controller is gone"
-    assert here._ledger is not ledger
     assert said.heard[-1].seq == 1, "told to the one who asked, or nobody"
     with pytest.raises(CaptureError):
         here.look(CAPTURE)
-    with pytest.raises(ConnectionLostError):
+    with pytest.raises(CaptureError, match="closed"):
         _capture(here, _echo(), note=int)
 
 
@@ -391,14 +385,14 @@ def _handle(key: Key, actor_id: str) -> Handle:
     )
 
 
-def test_refs_are_pinned_or_go_by_value(here: Runtime) -> None:
+def test_refs_are_pinned_or_go_by_value(here: Lease) -> None:
     key, shared, seen = Key(bytes(28)), object(), []
     container = pinned(full(3))
-    here.store.put(key, container)
+    here._store.put(key, container)
     script = Script(0, [None, None])
     script.call("note", 0, 1)
     _capture(here, script, _handle(key, "ab"), shared, note=lambda *args: seen.append(args))
-    here.store.free([key])
+    here._store.free([key])
     here._run_came(_run(1, 0))
     _said(here).wait_for(1)
     ((tensor, other),) = seen
@@ -406,13 +400,13 @@ def test_refs_are_pinned_or_go_by_value(here: Runtime) -> None:
     assert other is shared
 
 
-def test_tensors_of_others_and_what_is_not_here_are_refused(here: Runtime) -> None:
+def test_tensors_of_others_and_what_is_not_here_are_refused(here: Lease) -> None:
     script = Script(0, [None])
     key = Key(bytes(28))
     with pytest.raises(NotAMemberError, match="send_ref it first"):
         _capture(here, script, _handle(key, "cd"))
-    here.store.put(key, pinned(full(1)))
-    here.store.free([key])
+    here._store.put(key, pinned(full(1)))
+    here._store.free([key])
     with pytest.raises(TensorFreedError) as caught:
         _capture(here, script, _handle(key, "ab"))
     assert caught.value.violations[0].ref == key.hex()

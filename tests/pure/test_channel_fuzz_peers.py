@@ -145,14 +145,14 @@ def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
     monkeypatch.setattr(ray_internals, "node_address", lambda: HOST)
     monkeypatch.setattr(ray_internals, "current_class", lambda: "Worker")
     monkeypatch.setattr(ray_internals, "current_actor_id", lambda: "ab" * 16)
-    before = _joining()
+    before = _threads("raycollect-join")
     made = Runtime()
     yield made
     made._server.close()
-    for thread in _joining() - before:
+    for thread in _threads("raycollect-join") - before:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
-    assert made._seats._seats == {}
+    assert made.seats._seats == {}
 
 
 @pytest.fixture
@@ -231,7 +231,6 @@ def test_a_participant_outlives_any_controller(participant: Runtime, hub: Hub, s
             pass
         link.close()
     asks(participant, hub)
-    assert participant._groups == {}
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
@@ -292,6 +291,7 @@ def test_a_holder_outlives_any_client(participant: Runtime, seed: int) -> None:
 
 def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hub) -> None:
     """Members that never come, operands and predecessors that never do: all is over with the lease."""
+    before = _threads("raycollect-order")
     caller, link = drive(participant, hub)
     spec = asdict(GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2))
     link.send(Join(request=1, group=spec, rank=1, members=[{"actor": f"W{at}", "ordered": True} for at in range(2)]))
@@ -303,11 +303,13 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()
     asks(participant, hub)
-    assert participant._orders.is_empty
+    for thread in _threads("raycollect-order") - before:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
 
 
-def _joining() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name == "raycollect-join"}
+def _threads(name: str) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == name}
 
 
 # ---------------------------------------------------------------------------------------------- to a controller

@@ -9,6 +9,7 @@ import ray
 
 import raycollect as col
 from raycollect.runtime import Runtime
+from tests.lives import lasting
 from tests.ray.workers import Buffers
 
 
@@ -73,7 +74,7 @@ class Learning(Buffers):
         os._exit(1)
 
 
-Learner = ray.remote(Learning)
+Learner = lasting(ray.remote(Learning))
 
 
 @ray.remote
@@ -96,4 +97,4 @@ class Coroutines(col.CollectiveParticipant):
 
 def captured_here(self):
     """How many captured steps a participant has."""
-    return len(Runtime.current()._captures._living)
+    return len(Runtime.current()._lease._captures._living)

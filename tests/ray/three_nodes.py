@@ -178,7 +178,8 @@ def refuse_shared_memory(self):
 
 def open_groups(self):
     """How many groups this participant has a place in, those inside others included."""
-    return len(Runtime.current()._groups)
+    lease = Runtime.current()._lease
+    return 0 if lease is None else len(lease._groups)
 
 
 def forced(part, roster):

@@ -6,6 +6,7 @@ import numpy as np
 import ray
 
 import raycollect as col
+from tests.lives import lasting
 
 
 class Buffers(col.CollectiveParticipant):
@@ -34,7 +35,7 @@ class Buffers(col.CollectiveParticipant):
         return function(self, *args)
 
 
-Worker = ray.remote(Buffers)
+Worker = lasting(ray.remote(Buffers))
 
 
 @ray.remote

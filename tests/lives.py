@@ -1,0 +1,121 @@
+"""Actors that outlive their test: to start a process with Ray takes a second, to make one as new a tenth."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import ray
+
+LASTING: list[Any] = []
+"""The classes whose actors go on."""
+
+RESET_TIMEOUT_S = 5.0
+MOST_LIVES = 40
+"""Each leaves a few idle threads behind."""
+
+
+def lasting(cls: Any) -> Any:
+    """Marks an actor class of a module, one that is there all the time and holds nothing outside of itself."""
+    LASTING.append(cls)
+    return cls
+
+
+def start(cls: Any, count: int, args: tuple[Any, ...]) -> list[Any]:
+    """Starts actors, each of which notes how its process looks before anything else happens in it."""
+    made = [cls.options(num_cpus=0).remote(*args) for _ in range(count)]
+    for actor in made:
+        actor.__ray_call__.remote(_note)
+    return made
+
+
+def begin_again(actors: list[Any], args: tuple[Any, ...]) -> list[Any]:
+    """Makes actors as good as new; returns those with which it went well. The others are killed."""
+    asked = {actor.__ray_call__.remote(_begin_again, args): actor for actor in actors}
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=RESET_TIMEOUT_S) if asked else ([], [])
+    well = [asked[ref] for ref in done if _is_true(ref)]
+    for actor in set(actors) - set(well):
+        ray.kill(actor)
+    return well
+
+
+def _is_true(ref: Any) -> bool:
+    try:
+        return bool(ray.get(ref))
+    except ray.exceptions.RayError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------- in the actor
+
+
+def _note(actor: Any) -> None:
+    sys._raycollect_first = (_look(), 0)  # type: ignore[attr-defined]
+
+
+def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
+    from raycollect.pos.segments import Segments
+    from raycollect.runtime import Runtime
+    from raycollect.seats import Seats
+
+    first, lives = sys._raycollect_first  # type: ignore[attr-defined]
+    runtime, seats = Runtime._current, Seats._current
+    if runtime is not None:
+        if not _comes_true(lambda: runtime._lease is None):  # its controller's goodbye is on its way
+            return False
+        runtime._server.close()
+        runtime.kernel_threads.shutdown(wait=False)
+    if seats is not None:
+        if seats._seats or seats.fading:
+            return False
+        seats.hub.close()
+    Runtime._current = Seats._current = Segments._current = None
+    now = _look()
+    if any(now.get(name) != value for name, value in first.items()) or lives == MOST_LIVES:
+        return False
+    sys._raycollect_first = (first, lives + 1)  # type: ignore[attr-defined]
+    vars(actor).clear()
+    actor.__init__(*args)
+    return True
+
+
+def _comes_true(condition: Callable[[], bool]) -> bool:
+    until_s = time.monotonic() + RESET_TIMEOUT_S / 2
+    while not condition():
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def _look() -> dict[str, Any]:
+    """What tests change: names of raycollect's modules and classes, and the environment."""
+    found: dict[str, Any] = {"environment": dict(os.environ)}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] != "raycollect":
+            continue
+        for key, value in vars(module).items():
+            found[f"{name}.{key}"] = _Same(value)
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}.{key}.{one}": _Same(held) for one, held in vars(value).items()}
+    return found
+
+
+class _Same:
+    """Equal to another of the very same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        mine, its = self.value, other.value if isinstance(other, _Same) else other
+        if isinstance(mine, (types.MethodType, staticmethod, classmethod)):
+            return type(mine) is type(its)
+        return mine is its
+
+    __hash__ = object.__hash__

@@ -1,0 +1,189 @@
+"""What a participant makes of a program that came."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+import pytest
+
+from raycollect import backends, lease, pos, ray_internals
+from raycollect.channel.messages import Join, Message, Store
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.errors import MismatchError, ProtocolError, Violation, refusal, to_wire
+from raycollect.executor import Outcome
+from raycollect.lease import Lease
+from raycollect.model import GroupSpec
+from raycollect.planner import Ticket, encode_order, encode_program
+from raycollect.seats import Seats
+from raycollect.watch import Watch
+from tests.pure.test_flight_batches import asked, flying, group, key
+
+WAIT_S = 10.0
+
+
+class Run:
+    """An `Execution` that runs nothing."""
+
+    made: Sequence[dict[str, Any]] = ()
+
+    def __init__(self, program: Any, *args: Any, **given: Any) -> None:
+        Run.made = [*Run.made, given]
+
+    def run(self) -> Outcome:
+        return Outcome()
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
+    """Runs a program of a member of several groups, each of which says whether its methods come in order.
+
+    Gives what the program does where an operand is not there: None, or how it tells that it waits.
+    """
+    monkeypatch.setattr(lease, "Execution", Run)
+
+    def run(ordered: Sequence[bool]) -> Any:
+        groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
+        flight = flying(*((one, asked(one, (2 * at, 2 * at + 1))) for at, one in enumerate(groups)))
+        program = flight.plan.program(flight.plan.positions[f"{5:032x}"])
+        assert len({share.group_id for share in program.shares}) == len(ordered)
+        link = SimpleNamespace(send=lambda message: None)
+        premises = SimpleNamespace(
+            instruments=SimpleNamespace(store=pos.Store()), turn=threading.Lock(), watch=Watch(), is_ordered=False
+        )
+        here = Lease("me", "a test", cast(Any, link), cast(Any, premises))
+        here._groups = {
+            one.spec.group_id: cast(Any, SimpleNamespace(ordered=says))
+            for one, says in zip(groups, ordered, strict=True)
+        }
+        keys = [key(at) for at in range(program.keys)]
+        Run.made = ()
+        assert here.run_program(encode_order(Ticket(1, 0), keys, encode_program(program)), None) is None
+        (given,) = Run.made
+        return given["waiting"]
+
+    return run
+
+
+@pytest.mark.parametrize("ordered", [one for n in (1, 2, 3, 5) for one in itertools.product((True, False), repeat=n)])
+def test_methods_come_in_order_where_all_groups_of_a_program_say_so(
+    waiting: Callable[[Sequence[bool]], Any], ordered: tuple[bool, ...]
+) -> None:
+    assert (waiting(ordered) is None) == all(ordered)
+
+
+@pytest.mark.parametrize("count", [1, lease.MOST_VIOLATIONS, lease.MOST_VIOLATIONS + 1, 20_000])
+def test_a_refusal_is_told_with_as_many_reasons_as_a_message_holds(count: int) -> None:
+    reasons = tuple(
+        Violation(kind="mismatch", rank=1, field="shape", found="x" * 400, expected="y" * 400, call=at)
+        for at in range(count)
+    )
+    told = lease._shortened(refusal("batch", "", reasons))
+    assert isinstance(told, MismatchError)
+    assert told.violations == reasons[: lease.MOST_VIOLATIONS]
+    assert len(msgpack.packb(to_wire(told))) < MAX_FRAME_NBYTES
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+class Heard:
+    """A controller's link."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+def _join(**changes: Any) -> Join:
+    spec = asdict(GroupSpec(name="g", group_id="id of g", backend="shm", world_size=2))
+    members = [{"actor": f"W{rank}", "ordered": True} for rank in range(2)]
+    fields: dict[str, Any] = {"group": spec, "rank": 0, "members": members}
+    for name, value in changes.items():
+        if name in fields:
+            fields[name] = value
+        else:
+            spec[name] = value
+    return Join(request=1, **fields)
+
+
+def _leased(premises: Any) -> tuple[Lease, Heard]:
+    heard = Heard()
+    return Lease("me", "a test", cast(Any, heard), premises), heard
+
+
+@pytest.fixture
+def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(ray_internals, "node_address", lambda: "127.0.0.1")
+    return SimpleNamespace(
+        instruments=SimpleNamespace(store=pos.Store()),
+        turn=threading.Lock(),
+        watch=Watch(),
+        is_ordered=True,
+        seats=Seats(),
+    )
+
+
+def test_who_joins_late_tells_nobody_but_the_controller_that_asked(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """A later controller would not know the group, and end the link over it."""
+    began, over = threading.Event(), threading.Event()
+
+    def create(spec: Any, rank: int, rendezvous: Any, exchange: Any, **_: Any) -> Any:
+        began.set()
+        assert over.wait(WAIT_S)
+        rendezvous.put("late", b"")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(backends, "load", lambda backend, name: create)
+    first, heard = _leased(premises)
+    first.received(_join())
+    assert began.wait(WAIT_S)
+    joining = [thread for thread in threading.enumerate() if thread.name == "raycollect-join"]
+    first.end("the controller is gone")
+    second, other = _leased(premises)
+    second.received(_join(group_id="another id"))  # the name is free again
+    over.set()
+    for thread in joining:
+        thread.join(WAIT_S)
+    assert [message for message in heard.messages if isinstance(message, Store)] == [
+        Store(group_id="id of g", name="late", value=b"")
+    ]
+    assert all(getattr(message, "group_id", "another id") == "another id" for message in other.messages)
+    second.end("the test is over")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group": {}},
+        {"more": 1},
+        {"group_id": -1},
+        {"group_id": ["x"]},
+        {"name": None},
+        {"world_size": 0},
+        {"world_size": "2"},
+        {"timeout_s": "soon"},
+        {"rank": -1},
+        {"rank": 2},
+        {"members": []},
+        {"members": [{}, {}]},
+        {"members": [{"actor": "W0", "ordered": True}]},
+    ],
+    ids=str,
+)
+def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: dict[str, Any]) -> None:
+    made, heard = _leased(premises)
+    with pytest.raises(ProtocolError):
+        made.received(_join(**changes))
+    assert heard.messages == []
+    assert premises.seats._seats == {}
+    made.end("the test is over")
