@@ -24,9 +24,10 @@ from pathlib import Path
 import numpy as np
 
 from raycollect import backends
+from raycollect.contracts import Communicator
 from raycollect.costs import Measured
 from raycollect.errors import CollectiveTimeoutError, KernelError
-from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.planner.topology import Link
 
 __all__ = ["BACKENDS", "SIZES", "Fit", "fit", "measure", "rank_main"]
@@ -208,7 +209,7 @@ def _kernel(kind: OpKind, array: np.ndarray[tuple[int], np.dtype[np.generic]], p
 
 
 class _Folder:
-    """A `raycollect.model.Rendezvous` in a folder."""
+    """A `raycollect.contracts.Rendezvous` in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -229,7 +230,7 @@ class _Folder:
 
 
 class _NoExchange:
-    """The `raycollect.model.Exchange` of backends that have a door of their own: `shm` and `tcp` do."""
+    """The `raycollect.contracts.Exchange` of backends that have a door of their own: `shm` and `tcp` do."""
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         raise NotImplementedError("this backend needs an exchange")

@@ -325,7 +325,14 @@ class Captured:
         reason = desk.ledger.start(seq, predecessor)
         self._count += 1
         error: RaycollectError | None = None
-        results = b""
+        is_answered = False
+
+        def answer(results: bytes) -> None:
+            nonlocal is_answered
+            is_answered = True
+            if not number or self._post is None or not self._post.answer(number, results):
+                self._send(Ran(seq=seq, payload=results))
+
         try:
             desk.begun(seq)
             if reason is not None:
@@ -334,7 +341,9 @@ class Captured:
                 turn = self._take_turn(seq)
                 try:
                     with self._busy:
-                        results = self._run(seq, payload)
+                        results = self._run(seq, payload, answer)
+                    if not is_answered:
+                        answer(results)
                 finally:
                     turn.release()
         except RaycollectError as exc:
@@ -349,8 +358,6 @@ class Captured:
             desk.ledger.end(seq)  # whatever happened, what comes after goes on
         if error is not None:
             desk.failed(seq, error)
-        elif not number or self._post is None or not self._post.answer(number, results):
-            self._send(Ran(seq=seq, payload=results))
 
     def _take_turn(self, seq: int) -> threading.Lock:
         """Waits until no method runs.
@@ -365,8 +372,8 @@ class Captured:
                 raise PlanAbortedError(detail=reason)
         return turn
 
-    def _run(self, seq: int, payload: bytes) -> bytes:
-        """Does a run.
+    def _run(self, seq: int, payload: bytes, answer: Callable[[bytes], None]) -> bytes:
+        """Does a run; see `Replay.run`.
 
         Raises:
             RaycollectError: It failed, or must not be done.
@@ -376,7 +383,7 @@ class Captured:
         if reason:
             raise PlanAbortedError(detail=reason)
         results = self._replay.run(
-            seq, payload, aborted=lambda: self._closed or ledger.reason(seq), exchange=self._exchange
+            seq, payload, aborted=lambda: self._closed or ledger.reason(seq), exchange=self._exchange, answer=answer
         )
         if len(results) > MOST_NBYTES:
             found = f"{len(results)} bytes, and a message carries {MOST_NBYTES}"

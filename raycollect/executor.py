@@ -12,6 +12,7 @@ from typing import Any
 
 from raycollect.agreement import Agreement
 from raycollect.backends import arrays
+from raycollect.contracts import Clock, Communicator, Exchange, Faults, NoFaults, Together
 from raycollect.errors import (
     CollectiveTimeoutError,
     FaultError,
@@ -23,7 +24,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.launches import Launches
-from raycollect.model import Clock, Communicator, Exchange, Faults, Kernel, Key, Launch, NoFaults, TensorInfo, Together
+from raycollect.model import Kernel, Key, Launch, TensorInfo
 from raycollect.observe import Recorder
 from raycollect.packing import Block, Pool, copy
 from raycollect.planner import Program

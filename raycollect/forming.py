@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from raycollect.contracts import Communicator
 from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError, RaycollectError
-from raycollect.model import Communicator, GroupSpec, Launch
+from raycollect.model import GroupSpec, Launch
 
 __all__ = ["FormingLane", "LaneExchange", "LaneRendezvous", "Making"]
 

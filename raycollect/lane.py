@@ -33,6 +33,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from raycollect.channel.messages import Deny, Drop, Meet, Message, Met, Missed, Publish, Withdraw
+from raycollect.contracts import Communicator, CommunicatorFactory
 from raycollect.errors import (
     CollectiveTimeoutError,
     ConnectionLostError,
@@ -48,7 +49,7 @@ from raycollect.errors import (
 from raycollect.executor import Outcome
 from raycollect.forming import LaneExchange, LaneRendezvous, Making
 from raycollect.gate import ranks_of
-from raycollect.model import Communicator, CommunicatorFactory, GroupSpec
+from raycollect.model import GroupSpec
 from raycollect.pos.segments import Segments
 from raycollect.turn import Turn
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raycollect.contracts import Communicator, Exchange
 from raycollect.errors import GroupBrokenError, PlanAbortedError
-from raycollect.model import Communicator, Exchange, Kernel, Launch
+from raycollect.model import Kernel, Launch
 from raycollect.planner import Program
 
 __all__ = ["Launches", "meet_again"]
@@ -176,7 +177,7 @@ class Launches:
 def meet_again(
     communicator: Communicator, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
 ) -> tuple[bytes, ...] | None:
-    """Prepares a kernel and goes to the door, the short way where the backend has one (`model.Again`).
+    """Prepares a kernel and goes to the door, the short way where the backend has one (`contracts.Again`).
 
     Returns:
         None where all brought what is expected; else what they brought.

@@ -43,6 +43,7 @@ from raycollect.channel.messages import (
     Surveyed,
     Waiting,
 )
+from raycollect.contracts import Communicator
 from raycollect.errors import (
     CaptureError,
     ConnectionLostError,
@@ -60,7 +61,7 @@ from raycollect.executor import Execution, Instruments, Outcome
 from raycollect.handle import Handle
 from raycollect.lane import Lane
 from raycollect.ledger import Ledger
-from raycollect.model import Communicator, Key, task_key
+from raycollect.model import Key, task_key
 from raycollect.orders import Orders
 from raycollect.participation import Participation, invited
 from raycollect.planner import Program, decode_order

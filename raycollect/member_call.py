@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 
 from raycollect.backends import arrays
+from raycollect.contracts import Communicator
 from raycollect.door import Arrival, Spec, encode_arrival, judge
 from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
 from raycollect.executor import Execution, Outcome
@@ -17,7 +18,7 @@ from raycollect.gate import ALL, lane_of, ranks_of
 from raycollect.lane import Attempt
 from raycollect.member_work import MemberWork
 from raycollect.members import get_group_handle
-from raycollect.model import TENSOR, Communicator, GroupSpec, Launch, OpKind, ReduceOp
+from raycollect.model import TENSOR, GroupSpec, Launch, OpKind, ReduceOp
 from raycollect.planner import Program, Request, brought, plan
 from raycollect.pos import Container
 from raycollect.seats import Seats

@@ -9,8 +9,9 @@ from typing import Any
 
 from raycollect import backends, ray_internals
 from raycollect.channel.messages import Join, Message
+from raycollect.contracts import Communicator
 from raycollect.errors import ConnectionLostError, GroupBrokenError, InternalError, ProtocolError, RaycollectError
-from raycollect.model import Communicator, GroupSpec
+from raycollect.model import GroupSpec
 from raycollect.pos.segments import Segments
 from raycollect.rendezvous import ChannelRendezvous, StarExchange
 from raycollect.seat import Seat, Watch

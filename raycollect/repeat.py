@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from raycollect.contracts import Communicator, NoFaults
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.executor import Execution, Instruments, Outcome, given_up, located
 from raycollect.launches import meet_again
-from raycollect.model import Communicator, Kernel, Key, Launch, NoFaults
+from raycollect.model import Kernel, Key, Launch
 from raycollect.planner import Program
 from raycollect.pos import Container
 from raycollect.prepared import Prepared, places_of
@@ -93,12 +94,15 @@ class Repeat:
         """
         self._seq, self._stopped = seq, False
 
-    def run(self, keys: Sequence[Key], aborted: Callable[[], str | None]) -> Outcome:
+    def run(
+        self, keys: Sequence[Key], aborted: Callable[[], str | None], landed: Callable[[], None] | None = None
+    ) -> Outcome:
         """Runs it on operands that fit; a failure is an outcome, never an exception.
 
         Args:
             keys: The keys of the operands.
             aborted: See `Execution`.
+            landed: Called when all has gone well, before this participant has left the launch; or not at all.
         """
         program, seq, self._aborted = self._program, self._seq, aborted
         self._instruments.recorder.add("again", seq, program.name)
@@ -116,6 +120,8 @@ class Repeat:
             stretch = self._stretch
             self._work(communicator, launch, stretch)
             ok = True
+            if landed is not None:
+                landed()
         except RaycollectError as exc:
             return Outcome(error=located(exc, program, stretch, self._instruments.recorder, seq))
         except MemoryError as exc:

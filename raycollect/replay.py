@@ -15,11 +15,13 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from raycollect.backends import arrays
+from raycollect.contracts import Communicator, Exchange
 from raycollect.errors import (
     CaptureError,
     MethodError,
@@ -29,7 +31,7 @@ from raycollect.errors import (
     RefusedError,
 )
 from raycollect.executor import Execution, Instruments, Outcome
-from raycollect.model import TENSOR, Communicator, Exchange, Key, TensorInfo
+from raycollect.model import TENSOR, Key, TensorInfo
 from raycollect.payload import pack_values, unpack_value, unpack_values
 from raycollect.planner import Program, decode_program
 from raycollect.pos import Container
@@ -94,6 +96,7 @@ class Replay:
         self._actions: list[_Call | _Plan] = [
             _Call(one, self) if isinstance(one, Invocation) else _Plan(one, self) for one in routine.actions
         ]
+        self._final = self._actions[-1] if self._actions else None
 
     def run(
         self,
@@ -102,6 +105,7 @@ class Replay:
         *,
         aborted: Callable[[], str | None],
         exchange: Exchanges = lambda program, seq: None,
+        answer: Callable[[bytes], None] | None = None,
     ) -> bytes:
         """Runs it once.
 
@@ -110,6 +114,7 @@ class Replay:
             arguments: What `pack_values` made of the run's arguments.
             aborted: Why the run was aborted, or None; asked before each action, and by plans before each launch.
             exchange: See `Exchanges`.
+            answer: Told early what is given back, where that is nothing, and all is done that anybody can see.
 
         Returns:
             What `pack_values` makes of what is given back.
@@ -122,6 +127,7 @@ class Replay:
             self._seq, self._stopped = seq, False
         self._runs += 1
         self.run8 = self._runs.to_bytes(8, "little")
+        landed = None if answer is None or routine.returns else partial(answer, b"")
         try:
             if routine.arguments or arguments:
                 self._take(arguments)
@@ -129,7 +135,7 @@ class Replay:
                 reason = aborted()
                 if reason is not None or self._stopped:
                     raise PlanAbortedError(detail=reason or "the run was aborted")
-                action.do(seq, aborted, exchange)
+                action.do(seq, aborted, exchange, landed if action is self._final else None)
             return self._results() if routine.returns else b""
         finally:
             with self._lock:
@@ -158,7 +164,7 @@ class Replay:
         self.routine = replace(self.routine, actions=())  # they have what is constant
         self.invoke = _gone
         self._known = _Known(0)
-        self._actions = []
+        self._actions, self._final = [], None
 
     # ------------------------------------------------------------------------------------------ for the actions
 
@@ -248,7 +254,9 @@ class _Call:
         slots.append(value)
         return len(slots) - 1
 
-    def do(self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges) -> None:
+    def do(
+        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, landed: Callable[[], None] | None
+    ) -> None:
         replay = self._replay
         slots = replay.slots
         for slot, packed in self._fresh:
@@ -302,7 +310,9 @@ class _Plan:
             (key[:before], key[after:]) if other else (key, None) for key, other in zip(keys, varies, strict=True)
         ]
 
-    def do(self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges) -> None:
+    def do(
+        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, landed: Callable[[], None] | None
+    ) -> None:
         replay, seq = self._replay, seq + self._offset
         slots, held = replay.slots, []
         for slot in self._inputs:
@@ -315,7 +325,7 @@ class _Plan:
             repeat.ready(seq)
             replay.begin(repeat)
             try:
-                outcome = repeat.run(self._same or self._keys_now(), aborted)
+                outcome = repeat.run(self._same or self._keys_now(), aborted, landed)
             finally:
                 replay.end()
         else:

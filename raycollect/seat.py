@@ -12,6 +12,7 @@ from typing import Any
 from raycollect import backends
 from raycollect.backends import tcp
 from raycollect.channel.messages import Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
+from raycollect.contracts import CommunicatorFactory
 from raycollect.errors import (
     ConnectionLostError,
     FaultError,
@@ -23,7 +24,7 @@ from raycollect.errors import (
 from raycollect.executor import Outcome
 from raycollect.gate import ALL, ranks_of
 from raycollect.lane import Attempt, Lane
-from raycollect.model import CommunicatorFactory, GroupSpec
+from raycollect.model import GroupSpec
 
 __all__ = ["Seat"]
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 from raycollect import tensors
 from raycollect.channel import Hub
+from raycollect.contracts import NoFaults
 from raycollect.errors import GroupExistsError
 from raycollect.executor import Instruments
 from raycollect.joining import Fading
-from raycollect.model import NoFaults
 from raycollect.observe import Recorder
 from raycollect.pos import Store
 from raycollect.seat import Seat

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from raycollect.contracts import Communicator, Completion, Together
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError
-from raycollect.model import Communicator, Completion, Kernel, Launch, OpKind, Together
+from raycollect.model import Kernel, Launch, OpKind
 
 __all__ = ["Turn", "TurnLane"]
 
@@ -59,7 +60,7 @@ class Turn:
             return self._communicator.launch(self._inside(launch), self._mapped(kernel))
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
-        """See `model.Together`."""
+        """See `contracts.Together`."""
         if not isinstance(self._communicator, Together):
             return 0
         with self._translated(launch):

@@ -59,7 +59,6 @@ def _note(actor: Any) -> None:
 
 def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
     """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
-    from raycollect.pos.segments import Segments
     from raycollect.runtime import Runtime
     from raycollect.seats import Seats
 
@@ -74,7 +73,7 @@ def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
         if seats._seats or seats.fading:
             return False
         seats.hub.close()
-    Runtime._current = Seats._current = Segments._current = None
+    Runtime._current = Seats._current = None  # the arena stays: it is empty once nobody holds its tensors
     now = _look()
     if any(now.get(name) != value for name, value in first.items()) or lives == MOST_LIVES:
         return False

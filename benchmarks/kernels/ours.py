@@ -13,9 +13,10 @@ from benchmarks.kernels.player import TIMEOUT_S, FileRendezvous, Place, UnixStar
 from benchmarks.report import Skipped
 from raycollect import backends
 from raycollect.backends import arrays
+from raycollect.contracts import NoSegments, SegmentSource
 from raycollect.door import Arrival, Side, Spec, encode_arrival
 from raycollect.errors import BackendNotInstalledError, UnknownBackendError
-from raycollect.model import TENSOR, GroupSpec, Kernel, Launch, NoSegments, OpKind, ReduceOp, SegmentSource
+from raycollect.model import TENSOR, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 _KINDS = {
     "allreduce": OpKind.ALLREDUCE,

@@ -58,7 +58,7 @@ def ordinary(size: int) -> Array:
 
 
 class FileRendezvous:
-    """A `raycollect.model.Rendezvous` in a directory; used while joining only."""
+    """A `raycollect.contracts.Rendezvous` in a directory; used while joining only."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -81,7 +81,7 @@ class FileRendezvous:
 
 
 class UnixStar:
-    """A `raycollect.model.Exchange` over Unix sockets, rank 0 in the middle.
+    """A `raycollect.contracts.Exchange` over Unix sockets, rank 0 in the middle.
 
     Stands for the star over TCP that relays arrivals for backends without a door of their own; it is faster than that.
     """

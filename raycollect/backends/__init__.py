@@ -1,6 +1,6 @@
 """The backends: what each can do, whether it is installed, and how to load it.
 
-A backend is a factory (see `raycollect.model.CommunicatorFactory`) and a line of the capability table; names are
+A backend is a factory (see `raycollect.contracts.CommunicatorFactory`) and a line of the capability table; names are
 case-insensitive. Lines come with this package, by `register`, and from installed packages: the entry point group
 `raycollect.backends` maps a name to a `Capabilities`, and is read when a name is asked for that is not in the table.
 `torch:<name>` is any backend of `torch.distributed`. Importing this package loads none of them.
@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
+from raycollect.contracts import CommunicatorFactory
 from raycollect.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -20,7 +21,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import CommunicatorFactory, OpKind
+from raycollect.model import OpKind
 
 from .capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment, SegmentSource
+from raycollect.contracts import SegmentSource
+from raycollect.model import BufferRef, Kernel, Launch, OpKind, Segment
 
 from ._directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
 from ._in_place import Blocks, Work, root_of

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raycollect.contracts import SegmentSource
 from raycollect.errors import InternalError
-from raycollect.model import BufferRef, Segment, SegmentSource
+from raycollect.model import BufferRef, Segment
 
 from .arrays import Array
 

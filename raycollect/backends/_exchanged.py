@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raycollect.contracts import Exchange
 from raycollect.errors import GroupBrokenError, PlanAbortedError
-from raycollect.model import Exchange, GroupSpec, Kernel, Launch
+from raycollect.model import GroupSpec, Kernel, Launch
 
 __all__ = ["Exchanged"]
 
 
 class Exchanged:
-    """The part of a communicator that needs no library; see `raycollect.model.Communicator`."""
+    """The part of a communicator that needs no library; see `raycollect.contracts.Communicator`."""
 
     def __init__(self, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         self.rank = rank

@@ -11,8 +11,9 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+from raycollect.contracts import Rendezvous
 from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, RaycollectError
-from raycollect.model import GroupSpec, ReduceOp, Rendezvous
+from raycollect.model import GroupSpec, ReduceOp
 
 from .arrays import Array
 

@@ -23,8 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from raycollect import memfd
+from raycollect.contracts import Rendezvous
 from raycollect.errors import BackendUnavailableError
-from raycollect.model import GroupSpec, Rendezvous
+from raycollect.model import GroupSpec
 
 JOIN_TIMEOUT_S = 45.0  # less than the minute of a declaration, which then hears who was waited for
 """How long the members of a group may take to come together."""

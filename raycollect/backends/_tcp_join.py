@@ -27,8 +27,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from raycollect import sockets
+from raycollect.contracts import Rendezvous
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError
-from raycollect.model import GroupSpec, Rendezvous
+from raycollect.model import GroupSpec
 
 __all__ = ["HELLO_TIMEOUT_S", "join"]
 

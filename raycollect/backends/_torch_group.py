@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed
 from torch.distributed import distributed_c10d
 
+from raycollect.contracts import Rendezvous
 from raycollect.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -23,7 +24,7 @@ from raycollect.errors import (
     InvalidGroupError,
     RaycollectError,
 )
-from raycollect.model import GroupSpec, Rendezvous
+from raycollect.model import GroupSpec
 
 from .capabilities import BUILT_IN, TORCH_PREFIX, torch_line
 

@@ -21,22 +21,13 @@ from typing import Any
 import numpy as np
 
 from raycollect import backends
+from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
     Violation,
     refusal,
 )
-from raycollect.model import (
-    Completion,
-    Exchange,
-    GroupSpec,
-    Kernel,
-    Launch,
-    OpKind,
-    ReduceOp,
-    Rendezvous,
-    SegmentSource,
-)
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from ._exchanged import Exchanged
 from .arrays import Array
@@ -124,7 +115,7 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """The factory of communicators over one class; see `raycollect.model.CommunicatorFactory`.
+    """The factory of communicators over one class; see `raycollect.contracts.CommunicatorFactory`.
 
     Attributes:
         group_cls: The class.

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from raycollect.model import CommunicatorFactory, OpKind, ReduceOp
+from raycollect.contracts import CommunicatorFactory
+from raycollect.model import OpKind, ReduceOp
 
 __all__ = ["BUILT_IN", "TORCH_PREFIX", "Capabilities", "torch_line"]
 

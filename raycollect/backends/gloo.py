@@ -34,22 +34,13 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
     RaycollectError,
 )
-from raycollect.model import (
-    Completion,
-    Exchange,
-    GroupSpec,
-    Kernel,
-    Launch,
-    OpKind,
-    ReduceOp,
-    Rendezvous,
-    SegmentSource,
-)
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from ._exchanged import Exchanged
 from ._gloo_link import GlooLibrary, GlooLink, is_native

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from raycollect.contracts import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -19,17 +20,7 @@ from raycollect.errors import (
     InternalError,
     PlanAbortedError,
 )
-from raycollect.model import (
-    Communicator,
-    Completion,
-    Exchange,
-    GroupSpec,
-    Kernel,
-    Launch,
-    OpKind,
-    Rendezvous,
-    SegmentSource,
-)
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind
 
 from .arrays import Array, Flat
 from .completion import DONE, movement, reduce_op, translated
@@ -147,7 +138,7 @@ class LocalWorld:
 
 
 class LocalCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+    """One rank's membership; see `raycollect.contracts.Communicator`."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank

@@ -15,19 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from raycollect.contracts import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
-from raycollect.model import (
-    PIECES,
-    Communicator,
-    Completion,
-    Exchange,
-    GroupSpec,
-    Kernel,
-    Launch,
-    NoSegments,
-    Rendezvous,
-    SegmentSource,
-)
+from raycollect.model import PIECES, GroupSpec, Kernel, Launch
 
 from ._direct import ALIKE, TOGETHER, Direct
 from ._directory import STAGED, Directory, directory_nbytes
@@ -80,7 +70,7 @@ class _Parts(NamedTuple):
 
 
 class ShmCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+    """One rank's membership; see `raycollect.contracts.Communicator`."""
 
     def __init__(self, spec: GroupSpec, rank: int, segment: mmap.mmap, segments: SegmentSource) -> None:
         self.rank = rank
@@ -90,6 +80,7 @@ class ShmCommunicator:
         self._staged = 0  # the launch whose first kernel was staged, and has not run
         self._lock = threading.Lock()
         self._users = 0
+        self._entered: _Parts | None = None  # from `again` to `end`, by the thread that runs the launch
         self._closed = False
         slots_at = control_nbytes(spec.world_size)
         directory_at = slots_at + slots_nbytes(spec.world_size)
@@ -134,31 +125,32 @@ class ShmCommunicator:
     def again(
         self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
     ) -> Sequence[bytes] | None:
-        """Does what `stage` and `agree` do, for a kernel that was run before; see `model.Again`."""
+        """Does what `stage` and `agree` do, for a kernel that was run before; see `contracts.Again`."""
         until_s = time.monotonic() + launch.timeout_s
-        parts = self._come_in()
-        try:
-            self._stage(parts, launch, kernel, until_s)
-            parts.staged.restart()
-            return parts.meeting.agree_again(launch, arrival, expected, until_s)
-        finally:
-            self._go_out()
+        parts = self._entered = self._entered or self._come_in()
+        self._stage(parts, launch, kernel, until_s)
+        parts.staged.restart()
+        return parts.meeting.agree_again(launch, arrival, expected, until_s)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        until_s = time.monotonic() + launch.timeout_s
-        meeting, staged, direct = self._come_in()
-        try:
-            with translated(kernel.kind, self._group_name, self.rank):
-                is_first, self._staged = self._staged == launch.seq, 0
-                if direct.is_worth(_nbytes(kernel)):
-                    has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
-                    if has_run:
-                        return DONE
-                staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
-        finally:
-            self._go_out()
+        if self._entered is not None:
+            self._launch(self._entered, launch, kernel)
+            return DONE
+        with _Inside(self) as parts:
+            self._launch(parts, launch, kernel)
         return DONE
+
+    def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
+        meeting, staged, direct = parts
+        until_s = time.monotonic() + launch.timeout_s
+        with translated(kernel.kind, self._group_name, self.rank):
+            is_first, self._staged = self._staged == launch.seq, 0
+            if direct.is_worth(_nbytes(kernel)):
+                has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
+                if has_run:
+                    return
+            staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Runs kernels in place, with one meeting for many of them, or staged as if they were one; see `Together`."""
@@ -175,6 +167,12 @@ class ShmCommunicator:
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            try:
+                return entered.meeting.end(launch, ok)
+            finally:
+                self._go_out()
         try:
             with _Inside(self) as parts:
                 return parts.meeting.end(launch, ok)

@@ -34,8 +34,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
-from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, Rendezvous, SegmentSource
+from raycollect.model import GroupSpec, Kernel, Launch
 
 from ._tcp_join import join
 from ._tcp_link import Link
@@ -76,7 +77,7 @@ def create(
 
 
 class TcpCommunicator:
-    """One rank's membership; see `raycollect.model.Communicator`."""
+    """One rank's membership; see `raycollect.contracts.Communicator`."""
 
     def __init__(self, spec: GroupSpec, rank: int, link: Link) -> None:
         self.rank = rank

@@ -23,6 +23,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -30,7 +31,7 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import Completion, Exchange, GroupSpec, Kernel, Launch, OpKind, Rendezvous, SegmentSource
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind
 
 from ._exchanged import Exchanged
 from ._torch_group import make

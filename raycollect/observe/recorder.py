@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from raycollect.model import Clock
+from raycollect.contracts import Clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from raycollect.planner.topology import Roster
 __all__ = ["Packing", "packing", "price", "rivals"]
 
 TOGETHER = frozenset({"shm"})
-"""The backends that run kernels together (`raycollect.model.Together`)."""
+"""The backends that run kernels together (`raycollect.contracts.Together`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

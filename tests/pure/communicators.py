@@ -17,8 +17,9 @@ from typing import Any
 
 from raycollect import backends
 from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.contracts import Communicator, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError
-from raycollect.model import Communicator, GroupSpec, Launch, SegmentSource
+from raycollect.model import GroupSpec, Launch
 from raycollect.pos.segments import Segments
 
 _ids = itertools.count(1)

@@ -20,7 +20,8 @@ import numpy as np
 
 from raycollect import backends, tensors
 from raycollect.backends import arrays
-from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
+from raycollect.contracts import Communicator
+from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import Team
 

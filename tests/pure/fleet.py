@@ -13,21 +13,10 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.contracts import Communicator, Completion, Faults, NoFaults
 from raycollect.errors import KernelError, RefusedError
 from raycollect.executor import POINTS, Execution, Instruments, Outcome
-from raycollect.model import (
-    Communicator,
-    Completion,
-    Faults,
-    GroupSpec,
-    Kernel,
-    Key,
-    Launch,
-    NoFaults,
-    OpKind,
-    ReduceOp,
-    task_key,
-)
+from raycollect.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
 from raycollect.observe import Recorder
 from raycollect.packing import Pool
 from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan

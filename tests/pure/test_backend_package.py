@@ -14,8 +14,9 @@ import pytest
 
 import raycollect
 from raycollect import backends
+from raycollect.contracts import Communicator
 from raycollect.errors import GroupBrokenError
-from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import ThreadTeam
 

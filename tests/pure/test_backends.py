@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from raycollect.backends import folds
+from raycollect.contracts import Communicator
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
-from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import ProcessTeam, Team, ThreadTeam, Worker
 from .conformance import (

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from raycollect.contracts import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, GroupBrokenError, PlanAbortedError
-from raycollect.model import Communicator, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import ThreadTeam
 from .conformance import KINDS, Case, body_cases, check_allreduce, check_cases, run_launch

@@ -20,8 +20,9 @@ from raycollect.backends._directory import GIVES, TAKES, Directory, Places, dire
 from raycollect.backends._joined import Joined
 from raycollect.backends._meeting import Meeting, control_nbytes, prepare
 from raycollect.backends._staged import Staged
+from raycollect.contracts import Communicator, SegmentSource, Together
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
-from raycollect.model import BufferRef, Communicator, Kernel, Launch, OpKind, ReduceOp, Segment, SegmentSource, Together
+from raycollect.model import BufferRef, Kernel, Launch, OpKind, ReduceOp, Segment
 from raycollect.pos.segments import Segments
 
 from .communicators import ThreadTeam

@@ -10,8 +10,9 @@ import pytest
 
 from raycollect import backends
 from raycollect.backends import gloo
+from raycollect.contracts import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError
-from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker
 from .conformance import check_allreduce

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 from raycollect.backends import _segment, _staged, shm
+from raycollect.contracts import Communicator
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
-from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
 from .conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, left_fold, run_launch

@@ -19,6 +19,7 @@ import pytest
 from raycollect.backends import _tcp_join, _tcp_link, _tcp_peer, _tcp_run, tcp
 from raycollect.backends._tcp_link import Link
 from raycollect.backends._tcp_peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, Batch
+from raycollect.contracts import Communicator
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -26,7 +27,7 @@ from raycollect.errors import (
     PlanAbortedError,
     UnsupportedError,
 )
-from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
 from .conformance import DTYPES, bits, check_allreduce, check_cases, every_case, left_fold, run_launch

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from raycollect import backends
+from raycollect.contracts import Communicator
 from raycollect.errors import (
     BackendNotInstalledError,
     CollectiveTimeoutError,
@@ -23,7 +24,7 @@ from raycollect.errors import (
     PlanAbortedError,
     UnsupportedError,
 )
-from raycollect.model import Communicator, GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
 from .conformance import check_allreduce, run_launch

@@ -47,7 +47,6 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.flight import Flight
-from raycollect.gate import Gate
 from raycollect.model import GroupSpec
 from raycollect.peer import Peer
 from raycollect.planner import Ticket, encode_order, encode_program
@@ -335,7 +334,7 @@ def scene(controller: Controller) -> Scene:
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
     found = lease(controller, left, right)
     for one in (left, right):
-        controller._gates[one.spec.group_id] = (Gate(one.spec.group_id, one.spec.world_size, one.spec.name), one)
+        controller._gates.open(one)
         for member in one.members:
             found[member.actor].group_ids.add(one.spec.group_id)
     plans = [

@@ -11,7 +11,7 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.controller import Controller
 from raycollect.errors import KernelError, ProtocolError, from_wire
 from raycollect.flight import Flight
-from raycollect.gate import ALL, Gate
+from raycollect.gate import ALL
 from raycollect.group import Membership
 from raycollect.model import Launch
 from raycollect.peer import Peer
@@ -49,7 +49,7 @@ def lease(controller: Controller, *memberships: Membership) -> dict[str, Peer]:
             info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
             peer = found.setdefault(member.actor, Peer(controller, info, None, lambda actor, payload: None))
             peer.link = peer.link or Line()  # type: ignore[assignment]
-            controller._peers[member.actor_id] = peer
+            controller._peers.add(peer)
     return found
 
 
@@ -68,6 +68,11 @@ def take_off(controller: Controller) -> Flight:
     return controller.take_off(lambda seq: renumbered(flight, seq), flight.plan.width)
 
 
+def crew(controller: Controller, flight: Flight) -> list[Peer]:
+    """The participants of a plan, by position."""
+    return [controller._peers.leased(actor_id, flight.groups) for actor_id in flight.plan.participants]
+
+
 def renumbered(flight: Flight, seq: int) -> Flight:
     return Flight(seq, flight.plan, flight._memberships, dict(flight.refs))
 
@@ -79,7 +84,7 @@ def test_an_answer_at_the_door_comes_in_as_many_parts_as_frames_need(
     controller: Controller, nbytes: int, parts: int
 ) -> None:
     flight = take_off(controller)
-    peers = [controller._peers[actor_id] for actor_id in flight.plan.participants]
+    peers = crew(controller, flight)
     everybody = list(range(4))
     for at, peer in enumerate(peers):
         message = Arrive(group_id="", seq=flight.seq, round=0, ranks=everybody, rank=at, blob=bytes([at]) * nbytes)
@@ -102,7 +107,7 @@ def test_an_answer_at_the_door_comes_in_as_many_parts_as_frames_need(
 
 def test_a_reason_to_abort_is_cut_to_what_can_be_sent(controller: Controller) -> None:
     flight = take_off(controller)
-    peers = [controller._peers[actor_id] for actor_id in flight.plan.participants]
+    peers = crew(controller, flight)
     controller.send(flight, flight.fail(KernelError(detail="x" * 2 * MAX_FRAME_NBYTES)))
     assert [[type(one) for one in said(peer)] for peer in peers] == [[Abort]] * 4
 
@@ -113,7 +118,7 @@ def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
 ) -> None:
     pair = group("pair", (5, 6))
     peers = list(lease(controller, pair).values())
-    controller._gates[pair.spec.group_id] = (Gate(pair.spec.group_id, 2, "pair"), pair)
+    controller._gates.open(pair)
     for call, peer in enumerate(peers, start=3):
         meet = Meet(group_id=pair.spec.group_id, lane=ALL, place="door", call=call, blob=bytes(nbytes))
         controller.received(peer, meet)
@@ -128,4 +133,4 @@ def test_what_is_too_long_and_answers_no_meeting_is_an_error(controller: Control
     pair = group("pair", (5, 6))
     lease(controller, pair)
     with pytest.raises(ProtocolError, match="Abort has"):
-        controller._relay(pair, [(0, Abort(seq=1, reason="x" * MAX_FRAME_NBYTES))])
+        controller._gates.relay(pair, [(0, Abort(seq=1, reason="x" * MAX_FRAME_NBYTES))])

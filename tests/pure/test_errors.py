@@ -6,8 +6,9 @@ import copy
 import inspect
 import pickle
 import re
+import traceback
 from dataclasses import MISSING, asdict, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgpack
 import pytest
@@ -168,10 +169,34 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes() -> None:
     assert drawn == {(cls.__name__, cls.__bases__[0].__name__) for cls in CLASSES}
 
 
+def _all_below(cls: type[RaycollectError]) -> set[type[RaycollectError]]:
+    return {cls}.union(*(_all_below(sub) for sub in cls.__subclasses__()))
+
+
 def test_every_error_is_public() -> None:
-    assert {cls.__name__ for cls in CLASSES} <= set(errors.__all__)
-    for name in errors.__all__:
-        assert hasattr(errors, name)
+    ours = {cls for cls in _all_below(RaycollectError) if cls.__module__.startswith("raycollect.")}
+    assert set(CLASSES) == ours
+    assert {cls.__name__ for cls in ours} <= set(errors.__all__)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_a_name_is_known_by_the_public_module(name: str) -> None:
+    value = getattr(errors, name)
+    assert (value.__module__, value.__name__) == ("raycollect.errors", name)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_tracebacks_and_pickles_name_the_public_module_alone(cls: type[RaycollectError]) -> None:
+    error = _sample(cls)
+    assert traceback.format_exception_only(error)[0].startswith(f"raycollect.errors.{cls.__name__}: ")
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert b"raycollect.errors._" not in pickle.dumps(error, protocol)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_types_of_fields_are_found(cls: type[RaycollectError]) -> None:
+    hints = get_type_hints(cls)
+    assert {f.name for f in fields(cls)} <= set(hints)
 
 
 # ---------------------------------------------------------------------------------------------- refusals

@@ -12,6 +12,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.contracts import NoFaults
 from raycollect.door import Arrival, Spec, encode_arrival
 from raycollect.errors import (
     InternalError,
@@ -20,7 +21,7 @@ from raycollect.errors import (
     TensorDirtyError,
 )
 from raycollect.executor import POINTS
-from raycollect.model import Kernel, Key, Launch, NoFaults, OpKind
+from raycollect.model import Kernel, Key, Launch, OpKind
 from raycollect.observe import Event, Recorder
 from raycollect.planner import Request, plan
 

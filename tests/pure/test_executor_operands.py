@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
+from raycollect.contracts import NoFaults
 from raycollect.errors import (
     KernelError,
     MismatchError,
@@ -21,7 +22,7 @@ from raycollect.errors import (
     TensorDirtyError,
     UnsupportedError,
 )
-from raycollect.model import NoFaults, OpKind, ReduceOp
+from raycollect.model import OpKind, ReduceOp
 
 from .fleet import FailAt, Fleet, MakeFleet, contain, numbers
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from raycollect.contracts import Communicator
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.launches import Launches
-from raycollect.model import Communicator, GroupSpec, Launch, OpKind, ReduceOp
+from raycollect.model import GroupSpec, Launch, OpKind, ReduceOp
 from raycollect.planner import Request, Roster, Topology, plan
 
 TIMEOUT_S = 3.0

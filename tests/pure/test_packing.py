@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from raycollect import backends, tensors
 from raycollect.backends import arrays
-from raycollect.model import PIECES, Communicator, Kernel, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.contracts import Communicator
+from raycollect.model import PIECES, Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.packing import Block, Item, Packed, Pool, room, size_of
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered

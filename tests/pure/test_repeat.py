@@ -14,6 +14,7 @@ import pytest
 
 from raycollect import tensors
 from raycollect.backends import arrays
+from raycollect.contracts import Communicator
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -27,7 +28,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.executor import Execution, Instruments
-from raycollect.model import Communicator, OpKind, ReduceOp
+from raycollect.model import OpKind, ReduceOp
 from raycollect.observe import Recorder
 from raycollect.pos import Store, store
 from raycollect.repeat import Repeat

@@ -95,8 +95,8 @@ class Fleet:
         groups = (beside.left, beside.right) if beside else (group("left", (5, 6, 7)), group("right", (8, 7)))
         left, right = self.left, self.right = groups
         found = lease(controller, left, right)
-        controller._named |= {"left": left, "right": right}
         for membership in (left, right):
+            controller._groups.add(membership)
             for member in membership.members:
                 found[member.actor].group_ids.add(membership.spec.group_id)
         first = plan([asked(left, (0, 1, 2)).request()], [left.roster])
@@ -111,7 +111,7 @@ class Fleet:
         ]
         homes = [(left, member) for member in left.members] + [(right, right.members[0])]
         self.course = Course.of(self.stages, participants, homes, frozenset([key(9)]))
-        self.peers = [controller._peers[one] for one in participants]
+        self.peers = [controller._peers.leased(one, groups) for one in participants]
         self.bell = Bell()
         keys = [key(at) for at in range(5)]
         self.runs = Runs(
@@ -637,6 +637,7 @@ def test_what_nobody_has_is_closed_by_the_next_plan_once_it_is_idle(fleet: Fleet
     controller.hold(fleet.left)
     controller.forsake(fleet.runs, (fleet.left,))
     assert not fleet.runs.is_closed
+    assert controller._groups.in_use == {fleet.left.spec.group_id}
     other.begin().abort(PlanAbortedError(detail="the end"))
     assert not fleet.runs.is_closed, "a run is under way"
     for at in range(4):
@@ -646,7 +647,7 @@ def test_what_nobody_has_is_closed_by_the_next_plan_once_it_is_idle(fleet: Fleet
     Fleet(controller, beside=fleet).begin().abort(PlanAbortedError(detail="the end"))
     assert fleet.runs.is_closed
     assert flight.error is None
-    assert list(controller._unheld) == [fleet.left]
+    assert controller._groups.in_use == set()
 
 
 def test_a_closed_controller_runs_nothing(fleet: Fleet) -> None:

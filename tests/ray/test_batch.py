@@ -13,7 +13,8 @@ import ray
 
 import raycollect as col
 from raycollect import batches, errors
-from raycollect.controller import DERIVED_LIMIT, Controller
+from raycollect.controller import Controller
+from raycollect.memberships import DERIVED_LIMIT
 from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
 from tests.ray.test_store import AsyncActor, wait_until
 from tests.ray.workers import Plain, Worker
@@ -159,7 +160,7 @@ def test_more_derived_groups_than_are_kept_in_one_block(actors):
             col.broadcast_refs([refs[a], refs[b]])
     assert found(refs) == [[1]] * 5
     col.broadcast_refs([refs[4], refs[3]])
-    assert len(Controller.current()._derived) == DERIVED_LIMIT
+    assert len(Controller.current()._groups.derived) == DERIVED_LIMIT
 
 
 def test_async_and_threaded_actors(actors):

@@ -406,7 +406,7 @@ def test_close_lets_go_of_everything(trio, submits):
         step.close()
     assert wait_until(lambda: held_by(trio) == [0] * 3)
     assert wait_until(lambda: held() == before)
-    assert not Controller.current()._in_use
+    assert not Controller.current()._groups.in_use
     with nothing_sent(submits):
         for use in (step.run, step.tensor_infos):
             with pytest.raises(errors.CaptureError, match="closed"):
@@ -440,7 +440,7 @@ def test_a_step_that_nobody_has_is_closed(actors):
     col.barrier("other")
     assert wait_until(lambda: held_by(trio) == [0] * 3)
     col.allreduce_refs(refs[:2])
-    assert not Controller.current()._in_use
+    assert not Controller.current()._groups.in_use
 
 
 def test_derived_groups_are_kept(actors):

@@ -291,7 +291,7 @@ def refused(kind, match, record):
     """A block is refused, and holds no group."""
     with pytest.raises(kind, match=match) as caught, col.capture() as step:
         record(step)
-    assert not Controller.current()._in_use
+    assert not Controller.current()._groups.in_use
     with pytest.raises(errors.CaptureError, match="can't run"):
         step.run()
     return caught.value

@@ -227,18 +227,19 @@ def test_destroying_leaves_the_actors_and_frees_the_name(actors):
 
 
 def test_derived_groups_are_cached_and_bounded(actors):
-    from raycollect.controller import DERIVED_LIMIT, Controller
+    from raycollect.controller import Controller
+    from raycollect.memberships import DERIVED_LIMIT
 
     workers = actors(Worker, 3)
     refs = [worker.get_buffer.remote() for worker in workers]
     col.allreduce_refs(refs)
     col.allreduce_refs(refs)
-    assert len(Controller.current()._derived) == 1
+    assert len(Controller.current()._groups.derived) == 1
     pairs = [(i, j, k) for i in range(3) for j in range(3) for k in range(3) if len({i, j, k}) == 3]
     for order in pairs:
         col.broadcast_refs([refs[i] for i in order])
     col.send_ref(refs[0], refs[1])
-    assert len(Controller.current()._derived) == 7 <= DERIVED_LIMIT
+    assert len(Controller.current()._groups.derived) == 7 <= DERIVED_LIMIT
 
 
 def test_nothing_is_left_behind(actors):

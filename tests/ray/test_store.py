@@ -11,6 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import StoreFullError, TensorFreedError
+from tests.lives import lasting
 from tests.ray.workers import Buffers, Plain
 
 
@@ -103,7 +104,7 @@ class Async(col.CollectiveParticipant):
         return self.buffer.copy()
 
 
-KindsActor = ray.remote(Kinds)
+KindsActor = lasting(ray.remote(Kinds))
 AsyncActor = ray.remote(Async)
 
 

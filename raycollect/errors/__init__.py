@@ -1,0 +1,166 @@
+"""Every error that raycollect raises, by whose fault it is and what to do now.
+
+::
+
+    RaycollectError
+    ├── RefusedError              nothing ran, every tensor is untouched, the group works on
+    │   ├── ForeignRefError           a ref that no actor method returned
+    │   ├── NotAParticipantError      its actor lacks the mixin
+    │   ├── NotAMemberError           its actor is outside the group
+    │   ├── DuplicateActorError       two refs of one actor
+    │   ├── MissingMemberError        a member without a ref
+    │   ├── NotATensorError           the ref holds something else
+    │   ├── MismatchError             the ranks disagree
+    │   ├── ReadOnlyError             an operand may not be written
+    │   ├── AliasError                operands overlap in memory
+    │   ├── InvalidArgumentError      a root, a rank, a reduce op or a time limit that makes no sense
+    │   ├── UnsupportedError          this backend or numpy has no meaning for it
+    │   ├── TensorFreedError          used after it was freed
+    │   ├── TensorLostError           the process that held it is gone
+    │   ├── TensorDirtyError          a failed collective left it half-written
+    │   ├── ProducerFailedError       the method that should have returned it raised
+    │   └── AllocationError           no memory for an output or a staging buffer
+    ├── GroupError                the group, not an operand
+    │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
+    │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
+    ├── ControlError              who may drive whom
+    │   └── ControllerConflictError   SelfDrivenError   RayClientError
+    ├── FaultError                something failed while a plan was in flight
+    │   ├── ParticipantDiedError   ActorGoneError   CollectiveTimeoutError
+    │   ├── PlanAbortedError   DispatchError   KernelError
+    │   └── MethodError               a method that a captured step calls raised
+    ├── ChannelError              the control plane
+    │   └── ProtocolError   AuthenticationError   ConnectionLostError
+    ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
+    ├── CaptureError              a captured step was used where it can't be
+    │   └── CaptureBrokenError        one of its runs failed: there will be no others
+    ├── StoreFullError            the object store of a participant can't take more
+    ├── ArenaFullError            the shared memory for tensors can't take more
+    └── InternalError             our bug: please report it
+
+Errors are values: their fields are public, the message is built from the fields, they survive pickling and they
+cross the channel as plain msgpack (`to_wire`, `from_wire`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar as ClassVar  # annotations of the errors are looked up among the names of this module
+
+from raycollect.errors._base import RaycollectError
+from raycollect.errors._base import _rebuild as _rebuild
+from raycollect.errors._channel import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
+from raycollect.errors._faults import (
+    ActorGoneError,
+    CollectiveTimeoutError,
+    DispatchError,
+    FaultError,
+    KernelError,
+    MethodError,
+    ParticipantDiedError,
+    PlanAbortedError,
+)
+from raycollect.errors._forms import brief, from_wire, to_wire
+from raycollect.errors._groups import (
+    BackendNotInstalledError,
+    BackendUnavailableError,
+    ControlError,
+    ControllerConflictError,
+    GroupBrokenError,
+    GroupError,
+    GroupExistsError,
+    InvalidGroupError,
+    RayClientError,
+    SelfDrivenError,
+    UnknownBackendError,
+    UnknownGroupError,
+)
+from raycollect.errors._others import (
+    ArenaFullError,
+    BatchError,
+    CaptureBrokenError,
+    CaptureError,
+    InternalError,
+    StoreFullError,
+)
+from raycollect.errors._refused import REFUSALS as REFUSALS
+from raycollect.errors._refused import (
+    AliasError,
+    AllocationError,
+    DuplicateActorError,
+    ForeignRefError,
+    InvalidArgumentError,
+    MismatchError,
+    MissingMemberError,
+    NotAMemberError,
+    NotAParticipantError,
+    NotATensorError,
+    ProducerFailedError,
+    ReadOnlyError,
+    RefusedError,
+    TensorDirtyError,
+    TensorFreedError,
+    TensorLostError,
+    UnsupportedError,
+    Violation,
+    refusal,
+)
+
+__all__ = [
+    "ActorGoneError",
+    "AliasError",
+    "AllocationError",
+    "ArenaFullError",
+    "AuthenticationError",
+    "BackendNotInstalledError",
+    "BackendUnavailableError",
+    "BatchError",
+    "CaptureBrokenError",
+    "CaptureError",
+    "ChannelError",
+    "CollectiveTimeoutError",
+    "ConnectionLostError",
+    "ControlError",
+    "ControllerConflictError",
+    "DispatchError",
+    "DuplicateActorError",
+    "FaultError",
+    "ForeignRefError",
+    "GroupBrokenError",
+    "GroupError",
+    "GroupExistsError",
+    "InternalError",
+    "InvalidArgumentError",
+    "InvalidGroupError",
+    "KernelError",
+    "MethodError",
+    "MismatchError",
+    "MissingMemberError",
+    "NotAMemberError",
+    "NotAParticipantError",
+    "NotATensorError",
+    "ParticipantDiedError",
+    "PlanAbortedError",
+    "ProducerFailedError",
+    "ProtocolError",
+    "RayClientError",
+    "RaycollectError",
+    "ReadOnlyError",
+    "RefusedError",
+    "SelfDrivenError",
+    "StoreFullError",
+    "TensorDirtyError",
+    "TensorFreedError",
+    "TensorLostError",
+    "UnknownBackendError",
+    "UnknownGroupError",
+    "UnsupportedError",
+    "Violation",
+    "brief",
+    "from_wire",
+    "refusal",
+    "to_wire",
+]
+
+for _name in (*__all__, "_rebuild"):
+    globals()[_name].__module__ = __name__  # where users find it; tracebacks and pickles name no room
+del _name

@@ -1,0 +1,110 @@
+"""What fails while a plan is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycollect.errors._base import RaycollectError, summary
+
+
+@dataclass(eq=False, kw_only=True)
+class FaultError(RaycollectError):
+    """Something failed while a plan was in flight.
+
+    Attributes:
+        op: The operation.
+        group_name: The group.
+        rank: The rank at fault; -1 where there is none.
+        actor: The actor of that rank.
+        detail: What happened.
+        story: The tail of the participant's recorder, oldest first.
+    """
+
+    op: str = ""
+    group_name: str = ""
+    rank: int = -1
+    actor: str = ""
+    detail: str = ""
+    story: tuple[str, ...] = ()
+    cure: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        where = self.op or "a plan"
+        if self.group_name or not self.op:
+            where += f" on group {self.group_name!r}"
+        who = f", rank {self.rank}" if self.rank >= 0 else ""
+        who += f" ({self.actor})" if self.actor else ""
+        text = f"{where}{who}: {self.detail or summary(type(self))}"
+        if self.story:
+            text += "".join(f"\n  | {line}" for line in self.story)
+        return f"{text}\nWhat to do: {self.cure}." if self.cure else text
+
+
+class ParticipantDiedError(FaultError):
+    """The process of a participant ended."""
+
+    cure = "destroy the group and declare it again over living actors; the survivors are unharmed"
+
+
+class ActorGoneError(FaultError):
+    """An actor is dead already, often because its last handle was dropped."""
+
+    cure = "keep a handle of the actor as long as its refs are used"
+
+
+@dataclass(eq=False, kw_only=True)
+class CollectiveTimeoutError(FaultError):
+    """Not everyone came in time.
+
+    Attributes:
+        missing: The ranks that had not arrived.
+        timeout_s: The limit, in seconds.
+    """
+
+    missing: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
+
+
+class PlanAbortedError(FaultError):
+    """The plan was aborted because another rank or the driver failed, or it was cancelled."""
+
+
+class DispatchError(FaultError):
+    """The plan could not be submitted to every participant; it was aborted everywhere."""
+
+    cure = "see the cause; no kernel ran and the group works on"
+
+
+class KernelError(FaultError):
+    """A communication library failed in mid-kernel; tensors that it was writing are dirty."""
+
+
+@dataclass(eq=False, kw_only=True)
+class MethodError(FaultError):
+    """A method that a captured step calls raised, or returned what a run can't give back; `op` is its name.
+
+    Attributes:
+        call: The place of the call among all calls of the step, from 0.
+        raised: The type of the exception, as ``"ValueError"``; empty: it returned what can't be given back.
+        trace: The end of its traceback, as text.
+    """
+
+    call: int = -1
+    raised: str = ""
+    trace: str = ""
+    cure = "mend the method, close the step and capture it again; on this actor collectives before the call are done"
+
+    def __str__(self) -> str:
+        who = f" of {self.actor}" if self.actor else ""
+        what = f"raised {self.raised}: {self.detail}" if self.raised else f"returned {self.detail}"
+        text = f"call {self.call} of the step, {self.op}{who}, {what}"
+        if self.trace:
+            text += "".join(f"\n  | {line}" for line in self.trace.splitlines())
+        return f"{text}\nWhat to do: {self.cure if self.raised else _RETURN_PLAIN}."
+
+
+_RETURN_PLAIN = (
+    "let the step return plain values and arrays, read other things with an ordinary method, and capture it again"
+)

@@ -1,0 +1,55 @@
+"""Errors in other forms: in one line, and as plain values that cross the channel."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import Any
+
+from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused
+from raycollect.errors._base import RaycollectError
+from raycollect.errors._channel import ProtocolError
+from raycollect.errors._refused import RefusedError, Violation
+
+_ERRORS: dict[str, type[RaycollectError]] = {
+    name: value
+    for room in (_base, _refused, _groups, _faults, _channel, _others)
+    for name, value in vars(room).items()
+    if isinstance(value, type) and issubclass(value, RaycollectError)
+}
+"""Type on the wire -> class."""
+
+
+def brief(error: RaycollectError) -> str:
+    """An error in one line: its type, what failed and where; without the traceback, and what to do."""
+    if isinstance(error, RefusedError) and error.violations:
+        more = len(error.violations) - 1
+        text = f"{error.op} was refused: {error.violations[0]}" + (f", and {more} more" if more else "")
+    else:
+        text = str(error)
+    return f"{type(error).__name__}: {text.partition(chr(10))[0]}"
+
+
+def to_wire(error: RaycollectError) -> dict[str, Any]:
+    """Turns an error into plain values for msgpack; the inverse of `from_wire`."""
+    values = {f.name: getattr(error, f.name) for f in fields(error)}
+    if "violations" in values:
+        values["violations"] = [asdict(violation) for violation in values["violations"]]
+    return {"type": type(error).__name__, "fields": values}
+
+
+def from_wire(value: dict[str, Any]) -> RaycollectError:
+    """Builds the error that `to_wire` described.
+
+    Raises:
+        ProtocolError: The value describes no error of this package.
+    """
+    try:
+        cls = _ERRORS.get(value["type"])
+        if cls is None:
+            raise ProtocolError(detail=f"unknown error type {value['type']!r}")
+        values = {name: tuple(v) if isinstance(v, list) else v for name, v in value["fields"].items()}
+        if "violations" in values:
+            values["violations"] = tuple(Violation(**violation) for violation in values["violations"])
+        return cls(**values)
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise ProtocolError(detail=f"malformed error on the wire: {exc}") from exc

@@ -1,0 +1,116 @@
+"""What is wrong with a group, and who may drive whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycollect.errors._base import RaycollectError, summary
+
+
+@dataclass(eq=False, kw_only=True)
+class GroupError(RaycollectError):
+    """Something is wrong with the group itself.
+
+    Attributes:
+        group_name: The group's name.
+        detail: What is wrong.
+    """
+
+    group_name: str
+    detail: str = ""
+    cure: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        text = f"group {self.group_name!r}: {self.detail or summary(type(self))}"
+        return f"{text}\nWhat to do: {self.cure}." if self.cure else text
+
+
+class UnknownGroupError(GroupError):
+    """No group of that name is declared in this process."""
+
+    cure = (
+        "declare_collective_group(actors, group_name=...) first; on the driver group_name may be left out, to derive a "
+        "group from the refs; inside the members init_collective_group does as well"
+    )
+
+
+class GroupExistsError(GroupError):
+    """A group of that name is declared already."""
+
+    cure = "destroy_collective_group(name) first, or choose another name"
+
+
+class InvalidGroupError(GroupError, ValueError):
+    """The actors, ranks, world size or options can't form a group; a ValueError as well."""
+
+
+class GroupBrokenError(GroupError):
+    """A member died or a collective failed in mid-kernel, so this group can't communicate any more."""
+
+    cure = "destroy_collective_group(name) and declare it again over living actors"
+
+
+class UnknownBackendError(GroupError, ValueError):
+    """No backend of that name exists; a ValueError as well."""
+
+
+class BackendNotInstalledError(GroupError):
+    """The library that a backend needs is not installed."""
+
+
+class BackendUnavailableError(GroupError):
+    """The backend can't serve these members."""
+
+
+# ---------------------------------------------------------------------------------------------- control
+
+
+class ControlError(RaycollectError):
+    """Who may drive whom."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ControllerConflictError(ControlError):
+    """A participant is leased to another controlling process.
+
+    Attributes:
+        actor: The participant.
+        holder: The process that drives it now.
+    """
+
+    actor: str
+    holder: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.actor} is driven by another controller: {self.holder}.\n"
+            "What to do: let that process destroy its groups (or end), or drive the actor from there."
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class SelfDrivenError(ControlError):
+    """An actor asked for a plan in which it takes part itself; it would wait for itself for ever.
+
+    Attributes:
+        actor: The actor.
+    """
+
+    actor: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.actor} drives a plan in which it takes part: its own method would have to end first.\n"
+            "What to do: call from the driver or from another actor, or use the imperative API inside the members."
+        )
+
+
+class RayClientError(ControlError):
+    """Ray Client (ray://) has no ObjectRef ids and no way to reach the participants."""
+
+    def __str__(self) -> str:
+        return (
+            "raycollect can't work through Ray Client (ray://): the driver must be a process of the cluster.\n"
+            "What to do: run the script on a cluster node (ray job submit), with ray.init(address='auto')."
+        )

@@ -1,0 +1,111 @@
+"""Batches and captured steps used where they can't be, memory that is full, and our own bugs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycollect.errors._base import RaycollectError
+
+
+@dataclass(eq=False, kw_only=True)
+class BatchError(RaycollectError):
+    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it.
+
+    Attributes:
+        detail: What was used, and what to do.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+@dataclass(eq=False, kw_only=True)
+class CaptureError(RaycollectError):
+    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it.
+
+    Attributes:
+        detail: What was used, and what to do.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+@dataclass(eq=False, kw_only=True)
+class CaptureBrokenError(CaptureError):
+    """A run of a captured step failed before: its values may be half-made, so that it does not run again.
+
+    The error of that run is its cause.
+
+    Attributes:
+        why: How that run failed, in one line; see `brief`.
+    """
+
+    why: str = ""
+    cure: ClassVar[str] = (
+        "mend the cause, bring the actors to a state that you know, close the step and capture it again"
+    )
+
+    def __str__(self) -> str:
+        return f"{self.detail}: {self.why}\nWhat to do: {self.cure}."
+
+
+@dataclass(eq=False, kw_only=True)
+class StoreFullError(RaycollectError):
+    """The Python Object Store can't take more.
+
+    Attributes:
+        limit: How many entries it may hold.
+    """
+
+    limit: int
+
+    def __str__(self) -> str:
+        return (
+            f"the Python Object Store holds {self.limit} tensors, its limit while this Ray can't tell when a ref is "
+            "gone.\nWhat to do: raycollect.free(refs) what is no longer used."
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class ArenaFullError(RaycollectError, MemoryError):
+    """The shared memory of this process for tensors can't take more; a MemoryError as well.
+
+    Attributes:
+        nbytes: How many bytes were asked for.
+        in_use: How many tensors take.
+        limit: How many they may take.
+        detail: What the system said, where the limit is not what was in the way.
+    """
+
+    nbytes: int
+    in_use: int
+    limit: int
+    detail: str = ""
+
+    def __str__(self) -> str:
+        why = self.detail or f"tensors take {self.in_use} of at most {self.limit} bytes"
+        return (
+            f"the arena has no room for {self.nbytes} bytes in one piece: {why}.\n"
+            "What to do: let go of tensors that are not used any more, raise RAYCOLLECT_ARENA_LIMIT before the process "
+            "starts, or make this tensor in ordinary memory (numpy.empty)."
+        )
+
+
+@dataclass(eq=False, kw_only=True)
+class InternalError(RaycollectError):
+    """A bug of raycollect.
+
+    Attributes:
+        detail: What was found.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.detail} (this is a bug of raycollect: please report it)"

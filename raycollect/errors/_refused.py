@@ -1,0 +1,210 @@
+"""Refusals: nothing ran, every tensor is untouched, the group works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycollect.errors._base import RaycollectError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """One reason why a plan was refused.
+
+    Attributes:
+        kind: A key of the table `REFUSALS`, such as ``"mismatch"``.
+        rank: The rank whose operand is at fault; -1 where it is nobody's.
+        field: What is wrong with it: ``"shape"``, ``"dtype"``, ``"ref"``, ...
+        found: What was found.
+        expected: What would have been right.
+        actor: The actor of that rank, as ``Class(id)``.
+        ref: The hexadecimal id of the ObjectRef.
+        call: Which call of a batch or of a captured step, counted from 0; -1 where there is but one.
+        is_step: Whether the call is counted among all of a captured step, those of methods too.
+        value: What is at fault where it has no ref: what a call of a captured step gave.
+    """
+
+    kind: str
+    rank: int
+    field: str
+    found: str
+    expected: str = ""
+    actor: str = ""
+    ref: str = ""
+    call: int = -1
+    is_step: bool = False
+    value: str = ""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}" if self.rank >= 0 else "the call"
+        if self.actor:
+            who += f" ({self.actor})"
+        if self.ref:
+            who += f", ref {self.ref}"
+        if self.value:
+            who += f", {self.value}"
+        if self.call >= 0:
+            who = f"call {self.call} of the {'step' if self.is_step else 'batch'}, {who}"
+        text = f"{who}: {self.field} is {self.found}"
+        return f"{text}, expected {self.expected}" if self.expected else text
+
+
+@dataclass(eq=False, kw_only=True)
+class RefusedError(RaycollectError):
+    """The plan was refused before anything ran; tensors are untouched and the group works on.
+
+    Attributes:
+        op: The operation asked for, such as ``"allreduce"``.
+        group_name: The group it was asked of.
+        violations: Every reason, not only the first.
+    """
+
+    op: str
+    group_name: str
+    violations: tuple[Violation, ...]
+    cure: ClassVar[str] = "correct the operands and call again; no tensor was touched"
+
+    def __str__(self) -> str:
+        listed = "".join(f"\n  - {violation}" for violation in self.violations)
+        where = f" on group {self.group_name!r}" if self.group_name else ""
+        return f"{self.op}{where} was refused:{listed}\nWhat to do: {self.cure}."
+
+
+class ForeignRefError(RefusedError):
+    """A ref that was not returned by an actor method."""
+
+    cure = (
+        "pass the ObjectRef that a method of a CollectiveParticipant returned: not its value, and no ref of ray.put or "
+        "of a task"
+    )
+
+
+class NotAParticipantError(RefusedError):
+    """An actor without the mixin."""
+
+    cure = "let the actor's class inherit raycollect.CollectiveParticipant"
+
+
+class NotAMemberError(RefusedError):
+    """A ref whose actor is outside the group."""
+
+    cure = "pass refs of the group's members, or declare a group that holds this actor"
+
+
+class DuplicateActorError(RefusedError):
+    """Two refs of one actor where each rank has one operand."""
+
+    cure = "pass exactly one ref per actor"
+
+
+class MissingMemberError(RefusedError):
+    """A member of the group without a ref."""
+
+    cure = "pass one ref for each rank of the group, or declare a smaller group"
+
+
+class NotATensorError(RefusedError):
+    """A ref whose value is no tensor kept in the Python Object Store."""
+
+    cure = (
+        "give a numpy array or a torch tensor (or a list, tuple or dict of them); a ref's is returned by a method that "
+        "is not marked by_value"
+    )
+
+
+class MismatchError(RefusedError):
+    """The ranks disagree about what to do."""
+
+    cure = "make op, reduce op, root, dtype and shape equal on all ranks; no tensor was touched"
+
+
+class ReadOnlyError(RefusedError):
+    """An operand that would be written is read-only."""
+
+    cure = "return a writable array (Ray's arguments are read-only views: copy them), or pass inplace=False"
+
+
+class AliasError(RefusedError):
+    """Operands overlap in memory, so that the result would be undefined."""
+
+    cure = "use separate buffers for operands that the plan writes"
+
+
+class InvalidArgumentError(RefusedError, ValueError):
+    """An argument that makes no sense: a root, a rank, a reduce op, a time limit; a ValueError as well."""
+
+    cure = "correct that argument and call again; no tensor was touched"
+
+
+class UnsupportedError(RefusedError):
+    """Neither the backend nor numpy has a meaning for it."""
+
+    cure = "choose another operation, reduce op, dtype, device or backend"
+
+
+class TensorFreedError(RefusedError):
+    """A tensor that was used after it was freed."""
+
+    cure = "call the producing method again, or free it later"
+
+
+class TensorLostError(RefusedError):
+    """A tensor whose holder is gone, was restarted, or never ran the method."""
+
+    cure = "call the producing method again"
+
+
+class TensorDirtyError(RefusedError):
+    """A tensor that a failed collective left half-written."""
+
+    cure = "write it whole again (a collective that overwrites it, or raycollect.mark_written inside its actor)"
+
+
+class ProducerFailedError(RefusedError):
+    """The method that should have returned an operand raised; its exception is the cause of this one."""
+
+    cure = "see the cause; the other ranks did nothing and go on"
+
+
+class AllocationError(RefusedError):
+    """An output or a staging buffer could not be had."""
+
+    cure = "free memory on that participant, or use smaller tensors"
+
+
+REFUSALS: dict[str, type[RefusedError]] = {
+    "foreign": ForeignRefError,
+    "not_participant": NotAParticipantError,
+    "not_member": NotAMemberError,
+    "duplicate": DuplicateActorError,
+    "missing": MissingMemberError,
+    "not_tensor": NotATensorError,
+    "mismatch": MismatchError,
+    "read_only": ReadOnlyError,
+    "alias": AliasError,
+    "argument": InvalidArgumentError,
+    "unsupported": UnsupportedError,
+    "freed": TensorFreedError,
+    "lost": TensorLostError,
+    "dirty": TensorDirtyError,
+    "producer_failed": ProducerFailedError,
+    "allocation": AllocationError,
+}
+"""Violation.kind -> the leaf that is raised when every violation is of that kind."""
+
+
+def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:
+    """Builds the most specific error for a set of violations.
+
+    Args:
+        op: The operation asked for.
+        group_name: The group it was asked of.
+        violations: At least one.
+
+    Returns:
+        The leaf of the table `REFUSALS` when all violations are of one kind, else `RefusedError` itself.
+    """
+    kinds = {violation.kind for violation in violations}
+    cls = REFUSALS[kinds.pop()] if len(kinds) == 1 else RefusedError
+    return cls(op=op, group_name=group_name, violations=violations)

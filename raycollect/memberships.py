@@ -1,0 +1,310 @@
+"""The groups of a controller: how they are formed and dissolved, which are in use, and which are broken."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+
+from raycollect import backends, costs, plain, ray_internals
+from raycollect.errors import (
+    ActorGoneError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    GroupExistsError,
+    RaycollectError,
+    SelfDrivenError,
+    UnknownGroupError,
+)
+from raycollect.gates import Gates
+from raycollect.group import Declaration, Membership, is_participant
+from raycollect.inner import inner_groups
+from raycollect.model import Member
+from raycollect.peer import Peer
+from raycollect.peers import Peers
+
+__all__ = ["DERIVED_LIMIT", "Memberships"]
+
+_log = logging.getLogger("raycollect")
+
+DERIVED_LIMIT = 16
+"""How many derived groups are kept; the one unused for longest is given back first."""
+
+
+class Memberships:
+    """All groups of one controller, declared and derived. Any thread may call it; one at a time forms or dissolves.
+
+    Args:
+        peers: The controller's participants.
+        gates: Where the groups' members meet.
+        ending: Called as a group ends, before its members hear of it.
+    """
+
+    def __init__(self, peers: Peers, gates: Gates, ending: Callable[[Membership], None]) -> None:
+        self._peers = peers
+        self._gates = gates
+        self._ending = ending
+        self._changing = threading.RLock()  # groups and leases
+        self._named: dict[str, Membership] = {}
+        self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
+        self._in_use: Counter[str] = Counter()  # group id -> how many calls are being recorded that need it
+        self._unheld: deque[Membership] = deque()  # what is to be released
+        self._broken: dict[str, str] = {}  # group id -> why
+        self._actors: dict[str, tuple[Any, ...]] = {}  # group id -> its handles, which keep the actors alive (P5)
+
+    # ------------------------------------------------------------------------------------------ looking them up
+
+    def named(self, name: Any) -> Membership:
+        """A declared group.
+
+        Raises:
+            UnknownGroupError: There is none of that name.
+        """
+        try:
+            return self._named[name]
+        except KeyError:
+            detail = f"not declared; there are {sorted(self._named)}"
+            if not isinstance(name, str):
+                detail = f"a {type(name).__name__} is no group's name; look at the order of the arguments"
+            raise UnknownGroupError(group_name=str(name), detail=detail) from None
+
+    def is_declared(self, name: str) -> bool:
+        """True where a group of that name is declared."""
+        return name in self._named
+
+    def exists(self, membership: Membership) -> bool:
+        """False once the group was destroyed."""
+        return any(m is membership for m in (*self._named.values(), *self._derived.values()))
+
+    @property
+    def derived(self) -> tuple[Membership, ...]:
+        """The derived groups; the one unused for longest comes first."""
+        return tuple(self._derived.values())
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        """The ids of the groups that are held, and not to be released."""
+        return frozenset(self._in_use - Counter(one.spec.group_id for one in tuple(self._unheld)))
+
+    def crew(self, memberships: Iterable[Membership], participants: Sequence[str]) -> list[Peer]:
+        """The leased participants of a plan, or of a captured step, by position.
+
+        Raises:
+            UnknownGroupError: A group was destroyed.
+            GroupBrokenError: A member is gone.
+        """
+        groups = dict.fromkeys(memberships)
+        for membership in groups:
+            name = membership.spec.name
+            if not self.exists(membership):
+                raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
+            broken = self.why_broken(membership)
+            if broken:
+                raise GroupBrokenError(group_name=name, detail=broken)
+        return [self._peers.leased(actor_id, groups) for actor_id in participants]
+
+    # ------------------------------------------------------------------------------------------ broken ones
+
+    def why_broken(self, membership: Membership) -> str:
+        """Why a group can't communicate; empty where it can."""
+        return self._broken.get(membership.spec.group_id, "")
+
+    def breaks(self, group_id: str, why: str) -> None:
+        """A group can't communicate any more; the first reason is kept."""
+        self._broken.setdefault(group_id, why)
+
+    def lost(self, peer: Peer, reason: str) -> None:
+        """A participant's process is gone, and with it all groups that it was in; on the hub's thread."""
+        for group_id in peer.group_ids:
+            self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
+            self._gates.lost(peer, group_id, reason)
+
+    # ------------------------------------------------------------------------------------------ declared ones
+
+    def add(self, membership: Membership, actors: Sequence[Any] = ()) -> None:
+        """Keeps a group under its name, and its actors alive."""
+        self._actors[membership.spec.group_id] = tuple(actors)
+        self._named[membership.spec.name] = membership
+
+    def declare(self, declaration: Declaration) -> Membership:
+        """Forms a named group; returns when every member has joined.
+
+        Raises:
+            GroupExistsError: There is one of that name.
+            GroupError, FaultError: A member is gone, or has not joined in time.
+        """
+        with self._changing:
+            if declaration.name in self._named:
+                self._give_up(declaration.name)
+            membership = self._form(declaration)
+            self.add(membership, declaration.actors)
+            return membership
+
+    def destroy(self, name: str) -> None:
+        """Ends a declared group.
+
+        Raises:
+            UnknownGroupError: There is none of that name.
+        """
+        with self._changing:
+            membership = self.named(name)
+            del self._named[name]
+            self._dissolve(membership)
+
+    def _give_up(self, name: str) -> None:
+        """Ends a declared group that all its members have left.
+
+        Raises:
+            GroupExistsError: Some are members still.
+        """
+        if not self._gates.is_deserted(self._named[name]):
+            raise GroupExistsError(group_name=name)
+        self.destroy(name)
+
+    # ------------------------------------------------------------------------------------------ derived ones
+
+    def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
+        """The group of these actors in this order, formed now or before.
+
+        Raises:
+            GroupError, FaultError: A member is gone, or has not joined in time.
+        """
+        with self._changing:
+            while self._unheld:
+                self.release(self._unheld.popleft())
+            known = self._derived.get(actor_ids)
+            if known is not None and known.spec.group_id not in self._broken:
+                self._derived.move_to_end(actor_ids)
+                return known
+            if known is not None:
+                self._dissolve(self._derived.pop(actor_ids))
+            name = f"derived-{secrets.token_hex(3)}"
+            actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
+            declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
+            membership = self._form(declaration)
+            self._derived[actor_ids] = membership
+            spare = [ids for ids, one in self._derived.items() if not self._in_use[one.spec.group_id]]
+            for ids in spare[: max(len(self._derived) - DERIVED_LIMIT, 0)]:
+                if ids != actor_ids:
+                    self._dissolve(self._derived.pop(ids))
+            return membership
+
+    def hold(self, membership: Membership) -> None:
+        """Keeps a derived group, however long it is unused: a call of it was recorded, which is still to be sent."""
+        with self._changing:
+            self._in_use[membership.spec.group_id] += 1
+
+    def release(self, membership: Membership) -> None:
+        """Ends what `hold` began."""
+        with self._changing:
+            self._in_use.subtract([membership.spec.group_id])
+            self._in_use = +self._in_use
+
+    def release_later(self, memberships: Iterable[Membership]) -> None:
+        """Does what `release` does, when the next group is derived; waits for nobody."""
+        self._unheld.extend(memberships)
+
+    # ------------------------------------------------------------------------------------------ their beginning and end
+
+    def _form(self, declaration: Declaration) -> Membership:
+        deadline_s = monotonic() + declaration.timeout_s
+        me = ray_internals.current_actor_id()
+        for actor in declaration.actors:
+            if me and actor._actor_id.hex() == me:
+                raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
+        if declaration.backend != "auto":
+            backends.get(declaration.backend, declaration.name)  # unknown names are refused before anybody is asked
+        infos = _describe(declaration, deadline_s)
+        members = declaration.ranked(infos)
+        spec = declaration.spec(secrets.token_hex(8), _choose_backend(declaration, members))
+        membership = Membership(spec=spec, members=members, costs=costs.current())
+        actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
+        self._gates.open(membership)
+        try:
+            for info in infos:
+                member = members[membership.rank_of(info["actor_id"])]
+                peer = self._peers.lease(member, actors[member.actor_id], info, deadline_s)
+                peer.group_ids.add(spec.group_id)
+            self._peers.join([membership], deadline_s)
+            membership = self._with_inner(membership, deadline_s)
+        except BaseException:
+            self._dissolve(membership)
+            raise
+        return membership
+
+    def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
+        """The group with those inside it, where plans may go host by host; as it was where these can't be formed."""
+        inner = inner_groups(membership)
+        if not inner:
+            return membership
+        for one in inner:
+            for member in one.members:
+                self._peers.leased(member.actor_id, [one]).group_ids.add(one.spec.group_id)
+        try:
+            self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
+        except RaycollectError as exc:
+            for one in inner:
+                self._part(one)
+            if isinstance(exc, (ActorGoneError, CollectiveTimeoutError)):
+                raise
+            _log.warning("group %r goes without host-by-host plans: %s", membership.spec.name, exc)
+            return membership
+        return replace(membership, inner=inner)
+
+    def _dissolve(self, membership: Membership) -> None:
+        """Ends a group everywhere, and the leases that no other group needs."""
+        self._ending(membership)
+        for one in reversed(membership.tree):
+            self._part(one)
+        self._gates.close(membership)
+        self._actors.pop(membership.spec.group_id, None)
+
+    def _part(self, membership: Membership) -> None:
+        self._peers.part(membership)
+        self._broken.pop(membership.spec.group_id, None)
+
+
+def _describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]]:
+    """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for."""
+    refs = [
+        actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(plain.describe)
+        for actor in declaration.actors
+    ]
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=max(deadline_s - monotonic(), 0))
+    names = [ray_internals.describe_actor(actor) for actor in declaration.actors]
+    if late:
+        missing = tuple(rank for rank, ref in enumerate(refs) if ref in late)
+        raise CollectiveTimeoutError(
+            op="declare",
+            group_name=declaration.name,
+            detail=f"after {declaration.timeout_s:g} s still pending or busy: "
+            + ", ".join(f"rank {rank} ({names[rank]})" for rank in missing),
+            missing=missing,
+            timeout_s=declaration.timeout_s,
+        )
+    infos = []
+    for rank, ref in enumerate(refs):
+        try:
+            info = ray.get(ref)
+            in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
+            infos.append({**info, "ordered": info["ordered"] and in_order})
+        except RayActorError as exc:
+            raise ActorGoneError(
+                op="declare", group_name=declaration.name, rank=rank, actor=names[rank], detail="the actor is dead"
+            ) from exc
+    return infos
+
+
+def _choose_backend(declaration: Declaration, members: tuple[Member, ...]) -> str:
+    machines = [member.machine for member in members]
+    chosen = backends.choose(machines) if declaration.backend == "auto" else declaration.backend
+    backends.check_placement(chosen, machines, declaration.name)
+    return chosen
