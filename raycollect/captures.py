@@ -101,10 +101,10 @@ def decode_fenced(payload: bytes) -> tuple[bytes, int, int, bytes]:
     return capture, seq, predecessor, arguments
 
 
-def open_post(segment: Segment | None, seat: int) -> Post | None:
-    """One's end of a controller's doorbell; None where there is none, or it is out of reach."""
+def open_post(segment: Segment | None, seat: int, *, keeps_core: bool) -> Post | None:
+    """One's end of a controller's doorbell, see `Post`; None where there is none, or it is out of reach."""
     try:
-        return None if segment is None else Post(segment, seat)
+        return None if segment is None else Post(segment, seat, keeps_core=keeps_core)
     except (OSError, ValueError):
         return None
 

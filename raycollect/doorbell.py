@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from raycollect import memfd
 from raycollect.bells import SEM_NBYTES, Bells
-from raycollect.cores import YIELD_S
+from raycollect.cores import YIELD_S, Berth, current_core
 from raycollect.model import Segment
 
 __all__ = ["INLINE_NBYTES", "IN_FLIGHT", "Doorbell", "Entry", "Post"]
@@ -49,6 +49,8 @@ _IN_ORDER = platform.machine() in ("x86_64", "AMD64")
 _BY_CHANNEL = 1 << 63
 """The length of a message that does not."""
 _PRESENT_NBYTES = 8
+_PRESENT = 1
+"""What says that a seat is taken; the core that it is on comes on top, counted from 1."""
 _MORE_BELLS = 2
 """Besides those of the seats: that of the controller, and one that is never rung."""
 _WORDS = _CELL_NBYTES // 8
@@ -248,13 +250,15 @@ class Post:
     Args:
         segment: The controller's `Doorbell.segment`.
         seat: One's own seat.
+        keeps_core: Whether the thread that takes runs may keep to one core, while one soon follows the other: where
+            seats and controller outnumber the cores it then does.
 
     Raises:
         OSError: The controller is gone, or does not let this process see its memory.
         ValueError: There is no such seat.
     """
 
-    def __init__(self, segment: Segment, seat: int) -> None:
+    def __init__(self, segment: Segment, seat: int, *, keeps_core: bool = False) -> None:
         with memfd.opened(segment, _NAME, os.O_RDWR) as fd:
             mapped = mmap.mmap(fd, segment.nbytes)
         seats = _seats_of(segment.nbytes)
@@ -267,7 +271,9 @@ class Post:
         self._number = 1
         self._awake_until_s = 0.0
         self._woken = False
-        self._memory.present[seat] = 1
+        is_crowded = seats > 1 and len(os.sched_getaffinity(0)) <= seats
+        self._berth = Berth() if keeps_core and is_crowded else None
+        self._show(current_core())
 
     def take(self, timeout_s: float) -> Entry | None:
         """Waits for the next run.
@@ -278,6 +284,7 @@ class Post:
         memory, number = self._memory, self._number
         words, cell = memory.words, memory.run(self._seat, number)
         awake_until_s, until_s = self._awake_until_s, 0.0
+        berth = self._berth
         while words[cell] != number:
             if self._woken:
                 self._woken = False
@@ -287,8 +294,12 @@ class Post:
             if now_s >= until_s:
                 return None
             if now_s < awake_until_s:
+                if berth is not None:
+                    self._show(berth.take([max(core - _PRESENT, 0) for core in memory.present], self._seat))
+                    berth = None  # once is enough
                 os.sched_yield()
             else:
+                self._leave()
                 memory.bells.wait(self._seat, min(until_s - now_s, _SLICE_S))
         self._number += 1
         return Entry(number, words[cell + 1], words[cell + 2], memory.read(cell))
@@ -317,8 +328,17 @@ class Post:
         self._memory.bells.ring(self._seat)
 
     def close(self) -> None:
-        """Gives up the seat: nobody waits for its answers."""
+        """Gives up the seat: nobody waits for its answers. Called by the thread that takes runs, or after its end."""
+        self._leave()
         self._memory.present[self._seat] = 0
+
+    def _show(self, core: int) -> None:
+        """Says that the seat is taken, and on which core."""
+        self._memory.present[self._seat] = _PRESENT + core
+
+    def _leave(self) -> None:
+        if self._berth is not None:
+            self._berth.leave()
 
 
 def _seats_of(nbytes: int) -> int:

@@ -280,9 +280,10 @@ class Lease:
         routine, segment, seat = decode_capture(payload)
         here = self._here
         refs = [pinned(value, self._store, here.actor_id, here.actor) for value in values]
-        invoke = invoker([action.method for action in routine.actions if isinstance(action, Invocation)])
+        methods = [action.method for action in routine.actions if isinstance(action, Invocation)]
+        invoke = invoker(methods)
         replay = Replay(routine, refs, invoke, here.instruments, self._communicator)
-        post = open_post(segment, seat)
+        post = open_post(segment, seat, keeps_core=not methods)  # methods, and their threads, go where they like
         try:
             self._captures.add(routine.capture, lambda: Captured(replay, self._desk(), post))
         except RaycollectError:

@@ -155,10 +155,18 @@ class RunFlight(Flight):
 
     def heard(self, position: int, payload: bytes) -> None:
         """A participant has ended it well, and gives this back; any thread."""
-        if position not in self._pending:
+        self._take([(position, payload)])
+
+    def _take(self, answers: Sequence[tuple[int, bytes]]) -> None:
+        """Some have ended it well: (position, what each gives back)."""
+        ended = []
+        for position, payload in answers:
+            if position in self._pending:
+                self.results[position] = payload
+                ended.append(position)
+        if not ended:
             return
-        self.results[position] = payload
-        orders = self.done(position, None, ())
+        orders = super().done(ended[0], None, (), others=ended[1:])
         if orders or not self._pending:
             self._runs.send(self, orders)
 
@@ -178,15 +186,15 @@ class RunFlight(Flight):
 
     def _look(self) -> None:
         """Takes the answers that have come by the doorbell, up to the first that has not."""
-        seats = self._seats
-        while seats:
-            position, seat = seats[0]
-            if position in self._pending:
-                payload = self._runs.answer(seat, self.number)
-                if payload is None:
-                    return
-                self.heard(position, payload)
-            seats = self._seats = seats[1:]
+        seats, came = self._seats, []
+        for position, seat in seats:
+            payload = self._runs.answer(seat, self.number)
+            if payload is None and position in self._pending:
+                break
+            came.append((position, payload or b""))
+        if came:
+            self._take(came)
+            self._seats = seats[len(came) :]
 
     def _settle(self) -> None:
         """Tells the outcome, now that all have ended."""

@@ -10,6 +10,9 @@ A rank that leaves a launch first records how far it came: ``seq << 24 | passed`
 `passed` is the last barrier that it got through (`CLOSED` if it ran everything). Whoever waits for it at a later
 barrier learns that it will not come; whoever is late at a barrier that it got through goes on.
 
+Beside each arrival stands its cell: which of its rank's arrivals it is, and how long. Who comes again with the same
+arrival leaves both as they are, so that the others need not read it to know what it says.
+
 Areas of shared memory (arrivals, slots) are written by one rank and read by others. A rank starts to write its areas
 in a launch only after those who could read them in its earlier launches have closed these ("debts"), which by then is
 nearly always so.
@@ -28,6 +31,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from raycollect.bells import SEM_NBYTES, Bells
 from raycollect.cores import YIELD_S, Seeker
@@ -49,6 +53,9 @@ _ASLEEP = 3
 _SLICE_S = 0.5
 """The longest sleep before the words are looked at again, should a ring ever be lost."""
 _PARITIES = 2
+_LENGTH_BITS = 24
+"""The low bits of an arrival's cell are its length; those above count the arrivals of its rank."""
+_LENGTH = (1 << _LENGTH_BITS) - 1
 
 
 def control_nbytes(world_size: int) -> int:
@@ -60,6 +67,20 @@ def control_nbytes(world_size: int) -> int:
 def prepare(segment: mmap.mmap, world_size: int) -> None:
     """Sets up the bells in fresh zeroed memory; the one process that made it calls this, before any other maps it."""
     Bells(memoryview(segment)[: world_size * SEM_NBYTES], world_size, init=True)
+
+
+class _Expected(NamedTuple):
+    """Arrivals that were found to be what was expected, by their cells.
+
+    Attributes:
+        blobs: What was expected; the very object.
+        ranks: Of whom.
+        cells: The cells of these.
+    """
+
+    blobs: Sequence[bytes]
+    ranks: tuple[int, ...]
+    cells: list[int]
 
 
 class Meeting:
@@ -78,13 +99,16 @@ class Meeting:
         cells = whole[cells_at:areas_at].cast("Q")
         self._words = cells[: world_size * _WORD_STRIDE]
         self._outcomes = cells[world_size * _WORD_STRIDE : world_size * (_WORD_STRIDE + OUTCOMES)]
-        self._lengths = cells[world_size * (_WORD_STRIDE + OUTCOMES) :]
+        self._cells = cells[world_size * (_WORD_STRIDE + OUTCOMES) :]
         self._arrivals = whole[areas_at : areas_at + world_size * _PARITIES * ARRIVAL_NBYTES]
         self._words[rank * _WORD_STRIDE + 2] = os.getpid()
         self._seq = 0
         self._phase = 0
         self._passed = 0
         self._agreed = 0
+        self._arrived = 0  # how many different arrivals this rank has brought
+        self._brought: list[bytes | None] = [None] * _PARITIES  # what is in its areas
+        self._expected: list[_Expected | None] = [None] * _PARITIES  # what was found there last
         self._seeker = Seeker()
         self._debts: dict[int, int] = {}
         self._aborted: set[int] = set()
@@ -103,9 +127,15 @@ class Meeting:
     ) -> Sequence[bytes] | None:
         """The same in a launch that was entered; None where all bring what is expected of them."""
         parity = self._bring(launch, arrival, until_s)
-        for rank, blob in zip(launch.ranks, expected, strict=True):
+        ranks, cells = launch.ranks, self._cells
+        now = [cells[rank * _PARITIES + parity] for rank in ranks]
+        known = self._expected[parity]
+        if known is not None and known.blobs is expected and known.ranks == ranks and known.cells == now:
+            return None
+        for rank, blob in zip(ranks, expected, strict=True):
             if self._read(rank, parity) != blob:
-                return [bytes(self._read(one, parity)) for one in launch.ranks]
+                return [bytes(self._read(one, parity)) for one in ranks]
+        self._expected[parity] = _Expected(expected, ranks, now)
         return None
 
     def _bring(self, launch: Launch, arrival: bytes, until_s: float) -> int:
@@ -113,9 +143,12 @@ class Meeting:
         # Two areas in turn: nobody comes to agreement k+1 of a launch before having read agreement k.
         parity = self._agreed % _PARITIES
         self._agreed += 1
-        mine = self._area(self.rank, parity)
-        self._arrivals[mine : mine + len(arrival)] = arrival
-        self._lengths[self.rank * _PARITIES + parity] = len(arrival)
+        if arrival != self._brought[parity]:
+            mine = self._area(self.rank, parity)
+            self._arrivals[mine : mine + len(arrival)] = arrival
+            self._arrived += 1
+            self._cells[self.rank * _PARITIES + parity] = self._arrived << _LENGTH_BITS | len(arrival)
+            self._brought[parity] = arrival
         self.barrier(launch, until_s)
         return parity
 
@@ -246,14 +279,19 @@ class Meeting:
 
     def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
         """Waits until each rank's word is at least its target."""
-        until_asleep_s, mine, is_announced = 0.0, self.rank * _WORD_STRIDE, False
+        until_asleep_s, mine, is_announced, has_yielded = 0.0, self.rank * _WORD_STRIDE, False, False
+        absent: Iterable[int] = targets
         while True:
             self._check_aborted(launch)
-            absent = [rank for rank, target in targets.items() if not self._has_come(rank, target)]
+            absent = [rank for rank in absent if not self._has_come(rank, targets[rank])]  # who has come has come
             if not absent:
                 if is_announced:
                     self._words[mine + _ASLEEP] = 0
                 return
+            if not has_yielded:  # at once: one of them may be ready to go on, on this very core
+                has_yielded = True
+                os.sched_yield()
+                continue
             now_s = time.monotonic()
             if not until_asleep_s:
                 until_asleep_s = now_s + YIELD_S
@@ -314,7 +352,7 @@ class Meeting:
 
     def _read(self, rank: int, parity: int) -> memoryview:
         start = self._area(rank, parity)
-        return self._arrivals[start : start + self._lengths[rank * _PARITIES + parity]]
+        return self._arrivals[start : start + (self._cells[rank * _PARITIES + parity] & _LENGTH)]
 
 
 def _is_alive(pid: int) -> bool:

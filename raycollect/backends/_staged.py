@@ -31,10 +31,11 @@ straight from array to array. All ranks count the same chunks by the largest pie
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from raycollect.model import Kernel, Launch, OpKind
+from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
 from ._joined import Joined
 from ._meeting import Meeting
@@ -80,6 +81,22 @@ def slots_nbytes(world_size: int) -> int:
     return world_size * _SLOTS * CHUNK_NBYTES
 
 
+class _Once(NamedTuple):
+    """An allreduce of one chunk, of which each rank folds all, as it was run before: the common case in few steps.
+
+    Attributes:
+        ranks: The ranks of its launch.
+        op: Its reduce op.
+        src: What it reads.
+        out: Where it folds to.
+    """
+
+    ranks: tuple[int, ...]
+    op: ReduceOp
+    src: Flat
+    out: Array
+
+
 class Staged:
     """One rank's part in staged kernels.
 
@@ -109,6 +126,25 @@ class Staged:
             dtype, parts = next(iter(outgoing.values())).dtype, _parts(kernel, launch)
             step = _step(dtype, parts)
             _fill(self._staging(dtype, parts * step)[self._rank], outgoing, 0, step, step)
+
+    def stage_again(self, launch: Launch, kernel: Kernel) -> bool:
+        """Does what `stage` does, for a kernel that `fold_again` knows; False for any other."""
+        once: _Once | None = kernel.memo.get("once")
+        if once is None or once.ranks != launch.ranks:
+            return False
+        src, size = once.src, once.src.size
+        src.fill(self._staging(src.dtype, size)[self._rank], 0, size)
+        return True
+
+    def fold_again(self, launch: Launch, kernel: Kernel) -> bool:
+        """Runs a kernel that was run before and is staged, if it is an allreduce of one chunk; else gives False."""
+        once: _Once | None = kernel.memo.get("once")
+        if once is None or once.ranks != launch.ranks:
+            return False
+        ranks, op, _, out = once
+        staging = self._staging(out.dtype, out.size)
+        fold(op, [staging[rank] for rank in ranks], out)
+        return True
 
     def run(self, meeting: Meeting, launch: Launch, kernel: Kernel, *, staged: bool, until_s: float) -> None:
         """Runs a kernel; `staged`: all ranks brought their first chunk before the barrier that was passed last."""
@@ -181,20 +217,15 @@ class Staged:
                     array.commit(start, stop, out)
 
     def _fold_once(self, launch: Launch, kernel: Kernel) -> bool:
-        """Folds an allreduce of one staged chunk, of which each rank folds all: the common case, in few steps."""
-        out: Array | None = kernel.memo.get("once")
-        if out is None:
-            if kernel.kind is not OpKind.ALLREDUCE or isinstance(kernel.src, Joined):
-                return False
-            src, dst = reduction(kernel)
-            if not dst.direct or src.size * src.dtype.itemsize > CHUNK_NBYTES:
-                return False
-            out = kernel.memo["once"] = dst.target(0, dst.size)
-        if _is_sliced(len(launch.ranks), out.dtype, out.size):
+        """Folds an allreduce of one staged chunk, of which each rank folds all, and keeps how."""
+        if kernel.kind is not OpKind.ALLREDUCE or isinstance(kernel.src, Joined):
             return False
-        staging = self._staging(out.dtype, out.size)
-        fold(reduce_op(kernel), [staging[rank] for rank in launch.ranks], out)
-        return True
+        src, dst = reduction(kernel)
+        ranks, size = launch.ranks, src.size
+        if not dst.direct or size * src.dtype.itemsize > CHUNK_NBYTES or _is_sliced(len(ranks), src.dtype, size):
+            return False
+        kernel.memo["once"] = _Once(ranks, reduce_op(kernel), src, dst.target(0, size))
+        return self.fold_again(launch, kernel)
 
     def _reducescatter(self, meeting: Meeting, launch: Launch, kernel: Kernel, staged: bool, until_s: float) -> None:
         """Folds everybody's piece for this rank into its `dst`, which may be that piece."""

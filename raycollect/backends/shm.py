@@ -128,7 +128,12 @@ class ShmCommunicator:
         """Does what `stage` and `agree` do, for a kernel that was run before; see `contracts.Again`."""
         until_s = time.monotonic() + launch.timeout_s
         parts = self._entered = self._entered or self._come_in()
-        self._stage(parts, launch, kernel, until_s)
+        parts.meeting.enter(launch, until_s)
+        self._begin(parts, launch)
+        if parts.staged.stage_again(launch, kernel):
+            self._staged = launch.seq
+        else:
+            self._stage(parts, launch, kernel, until_s)
         parts.staged.restart()
         return parts.meeting.agree_again(launch, arrival, expected, until_s)
 
@@ -146,6 +151,8 @@ class ShmCommunicator:
         until_s = time.monotonic() + launch.timeout_s
         with translated(kernel.kind, self._group_name, self.rank):
             is_first, self._staged = self._staged == launch.seq, 0
+            if is_first and staged.fold_again(launch, kernel):
+                return
             if direct.is_worth(_nbytes(kernel)):
                 has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
                 if has_run:

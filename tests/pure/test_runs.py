@@ -502,13 +502,13 @@ def test_a_signal_as_a_run_begins_breaks_the_step(
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("where", ["heard", "done", "resolve", "let_go", "ended"])
+@pytest.mark.parametrize("where", ["take", "done", "resolve", "let_go", "ended"])
 def test_a_signal_after_the_last_answer_costs_nothing(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, where: str, after: bool
 ) -> None:
     """Whoever asks next tells the outcome."""
     target, name = {
-        "heard": (RunFlight, "heard"),
+        "take": (RunFlight, "_take"),
         "done": (Flight, "done"),
         "resolve": (Flight, "_resolve"),
         "let_go": (Flight, "_let_go"),
@@ -519,8 +519,7 @@ def test_a_signal_after_the_last_answer_costs_nothing(
     for at in range(4):
         fleet.bell.give(at, flight.number)
     with monkeypatch.context() as patch:
-        last = 3 if where in ("heard", "done") else 0
-        patch.setattr(target, name, interrupting(getattr(target, name), after=after, at=last))
+        patch.setattr(target, name, interrupting(getattr(target, name), after=after, at=0))
         with pytest.raises(KeyboardInterrupt):
             flight.wait(WAIT_S)
     for at in range(4):
