@@ -14,13 +14,13 @@ from typing import Any
 
 import ray
 
-from raycollect import batches
+from raycollect import batches, diagnosis
 from raycollect.agenda import Argument, MethodCall, Pending
 from raycollect.call import DEFAULT_TIMEOUT_S
 from raycollect.capturing import Installed, install
 from raycollect.controller import Controller
 from raycollect.course import Stage
-from raycollect.errors import CaptureError, ProtocolError
+from raycollect.errors import CaptureError, CollectiveTimeoutError, ProtocolError
 from raycollect.explained import explain_capture
 from raycollect.group import Membership
 from raycollect.model import TensorInfo
@@ -219,9 +219,12 @@ class Capture:
         flight = self._runs.begin(payloads, fence=fence, timeout_s=timeout_s)  # type: ignore[union-attr]  # or there would be a state
         returned = self._block.returned
         given = {} if returned is None else returned.given(arguments)
+        controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
         if async_op:
-            return CapturedRun(self, flight, functools.partial(self._collect, given=given))
-        flight.wait(None)
+            return CapturedRun(controller, self, flight, functools.partial(self._collect, given=given))
+        diagnosis.wait(controller, flight, None)
+        if isinstance(flight.error, CollectiveTimeoutError):
+            diagnosis.explain_delay(controller, flight, flight.error)
         return self._collect(flight, given)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from raycollect.channel.messages import (
     Meet,
     Publish,
     Ran,
+    Seen,
     Store,
     Stored,
     Stuck,
@@ -43,7 +44,7 @@ from raycollect.gates import Gates
 from raycollect.group import Declaration, Membership
 from raycollect.handle import Handle
 from raycollect.memberships import Memberships
-from raycollect.model import Key
+from raycollect.model import Key, Member
 from raycollect.peer import Peer
 from raycollect.peers import Peers
 from raycollect.runs import RunFlight, Runs
@@ -149,9 +150,13 @@ class Controller:
             raise UnknownGroupError(group_name="", detail="its controller was closed: ray was shut down meanwhile")
         return self._groups.crew(memberships, participants)
 
-    def survey(self, membership: Membership, timeout_s: float) -> list[Surveyed | None]:
-        """Asks all members what they hold; None for one that is gone, or has not answered in time."""
-        return self._peers.survey(membership, timeout_s)
+    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
+        """Asks members what they hold; None for one that is gone, or has not answered in time."""
+        return self._peers.survey(members, timeout_s)
+
+    def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
+        """Asks members what they are doing; None for one that is gone, or has not answered in time."""
+        return self._peers.look(members, timeout_s)
 
     def _ending(self, membership: Membership) -> None:
         """A group is dissolved: plans of it are aborted."""

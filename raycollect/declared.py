@@ -35,6 +35,12 @@ class MemberStatus:
             where the group's ordering is ``"data"``. False (async and threaded actors): collectives run after their
             operands' methods and after earlier collectives, and may overlap other methods.
         plans: The collectives of this controller that it has not ended.
+        answers: Whether its process has said what follows; it does while methods run, but not where it is gone, or
+            stopped, or a call in it holds the interpreter's lock.
+        doing: The outermost call of the user's that is under way there: name, file and line; empty for none.
+        stack: From there on a line per frame, the innermost last.
+        ended: The last collective of this controller that it has ended; 0: none.
+        story: The tail of its recorder, oldest first.
     """
 
     rank: int
@@ -43,9 +49,25 @@ class MemberStatus:
     pid: int
     ordered: bool
     plans: tuple[int, ...]
+    answers: bool
+    doing: str
+    stack: tuple[str, ...]
+    ended: int
+    story: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} ({self.actor}, pid {self.pid}): "
+        if not self.answers:
+            text += "no answer"
+        else:
+            text += f"in {self.doing}" if self.doing else "in no method"
+            text += f", has ended {self.ended}" if self.ended else ""
+        if self.plans:
+            text += f", has not ended {', '.join(map(str, self.plans))}"
+        return "\n    ".join((text, *(self.stack if self.doing else ())))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GroupStatus:
     """A group, at the moment of asking.
 
@@ -58,6 +80,10 @@ class GroupStatus:
     state: str
     detail: str
     members: tuple[MemberStatus, ...]
+
+    def __repr__(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return "\n  ".join((f"<GroupStatus {self.state}{detail}", *map(str, self.members))) + ">"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +171,16 @@ class Group:
         members = self._membership.members
         return RankTable.of_places([Place.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
 
-    def status(self) -> GroupStatus:
-        """Where it stands."""
+    def status(self, timeout_s: float = 2.0) -> GroupStatus:
+        """Where it stands, and what its members are doing. They answer from a thread of their own, also while busy.
+
+        Args:
+            timeout_s: How long to wait for their answers, in seconds; 0: they are not asked.
+        """
         membership, controller = self._membership, self._controller
+        state, detail = self._state()
+        asked = membership.members if timeout_s > 0 else ()
+        answers = controller.look(asked, timeout_s) if asked else [None] * self.world_size
         flights = [flight for flight in controller.flights() if membership in flight.groups and not flight.landed]
         members = tuple(
             MemberStatus(
@@ -157,14 +190,22 @@ class Group:
                 pid=m.pid,
                 ordered=m.ordered,
                 plans=tuple(one.seq for one in flights if one.is_pending(one.plan.positions.get(m.actor_id, -1))),
+                answers=seen is not None,
+                doing="" if seen is None else seen.doing,
+                stack=() if seen is None else tuple(seen.stack),
+                ended=0 if seen is None else seen.ended,
+                story=() if seen is None else tuple(seen.story),
             )
-            for m in membership.members
+            for m, seen in zip(membership.members, answers, strict=True)
         )
-        detail = controller.why_broken(membership)
-        state = groups.BROKEN if detail else groups.ALIVE
-        if not controller.exists(membership):
-            state, detail = groups.DESTROYED, ""
         return GroupStatus(state=state, detail=detail, members=members)
+
+    def _state(self) -> tuple[str, str]:
+        """Its state, and why it is broken."""
+        if not self._controller.exists(self._membership):
+            return groups.DESTROYED, ""
+        detail = self._controller.why_broken(self._membership)
+        return (groups.BROKEN if detail else groups.ALIVE), detail
 
     def statistics(self, timeout_s: float = 10.0) -> GroupStatistics:
         """What its members hold. They answer from a thread of their own, so that busy ones do as well.
@@ -177,7 +218,7 @@ class Group:
         """
         if not self._controller.exists(self._membership):
             raise UnknownGroupError(group_name=self.name, detail="it was destroyed")
-        answers = self._controller.survey(self._membership, timeout_s)
+        answers = self._controller.survey(self._membership.members, timeout_s)
         pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
             members=tuple(None if one is None else _statistics(member, one) for member, one in pairs)
@@ -190,7 +231,7 @@ class Group:
     def __repr__(self) -> str:
         members = ", ".join(member.actor for member in self._membership.members)
         order = f"{self.ordering} order"
-        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self.status().state}>"
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
 
 
 def _statistics(member: Member, answer: Surveyed) -> MemberStatistics:

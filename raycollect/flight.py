@@ -114,6 +114,10 @@ class Flight:
         """True while that participant has not ended it."""
         return position in self._pending
 
+    def member(self, position: int) -> Member:
+        """A participant, as a member of the group of the first request that it takes part in."""
+        return self._home(position)[1]
+
     def rank_of(self, position: int) -> int:
         """What rank a participant is in the group of the first request that it takes part in."""
         return self._home(position)[1].rank

@@ -31,12 +31,14 @@ from raycollect.channel.messages import (
     Join,
     Joined,
     Leave,
+    Look,
     Message,
     Met,
     Missed,
     Order,
     Publish,
     Run,
+    Seen,
     Stored,
     Stuck,
     Survey,
@@ -71,6 +73,7 @@ from raycollect.rendezvous import StarExchange
 from raycollect.replay import Invoke, Replay
 from raycollect.routine import Invocation
 from raycollect.seats import Seats
+from raycollect.stacks import what_runs
 from raycollect.watch import Watch
 
 __all__ = ["MOST_VIOLATIONS", "Lease", "Premises"]
@@ -444,6 +447,19 @@ class Lease:
         if participation is not None:
             participation.rendezvous.stored(message.name, message.value)
 
+    def _look(self, message: Look) -> None:
+        doing, story = what_runs(), self._here.instruments.recorder.tail()
+        self._tell(
+            Seen(
+                request=message.request,
+                doing=doing.what,
+                stack=list(doing.stack),
+                running=list(self._ledger.running()),
+                ended=self._ledger.last,
+                story=list(story),
+            )
+        )
+
     def _survey(self, message: Survey) -> None:
         store, arena = self._store.statistics(), Segments.current().statistics()
         self._tell(Surveyed(request=message.request, **asdict(store), **asdict(arena)))
@@ -463,6 +479,7 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     Arrivals: Lease._arrivals,
     Stored: Lease._stored,
     Survey: Lease._survey,
+    Look: Lease._look,
     Run: Lease._run_came,
     Forget: Lease._forget_capture,
     Order: Lease._order,

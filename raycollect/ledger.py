@@ -81,6 +81,12 @@ class Ledger:
         """Why a plan was aborted; None where it was not."""
         return self._aborted.get(seq)
 
+    @property
+    def last(self) -> int:
+        """The latest plan that has ended; 0: none."""
+        with self._lock:
+            return max(self._ended, default=self._settled)
+
     def running(self) -> tuple[int, ...]:
         """The plans that run now."""
         with self._lock:

@@ -9,7 +9,18 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from raycollect.channel import Link
-from raycollect.channel.messages import Go, Message, Order, Ready, Refused, Survey, Surveyed, Welcome
+from raycollect.channel.messages import (
+    Go,
+    Look,
+    Message,
+    Order,
+    Ready,
+    Refused,
+    Seen,
+    Survey,
+    Surveyed,
+    Welcome,
+)
 from raycollect.errors import ChannelError, CollectiveTimeoutError, ConnectionLostError, RaycollectError, from_wire
 
 
@@ -86,7 +97,7 @@ class Peer:
         self._answered = threading.Event()
         self._submits: dict[int, Any] = {}
         self._requests = itertools.count(1)
-        self._surveys: dict[int, Future[Surveyed | None]] = {}
+        self._asked: dict[int, Future[Any]] = {}
         self._lost = False
         self._run = () if info["participant"] else (run,)
 
@@ -126,19 +137,26 @@ class Peer:
 
     def survey(self) -> Future[Surveyed | None]:
         """Asks what it holds; the result is None where its connection ends before it says so."""
-        request, asked = next(self._requests), Future[Surveyed | None]()
-        self._surveys[request] = asked
-        self.send(Survey(request=request))
+        return self._ask(Survey)
+
+    def look(self) -> Future[Seen | None]:
+        """Asks what it is doing; the result is None where its connection ends before it says so."""
+        return self._ask(Look)
+
+    def _ask(self, question: type[Survey | Look]) -> Future[Any]:
+        request, asked = next(self._requests), Future[Any]()
+        self._asked[request] = asked
+        self.send(question(request=request))
         if self._lost:
-            self._end_surveys()
+            self._end_questions()
         return asked
 
-    def _end_surveys(self) -> None:
-        for request in list(self._surveys):
-            self._surveyed(request, None)
+    def _end_questions(self) -> None:
+        for request in list(self._asked):
+            self._answered_by(request, None)
 
-    def _surveyed(self, request: int, answer: Surveyed | None) -> None:
-        asked = self._surveys.pop(request, None)
+    def _answered_by(self, request: int, answer: Surveyed | Seen | None) -> None:
+        asked = self._asked.pop(request, None)
         if asked is not None:
             asked.set_result(answer)
 
@@ -147,8 +165,8 @@ class Peer:
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
             self._answered.set()
-        elif isinstance(message, Surveyed):
-            self._surveyed(message.request, message)
+        elif isinstance(message, (Surveyed, Seen)):
+            self._answered_by(message.request, message)
         elif isinstance(message, Ready):
             muster = self.musters.get(message.seq)
             if muster is not None:  # else the plan has failed meanwhile
@@ -162,7 +180,7 @@ class Peer:
             self._answer = reason
             self._answered.set()
         self._lost = True
-        self._end_surveys()
+        self._end_questions()
         self._owner.lost(self, reason.detail)
 
     def send(self, message: Any) -> None:

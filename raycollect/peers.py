@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
 from time import monotonic
@@ -12,7 +13,7 @@ from typing import Any
 
 from raycollect import plain, ray_internals
 from raycollect.channel import Hub
-from raycollect.channel.messages import Bye, Join, Joined, Leave, Surveyed
+from raycollect.channel.messages import Bye, Join, Joined, Leave, Seen, Surveyed
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -216,11 +217,18 @@ class Peers:
             if peer is not None:
                 peer.send(message)
 
-    def survey(self, membership: Membership, timeout_s: float) -> list[Surveyed | None]:
-        """Asks all members what they hold; None for one that is gone, or has not answered in time."""
-        pairs = [(member, self._peers.get(member.actor_id)) for member in membership.members]
+    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
+        """Asks members what they hold; None for one that is gone, or has not answered in time."""
+        return self._ask(members, Peer.survey, timeout_s)
+
+    def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
+        """Asks members what they are doing; None for one that is gone, or has not answered in time."""
+        return self._ask(members, Peer.look, timeout_s)
+
+    def _ask(self, members: Sequence[Member], question: Callable[[Peer], Future[Any]], timeout_s: float) -> list[Any]:
+        pairs = [(member, self._peers.get(member.actor_id)) for member in members]
         asked = [
-            peer.survey() if peer is not None and peer.info["incarnation"] == member.incarnation else None
+            question(peer) if peer is not None and peer.info["incarnation"] == member.incarnation else None
             for member, peer in pairs
         ]
         answered = wait_for(filter(None, asked), timeout_s).done

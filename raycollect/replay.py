@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -37,6 +36,7 @@ from raycollect.planner import Program, decode_program
 from raycollect.pos import Container
 from raycollect.repeat import Repeat
 from raycollect.routine import CAPTURE_NBYTES, Collective, Given, Invocation, Routine
+from raycollect.stacks import is_on_the_way
 from raycollect.tasks import Missing
 
 __all__ = ["Exchanges", "Invoke", "Replay"]
@@ -49,10 +49,6 @@ Exchanges = Callable[[Program, int], Exchange | None]
 
 DETAIL_LENGTH, TRACE_LINES, LINE_LENGTH = 2000, 30, 300
 """How much of what a method raised is told: letters of its message, last lines of its traceback, letters of each."""
-
-_HERE = str(Path(__file__).parent)
-_ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/"
-"""Parts of files through which methods are called besides: what waits for coroutines, and Ray's hooks in methods."""
 
 _READ_IT = "let it return plain values and arrays, and read other things with an ordinary method"
 
@@ -486,10 +482,6 @@ def _trace(exc: BaseException) -> str:
 
 def _from_method(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames on the way to the method."""
-    while trace is not None and _is_on_the_way(trace.tb_frame.f_code.co_filename):
+    while trace is not None and is_on_the_way(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace
-
-
-def _is_on_the_way(file: str) -> bool:
-    return file.startswith(_HERE) or any(part in file for part in _ON_THE_WAY)

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from raycollect import diagnosis
 from raycollect.controller import Controller
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -28,7 +29,8 @@ from raycollect.runs import RunFlight
 class _UnderWay:
     """A flight, and whether its caller has been told the outcome."""
 
-    def __init__(self, flight: Flight) -> None:
+    def __init__(self, controller: Controller, flight: Flight) -> None:
+        self._controller = controller
         self._flight = flight
         self._is_heard = False  # whether the caller has been told, or does not want to be
 
@@ -39,14 +41,19 @@ class _UnderWay:
             CollectiveTimeoutError: It was not known in time.
         """
         flight = self._flight
-        if not flight.wait(timeout_s):
-            raise CollectiveTimeoutError(
+        if not diagnosis.wait(self._controller, flight, timeout_s):
+            over = CollectiveTimeoutError(
                 op=flight.plan.name,
                 group_name=flight.group_name,
                 detail=f"this wait is over; the {what} goes on",
                 timeout_s=timeout_s or 0.0,
             )
+            if timeout_s:  # who only looks in does not want to wait for reports
+                diagnosis.explain_delay(self._controller, flight, over, timeout_s)
+            raise over
         self._is_heard = True
+        if isinstance(flight.error, CollectiveTimeoutError):
+            diagnosis.explain_delay(self._controller, flight, flight.error)
 
     def __del__(self) -> None:
         if not getattr(self, "_is_heard", True):
@@ -70,9 +77,8 @@ class Work(_UnderWay):
     """
 
     def __init__(self, controller: Controller, flight: Flight, refs: Any) -> None:
-        super().__init__(flight)
+        super().__init__(controller, flight)
         self.refs = refs
-        self._controller = controller
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
@@ -137,8 +143,10 @@ class CapturedRun(_UnderWay):
     Await it in a coroutine, or call `wait`. Letting go of it loses nothing: the run goes on, and is logged if it fails.
     """
 
-    def __init__(self, capture: Any, flight: RunFlight, collect: Callable[[RunFlight], Any]) -> None:
-        super().__init__(flight)
+    def __init__(
+        self, controller: Controller, capture: Any, flight: RunFlight, collect: Callable[[RunFlight], Any]
+    ) -> None:
+        super().__init__(controller, flight)
         self._run = flight
         self._capture = capture  # which is closed when nobody has it any more
         self._collect = collect

@@ -4,8 +4,8 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 `@_message`; its field annotations are its schema, and the tests pick it up from `MESSAGES`.
 
 ==========  ===============================================================
-control     controller -> participant: Join Leave Abort Arrivals Stored Survey Order Go Run Forget Bye
-control     participant -> controller: Welcome Refused Joined Arrive Waiting Ready Store Done Ran Surveyed
+control     controller -> participant: Join Leave Abort Arrivals Stored Survey Look Order Go Run Forget Bye
+control     participant -> controller: Welcome Refused Joined Arrive Waiting Ready Store Done Ran Surveyed Seen
 control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
 control     member -> hub -> other members: Drop Publish
 data        client -> server: Fetch Copied Free; server -> client: Fetched Freed Failed
@@ -28,7 +28,7 @@ from typing import Annotated, Any, TypeVar
 
 from raycollect import errors
 from raycollect.channel.packing import pack, unpack
-from raycollect.errors import ProtocolError, RaycollectError, Violation
+from raycollect.errors import ProtocolError, RankReport, RaycollectError, Violation
 
 __all__ = [
     "MESSAGES",
@@ -52,6 +52,7 @@ __all__ = [
     "Join",
     "Joined",
     "Leave",
+    "Look",
     "Meet",
     "Message",
     "Met",
@@ -63,6 +64,7 @@ __all__ = [
     "Refused",
     "Run",
     "Store",
+    "Seen",
     "Stored",
     "Stuck",
     "Survey",
@@ -116,8 +118,8 @@ def _reader(hint: Any) -> _Reader:
         return lambda value: value
     if hint == Error:
         return _read_error
-    if hint is Violation:
-        return _read_violation
+    if hint in (Violation, RankReport):
+        return _fields_of(hint)
     if hint is float:
         return _read_float
     if hint in (int, str, bytes, bool, types.NoneType):
@@ -165,10 +167,13 @@ def _read_error(value: Any) -> dict[str, Any]:
     return error
 
 
-def _read_violation(value: Any) -> dict[str, Any]:
-    violation = _read_dict(value)
-    _read_fields(Violation, violation)
-    return violation
+def _fields_of(cls: type) -> _Reader:
+    def read(value: Any) -> dict[str, Any]:
+        found = _read_dict(value)
+        _read_fields(cls, found)
+        return found
+
+    return read
 
 
 def _read_fields(cls: type, values: dict[str, Any]) -> None:
@@ -291,6 +296,14 @@ class Stored(Message):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey(Message):
     """Tell what your memory holds; answered by `Surveyed` with the same `request`."""
+
+    request: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look(Message):
+    """Tell what you are doing; answered by `Seen` with the same `request`."""
 
     request: int
 
@@ -453,6 +466,19 @@ class Surveyed(Message):
     backed: int
     blocks: int
     mapped: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen(Message):
+    """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story."""
+
+    request: int
+    doing: str
+    stack: list[str]
+    running: list[int]
+    ended: int
+    story: list[str]
 
 
 # ---------------------------------------------------------------------------------------------- members and their hub

@@ -58,6 +58,7 @@ from raycollect.errors._faults import (
     MethodError,
     ParticipantDiedError,
     PlanAbortedError,
+    RankReport,
 )
 from raycollect.errors._forms import brief, from_wire, to_wire
 from raycollect.errors._groups import (
@@ -142,6 +143,7 @@ __all__ = [
     "PlanAbortedError",
     "ProducerFailedError",
     "ProtocolError",
+    "RankReport",
     "RayClientError",
     "RaycollectError",
     "ReadOnlyError",

@@ -53,6 +53,44 @@ class ActorGoneError(FaultError):
     cure = "keep a handle of the actor as long as its refs are used"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """What a rank was doing while others waited for it.
+
+    Attributes:
+        rank: Its rank.
+        actor: What a person calls it.
+        answers: False where its process gave no answer: it is stopped, or a call in it holds the interpreter.
+        has_begun: Whether it had begun the collective in question.
+        doing: The outermost call of the user's that was under way there: name, file and line; empty for none.
+        stack: From there on a line per frame, the innermost last.
+        ended: The last collective, or run, of this controller that it had ended; 0: none.
+        story: The tail of its recorder, oldest first.
+    """
+
+    rank: int
+    actor: str
+    answers: bool
+    has_begun: bool
+    doing: str
+    stack: tuple[str, ...]
+    ended: int
+    story: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("stack", "story"):  # lists, where it has travelled
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} ({self.actor})"
+        if not self.answers:
+            return f"{who} gives no answer: its process is stopped, or a call in it holds the interpreter's lock"
+        what = "is in it" if self.has_begun else "has not begun it"
+        place = f", and is in {self.doing}" if self.doing else "" if self.has_begun else ", and does nothing"
+        last = f"; the last that it has ended is {self.ended}" if self.ended else ""
+        return "\n    ".join((f"{who} {what}{place}{last}", *(() if self.has_begun and not self.doing else self.stack)))
+
+
 @dataclass(eq=False, kw_only=True)
 class CollectiveTimeoutError(FaultError):
     """Not everyone came in time.
@@ -60,11 +98,17 @@ class CollectiveTimeoutError(FaultError):
     Attributes:
         missing: The ranks that had not arrived.
         timeout_s: The limit, in seconds.
+        reports: What these were doing when it was looked into, just after.
     """
 
     missing: tuple[int, ...] = ()
     timeout_s: float = 0.0
+    reports: tuple[RankReport, ...] = ()
     cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
+
+    def __str__(self) -> str:
+        text, cure, rest = FaultError.__str__(self).partition("\nWhat to do: ")
+        return text + "".join(f"\n  - {report}" for report in self.reports) + cure + rest
 
 
 class PlanAbortedError(FaultError):

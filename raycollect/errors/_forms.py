@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
 from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused
 from raycollect.errors._base import RaycollectError
 from raycollect.errors._channel import ProtocolError
+from raycollect.errors._faults import RankReport
 from raycollect.errors._refused import RefusedError, Violation
 
 _ERRORS: dict[str, type[RaycollectError]] = {
@@ -17,6 +19,9 @@ _ERRORS: dict[str, type[RaycollectError]] = {
     if isinstance(value, type) and issubclass(value, RaycollectError)
 }
 """Type on the wire -> class."""
+
+_NESTED: dict[str, Callable[..., Violation | RankReport]] = {"violations": Violation, "reports": RankReport}
+"""The fields that hold tuples of values of their own."""
 
 
 def brief(error: RaycollectError) -> str:
@@ -32,8 +37,8 @@ def brief(error: RaycollectError) -> str:
 def to_wire(error: RaycollectError) -> dict[str, Any]:
     """Turns an error into plain values for msgpack; the inverse of `from_wire`."""
     values = {f.name: getattr(error, f.name) for f in fields(error)}
-    if "violations" in values:
-        values["violations"] = [asdict(violation) for violation in values["violations"]]
+    for name in _NESTED.keys() & values.keys():
+        values[name] = [asdict(one) for one in values[name]]
     return {"type": type(error).__name__, "fields": values}
 
 
@@ -48,8 +53,8 @@ def from_wire(value: dict[str, Any]) -> RaycollectError:
         if cls is None:
             raise ProtocolError(detail=f"unknown error type {value['type']!r}")
         values = {name: tuple(v) if isinstance(v, list) else v for name, v in value["fields"].items()}
-        if "violations" in values:
-            values["violations"] = tuple(Violation(**violation) for violation in values["violations"])
+        for name in _NESTED.keys() & values.keys():
+            values[name] = tuple(_NESTED[name](**one) for one in values[name])
         return cls(**values)
     except (KeyError, TypeError, AttributeError) as exc:
         raise ProtocolError(detail=f"malformed error on the wire: {exc}") from exc

@@ -28,6 +28,7 @@ from raycollect.errors import (
     MismatchError,
     PlanAbortedError,
     ProtocolError,
+    RankReport,
     RaycollectError,
     RefusedError,
     StoreFullError,
@@ -49,6 +50,16 @@ CLASSES = [
 VIOLATION = Violation(
     kind="mismatch", rank=2, field="shape", found="[3]", expected="[4]", actor="Worker(3f2a91)", ref="00c0ffee"
 )
+REPORT = RankReport(
+    rank=2,
+    actor="Worker(3f2a91)",
+    answers=True,
+    has_begun=False,
+    doing="Worker.train (train.py:7)",
+    stack=("train.py:7 in Worker.train: self.load()", "train.py:12 in Worker.load: return read(name)"),
+    ended=6,
+    story=("0.5 plan 6 done",),
+)
 SAMPLES: dict[str, Any] = {
     "str": "some text: äöü",
     "int": 3,
@@ -56,6 +67,7 @@ SAMPLES: dict[str, Any] = {
     "tuple[int, ...]": (1, 2),
     "tuple[str, ...]": ("first", "second"),
     "tuple[Violation, ...]": (VIOLATION, replace(VIOLATION, rank=5, kind="freed", expected="")),
+    "tuple[RankReport, ...]": (REPORT, replace(REPORT, rank=5, answers=False, stack=())),
 }
 """A value for each type of field; a field of another type makes the tests fail, so that it is added here."""
 

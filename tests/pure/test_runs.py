@@ -407,7 +407,7 @@ def test_threads_that_wait_for_different_runs(fleet: Fleet, seed: int) -> None:
 
 def test_a_failure_wakes_all_who_wait(fleet: Fleet) -> None:
     flights = [fleet.begin() for _ in range(4)]
-    works = [CapturedRun(None, flight, lambda one: one.error) for flight in flights]
+    works = [CapturedRun(fleet.controller, None, flight, lambda one: one.error) for flight in flights]
     with ThreadPoolExecutor(4) as threads:
         waits = [threads.submit(work.wait, WAIT_S) for work in works]
         fleet.fail(1, flights[1], KernelError(detail="broke"))

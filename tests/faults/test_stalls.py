@@ -1,0 +1,168 @@
+"""What one hears of a participant that is late: who it is, since which plan, in which method, and where (P4)."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import diagnosis, errors
+from tests.ray.test_refusals import Gate
+from tests.ray.test_statistics import is_stopped
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Plain, Worker
+
+
+def inner(gate, begun):
+    ray.get([begun.open.remote(), gate.wait.remote()])
+
+
+def hold(self, gate, begun):
+    """Takes until the gate opens, a call deep in the actor's own code."""
+    inner(gate, begun)
+
+
+@pytest.fixture
+def gate(actors):
+    """What holds up a method; and what tells that one is held up."""
+    return actors(Gate, 2, max_concurrency=4)
+
+
+@pytest.fixture
+def held(gate):
+    """Holds up an actor; returns the ref of its method, which has begun."""
+
+    def start(worker):
+        ref = worker.call.remote(hold, *gate)
+        ray.get(gate[1].wait.remote())
+        return ref
+
+    return start
+
+
+def refs_of(workers):
+    refs = [worker.get_buffer.remote() for worker in workers]
+    ray.wait(refs, num_returns=len(refs))
+    return refs
+
+
+def assert_told(report, actor):
+    """A report of a rank that `hold` holds up."""
+    assert (report.rank, report.actor) == (1, actor)
+    assert report.answers
+    assert not report.has_begun
+    assert "call (" in report.doing, "the method of the actor"
+    assert any("test_stalls.py" in line and line.endswith("inner(gate, begun)") for line in report.stack)
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_a_timeout_says_what_the_late_rank_is_doing(actors, gate, held, backend):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers, backend=backend)
+    refs = refs_of(workers)
+    col.allreduce_refs(refs)
+    blocked = held(workers[1])
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        col.allreduce_refs(refs, timeout_s=1)
+    error = caught.value
+    assert error.missing == (1,)
+    (report,) = error.reports
+    assert_told(report, group.status(0).members[1].actor)
+    assert report.ended == 1
+    assert any("plan 1" in line for line in report.story)
+    assert str(report) in str(error)
+    ray.get(gate[0].open.remote())
+    ray.get(blocked)
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 9))
+
+
+def test_a_captured_run_tells_it_too(actors, gate, held):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    refs = refs_of(workers)
+    with col.capture(timeout_s=1) as step:
+        col.allreduce_refs(refs)
+    step.run()
+    blocked = held(workers[1])
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        step.run()
+    (report,) = caught.value.reports
+    assert "call (" in report.doing
+    assert report.actor == group.status(0).members[1].actor
+    ray.get(gate[0].open.remote())
+    ray.get(blocked)
+
+
+def test_a_wait_that_lasts_is_warned_of_and_the_status_is_live(actors, gate, held, monkeypatch, caplog):
+    monkeypatch.setattr(diagnosis, "QUIET_S", 0.2)
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    refs = refs_of(workers)
+    assert not any(member.doing for member in group.status().members)
+    blocked = held(workers[1])
+    work = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.CollectiveTimeoutError, match="goes on") as caught:
+        work.wait(1)
+    late = next(report for report in caught.value.reports if report.rank == 1)
+    first, second = group.status().members
+    assert_told(late, second.actor)
+    assert caught.value.reports[0] is late, "whoever has not begun it comes first"
+    assert first.plans == second.plans == (work._flight.seq,)
+    assert (second.answers, second.doing, second.stack) == (True, late.doing, late.stack)
+    assert "call (" in repr(group.status())
+    (record,) = [one for one in caplog.records if "still under way after 0.2 s" in one.getMessage()]
+    assert str(late).splitlines()[0] in record.getMessage()
+    ray.get(gate[0].open.remote())
+    ray.get(blocked)
+    work.wait()
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
+
+
+def test_a_process_that_is_stopped_gives_no_answer_and_is_not_taken_for_dead(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    refs = refs_of(workers)
+    pid = group.status(0).members[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert wait_until(lambda: is_stopped(pid))
+        status = group.status(timeout_s=0.3)
+        assert [member.answers for member in status.members] == [True, False]
+        with pytest.raises(errors.CollectiveTimeoutError) as caught:
+            col.allreduce_refs(refs, timeout_s=1)
+        assert [(one.rank, one.answers) for one in caught.value.reports] == [(1, False)]
+        assert "gives no answer" in str(caught.value)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert group.status().state == "alive"
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
+
+
+def test_members_without_the_mixin_tell_it_too(actors, gate):
+    workers = actors(Plain, 2)
+    group = col.declare_collective_group(workers)
+    blocked = workers[0].call.remote(hold, *gate)
+    ray.get(gate[1].wait.remote())
+    with pytest.raises(errors.CollectiveTimeoutError) as caught:
+        col.barrier(timeout_s=1)
+    assert [report.rank for report in caught.value.reports] == [0]
+    assert any("inner(gate, begun)" in line for line in caught.value.reports[0].stack)
+    assert group.status().members[0].doing
+    ray.get(gate[0].open.remote())
+    ray.get(blocked)
+    col.barrier()
+
+
+def test_a_group_that_is_gone_is_not_asked(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    group.destroy()
+    status = group.status()
+    assert status.state == "destroyed"
+    assert not any(member.answers for member in status.members)
