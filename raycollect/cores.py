@@ -96,7 +96,7 @@ class Berth:
         here = current_core()
         if not here:
             return 0
-        if not self._core:
+        if here != self._core:
             self._mask = os.sched_getaffinity(0)
         counts = {one + 1: 0 for one in self._mask}
         before = at_all = 0
@@ -111,7 +111,9 @@ class Berth:
         if before >= at_all - (at_all - counts[fewest]) // 2:
             here = fewest
         if here != self._core:
-            self._core = here if _stay(self._mask, {here - 1}) else 0
+            if not _stay(self._mask, {here - 1}):
+                return current_core()
+            self._core = here
         return here
 
     def leave(self) -> None:

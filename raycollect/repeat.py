@@ -173,10 +173,11 @@ class Repeat:
         return given_up(self._reason(), now_s > self._until_s, limit_s)
 
     def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
+        program, door = self._program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
-            self._program,
+            program,
             keys,
-            self._communicators,
+            lambda group_id: door if door and group_id == program.door.group_id else self._communicators(group_id),
             self._instruments,
             seq=seq,
             aborted=self._reason,

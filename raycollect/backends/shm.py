@@ -130,7 +130,8 @@ class ShmCommunicator:
         parts = self._entered = self._entered or self._come_in()
         parts.meeting.enter(launch, until_s)
         self._begin(parts, launch)
-        if parts.staged.stage_again(launch, kernel):
+        # A large kernel is listed, whatever it was before: another rank may come with memory that can be reached.
+        if not parts.direct.is_worth(_nbytes(kernel)) and parts.staged.stage_again(launch, kernel):
             self._staged = launch.seq
         else:
             self._stage(parts, launch, kernel, until_s)
@@ -151,9 +152,10 @@ class ShmCommunicator:
         until_s = time.monotonic() + launch.timeout_s
         with translated(kernel.kind, self._group_name, self.rank):
             is_first, self._staged = self._staged == launch.seq, 0
-            if is_first and staged.fold_again(launch, kernel):
+            is_worth = direct.is_worth(_nbytes(kernel))
+            if is_first and not is_worth and staged.fold_again(launch, kernel):
                 return
-            if direct.is_worth(_nbytes(kernel)):
+            if is_worth:
                 has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
                 if has_run:
                     return

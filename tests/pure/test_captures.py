@@ -91,7 +91,14 @@ class FakePost:
 class Bench:
     """One participant with one captured step, and what the controller hears of it."""
 
-    def __init__(self, script: Script, post: FakePost | None, turn: Any = None, **methods: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        script: Script,
+        post: FakePost | None,
+        turn: Any = None,
+        communicators: Callable[[str], Any] | None = None,
+        **methods: Callable[..., Any],
+    ) -> None:
         self.actor, self.post, self.ledger, self.turn = Actor(**methods), post, Ledger(), turn
         self.store = Store()
         self.changed = threading.Condition()
@@ -101,7 +108,7 @@ class Bench:
         self.begun: list[int] = []
         self.lost = False
         instruments = Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic)
-        replay = Replay(script.routine, script.values, self.actor.invoke, instruments, _no_group)
+        replay = Replay(script.routine, script.values, self.actor.invoke, instruments, communicators or _no_group)
         desk = Desk(ledger=self.ledger, turn=turn, send=self.send, failed=self.fail, begun=self.begun.append)
         self.captured = Captured(replay, desk, post)
         self.replay = replay
@@ -678,7 +685,7 @@ def test_with_a_real_doorbell() -> None:
         doorbell = Doorbell(1)
     except OSError as exc:
         pytest.skip(str(exc))
-    post = open_post(doorbell.segment, 0)
+    post = open_post(doorbell.segment, 0, keeps_core=True)
     assert post is not None
     one = Bench(echo(), None, note=lambda value: value)
     one.captured.close("another is made")
@@ -704,8 +711,8 @@ def _desk(one: Bench) -> Desk:
 
 
 def test_a_doorbell_out_of_reach_is_none() -> None:
-    assert open_post(None, 0) is None
-    assert open_post(Segment(1 << 22, 3, b"t" * 16, 4096), 0) is None
+    assert open_post(None, 0, keeps_core=True) is None
+    assert open_post(Segment(1 << 22, 3, b"t" * 16, 4096), 0, keeps_core=True) is None
 
 
 # ---------------------------------------------------------------------------------------------- the table

@@ -14,7 +14,9 @@ import pytest
 from raycollect import doorbell as doorbell_module
 from raycollect.doorbell import IN_FLIGHT, INLINE_NBYTES, Doorbell, Entry, Post
 from raycollect.model import Segment
+from tests.pure.placed import Cores
 from tests.pure.processes import Process
+from tests.pure.watched import WAIT_S
 
 
 @pytest.fixture
@@ -301,6 +303,140 @@ def test_the_size_tells_the_seats(seats):
     with pytest.raises(ValueError):
         Post(doorbell.segment, seats)
     doorbell.close()
+
+
+class Seats:
+    """Posts of one doorbell, in turn in this thread, on a system of a few cores."""
+
+    def __init__(self, cores, at, monkeypatch, *, keeps_core=True):
+        self.system = Cores(set(range(cores))).install(monkeypatch, doorbell_module)
+        self.monkeypatch = monkeypatch
+        self.system.at = dict(enumerate(at))
+        self.bell, self.posts = Doorbell(len(at)), []
+        for seat in range(len(at)):
+            self.system.who = seat
+            self.posts.append(Post(self.bell.segment, seat, keeps_core=keeps_core))
+
+    def run(self):
+        """All do one run."""
+        number = self.bell.begin()
+        for seat, post in enumerate(self.posts):
+            self.bell.ring(seat, number, number, 0, b"")
+            self.system.who = seat
+            serve(post, 1)
+
+    def wait(self, seat, awake):
+        """One waits for a run that does not come."""
+        self.system.who = seat
+        with self.monkeypatch.context() as patch:
+            if not awake:
+                patch.setattr(self.posts[seat], "_awake_until_s", 0.0)
+            assert self.posts[seat].take(0.001) is None
+
+    @property
+    def masks(self):
+        return [self.system.masks.get(seat, self.system.mask) for seat in range(len(self.posts))]
+
+
+@pytest.fixture
+def seats_at(monkeypatch):
+    made = []
+    monkeypatch.setattr(doorbell_module, "YIELD_S", WAIT_S)
+    yield lambda *args, **kwargs: made.append(Seats(*args, monkeypatch, **kwargs)) or made[-1]
+    for one in made:
+        one.bell.close()
+
+
+@pytest.mark.parametrize(("cores", "at"), [(2, [1, 0]), (2, [0, 1, 0]), (1, [0, 0]), (4, [3, 1, 0, 2]), (3, [0] * 3)])
+def test_where_seats_and_controller_outnumber_the_cores_each_keeps_to_one_while_awake(seats_at, cores, at):
+    seats, every = seats_at(cores, at), set(range(cores))
+    for seat in range(len(at)):
+        seats.wait(seat, awake=True)
+    assert seats.masks == [every] * len(at), "no run has come yet, so nobody stays awake for the next"
+    seats.run()
+    for seat in (*range(len(at)), *range(len(at))):
+        seats.wait(seat, awake=True)
+    assert seats.masks == [{seats.system.at[seat]} for seat in range(len(at))]
+    counts = [list(seats.system.at.values()).count(core) for core in every]
+    assert max(counts) - min(counts) <= 1
+    seats.run()
+    assert all(len(mask) == 1 for mask in seats.masks), "a run does not end it"
+    for seat, post in enumerate(seats.posts):
+        if seat % 2:
+            seats.wait(seat, awake=False)
+        else:
+            seats.system.who = seat
+            post.close()
+    assert seats.masks == [every] * len(at)
+    moves = len(seats.system.moves)
+    for seat, post in enumerate(seats.posts):
+        seats.system.who = seat
+        post.close()
+    assert len(seats.system.moves) == moves
+
+
+@pytest.mark.parametrize(
+    ("cores", "at", "keeps_core"),
+    [(3, [0, 0], True), (4, [1, 1, 1], True), (2, [0, 0], False), (2, [0, 0, 0], False)],
+)
+def test_with_cores_to_spare_or_where_it_must_not_nobody_keeps_to_one(seats_at, cores, at, keeps_core):
+    seats = seats_at(cores, at, keeps_core=keeps_core)
+    for _ in range(2):
+        seats.run()
+        for seat in range(len(at)):
+            seats.wait(seat, awake=True)
+            seats.wait(seat, awake=False)
+    for seat, post in enumerate(seats.posts):
+        seats.system.who = seat
+        post.close()
+    assert seats.system.moves == []
+    assert list(seats.system.at.values()) == at
+
+
+def test_who_keeps_to_no_core_unless_asked(seats_at):
+    seats = seats_at(2, [0, 0])
+    seats.posts = [Post(seats.bell.segment, seat) for seat in range(2)]
+    seats.run()
+    seats.wait(0, awake=True)
+    assert seats.system.moves == []
+
+
+def test_who_sleeps_may_go_anywhere(seats_at, monkeypatch):
+    """Before it sleeps, so that it is woken where there is room."""
+    seats, asleep = seats_at(2, [0, 0]), []
+    seats.run()
+    seats.wait(0, awake=True)
+    assert seats.masks[0] == {0}
+    bells = seats.posts[0]._memory.bells
+    monkeypatch.setattr(bells, "wait", lambda *args: asleep.append(seats.system.get_mask(0)))
+    seats.wait(0, awake=False)
+    assert asleep[0] == {0, 1}
+
+
+def test_a_thread_of_the_real_system_gets_its_mask_back(monkeypatch):
+    """As many seats as cores; and what other threads may do is never touched."""
+    monkeypatch.setattr(doorbell_module, "YIELD_S", WAIT_S)
+    before = os.sched_getaffinity(0)
+    bell, seen = Doorbell(max(len(before), 2)), []
+
+    def work():
+        post = Post(bell.segment, 0, keeps_core=True)
+        number = bell.begin()
+        bell.ring(0, number, 1, 0, b"")
+        serve(post, 1)
+        post.take(0.001)
+        seen.append(os.sched_getaffinity(0))
+        post.close()
+        seen.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(WAIT_S)
+    bell.close()
+    kept, after = seen
+    assert len(kept) == 1
+    assert kept <= before
+    assert after == before == os.sched_getaffinity(0)
 
 
 def test_nothing_stays_behind():
