@@ -63,6 +63,6 @@ def actors(tidy, idle):
 
     yield start
     for cls, actor in lasting:
-        idle[cls].append(actor)
+        (idle[cls] if len(idle[cls]) < lives.MOST_IDLE else started).append(actor)
     for actor in started:
         ray.kill(actor)

@@ -14,6 +14,9 @@ import ray
 LASTING: list[Any] = []
 """The classes whose actors go on."""
 
+MOST_IDLE = 4
+"""How many actors of a class wait for another test."""
+
 RESET_TIMEOUT_S = 5.0
 MOST_LIVES = 40
 """Each leaves a few idle threads behind."""

@@ -135,19 +135,24 @@ def test_processes(seed):
 def test_many_threads_wait_for_runs_of_their_own():
     doorbell = Doorbell(2)
     posts = [Post(doorbell.segment, seat) for seat in range(2)]
-    runs, taking = 200, threading.Lock()
+    runs, ending, under_way = 200, threading.Condition(), set()
     serving = [threading.Thread(target=serve, args=(post, runs)) for post in posts]
     done, failed = [], []
 
     def drive(count):
         for _ in range(count):
-            with taking:
+            with ending:  # a thread may be slow to read its answers, and their cells are written again
+                ending.wait_for(lambda: not under_way or max(under_way) - min(under_way) < IN_FLIGHT - 1)
                 number = doorbell.begin()
+                under_way.add(number)
                 for seat in range(2):
                     doorbell.ring(seat, number, number, 0, b"%d" % number)
             try:
                 assert answers(doorbell, 2, number) == [b"%d" % number] * 2
                 done.append(number)
+                with ending:
+                    under_way.remove(number)
+                    ending.notify_all()
             except BaseException as exc:
                 failed.append(exc)
                 raise
