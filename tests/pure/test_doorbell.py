@@ -135,15 +135,16 @@ def test_processes(seed):
 def test_many_threads_wait_for_runs_of_their_own():
     doorbell = Doorbell(2)
     posts = [Post(doorbell.segment, seat) for seat in range(2)]
-    runs, ending, under_way = 200, threading.Condition(), set()
+    runs, ending, under_way, begun = 200, threading.Condition(), set(), [0]
     serving = [threading.Thread(target=serve, args=(post, runs)) for post in posts]
     done, failed = [], []
 
     def drive(count):
         for _ in range(count):
             with ending:  # a thread may be slow to read its answers, and their cells are written again
-                ending.wait_for(lambda: not under_way or max(under_way) - min(under_way) < IN_FLIGHT - 1)
+                ending.wait_for(lambda: begun[-1] + 1 - min(under_way, default=begun[-1]) < IN_FLIGHT)
                 number = doorbell.begin()
+                begun.append(number)
                 under_way.add(number)
                 for seat in range(2):
                     doorbell.ring(seat, number, number, 0, b"%d" % number)
