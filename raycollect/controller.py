@@ -24,7 +24,6 @@ from raycollect.channel.messages import (
     Ran,
     Seen,
     Store,
-    Stored,
     Stuck,
     Surveyed,
     Waiting,
@@ -232,10 +231,7 @@ class Controller:
         self._peers.joined(message)
 
     def _store(self, peer: Peer, message: Store) -> None:
-        stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
-        for other in self._peers.of_group(message.group_id):
-            if other is not peer:
-                other.send(stored)
+        self._peers.stored(peer, message)
 
     def _meet(self, peer: Peer, message: Any) -> None:
         """What a member says to the hub of its group."""

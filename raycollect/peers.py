@@ -13,7 +13,7 @@ from typing import Any
 
 from raycollect import plain, ray_internals
 from raycollect.channel import Hub
-from raycollect.channel.messages import Bye, Join, Joined, Leave, Seen, Surveyed
+from raycollect.channel.messages import Bye, Join, Joined, Leave, Seen, Store, Stored, Surveyed
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -55,6 +55,7 @@ class Peers:
         self._peers: dict[str, Peer] = {}  # actor id -> who was leased
         self._requests = itertools.count(1)
         self._joining: dict[int, _Joining] = {}
+        self._inviting = threading.Lock()  # until all members of a group know of it
 
     def close(self) -> None:
         """Gives all back."""
@@ -164,10 +165,11 @@ class Peers:
                 asked = {next(self._requests): _Joining(member) for member in membership.members}
                 waiting.update(asked)
                 self._joining.update(asked)
-                for request, joining in asked.items():
-                    rank = joining.member.rank
-                    join = Join(request=request, group=asdict(membership.spec), rank=rank, members=members)
-                    self.leased(joining.member.actor_id, [membership]).send(join)
+                with self._inviting:
+                    for request, joining in asked.items():
+                        rank = joining.member.rank
+                        join = Join(request=request, group=asdict(membership.spec), rank=rank, members=members)
+                        self.leased(joining.member.actor_id, [membership]).send(join)
             late = [one for one in waiting.values() if not one.settled.wait(max(deadline_s - monotonic(), 0))]
         finally:
             for request in waiting:
@@ -183,6 +185,14 @@ class Peers:
                 detail=f"not joined in time: {names}",
                 missing=tuple(one.member.rank for one in late),
             )
+
+    def stored(self, peer: Peer, message: Store) -> None:
+        """A member publishes something while it joins: all others get it, after their invitation; on the hub's thread."""
+        stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
+        with self._inviting:
+            for other in self.of_group(message.group_id):
+                if other is not peer:
+                    other.send(stored)
 
     def joined(self, message: Joined) -> None:
         """One has joined, or can't; on the hub's thread."""

@@ -34,7 +34,10 @@ from raycollect.model import GroupSpec
 __all__ = ["HELLO_TIMEOUT_S", "join"]
 
 HELLO_TIMEOUT_S = 5.0
-"""How long one handshake may take."""
+"""How long a rank that was called waits for one handshake.
+
+Who calls has time until the join ends: the other may count it as there already, and listen no more.
+"""
 
 USER_TIMEOUT_S = 120.0
 """How long a rank may leave unread what was sent: it may be at work elsewhere, for longer than plans usually wait.
@@ -173,7 +176,7 @@ class _Joining:
         while self.missing() and (now_s := time.monotonic()) < until_s:
             for rank, at_s in list(self._calls.items()):
                 if at_s <= now_s:
-                    self._call(rank, now_s)
+                    self._call(rank, now_s, until_s)
             for meeting in [one for one in self._meetings.values() if one.until_s <= now_s]:
                 self._drop(meeting)
             self._listen(len(self._meetings) < self._most and bool(self._higher - self._done.keys()))
@@ -196,7 +199,7 @@ class _Joining:
         elif watched and not wanted:
             self._selector.unregister(self._listener)
 
-    def _call(self, rank: int, now_s: float) -> None:
+    def _call(self, rank: int, now_s: float, until_s: float) -> None:
         """Begins to connect to a lower rank."""
         del self._calls[rank]
         sock = None
@@ -211,7 +214,7 @@ class _Joining:
             sockets.close(() if sock is None else (sock,))
             self._calls[rank] = now_s + _RETRY_S
             return
-        meeting = _Meeting(sock, self._hands.connector(rank), now_s + HELLO_TIMEOUT_S, wanted=rank)
+        meeting = _Meeting(sock, self._hands.connector(rank), until_s, wanted=rank)
         self._meetings[sock] = meeting
         self._selector.register(sock, selectors.EVENT_WRITE, meeting)
 

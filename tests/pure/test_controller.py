@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Arrive, Deny, Done, Meet, Met, encode
+from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Store, Stored, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.controller import Controller
 from raycollect.errors import KernelError, ProtocolError, from_wire
@@ -134,3 +136,37 @@ def test_what_is_too_long_and_answers_no_meeting_is_an_error(controller: Control
     lease(controller, pair)
     with pytest.raises(ProtocolError, match="Abort has"):
         controller._gates.relay(pair, [(0, Abort(seq=1, reason="x" * MAX_FRAME_NBYTES))])
+
+
+def test_who_publishes_before_all_are_invited_is_heard_by_all(controller):
+    """Rank 0 is quick: what it publishes must not reach rank 1 before rank 1 knows of the group, and would drop it."""
+    membership = group("late", (5, 6))
+    peers = list(lease(controller, membership).values())
+    for peer in peers:
+        peer.group_ids.add(membership.spec.group_id)
+    published = Store(group_id=membership.spec.group_id, name="at.0", value=b"here")
+    hub = threading.Thread(target=lambda: controller.received(peers[0], published))
+
+    class Quick(Line):
+        """Rank 0's, which answers at once."""
+
+        def send(self, message: Any) -> None:
+            super().send(message)
+            if isinstance(message, Join):
+                hub.start()
+                controller.received(peers[0], Joined(request=message.request, error=None))
+
+    class Slow(Line):
+        """Rank 1's; the hub has time to overtake the invitation."""
+
+        def send(self, message: Any) -> None:
+            if isinstance(message, Join):
+                hub.join(0.2)
+                controller.received(peers[1], Joined(request=message.request, error=None))
+            super().send(message)
+
+    peers[0].link, peers[1].link = Quick(), Slow()  # type: ignore[assignment]
+    controller._peers.join([membership], time.monotonic() + WAIT_S)
+    hub.join(WAIT_S)
+    assert [type(message) for message in said(peers[1])] == [Join, Stored]
+    assert [type(message) for message in said(peers[0])] == [Join]
