@@ -187,7 +187,7 @@ class Peers:
             )
 
     def stored(self, peer: Peer, message: Store) -> None:
-        """A member publishes something while it joins: all others get it, after their invitation; on the hub's thread."""
+        """A member publishes something: all others get it, and not before they were invited; on the hub's thread."""
         stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
         with self._inviting:
             for other in self.of_group(message.group_id):

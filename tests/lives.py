@@ -14,9 +14,8 @@ import ray
 LASTING: list[Any] = []
 """The classes whose actors go on."""
 
-MOST_IDLE = int(os.environ.get("RAYCOLLECT_TEST_IDLE_ACTORS", "0"))
-"""How many actors of a class wait for another test; none unless asked for, as one test failed among reused actors for a
-reason that was not found."""
+MOST_IDLE = int(os.environ.get("RAYCOLLECT_TEST_IDLE_ACTORS", "4"))
+"""How many actors of a class wait for another test."""
 
 RESET_TIMEOUT_S = 5.0
 MOST_LIVES = 40
