@@ -64,7 +64,8 @@ class Claim:
     @property
     def hello(self) -> dict[str, Any]:
         """What it says to rank 0."""
-        return {"rank": self.rank, "world_size": self.world_size, "backend": self.backend, "who": self.who}
+        named = {"rank": self.rank, "world_size": self.world_size, "backend": self.backend, "who": self.who}
+        return named | {"options": repr(self.options)}
 
 
 class Fading:

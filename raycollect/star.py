@@ -141,6 +141,8 @@ class Star:
             return f"{who} says that world_size is {world_size}, and {mine} that it is {self._world_size}"
         if backend != self._claim["backend"]:
             return f"{who} asks for backend {backend!r}, and {mine} for {self._claim['backend']!r}"
+        if hello.get("options") != self._claim["options"]:
+            return f"{who} gives other pg_options than {mine}"
         if not isinstance(rank, int) or not 0 <= rank < self._world_size:
             return f"{who} is no rank of a group of {self._world_size}"
         if rank in self._who:

@@ -10,7 +10,9 @@ publishes a random key, so that whoever has it came by the rendezvous, which is 
 
 Each HMAC-SHA256 is keyed with the group's key and covers its sender's role, the group's id, both ranks and both nonces,
 so that nothing said on one connection opens another. All handshakes go on at once and each has a limit, so that a
-stranger who is silent holds up nobody. What follows on the connections is not authenticated frame by frame.
+stranger who is silent holds up nobody; where there are many, those who came first and are not done make room, and
+members among them call again. The log has a line on the first stranger and one on all others. What follows on the
+connections is not authenticated frame by frame.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import errno
 import hmac
 import json
+import logging
 import secrets
 import selectors
 import socket
@@ -33,6 +36,8 @@ from raycollect.model import GroupSpec
 
 __all__ = ["HELLO_TIMEOUT_S", "join"]
 
+_log = logging.getLogger("raycollect")
+
 HELLO_TIMEOUT_S = 5.0
 """How long a rank that was called waits for one handshake.
 
@@ -46,9 +51,10 @@ That a host has died the control connections tell much earlier.
 """
 
 MAX_STRANGERS = 64
-"""How many may be shaking hands beside the members; more wait in the kernel's backlog."""
+"""How many may be shaking hands beside the members, with a descriptor each; more wait in the kernel's backlog."""
 
 _RETRY_S = 0.05
+_GRACE_S = 0.25
 _MAGIC = b"rcT1"
 _HELLO = struct.Struct("<4sII32s")
 _NONCE_NBYTES = _TAG_NBYTES = 32
@@ -151,7 +157,7 @@ class _Joining:
     def __init__(
         self, spec: GroupSpec, rank: int, key: bytes, listener: socket.socket, where: dict[int, tuple[str, int]]
     ) -> None:
-        self._rank = rank
+        self._who = f"group {spec.name!r}, rank {rank}"
         self._where = where
         self._listener = listener
         self._hands = _Hands(key, spec, rank)
@@ -160,6 +166,8 @@ class _Joining:
         self._meetings: dict[socket.socket, _Meeting] = {}
         self._calls = dict.fromkeys(where, 0.0)  # whom to call, and not before when
         self._most = MAX_STRANGERS + spec.world_size
+        self._full_until_s = 0.0  # how long nobody has to make room yet; 0: there is room
+        self._refused = 0
         self._selector = selectors.DefaultSelector()
 
     def missing(self) -> list[int]:
@@ -178,9 +186,15 @@ class _Joining:
                 if at_s <= now_s:
                     self._call(rank, now_s, until_s)
             for meeting in [one for one in self._meetings.values() if one.until_s <= now_s]:
-                self._drop(meeting)
-            self._listen(len(self._meetings) < self._most and bool(self._higher - self._done.keys()))
-            wakes = (until_s, *self._calls.values(), *(one.until_s for one in self._meetings.values()))
+                self._drop(meeting, "it did not finish its handshake in time")
+            self._make_room(now_s)
+            self._listen(not self._full_until_s and bool(self._higher - self._done.keys()))
+            wakes = (
+                self._full_until_s or until_s,
+                until_s,
+                *self._calls.values(),
+                *(one.until_s for one in self._meetings.values()),
+            )
             for key, _ in self._selector.select(max(min(wakes) - now_s, 0.0)):
                 if key.data is None:
                     self._answer()
@@ -188,9 +202,23 @@ class _Joining:
                     self._go_on(key.data)
 
     def close(self) -> None:
-        """Closes all that was not given away."""
+        """Closes all that was not given away, and tells the log how many were refused."""
+        if self._refused > 1:
+            _log.warning("%s: refused %d more connections while it formed", self._who, self._refused - 1)
         sockets.close((*self._meetings, *self._done.values()))
         self._selector.close()
+
+    def _make_room(self, now_s: float) -> None:
+        """Drops half of those who call, the oldest, where there have been too many for a moment."""
+        if len(self._meetings) < self._most:
+            self._full_until_s = 0.0
+        elif not self._full_until_s:
+            self._full_until_s = now_s + _GRACE_S
+        elif self._full_until_s <= now_s:
+            callers = [one for one in self._meetings.values() if one.wanted < 0]
+            for meeting in callers[: -(-len(callers) // 2)]:
+                self._drop(meeting, "it was not done while others waited")
+            self._full_until_s = 0.0
 
     def _listen(self, wanted: bool) -> None:
         watched = self._listener in self._selector.get_map()
@@ -244,7 +272,7 @@ class _Joining:
             data = b""
         meeting.got += data
         if not data:
-            self._drop(meeting)
+            self._drop(meeting, "it hung up")
         elif len(meeting.got) == meeting.need:
             got, meeting.got = bytes(meeting.got), bytearray()
             self._step(meeting, got)
@@ -259,22 +287,26 @@ class _Joining:
                 next(meeting.shake)
         except StopIteration as ended:
             self._shaken(meeting, ended.value)
-        except (OSError, ValueError):
-            self._drop(meeting)
+        except (OSError, ValueError) as exc:
+            self._drop(meeting, str(exc))
 
     def _shaken(self, meeting: _Meeting, rank: int) -> None:
         self._forget(meeting)
         try:
             sockets.tune(meeting.sock, USER_TIMEOUT_S)
-        except OSError:
-            self._drop(meeting)
+        except OSError as exc:
+            self._drop(meeting, str(exc))
             return
         if rank in self._done:  # it called again: what it knows of is the newer one
             sockets.close((self._done[rank],))
         self._done[rank] = meeting.sock
 
-    def _drop(self, meeting: _Meeting) -> None:
+    def _drop(self, meeting: _Meeting, why: str) -> None:
         """Hangs up; whom this rank has called, it calls again."""
+        if meeting.wanted < 0:
+            if not self._refused:
+                _log.warning("%s: refused a connection from %s: %s", self._who, sockets.peer_of(meeting.sock), why)
+            self._refused += 1
         self._forget(meeting)
         sockets.close((meeting.sock,))
         if meeting.wanted >= 0:

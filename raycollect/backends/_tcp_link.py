@@ -11,7 +11,7 @@ import os
 import select
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from raycollect import sockets
 from raycollect.cores import YIELD_S, Seeker
@@ -46,7 +46,13 @@ class Link:
     One thread at a time enters, waits and leaves; any thread calls `abort` and `stop`.
     """
 
-    def __init__(self, rank: int, group_name: str, socks: dict[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        group_name: str,
+        socks: dict[int, socket.socket],
+        peer_of: Callable[[int, socket.socket], Peer] = Peer,
+    ) -> None:
         self.rank = rank
         self._group_name = group_name
         self._seq = self._step = self._passed = 0  # the launch, its step, and the last agreement
@@ -54,7 +60,7 @@ class Link:
         self._stopped = False
         self._seeker = Seeker()
         self._gone: dict[int, str] = {}  # who has left this launch, or is lost, and how
-        self._peers = {other: Peer(other, sock) for other, sock in socks.items()}
+        self._peers = {other: peer_of(other, sock) for other, sock in socks.items()}
         self._by_fd = {peer.sock.fileno(): peer for peer in self._peers.values()}
         self._poller = select.poll()
         # The end that is watched, and the end that is written; nobody waits where there are no others.
@@ -168,6 +174,7 @@ class Link:
         Raises:
             CollectiveTimeoutError: Naming whom it waited for.
             PlanAbortedError: The launch was aborted here, or a rank that is waited for has left it or is lost.
+            KernelError: What came is not what was sent, where frames carry checksums.
         """
         asleep_s = 0.0
         while True:  # once at least: a rank whose sockets take all it gives hears of aborts, too

@@ -1,7 +1,8 @@
 """One connection of a `tcp` group: frames out of a queue, frames into the places that wait for them.
 
-A frame is ``launch:8 | kind:4 | step:4 | nbytes:8`` and the bytes. `step` counts the agreements and kernels of a
-launch. Frames of one pair come in the order in which the receiver waits for them, so that no more has to be said.
+A frame is ``launch:8 | kind:2 | core:2 | step:4 | nbytes:4 | checksum:4`` and the bytes. `step` counts the agreements
+and kernels of a launch; the checksum is 0 but in `_tcp_summed`. Frames of one pair come in the order in which the
+receiver waits for them, so that no more has to be said.
 
 =========================  =====================================================================================
 a frame that comes is of
@@ -33,7 +34,7 @@ ARRIVAL, DATA, LEFT = 1, 2, 3
 FRAME_NBYTES = 1 << 20
 """The longest frame, whatever its kind."""
 
-_HEADER = struct.Struct("<QHHIQ")
+_HEADER = struct.Struct("<QHHIII")
 _BUFFER_NBYTES = 4096
 _ALL = 1 << 32
 _SCRATCH = memoryview(bytearray(64 * 1024))
@@ -115,7 +116,7 @@ class Peer:
         self._places: deque[Place] = deque()
         self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
         self._lo = self._hi = 0  # what of the buffer was read from the socket, and not yet looked at
-        self._frame: tuple[int, int, int, int, int] | None = None  # of which no byte was read yet
+        self._frame: tuple[int, int, int, int, int, int] | None = None  # of which no byte was read yet
         self._into: memoryview | None = None  # where the bytes of the frame that is being read go; None: nowhere
         self._need = 0  # how many of its bytes are still to come
 
@@ -170,9 +171,9 @@ class Peer:
 
     # ------------------------------------------------------------------------------------------ outward
 
-    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None) -> None:
+    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
         """Queues a frame, and sends what the socket takes; `body` must not change until it has gone."""
-        head = _HEADER.pack(self._seq, kind, current_core(), step, body.nbytes)
+        head = _HEADER.pack(self._seq, kind, current_core(), step, body.nbytes, crc)
         self._out.append(_Outgoing(self._seq, head, body, batch))
         if batch is not None:
             batch.left += 1
@@ -264,10 +265,10 @@ class Peer:
                 self._lo, self._hi = 0, there
                 return
 
-    def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int) -> None:
+    def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int, crc: int) -> None:
         """Decides where the bytes of a frame go; see the table above."""
         self.core = core if self._is_near else 0
-        if kind not in (ARRIVAL, DATA, LEFT) or nbytes > FRAME_NBYTES:
+        if kind not in (ARRIVAL, DATA, LEFT) or nbytes > FRAME_NBYTES or crc:
             self._lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
         elif seq < self._floor:
             self._frame, self._into, self._need = None, None, nbytes

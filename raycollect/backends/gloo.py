@@ -38,6 +38,7 @@ from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
+    InvalidGroupError,
     RaycollectError,
 )
 from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
@@ -93,10 +94,14 @@ def create(
         segments: Not used.
 
     Raises:
+        InvalidGroupError: It was given options, and takes none.
         BackendNotInstalledError: No library is there.
         BackendUnavailableError: The members can't connect.
         CollectiveTimeoutError: A member did not come.
     """
+    if spec.options:
+        detail = f"backend 'gloo': it takes no options, and got {', '.join(dict(spec.options))}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
     library = GlooLibrary.load(spec.name)
     link = None
     if spec.world_size > 1:

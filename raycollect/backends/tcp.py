@@ -27,20 +27,25 @@ carry what comes next. Ranks go through chunks and steps in one order, so that t
 frames, and carry the door too. A wait ends with the launch's time and with an abort, also in mid-kernel, and the group
 works on after either. Only a connection that ends breaks the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank
 (P8), a third of which is kept from kernel to kernel; and 4 KiB for each connection.
+
+The option ``checksum`` (`pg_options={"checksum": True}`) has every frame checked; see `_tcp_summed`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import GroupBrokenError
+from raycollect.errors import GroupBrokenError, InvalidGroupError
 from raycollect.model import GroupSpec, Kernel, Launch
 
 from ._tcp_join import join
 from ._tcp_link import Link
+from ._tcp_peer import Peer
 from ._tcp_run import CHUNK_NBYTES, Run, Staging
+from ._tcp_summed import SummedPeer
 from .completion import DONE, translated
 
 __all__ = ["CHUNK_NBYTES", "TcpCommunicator", "create"]
@@ -61,7 +66,7 @@ def create(
     """Joins the group; returns when this rank is connected to all others.
 
     Args:
-        spec: The group.
+        spec: The group; its options may have ``checksum``, True or False.
         rank: This process's rank.
         rendezvous: How the members find each other.
         exchange: Not used: arrivals travel over the connections.
@@ -69,11 +74,25 @@ def create(
         segments: Not used.
 
     Raises:
+        InvalidGroupError: The options are others, or have other values.
         BackendUnavailableError: This rank can't listen there.
         CollectiveTimeoutError: Naming the members that did not come.
     """
+    peer_of = partial(SummedPeer, spec.name, rank) if _wants_checksums(spec) else Peer
     socks = join(spec, rank, rendezvous, host, JOIN_TIMEOUT_S) if spec.world_size > 1 else {}
-    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks))
+    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks, peer_of))
+
+
+def _wants_checksums(spec: GroupSpec) -> bool:
+    given = dict(spec.options)
+    wanted = given.pop("checksum", False)
+    if given:
+        detail = f"backend 'tcp': there is no option {', '.join(map(repr, given))}; there is 'checksum'"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    if type(wanted) is not bool:
+        detail = f"backend 'tcp': option 'checksum' is {wanted!r}, neither True nor False"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    return wanted
 
 
 class TcpCommunicator:

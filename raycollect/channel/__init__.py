@@ -6,6 +6,7 @@
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`                  a connection in blocking mode
 `server`, `client`        the end that listens, the ends that connect
+`refusals`                what the log hears of those who are not let in
 ========================  ====================================================================
 """
 

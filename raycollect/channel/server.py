@@ -8,15 +8,16 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from raycollect import sockets
 from raycollect.channel.endpoint import Link, LinkHandler
-from raycollect.channel.loop import Loop, Timer
+from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
+from raycollect.channel.refusals import Refusals
 from raycollect.channel.stream import Stream
 from raycollect.errors import ChannelError, ConnectionLostError
 from raycollect.model import Address
@@ -27,7 +28,10 @@ _log = logging.getLogger("raycollect")
 
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_HALF_OPEN = 64
-"""How many clients may be shaking hands; more wait in the kernel's backlog."""
+"""How many clients may be shaking hands; more wait in the kernel's backlog.
+
+Each takes a descriptor and less than 16 KiB, so that those without the key never have more than 64 and 1 MiB.
+"""
 
 _GRACE_S = 0.25
 _READ = selectors.EVENT_READ
@@ -99,12 +103,13 @@ class Server:
         self._secret = secret
         self._handler = handler
         self._listener = sockets.listen(host)
-        self._paused = False
+        self._paused = self._sweeping = False
         self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
         self._data: dict[Stream, threading.Thread] = {}
         self._data_lock = threading.Lock()
         self.address = Address(host=host, port=self._listener.getsockname()[1], secret=secret)
         self._loop = Loop("raycollect-server")
+        self._refusals = Refusals(self._loop.call_later)
         self._loop.call_soon(self._begin)
 
     def close(self) -> None:
@@ -124,6 +129,7 @@ class Server:
         """Stops listening: called by the loop when it stops."""
         self._loop.unwatch(self._listener)
         sockets.close((self._listener,))
+        self._refusals.tell()
 
     def _begin(self) -> None:
         self._loop.owned.add(self)
@@ -138,16 +144,29 @@ class Server:
         except (BlockingIOError, InterruptedError, ConnectionError):
             return
         except OSError as exc:
-            _log.warning("can't accept connections for now: %s", exc)
+            self._refusals.add("somebody", f"no connection can be accepted for now: {exc}")
             self._pause()  # out of descriptors, most likely: trying at once would only spin
             return
         connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
-        client = _HalfOpen(self._loop, sock, connection, on_open=self._promote, on_leave=self._leave)
+        client = _HalfOpen(self._loop, sock, connection, self._refusals, on_open=self._promote, on_leave=self._leave)
+        if not self._sweeping:
+            self._sweeping = True
+            self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._sweep)
         self._half_open[client] = None
         client.begin()
 
     def _leave(self, client: _HalfOpen) -> None:
         self._half_open.pop(client, None)
+
+    def _sweep(self) -> None:
+        """Drops those whose time is over. One timer for all: one for each would be kept after the client has gone."""
+        now_s = time.monotonic()
+        for client in list(self._half_open):
+            if client.until_s > now_s:
+                self._loop.call_later(client.until_s - now_s, self._sweep)
+                return
+            client.refuse(f"it did not finish its handshake in {HANDSHAKE_TIMEOUT_S:g} s")
+        self._sweeping = False
 
     def _pause(self) -> None:
         """Leaves newcomers in the backlog for a moment; then whoever came first and is not done makes room."""
@@ -185,7 +204,7 @@ class Server:
         try:
             thread.start()
         except RuntimeError as exc:  # the process has no more threads to give
-            _log.warning("can't serve %s: %s", stream.peer, exc)
+            self._refusals.add(stream.peer, f"there is no thread for it: {exc}")
             self._forget(stream)
 
     # ------------------------------------------------------------------------------------------ data threads
@@ -216,6 +235,7 @@ class _HalfOpen:
         loop: Loop,
         sock: socket.socket,
         connection: Connection,
+        refusals: Refusals,
         *,
         on_open: Callable[[_HalfOpen, Opened, list[Event]], None],
         on_leave: Callable[[_HalfOpen], None],
@@ -223,10 +243,11 @@ class _HalfOpen:
         self.sock = sock
         self.connection = connection
         self.peer = sockets.peer_of(sock)
+        self.until_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self._loop = loop
+        self._refusals = refusals
         self._on_open = on_open
         self._on_leave = on_leave
-        self._deadline: Timer | None = None
 
     def begin(self) -> None:
         """Sends the challenge and waits for the proof."""
@@ -238,13 +259,11 @@ class _HalfOpen:
         except OSError as exc:
             self.refuse(f"it ended at once: {exc}")
             return
-        late = partial(self.refuse, f"it did not finish its handshake in {HANDSHAKE_TIMEOUT_S:g} s")
-        self._deadline = self._loop.call_later(HANDSHAKE_TIMEOUT_S, late)
         self._loop.watch(self.sock, _READ, self._on_ready)
 
     def refuse(self, why: str) -> None:
-        """Logs why, once, and closes."""
-        _log.warning("refused a connection from %s: %s", self.peer, why)
+        """Notes why, for the log, and closes."""
+        self._refusals.add(self.peer, why)
         self.end(ConnectionLostError(detail=why, peer=self.peer))
 
     def end(self, reason: ChannelError) -> None:
@@ -289,5 +308,3 @@ class _HalfOpen:
         self._on_leave(self)
         self._loop.owned.discard(self)
         self._loop.unwatch(self.sock)
-        if self._deadline is not None:
-            self._deadline.cancel()

@@ -11,7 +11,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends import gloo
 from raycollect.contracts import Communicator
-from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
 from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker
@@ -160,4 +160,11 @@ def test_nobody_connects_before_all_are_there(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gloo, "JOIN_TIMEOUT_S", 0.1)
     spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=2)
     with pytest.raises(CollectiveTimeoutError, match=r"gloo\.ready\.1"):
+        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+
+
+def test_it_takes_no_options() -> None:
+    """It would ignore a checksum that somebody counts on."""
+    spec = GroupSpec(name="default", group_id="g", backend="gloo", world_size=1, options=(("checksum", True),))
+    with pytest.raises(InvalidGroupError, match="no options, and got checksum"):
         gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
