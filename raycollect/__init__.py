@@ -16,7 +16,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from raycollect.agenda import Pending as Pending
     from raycollect.api import allgather_refs as allgather_refs
     from raycollect.api import allreduce_refs as allreduce_refs
     from raycollect.api import alltoall_refs as alltoall_refs
@@ -73,6 +72,7 @@ if TYPE_CHECKING:
     from raycollect.multigpu import synchronize as synchronize
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.participant import by_value as by_value
+    from raycollect.pending import Pending as Pending
     from raycollect.planned import plan as plan
     from raycollect.planner.explain import Explanation as Explanation
     from raycollect.rank_table import RankTable as RankTable
@@ -103,7 +103,7 @@ _HOMES: dict[str, str] = {
     "Handle": "handle",
     "MemberStatistics": "declared",
     "MemberStatus": "declared",
-    "Pending": "agenda",
+    "Pending": "pending",
     "RankTable": "rank_table",
     "ReduceOp": "model",
     "Work": "work",

@@ -1,4 +1,4 @@
-"""Calls on their way into one plan, and what stands for their outputs until it is sent.
+"""Calls on their way into one plan.
 
 The calls of a batch share an `Agenda`; one that has its plan to itself is written into one of its own. The calls of a
 captured step, of verbs and of methods, share a `CaptureAgenda`.
@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from raycollect import ray_internals
 from raycollect.controller import Controller
-from raycollect.dispatch import Asked, send_plan
+from raycollect.dispatch import Asked
 from raycollect.errors import (
-    BatchError,
-    CaptureError,
     FaultError,
     MethodError,
     RaycollectError,
@@ -25,118 +23,19 @@ from raycollect.errors import (
 from raycollect.flight import Flight
 from raycollect.group import Membership, Operand
 from raycollect.model import Key
+from raycollect.parcel import Parcel
+from raycollect.pending import Pending
 from raycollect.planner import Made, Source
 from raycollect.routine import captured_key
 
-__all__ = ["Agenda", "Argument", "CaptureAgenda", "MethodCall", "Pending", "Ref", "StepWords", "plain"]
+__all__ = ["Agenda", "CaptureAgenda", "MethodCall", "Ref", "StepWords"]
 
 _Error = TypeVar("_Error", bound=RaycollectError)
 
 MOST_ACTORS = 4
 """How many actors a message names."""
 
-_OPEN = "its batch has not ended: use it after the block, or as an operand of a later call in it"
 _UNSENT = "its plan could not be sent"
-_IN_RUNS = (
-    "what a captured step makes is there only while it runs: give it to later calls in its own block, or to `returns`; "
-    "step.explain() tells of it after the block, plan() can't"
-)
-
-
-class _StandIn:
-    """What stands for something that is not there yet: to compute with it, or to look into it, is refused."""
-
-    __slots__ = ()
-
-    def _misused(self) -> RaycollectError:
-        """What to raise."""
-        raise NotImplementedError
-
-    def _refuse(self, *_: Any) -> Any:
-        raise self._misused()
-
-    # Not `__eq__` and `__hash__`: it is itself, wherever it is looked up.
-    __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __call__ = _refuse
-    __int__ = __float__ = __complex__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
-    __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _refuse
-    __array_ufunc__ = None  # so that numpy's operators leave it to those here
-
-
-class Pending(_StandIn):
-    """Stands for a ref that a call of a batch will give: the call's output, which the plan makes.
-
-    Inside the block it may be an operand of later calls. After the block, `ref` is the ObjectRef; `get`, `free` and all
-    verbs take it as well as that. It can't be passed to a Ray call: give `ref`.
-
-    What a call of a captured step makes, or a method that the step calls returns, is another one in each run, and never
-    has a ref.
-
-    Attributes:
-        actor_id: The participant on which it is made.
-        request: The number of its call; -1: a method's.
-        step: In a captured step, the place of its call among all calls; -1 elsewhere.
-        key: What stands for it in errors, where it is made before the plan that is being recorded; None: in that plan.
-    """
-
-    __slots__ = ("_agenda", "_ref", "_why", "actor_id", "key", "request", "step")
-
-    def __init__(self, agenda: Agenda, request: int, actor_id: str, *, step: int = -1, key: Key | None = None) -> None:
-        self.actor_id = actor_id
-        self.request = request
-        self.step = step
-        self.key = key
-        self._agenda: Agenda | None = agenda
-        self._ref: Any = None
-        self._why = _OPEN
-
-    @property
-    def ref(self) -> Any:
-        """The ObjectRef.
-
-        Raises:
-            BatchError: Its batch has not ended, or failed.
-            CaptureError: It is made in the runs of a captured step.
-        """
-        if self.step >= 0:
-            raise CaptureError(detail=f"{self!r} is no ref: {_IN_RUNS}")
-        if self._ref is None:
-            raise BatchError(detail=f"{self!r} is no ref: {self._why}")
-        return self._ref
-
-    def _misused(self) -> RaycollectError:
-        if self.step >= 0:
-            return CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
-        return BatchError(detail=f"{self!r} stands for a ref, not for its value: compute with it in a method")
-
-    def is_of(self, agenda: Agenda) -> bool:
-        """Whether it is made by a call of an agenda that is not sent yet."""
-        return self._agenda is agenda
-
-    def settle(self, ref: Any, why: str) -> None:
-        """Gives it its ref, or the reason why it has none."""
-        self._agenda, self._ref, self._why = None, ref, why
-
-    def __reduce__(self) -> Any:
-        if self.step >= 0:
-            return _stray, (repr(self),)
-        raise BatchError(detail=f"{self!r} can't leave the driver: pass its `ref`, after the block has ended")
-
-    def __repr__(self) -> str:
-        ref = f"; its ref is {self._ref.hex()}" if self._ref is not None else ""
-        return f"<Pending: made by call {max(self.step, self.request)} on actor {self.actor_id[:6]}{ref}>"
-
-
-def _stray(what: str) -> None:
-    """Refuses to be what stands for a value of a captured step, where it was sent to another process.
-
-    It can be pickled all the same: Ray does so when it is an argument in ``actor.method.bind(...)``.
-
-    Raises:
-        CaptureError: Always.
-    """
-    raise CaptureError(detail=f"{what} has no meaning outside of its driver: {_IN_RUNS}")
 
 
 class Agenda:
@@ -198,43 +97,33 @@ class Agenda:
                 pending.settle(None, why)
         self._pending = [pending for pending in self._pending if pending.request < count]
 
-    def send(self, controller: Controller, staging: int) -> Flight:
-        """Sends all calls as one plan; see `send_plan`. What they make gets its refs; only `results` are kept (P5)."""
-        flight = send_plan(controller, tuple(self.asked), self.memberships, self.refs, staging)
+    def send(self, controller: Controller, staging: int, *, is_batch: bool) -> tuple[Flight, Parcel]:
+        """Sends all calls as one plan; what they make gets its refs. Only `results` are kept (P5).
+
+        Args:
+            controller: This process's controller.
+            staging: See `planner.Program`.
+            is_batch: See `Parcel`.
+
+        Raises:
+            RefusedError, GroupError: See `send_plan`.
+        """
+        parcel = Parcel(
+            asked=tuple(self.asked),
+            memberships=tuple(self.memberships),
+            refs=self.refs,
+            results=tuple(self.results),
+            staging=staging,
+            is_batch=is_batch,
+        )
+        flight = parcel.send(controller)
         if self._pending:
             positions = flight.plan.positions
             for pending in self._pending:
                 pending.settle(flight.made.get((pending.request, positions[pending.actor_id])), _UNSENT)
-            self.results = [_settled(result) for result in self.results]
+        self.results = parcel.given(flight) if is_batch else [parcel.given(flight)]
         self.asked, self.memberships, self.refs, self._places, self._pending = [], [], {}, {}, []
-        return flight
-
-
-class Argument(_StandIn):
-    """Stands for a value that each run of a captured step is given anew.
-
-    Attributes:
-        name: Its name.
-        default: Its value where a run does not give it.
-        has_default: Whether it may be left out.
-    """
-
-    __slots__ = ("default", "has_default", "name", "owner")
-
-    def __init__(self, owner: object, name: str, *, default: Any, has_default: bool) -> None:
-        self.owner = owner
-        self.name = name
-        self.default = default
-        self.has_default = has_default
-
-    def _misused(self) -> RaycollectError:
-        return CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")
-
-    def __reduce__(self) -> Any:
-        return _stray, (repr(self),)
-
-    def __repr__(self) -> str:
-        return f"<Argument {self.name!r} of a captured step>"
+        return flight, parcel
 
 
 class Ref(NamedTuple):
@@ -274,6 +163,11 @@ class MethodCall:
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     made: Pending
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the method is given, by place and by name."""
+        return (*self.args, *(value for _, value in self.kwargs))
 
 
 class CaptureAgenda(Agenda):
@@ -401,20 +295,3 @@ class StepWords:
         return replace(
             one, ref="", value=self._values.get(int.from_bytes(key[-4:], "little"), "an argument of the run")
         )
-
-
-def _settled(result: Any) -> Any:
-    """A result with refs for what was pending; None where its plan could not be sent."""
-    if isinstance(result, list):
-        return [one._ref if type(one) is Pending else one for one in result]
-    return result._ref if type(result) is Pending else result
-
-
-def plain(value: Any) -> Any:
-    """A ref as Ray knows it: a `Pending` becomes its ref.
-
-    Raises:
-        BatchError: Its batch has not ended, or failed.
-        CaptureError: It is made in the runs of a captured step.
-    """
-    return value.ref if isinstance(value, Pending) else value

@@ -28,6 +28,7 @@ def allreduce_refs(
     op: ReduceOp | str = ReduceOp.SUM,
     *,
     inplace: bool = True,
+    snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
@@ -40,6 +41,9 @@ def allreduce_refs(
         op: SUM, PRODUCT, MIN, MAX (not of complex numbers), AVG (not of integers), or BAND, BOR, BXOR (of integers and
             bool). SUM of bool is a logical or, PRODUCT a logical and.
         inplace: True: the tensors themselves hold the result afterwards. False: new tensors do.
+        snapshot: True, in place: no tensor is overwritten before all ranks have the result, so that either all hold it
+            afterwards, or, if the collective fails, all hold what they had (`Work.retry`). It takes as much memory
+            again, and a message to the driver and back. Not in batches and captured steps.
         async_op: True: returns a `Work` at once.
         timeout_s: How long ranks wait for each other, in seconds; default 60.
 
@@ -52,7 +56,7 @@ def allreduce_refs(
         FaultError: A participant died or came too late, or the plan could not be sent.
     """
     call = Call(OpKind.ALLREDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
-    return call.run(async_op=async_op, inplace=inplace)
+    return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
 
 
 def reduce_refs(
@@ -62,6 +66,7 @@ def reduce_refs(
     op: ReduceOp | str = ReduceOp.SUM,
     *,
     inplace: bool = True,
+    snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
@@ -73,6 +78,7 @@ def reduce_refs(
         group_name: See `allreduce_refs`.
         op: See `allreduce_refs`.
         inplace: True: that rank's tensor itself holds the result afterwards. False: a new one does.
+        snapshot: See `allreduce_refs`.
         async_op: True: returns a `Work` at once.
         timeout_s: How long ranks wait for each other, in seconds; default 60.
 
@@ -83,7 +89,7 @@ def reduce_refs(
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
     call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
-    return call.run(root=dst_rank, async_op=async_op, inplace=inplace)
+    return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
 
 
 def broadcast_refs(

@@ -97,7 +97,8 @@ class Batch:
         finally:
             self._release()
         if self._work is not None and not self._async_op:
-            self._work.wait()
+            with self._work.cancelled_by_signals():
+                self._work.wait()
 
     def _leave(self) -> bool:
         """Ends the recording; False in another context than that in which it began, as a generator may be in."""
@@ -145,11 +146,11 @@ class Batch:
             return
         controller = Controller.current()
         try:
-            flight = self.agenda.send(controller, self.staging_nbytes)
+            flight, parcel = self.agenda.send(controller, self.staging_nbytes, is_batch=True)
         except BaseException:
             self._fail()
             raise
-        self._work = Work(controller, flight, self.agenda.results)
+        self._work = Work(controller, flight, self.agenda.results, parcel)
 
     def _fail(self) -> None:
         """Drops what the block has recorded."""

@@ -11,12 +11,13 @@ import ray
 
 from raycollect import batches
 from raycollect import group as groups
-from raycollect.agenda import Agenda, Pending
+from raycollect.agenda import Agenda
 from raycollect.controller import Controller
 from raycollect.dispatch import Asked
 from raycollect.errors import Violation, refusal
 from raycollect.group import Membership, Operand
 from raycollect.model import OpKind, ReduceOp
+from raycollect.pending import Pending
 from raycollect.planner import STAGING_NBYTES
 from raycollect.work import Work
 
@@ -80,21 +81,26 @@ class Call:
         self._bound = {name: self._bind(name, given, alone=len(refs) == 1) for name, given in operands.items()}
         self._raise()
 
-    def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True) -> Any:
+    def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True, snapshot: bool = False) -> Any:
         """Runs a collective over all ranks, or records it.
 
         Args:
             root: The root; -1 where there is none.
             async_op: True: returns a `Work` at once.
             inplace: False: a reduction goes into new tensors.
+            snapshot: True: a reduction in place changes nothing unless all ranks have the result.
         """
+        if snapshot and self._batch is not None:
+            self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
         root = self._root(root)
         self._check_async(async_op)
         self._raise()
         src, dst = (self._bound.get(name, {}) for name in _PARTS[self._kind])
         if self._kind is OpKind.BROADCAST:  # only the root gives, and the others only take
             src, dst = _split(src, root)
-        self._record(range(self._membership.spec.world_size), src, dst, root=root, inplace=inplace)
+        self._record(
+            range(self._membership.spec.world_size), src, dst, root=root, inplace=inplace, snapshot=snapshot and inplace
+        )
         return self._result(async_op)
 
     def send(self, *, async_op: bool) -> Any:
@@ -111,9 +117,12 @@ class Call:
         if self._batch is not None:
             result = agenda.results[-1]
             return list(result) if isinstance(result, list) else result  # the caller may change it
-        flight = agenda.send(self._controller, STAGING_NBYTES)
+        flight, parcel = agenda.send(self._controller, STAGING_NBYTES, is_batch=False)
+        if async_op:
+            return Work(self._controller, flight, agenda.results[0], parcel)
         work = Work(self._controller, flight, agenda.results[0])
-        return work if async_op else work.wait()
+        with work.cancelled_by_signals():
+            return work.wait()
 
     # ------------------------------------------------------------------------------------------ binding
 
@@ -234,6 +243,7 @@ class Call:
         root: int,
         peer: int = -1,
         inplace: bool = True,
+        snapshot: bool = False,
     ) -> None:
         """Writes the call into the agenda, with what it gives."""
         agenda, membership, kind = self._agenda, self._membership, self._kind
@@ -251,7 +261,9 @@ class Call:
             if sole is None or rank == sole:
                 results.append(self._ref(rank, taken or (given if keeps else None)))
         limit_s = float(self._timeout_s)
-        asked = Asked(membership.roster, kind, tuple(operands), self._op, root, peer, bool(inplace), limit_s)
+        asked = Asked(
+            membership.roster, kind, tuple(operands), self._op, root, peer, bool(inplace), limit_s, bool(snapshot)
+        )
         result: Any = results if sole is None else results[0] if results else None
         agenda.add(asked, membership, result)
 

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from raycollect import batches, diagnosis
-from raycollect.agenda import Argument, MethodCall, Pending
+from raycollect.agenda import MethodCall
 from raycollect.call import DEFAULT_TIMEOUT_S
 from raycollect.capturing import Installed, install
 from raycollect.controller import Controller
@@ -26,6 +26,7 @@ from raycollect.group import Membership
 from raycollect.model import TensorInfo
 from raycollect.parameters import MISSING
 from raycollect.payload import unpack_values
+from raycollect.pending import Argument, Pending
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
 from raycollect.recording import Recording

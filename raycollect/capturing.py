@@ -17,7 +17,7 @@ from raycollect.channel.messages import Forget
 from raycollect.controller import Controller
 from raycollect.course import Course
 from raycollect.doorbell import Doorbell
-from raycollect.draft import Draft, arguments_of, together
+from raycollect.draft import Draft, together
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -283,7 +283,7 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
     strangers = [
         (call, one)
         for call in calls
-        for one in arguments_of(call)
+        for one in call.arguments
         if type(one) is Ref and one.maker not in ("", call.made.actor_id)
     ]
     violations, cause = [], None

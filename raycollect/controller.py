@@ -130,6 +130,16 @@ class Controller:
         """Ends a declared group; plans of it under way are aborted."""
         self._groups.destroy(name)
 
+    def rebuild(
+        self, old: Membership, actors: Sequence[Any] | None, timeout_s: float
+    ) -> tuple[Membership, tuple[Any, ...]]:
+        """Forms a declared group again, over those who live or over other actors; see `Memberships.rebuild`."""
+        return self._groups.rebuild(old, actors, timeout_s)
+
+    def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
+        """A group as it is now, where it was rebuilt, or is derived anew."""
+        return self._groups.as_it_is(membership, timeout_s)
+
     def why_broken(self, membership: Membership) -> str:
         """Why a group can't communicate; empty where it can."""
         return self._groups.why_broken(membership)

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
+from raycollect import diagnosis, imperative, ray_internals
 from raycollect import group as groups
-from raycollect import imperative, ray_internals
-from raycollect.channel.messages import Surveyed
+from raycollect.channel.messages import Seen, Surveyed
 from raycollect.controller import Controller
 from raycollect.errors import InvalidGroupError, UnknownGroupError
+from raycollect.flight import Flight
 from raycollect.group import Declaration, Membership
 from raycollect.model import Member
 from raycollect.pos import StoreStatistics
@@ -35,6 +36,10 @@ class MemberStatus:
             where the group's ordering is ``"data"``. False (async and threaded actors): collectives run after their
             operands' methods and after earlier collectives, and may overlap other methods.
         plans: The collectives of this controller that it has not ended.
+        steps: For each of them where it is in it: at the door, or in which bundle of calls; of a captured step which
+            call; empty where it has not begun it.
+        awaited_s: How long others have waited for it, from the first arrival at a door to which it has not come, in
+            seconds; 0: nobody waits for it.
         answers: Whether its process has said what follows; it does while methods run, but not where it is gone, or
             stopped, or a call in it holds the interpreter's lock.
         doing: The outermost call of the user's that is under way there: name, file and line; empty for none.
@@ -49,6 +54,8 @@ class MemberStatus:
     pid: int
     ordered: bool
     plans: tuple[int, ...]
+    steps: tuple[str, ...]
+    awaited_s: float
     answers: bool
     doing: str
     stack: tuple[str, ...]
@@ -63,7 +70,10 @@ class MemberStatus:
             text += f"in {self.doing}" if self.doing else "in no method"
             text += f", has ended {self.ended}" if self.ended else ""
         if self.plans:
-            text += f", has not ended {', '.join(map(str, self.plans))}"
+            places = zip(self.plans, self.steps, strict=True)
+            text += f", has not ended {', '.join(f'{plan} ({step})' if step else str(plan) for plan, step in places)}"
+        if self.awaited_s:
+            text += f", awaited for {self.awaited_s:.1f} s"
         return "\n    ".join((text, *(self.stack if self.doing else ())))
 
 
@@ -133,8 +143,11 @@ class Group:
 
     def __init__(self, controller: Controller, membership: Membership, actors: Sequence[Any]) -> None:
         self._controller = controller
-        self._membership = membership
+        self._hold(membership, actors)
+
+    def _hold(self, membership: Membership, actors: Sequence[Any]) -> None:
         by_id = {actor._actor_id.hex(): actor for actor in actors}
+        self._membership = membership
         self._actors = tuple(by_id[member.actor_id] for member in membership.members)
 
     @property
@@ -162,6 +175,11 @@ class Group:
         """The actor handles by rank."""
         return self._actors
 
+    @property
+    def epoch(self) -> int:
+        """How often it was rebuilt."""
+        return self._membership.epoch
+
     def rank_table(self) -> RankTable:
         """Which rank runs on which device of which node; ``group.rank_table().write(path)`` writes the file.
 
@@ -182,22 +200,8 @@ class Group:
         asked = membership.members if timeout_s > 0 else ()
         answers = controller.look(asked, timeout_s) if asked else [None] * self.world_size
         flights = [flight for flight in controller.flights() if membership in flight.groups and not flight.landed]
-        members = tuple(
-            MemberStatus(
-                rank=m.rank,
-                actor=m.actor,
-                node_id=m.node_id,
-                pid=m.pid,
-                ordered=m.ordered,
-                plans=tuple(one.seq for one in flights if one.is_pending(one.plan.positions.get(m.actor_id, -1))),
-                answers=seen is not None,
-                doing="" if seen is None else seen.doing,
-                stack=() if seen is None else tuple(seen.stack),
-                ended=0 if seen is None else seen.ended,
-                story=() if seen is None else tuple(seen.story),
-            )
-            for m, seen in zip(membership.members, answers, strict=True)
-        )
+        by_actor = dict(zip((m.actor_id for m in membership.members), answers, strict=True))
+        members = tuple(_member_status(m, flights, by_actor) for m in membership.members)
         return GroupStatus(state=state, detail=detail, members=members)
 
     def _state(self) -> tuple[str, str]:
@@ -224,6 +228,31 @@ class Group:
             members=tuple(None if one is None else _statistics(member, one) for member, one in pairs)
         )
 
+    def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
+        """Forms the group again under its name, after a member has died or a collective has broken it.
+
+        It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
+        Captured steps have to be recorded again, members' own calls go on in the new group.
+
+        Args:
+            actors: The actor handles by rank: old members, in any order, and new ones. None: the members that live, in
+                the order of their ranks. One that Ray restarts (`max_restarts`) is waited for; it has lost its tensors.
+            timeout_s: How long to wait for the members, in seconds.
+
+        Returns:
+            This group.
+
+        Raises:
+            UnknownGroupError: It was destroyed. Nothing has changed, as with all errors but the last.
+            InvalidGroupError: The actors can't form a group; with every reason.
+            GroupBrokenError: No member lives.
+            ActorGoneError: One of `actors` is dead.
+            CollectiveTimeoutError: One is busy, or pending; the error names it. Rebuild it without that one.
+            RaycollectError: A member could not join. The group is broken, and may be rebuilt again.
+        """
+        self._hold(*self._controller.rebuild(self._membership, actors, timeout_s))
+        return self
+
     def destroy(self) -> None:
         """Ends the group; the actors live on. Collectives of it under way are aborted."""
         self._controller.destroy(self.name)
@@ -232,6 +261,22 @@ class Group:
         members = ", ".join(member.actor for member in self._membership.members)
         order = f"{self.ordering} order"
         return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
+
+
+def _member_status(member: Member, flights: Sequence[Flight], seen: Mapping[str, Seen | None]) -> MemberStatus:
+    pending = [one for one in flights if one.is_pending(one.plan.positions.get(member.actor_id, -1))]
+    mine = seen[member.actor_id]
+    return MemberStatus(
+        rank=member.rank,
+        actor=member.actor,
+        node_id=member.node_id,
+        pid=member.pid,
+        ordered=member.ordered,
+        plans=tuple(one.seq for one in pending),
+        steps=tuple(diagnosis.step_of(one, mine) for one in pending),
+        awaited_s=max((diagnosis.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
+        **diagnosis.told(mine),
+    )
 
 
 def _statistics(member: Member, answer: Surveyed) -> MemberStatistics:

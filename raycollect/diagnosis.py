@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from raycollect.channel.messages import Seen
 from raycollect.controller import Controller
+from raycollect.course import Course
 from raycollect.errors import CollectiveTimeoutError, RankReport
 from raycollect.flight import Flight
 from raycollect.model import Member
+from raycollect.vigil import QUIET_S
 
-__all__ = ["QUIET_S", "WARNING_VARIABLE", "explain_delay", "reports", "wait", "warn_after_s"]
+__all__ = [
+    "QUIET_S",
+    "awaited_s",
+    "explain_delay",
+    "reports",
+    "step_of",
+    "told",
+    "wait",
+    "warn_later",
+]
 
 _log = logging.getLogger("raycollect")
 
-WARNING_VARIABLE = "RAYCOLLECT_STALL_WARNING_S"
-"""The environment variable that says after how many seconds of waiting a warning is logged; 0: never."""
-WARN_AFTER_S = 10.0
 LOOK_S = 2.0
 """How long participants may take to say what they are doing, in seconds; who takes longer is unresponsive."""
-
-
-def warn_after_s(environ: Mapping[str, str] = os.environ) -> float:
-    """After how long a wait is warned of, in seconds."""
-    text = environ.get(WARNING_VARIABLE, "")
-    try:
-        found = float(text) if text else WARN_AFTER_S
-    except ValueError:
-        _log.warning("%s is %r, not a number of seconds: %g is taken", WARNING_VARIABLE, text, WARN_AFTER_S)
-        found = WARN_AFTER_S
-    return found if found > 0 else math.inf
-
-
-QUIET_S = warn_after_s()
-"""After how long waits are warned of in this process, in seconds."""
 
 
 def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> bool:
@@ -57,6 +52,33 @@ def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> boo
         return True
     if limit_s <= quiet_s:
         return False
+    _warn(controller, flight, quiet_s)
+    return flight.wait(None if limit_s == math.inf else limit_s - quiet_s)
+
+
+def warn_later(controller: Controller, flight: Flight) -> Callable[[], None]:
+    """Warns of a coroutine's wait, once, should it last; nothing is waited for in the event loop's own thread.
+
+    Args:
+        controller: Whose it is.
+        flight: What is waited for.
+
+    Returns:
+        What to call at the wait's end.
+    """
+    quiet_s, loop = QUIET_S, asyncio.get_running_loop()
+    if quiet_s == math.inf:
+        return lambda: None
+
+    def lasts() -> None:
+        if not flight.resolved:  # a thread from here on: whoever is asked may take long
+            loop.run_in_executor(None, _warn, controller, flight, quiet_s)
+
+    return loop.call_later(quiet_s, lasts).cancel
+
+
+def _warn(controller: Controller, flight: Flight, quiet_s: float) -> None:
+    """Says who has not ended a flight, and what they do."""
     listed = "".join(f"\n  - {report}" for report in reports(controller, flight, _pending(flight)))
     _log.warning(
         "%s on group %r, plan %d, is still under way after %g s; these have not ended it:%s",
@@ -66,7 +88,6 @@ def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> boo
         quiet_s,
         listed,
     )
-    return flight.wait(None if limit_s == math.inf else limit_s - quiet_s)
 
 
 def explain_delay(
@@ -92,22 +113,78 @@ def reports(
     controller: Controller, flight: Flight, members: Iterable[Member], timeout_s: float = LOOK_S
 ) -> tuple[RankReport, ...]:
     """What members are doing, who take part in a flight; those who have not begun it come first."""
-    asked = list(members)
-    answers = controller.look(asked, min(timeout_s, LOOK_S))
+    told_of = list(members)
+    crew = [flight.member(at) for at in range(len(flight.plan.participants))]
+    asked = list({one.actor_id: one for one in (*told_of, *crew)}.values())  # who waits knows since when
+    seen = dict(zip((one.actor_id for one in asked), controller.look(asked, min(timeout_s, LOOK_S)), strict=True))
     found = [
         RankReport(
             rank=member.rank,
             actor=member.actor,
-            answers=seen is not None,
-            has_begun=seen is not None and (flight.seq in seen.running or seen.ended >= flight.seq),
-            doing=seen.doing if seen is not None else "",
-            stack=tuple(seen.stack) if seen is not None else (),
-            ended=seen.ended if seen is not None else 0,
-            story=tuple(seen.story) if seen is not None else (),
+            has_begun=_has_begun(flight, seen[member.actor_id]),
+            step=step_of(flight, seen[member.actor_id]),
+            awaited_s=awaited_s(flight, member.actor_id, seen),
+            **told(seen[member.actor_id]),
         )
-        for member, seen in zip(asked, answers, strict=True)
+        for member in told_of
     ]
     return tuple(sorted(found, key=lambda report: report.has_begun))
+
+
+def told(seen: Seen | None) -> dict[str, Any]:
+    """What a participant has said of itself, as `RankReport` and `MemberStatus` have it; None: it gave no answer."""
+    if seen is None:
+        return {"answers": False, "doing": "", "stack": (), "ended": 0, "story": ()}
+    return {
+        "answers": True,
+        "doing": seen.doing,
+        "stack": tuple(seen.stack),
+        "ended": seen.ended,
+        "story": tuple(seen.story),
+    }
+
+
+def step_of(flight: Flight, seen: Seen | None) -> str:
+    """Where in a flight a participant is, in words; empty where it is not in it."""
+    return "" if seen is None else dict(zip(seen.running, seen.steps, strict=False)).get(flight.seq, "")
+
+
+def awaited_s(flight: Flight, actor_id: str, seen: Mapping[str, Seen | None]) -> float:
+    """How long a participant of a flight is awaited by now, in seconds, from the first arrival at a door; 0: it is not.
+
+    Args:
+        flight: The flight.
+        actor_id: Who may be awaited.
+        seen: What the participants have said of themselves, by actor; one who gave no answer came to no door.
+    """
+    position, mine = flight.plan.positions.get(actor_id, -1), seen.get(actor_id)
+    if position < 0 or (mine is not None and mine.ended >= flight.seq):
+        return 0.0
+    last = max(_doors(flight, mine), default=-1)
+    others = [_doors(flight, one).items() for other, one in seen.items() if other != actor_id]
+    waits = [s for doors in others for door, s in doors if door > last and _is_at(flight, position, door)]
+    return max(waits, default=0.0)
+
+
+def _doors(flight: Flight, seen: Seen | None) -> dict[int, float]:
+    """The doors of a flight to which a participant has come, and how many seconds ago."""
+    if seen is None or not _has_begun(flight, seen):  # calls of its own have numbers, too
+        return {}
+    return {
+        door: since_ms / 1000 for door, since_ms in zip(seen.doors, seen.doors_ms, strict=False) if flight.has(door)
+    }
+
+
+def _is_at(flight: Flight, position: int, door: int) -> bool:
+    """Whether a participant has to come to a door of a flight: in a captured step, not all have all plans."""
+    if not isinstance(flight.plan, Course):
+        return True
+    stage = flight.plan.stage_of(door - flight.seq)
+    return stage is not None and position in stage.positions
+
+
+def _has_begun(flight: Flight, seen: Seen | None) -> bool:
+    return seen is not None and (flight.seq in seen.running or seen.ended >= flight.seq)
 
 
 def _pending(flight: Flight) -> list[Member]:

@@ -24,6 +24,7 @@ from raycollect.errors import (
     ConnectionLostError,
     DispatchError,
     ParticipantDiedError,
+    PlanAbortedError,
     RaycollectError,
     RefusedError,
     Violation,
@@ -52,6 +53,7 @@ class Asked(NamedTuple):
         peer: See `Request`.
         inplace: See `Request`.
         timeout_s: See `Request`.
+        snapshot: See `Request`.
     """
 
     roster: Roster
@@ -62,6 +64,7 @@ class Asked(NamedTuple):
     peer: int
     inplace: bool
     timeout_s: float
+    snapshot: bool = False
 
     def request(self) -> Request:
         """The request."""
@@ -74,6 +77,7 @@ class Asked(NamedTuple):
             peer=self.peer,
             inplace=self.inplace,
             timeout_s=self.timeout_s,
+            snapshot=self.snapshot,
         )
 
 
@@ -187,6 +191,11 @@ def send_plan(
                 error = _unsent(exc, flight.rank_of(at), peer.info["actor"])
                 controller.send(flight, flight.fail(error, unsent=range(at, len(peers))))
                 return flight
+            except BaseException:  # a signal: this one may have been sent
+                interrupted = PlanAbortedError(detail="interrupted while it was sent")
+                controller.send(flight, flight.fail(interrupted, unsent=range(at + 1, len(peers))))
+                controller.send(flight, flight.done(at, interrupted, ()))
+                raise
             peer.last_seq = flight.seq
             if outputs:
                 flight.made.update(zip(((number, at) for number in outputs), made, strict=True))

@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raycollect.agenda import Argument, CaptureAgenda, MethodCall, Pending, Ref, StepWords
+from raycollect.agenda import CaptureAgenda, MethodCall, Ref, StepWords
 from raycollect.course import Course, Stage
 from raycollect.dispatch import Prepared, explained, prepare
 from raycollect.errors import RefusedError, Violation, refusal
 from raycollect.group import Membership
 from raycollect.model import Key, Member
+from raycollect.pending import Argument, Pending
 from raycollect.planner import Source
 from raycollect.routine import Collective, Given, Invocation, Routine, captured_key
 
-__all__ = ["Draft", "arguments_of", "together"]
+__all__ = ["Draft", "together"]
 
 _LAST_STEP = (1 << 32) - 1
 
@@ -134,7 +135,7 @@ class Draft:
             stages.append(Stage(prepared.plan, first, offset, positions))
             offset += prepared.plan.width
         homes = [self._home(memberships, one) for one in self.participants]
-        touched = frozenset(one.key for call in self._agenda.calls for one in arguments_of(call) if type(one) is Ref)
+        touched = frozenset(one.key for call in self._agenda.calls for one in call.arguments if type(one) is Ref)
         return Course.of(stages, self.participants, homes, touched)
 
     def _home(self, memberships: Sequence[Membership], actor_id: str) -> tuple[Membership, Member]:
@@ -183,7 +184,7 @@ class Draft:
                     if type(handle) is not Pending:
                         refs[handle] = self._agenda.refs[handle]
         for call in self._agenda.calls:
-            for value in arguments_of(call):
+            for value in call.arguments:
                 self._sheets[call.made.actor_id].take(value)
         for sheet in self._sheets.values():
             sheet.settle()
@@ -268,11 +269,6 @@ def together(errors: Sequence[RefusedError]) -> RefusedError:
     made = refusal("captured step", ", ".join(names), found)
     made.__cause__ = errors[0].__cause__
     return made
-
-
-def arguments_of(call: MethodCall) -> tuple[Any, ...]:
-    """What a method is given, by position and by name."""
-    return (*call.args, *(value for _, value in call.kwargs))
 
 
 def _key_of(handle: Any) -> Key:

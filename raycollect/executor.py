@@ -33,7 +33,7 @@ from raycollect.prepared import Prepared, places_of
 from raycollect.script import Move, Script, Stretch, Writer
 from raycollect.tasks import Missing, Tasks
 
-POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "end")
+POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "before_commit", "after_commit", "end")
 """Where faults can be injected."""
 
 ABSENCES: dict[State, tuple[str, str, str]] = {
@@ -348,16 +348,22 @@ class Execution:
 
     def _run_stretch(self, stretch: Stretch) -> None:
         """Runs one bundle; if it fails after it has begun, what it writes is dirty, and nothing else."""
-        store, begun = self._instruments.store, False
+        store, begun, is_kept = self._instruments.store, False, self._program.commits
         try:
             for move in stretch.moves:
+                if move.commits:
+                    self._at("before_commit")
+                    self._launches.commit()
+                    begun, is_kept = True, False
+                    self._at("after_commit")
+                    continue
                 if not move.kernels:
                     begun = True
                     for target, source in move.copies:
                         copy(target, source)
                     continue
                 communicator, launch = self._launches.at(move.number, move.group_id, move.ranks)
-                begun = True
+                begun = not is_kept
                 self._launch(communicator, launch, move)
         except BaseException:
             if begun:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from raycollect.agenda import MethodCall, Pending, Ref
+from raycollect.agenda import MethodCall, Ref
 from raycollect.course import Course, Stage
 from raycollect.errors import CaptureError
+from raycollect.pending import Pending
 from raycollect.planner import Source
 from raycollect.planner.explain import Planned, StepExplanation, explain_step
 from raycollect.planner.report import Invoked, Methods
@@ -42,7 +42,7 @@ def explain_capture(
             first += len(stage.plan.requests)
         else:
             calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
-            refs = {one.key for call in stage for one in _values(call) if type(one) is Ref}
+            refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
             found.append(Methods(calls=calls, fixed=len(refs)))
             first += len(stage)
     try:
@@ -63,9 +63,5 @@ def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fix
 
 
 def _invoked(call: MethodCall, actor: str) -> Invoked:
-    after = sorted({value.step for value in _values(call) if type(value) is Pending})
+    after = sorted({value.step for value in call.arguments if type(value) is Pending})
     return Invoked(call=call.step, actor=actor, method=call.method, after=tuple(after))
-
-
-def _values(call: MethodCall) -> tuple[Any, ...]:
-    return (*call.args, *(value for _, value in call.kwargs))

@@ -87,6 +87,7 @@ class Flight:
         self._first: tuple[int, RaycollectError, tuple[str, ...]] | None = None  # the first failure that one told
         self._abandoned: list[bool] = []  # holds something until the failure that nobody waits for is logged
         self._told = False  # whether the participants were told to abort
+        self._is_committed = False
         self._resolved = False
         self._unresolved = threading.Lock()  # held until the outcome is known: a wait costs one hand-over
         self._unresolved.acquire()
@@ -109,6 +110,11 @@ class Flight:
     def group_name(self) -> str:
         """What to call its groups in messages."""
         return ", ".join(group.spec.name for group in self.groups)
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether all participants were told to overwrite what they gave: those who live hold their results."""
+        return self._is_committed
 
     def is_pending(self, position: int) -> bool:
         """True while that participant has not ended it."""
@@ -201,13 +207,17 @@ class Flight:
         places = [crew.get(rank, -1) for rank in ranks]
         if min(places, default=-1) < 0 or crew.get(message.rank) != position or ranks != tuple(sorted(set(ranks))):
             raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
-        rounds = self._rounds_of(message.seq)
+        rounds = self._rounds_of(message.seq, message.group_id)
         if not 0 <= message.round < rounds:
             raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} at its door")
         with self._lock:
             door = self._doors.setdefault((message.seq, message.round, message.group_id, ranks), Door(ranks))
             if door.arrive(message.rank, message.blob) is not DoorState.COMPLETE:
                 return []
+            if self.plan.commits and not message.group_id and message.round == rounds - 1:
+                if self._told or self._resolved:  # the others have given up, or will
+                    return []
+                self._is_committed = True
             blobs = list(door.blobs)
         answers = _answers(message, blobs)
         return [(place, answer) for place in places for answer in answers]
@@ -233,9 +243,9 @@ class Flight:
         return self._abort(position, error)
 
     def _abort(self, position: int, error: RaycollectError) -> Orders:
-        """Tells everyone who has not ended to abort, once."""
+        """Tells everyone who has not ended to abort, once; nobody who does not wait for others any more."""
         with self._lock:
-            told, self._told = self._told, True
+            told, self._told = self._told or self._is_committed, True
         if told:
             return []
         reason = str(error)[:_LONGEST] if position < 0 else f"{type(error).__name__} on {self._describe(position)}"
@@ -359,9 +369,12 @@ class Flight:
         _, member = self._home(position)
         return f"rank {member.rank}" if len(self.groups) == 1 else member.actor
 
-    def _rounds_of(self, seq: int) -> int:
-        """How often the participants may meet at the door of a launch; 0 where it is none of its."""
-        return self.plan.rounds if seq == self.seq else int(self.has(seq))
+    def _rounds_of(self, seq: int, group_id: str) -> int:
+        """How often the participants may meet here at the door of a launch; 0 where it is none of its."""
+        if seq != self.seq:
+            return int(self.has(seq))
+        is_own = bool(group_id) == (self.plan.door is not None)  # else they meet in a group, and here only to commit
+        return self.plan.rounds * is_own + (self.plan.commits and not group_id)
 
     def _crew_of(self, group_id: str, seq: int) -> dict[int, int]:
         """Rank -> position of those members of a group who take part; without a group: of all at that launch's door."""

@@ -41,8 +41,8 @@ class Gates:
 
     def is_deserted(self, membership: Membership) -> bool:
         """Whether all members of a group have left it."""
-        gate, _ = self._gates[membership.spec.group_id]
-        return len(gate.gone) == membership.spec.world_size
+        found = self._gates.get(membership.spec.group_id)
+        return found is None or len(found[0].gone) == membership.spec.world_size
 
     def receive(self, peer: Peer, message: Any) -> None:
         """What a member says to the hub of its group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -36,6 +36,8 @@ class Membership:
         members: By rank.
         inner: The groups inside it, which only its plans use: for each host that of its ranks, by the number of the
             host, and last that of each host's lowest rank; or none.
+        is_derived: Whether refs have led to it: it has a name that nobody gave.
+        epoch: How often the group was rebuilt.
         costs: What moving bytes between the members costs.
         roster: What the planner sees; members are named by their actors' ids.
     """
@@ -43,6 +45,8 @@ class Membership:
     spec: GroupSpec
     members: tuple[Member, ...]
     inner: tuple[Membership, ...] = ()
+    is_derived: bool = False
+    epoch: int = 0
     costs: Costs = field(default_factory=Costs, repr=False)
     roster: Roster = field(init=False, repr=False)
 
@@ -282,6 +286,21 @@ class Declaration:
             rank_table=table,
             rank_table_from=source,
         )
+
+    def over(self, actors: Sequence[Any] | None, timeout_s: float) -> Declaration:
+        """The same group over other actors, by rank; None: the same ones. A rank table is for its own number of ranks.
+
+        Raises:
+            InvalidGroupError: With every reason.
+        """
+        problems = [] if actors is None else _actor_problems(actors)
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+            problems.append(f"timeout_s is {timeout_s!r}, not a positive, finite number of seconds")
+        if problems:
+            raise InvalidGroupError(group_name=self.name, detail="; ".join(problems))
+        found = self.actors if actors is None else tuple(actors)
+        table = self.rank_table if len(found) == len(self.actors) else None
+        return replace(self, actors=found, timeout_s=timeout_s, rank_table=table)
 
     def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
         """Makes the members, by rank, of what the actors said of themselves.

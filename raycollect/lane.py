@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from raycollect.channel.messages import Deny, Drop, Meet, Message, Met, Missed, Publish, Withdraw
 from raycollect.contracts import Communicator, CommunicatorFactory
@@ -53,7 +53,7 @@ from raycollect.model import GroupSpec
 from raycollect.pos.segments import Segments
 from raycollect.turn import Turn
 
-__all__ = ["Attempt", "Lane", "LaneOwner"]
+__all__ = ["Attempt", "Lane", "LaneOwner", "Standing"]
 
 Attempt = Callable[[Communicator, int], Outcome]
 """Runs a call once: with a communicator whose ranks are the group's, as the launch of this number."""
@@ -95,6 +95,26 @@ class LaneOwner(Protocol):
         """What a person calls a rank: ``rank 1 (Worker(3f2a91))``."""
         ...
 
+    def begun(self) -> None:
+        """A call has begun; it may last. Never waits."""
+        ...
+
+
+class Standing(NamedTuple):
+    """How far a rank has come on a lane.
+
+    Attributes:
+        place: The generation of its communicator; without one, the place of the hub where it waits, or nothing.
+        seq: The last launch of that generation that it has begun.
+    """
+
+    place: str
+    seq: int
+
+    def is_with(self, other: Standing) -> bool:
+        """Whether it has come to where another rank waits."""
+        return self.place == other.place and self.seq >= other.seq
+
 
 class Lane:
     """One member's end of a lane. `run` and `start` by any thread, one call at a time; the rest by the hub's thread.
@@ -102,11 +122,19 @@ class Lane:
     Args:
         owner: The seat.
         name: The lane; see `raycollect.gate`.
+
+    Attributes:
+        name: See above.
+        ranks: Its ranks, ascending.
+        op: The call under way, or the last one.
+        since_s: When that was made, by `time.monotonic`.
     """
 
     def __init__(self, owner: LaneOwner, name: str) -> None:
         self.name = name
         self.ranks = ranks_of(name, owner.spec.world_size)
+        self.op = ""
+        self.since_s = 0.0
         self._owner = owner
         self._turn = threading.Lock()  # held by the call that uses the lane
         self._changed = threading.Condition()  # guards everything below
@@ -133,6 +161,14 @@ class Lane:
     def call(self) -> int:
         """The number of the call under way; 0: none."""
         return self._call
+
+    @property
+    def standing(self) -> Standing:
+        """How far this rank has come."""
+        with self._changed:
+            if self._communicator is not None:
+                return Standing(self._generation, self._seq)
+            return Standing(self._place if self._call else "", 0)
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -179,8 +215,9 @@ class Lane:
                     self._pending -= 1
 
     def _run(self, op: str, attempt: Attempt, timeout_s: float) -> Outcome:
-        deadline_s = time.monotonic() + timeout_s
-        with self._under_way(op, timeout_s):
+        since_s = time.monotonic()
+        deadline_s = since_s + timeout_s
+        with self._under_way(op, timeout_s, since_s):
             while True:
                 outcome = self._attempt(attempt, deadline_s)
                 if outcome is not None:
@@ -192,15 +229,17 @@ class Lane:
         Raises:
             RaycollectError: As `run`.
         """
-        with self._under_way(op, timeout_s):
+        with self._under_way(op, timeout_s, time.monotonic()):
             return self.meet(op, blob, timeout_s)
 
     @contextmanager
-    def _under_way(self, op: str, timeout_s: float) -> Iterator[None]:
+    def _under_way(self, op: str, timeout_s: float, since_s: float) -> Iterator[None]:
         with self._turn:
             with self._changed:
                 self._stop, self._final, self._agreed = None, False, False
+                self.op, self.since_s = op, since_s
                 self._call = next(self._calls)
+            self._owner.begun()
             try:
                 broken = self._owner.why_not(self.ranks)
                 if broken is not None:

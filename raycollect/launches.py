@@ -143,6 +143,26 @@ class Launches:
         communicator.agree(patient, b"")
         return opened
 
+    def commit(self) -> None:
+        """Waits until the controller has heard that all have come so far.
+
+        It alone decides: once it has told one of them to go on it tells all, and aborts none.
+
+        Raises:
+            PlanAbortedError: The plan was aborted; so it is for all.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        exchange, program = self._exchange, self._program
+        assert exchange is not None  # whoever runs a program that commits has given it
+        ranks = tuple(range(len(program.door.ranks)))
+        patient = program.timeout_s * (2 + self._number)  # the others may be busy with what comes before
+        with self._lock:
+            self._check()
+            wake, self._wakes = self._wakes, exchange.abort
+        exchange(Launch(seq=self._seq, ranks=ranks, timeout_s=patient), b"")
+        with self._lock:
+            self._wakes = wake
+
     def end(self, *, ok: bool) -> tuple[int, ...]:
         """Ends what is open.
 

@@ -62,7 +62,7 @@ from raycollect.errors import (
 from raycollect.executor import Execution, Instruments, Outcome
 from raycollect.handle import Handle
 from raycollect.lane import Lane
-from raycollect.ledger import Ledger
+from raycollect.ledger import Ledger, arrivals
 from raycollect.model import Key, task_key
 from raycollect.orders import Orders
 from raycollect.participation import Participation, invited
@@ -73,7 +73,7 @@ from raycollect.rendezvous import StarExchange
 from raycollect.replay import Invoke, Replay
 from raycollect.routine import Invocation
 from raycollect.seats import Seats
-from raycollect.stacks import what_runs
+from raycollect.stacks import what_runs, where_plans_are
 from raycollect.watch import Watch
 
 __all__ = ["MOST_VIOLATIONS", "Lease", "Premises"]
@@ -203,7 +203,10 @@ class Lease:
 
     def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool) -> Outcome:
         ledger = self._ledger
-        door = None if program.door.group_id else StarExchange("", program.door.rank, self._tell)
+        place = program.door
+        door = None
+        if program.commits or not place.group_id:
+            door = StarExchange("", place.ranks.index(place.rank), self._tell)
         execution = Execution(
             program,
             keys,
@@ -448,15 +451,20 @@ class Lease:
             participation.rendezvous.stored(message.name, message.value)
 
     def _look(self, message: Look) -> None:
-        doing, story = what_runs(), self._here.instruments.recorder.tail()
+        instruments, running = self._here.instruments, self._ledger.running()
+        recorder, doing, places = instruments.recorder, what_runs(), where_plans_are()
+        doors = arrivals(recorder.story(), instruments.clock())
         self._tell(
             Seen(
                 request=message.request,
                 doing=doing.what,
                 stack=list(doing.stack),
-                running=list(self._ledger.running()),
+                running=list(running),
+                steps=[places.get(seq, "") for seq in running],
+                doors=list(doors),
+                doors_ms=[int(1000 * since_s) for since_s in doors.values()],
                 ended=self._ledger.last,
-                story=list(story),
+                story=list(recorder.tail()),
             )
         )
 

@@ -3,6 +3,32 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
+
+from raycollect.observe.recorder import Event
+
+__all__ = ["ARRIVALS", "Ledger", "arrivals"]
+
+ARRIVALS = 64
+"""At how many doors one is said to have been: more than the plans of most captured steps."""
+
+_DOORS = ("door", "again")
+"""How the story calls it when one comes to a door."""
+
+
+def arrivals(story: Iterable[Event], now_s: float) -> dict[int, float]:
+    """The last doors that one came to, by the launch, and how many seconds ago.
+
+    Args:
+        story: What happened, oldest first.
+        now_s: The time, by the recorder's clock.
+    """
+    found: dict[int, float] = {}
+    for event in story:
+        if event.what in _DOORS:
+            found.pop(event.seq, None)  # so that the last ones stand last
+            found[event.seq] = max(now_s - event.at_s, 0.0)
+    return dict(list(found.items())[-ARRIVALS:])
 
 
 class Ledger:

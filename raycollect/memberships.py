@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect import backends, costs, plain, ray_internals
 from raycollect.errors import (
@@ -34,6 +35,8 @@ from raycollect.peers import Peers
 __all__ = ["DERIVED_LIMIT", "Memberships"]
 
 _log = logging.getLogger("raycollect")
+
+_RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
@@ -58,7 +61,7 @@ class Memberships:
         self._in_use: Counter[str] = Counter()  # group id -> how many calls are being recorded that need it
         self._unheld: deque[Membership] = deque()  # what is to be released
         self._broken: dict[str, str] = {}  # group id -> why
-        self._actors: dict[str, tuple[Any, ...]] = {}  # group id -> its handles, which keep the actors alive (P5)
+        self._declarations: dict[str, Declaration] = {}  # name -> what was asked for; keeps the actors alive (P5)
 
     # ------------------------------------------------------------------------------------------ looking them up
 
@@ -83,6 +86,17 @@ class Memberships:
     def exists(self, membership: Membership) -> bool:
         """False once the group was destroyed."""
         return any(m is membership for m in (*self._named.values(), *self._derived.values()))
+
+    def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
+        """A group as it is now, where it was rebuilt; a derived one is derived anew where it is gone, or broken.
+
+        Raises:
+            UnknownGroupError: It was destroyed.
+            GroupError, FaultError: It can't be derived.
+        """
+        if membership.is_derived:
+            return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
+        return self.named(membership.spec.name)
 
     @property
     def derived(self) -> tuple[Membership, ...]:
@@ -129,9 +143,8 @@ class Memberships:
 
     # ------------------------------------------------------------------------------------------ declared ones
 
-    def add(self, membership: Membership, actors: Sequence[Any] = ()) -> None:
-        """Keeps a group under its name, and its actors alive."""
-        self._actors[membership.spec.group_id] = tuple(actors)
+    def add(self, membership: Membership) -> None:
+        """Keeps a group under its name."""
         self._named[membership.spec.name] = membership
 
     def declare(self, declaration: Declaration) -> Membership:
@@ -145,8 +158,46 @@ class Memberships:
             if declaration.name in self._named:
                 self._give_up(declaration.name)
             membership = self._form(declaration)
-            self.add(membership, declaration.actors)
+            self.add(membership)
+            self._declarations[declaration.name] = declaration
             return membership
+
+    def rebuild(
+        self, old: Membership, actors: Sequence[Any] | None, timeout_s: float
+    ) -> tuple[Membership, tuple[Any, ...]]:
+        """Forms a declared group again, under its name: over the members that live, or over other actors.
+
+        Args:
+            old: The group as it is.
+            actors: The actor handles by rank; None: those that live, in the order of their ranks. One that Ray restarts
+                is waited for.
+            timeout_s: How long to wait for them, in seconds.
+
+        Returns:
+            The group, of the next epoch, and the handles of its actors.
+
+        Raises:
+            UnknownGroupError: It was destroyed, or rebuilt by another thread; nothing has changed.
+            InvalidGroupError: The actors can't form a group; nothing has changed.
+            GroupError, FaultError: Nobody lives; or a member did not answer in time: nothing has changed. Or one could
+                not join: the group is broken, and may be rebuilt again.
+        """
+        name = old.spec.name
+        with self._changing:
+            if self._named.get(name) is not old:
+                raise UnknownGroupError(group_name=name, detail="it was destroyed, or rebuilt in another thread")
+            declaration = self._declarations[name].over(actors, timeout_s)
+            alive = _who_answers(declaration, monotonic() + timeout_s, all_must=actors is not None)
+            declaration = declaration.over(alive, timeout_s)
+            self._dissolve(old)
+            try:
+                membership = self._form(declaration, epoch=old.epoch + 1)
+            except BaseException as exc:
+                self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
+                raise
+            self.add(membership)
+            self._declarations[name] = declaration
+            return membership, declaration.actors
 
     def destroy(self, name: str) -> None:
         """Ends a declared group.
@@ -157,6 +208,7 @@ class Memberships:
         with self._changing:
             membership = self.named(name)
             del self._named[name]
+            self._declarations.pop(name, None)
             self._dissolve(membership)
 
     def _give_up(self, name: str) -> None:
@@ -189,7 +241,7 @@ class Memberships:
             name = f"derived-{secrets.token_hex(3)}"
             actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
             declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
-            membership = self._form(declaration)
+            membership = self._form(declaration, is_derived=True)
             self._derived[actor_ids] = membership
             spare = [ids for ids, one in self._derived.items() if not self._in_use[one.spec.group_id]]
             for ids in spare[: max(len(self._derived) - DERIVED_LIMIT, 0)]:
@@ -214,18 +266,13 @@ class Memberships:
 
     # ------------------------------------------------------------------------------------------ their beginning and end
 
-    def _form(self, declaration: Declaration) -> Membership:
+    def _form(self, declaration: Declaration, *, epoch: int = 0, is_derived: bool = False) -> Membership:
         deadline_s = monotonic() + declaration.timeout_s
-        me = ray_internals.current_actor_id()
-        for actor in declaration.actors:
-            if me and actor._actor_id.hex() == me:
-                raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
-        if declaration.backend != "auto":
-            backends.get(declaration.backend, declaration.name)  # unknown names are refused before anybody is asked
+        _check(declaration)
         infos = _describe(declaration, deadline_s)
         members = declaration.ranked(infos)
         spec = declaration.spec(secrets.token_hex(8), _choose_backend(declaration, members))
-        membership = Membership(spec=spec, members=members, costs=costs.current())
+        membership = Membership(spec=spec, members=members, is_derived=is_derived, epoch=epoch, costs=costs.current())
         actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
         self._gates.open(membership)
         try:
@@ -265,42 +312,106 @@ class Memberships:
         for one in reversed(membership.tree):
             self._part(one)
         self._gates.close(membership)
-        self._actors.pop(membership.spec.group_id, None)
 
     def _part(self, membership: Membership) -> None:
         self._peers.part(membership)
         self._broken.pop(membership.spec.group_id, None)
 
 
+def _check(declaration: Declaration) -> None:
+    """Refuses what can be refused before anybody is asked.
+
+    Raises:
+        SelfDrivenError: The calling actor is among the members.
+        UnknownBackendError: There is no such backend.
+    """
+    me = ray_internals.current_actor_id()
+    for actor in declaration.actors:
+        if me and actor._actor_id.hex() == me:
+            raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
+    if declaration.backend != "auto":
+        backends.get(declaration.backend, declaration.name)
+
+
 def _describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]]:
-    """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for."""
-    refs = [
-        actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(plain.describe)
-        for actor in declaration.actors
-    ]
+    """Who every member is, by what it says of itself.
+
+    Raises:
+        ActorGoneError: One is dead.
+        CollectiveTimeoutError: Some are still pending or busy.
+    """
+    infos = []
+    for rank, info in enumerate(_ask(declaration, deadline_s)):
+        if info is None:
+            actor = ray_internals.describe_actor(declaration.actors[rank])
+            name = declaration.name
+            raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail="the actor is dead")
+        in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
+        infos.append({**info, "ordered": info["ordered"] and in_order})
+    return infos
+
+
+def _who_answers(declaration: Declaration, deadline_s: float, *, all_must: bool) -> list[Any]:
+    """The actors that live, in their order.
+
+    Raises:
+        GroupBrokenError: None does.
+        SelfDrivenError, ActorGoneError, CollectiveTimeoutError: See `_check` and `_describe`.
+    """
+    _check(declaration)
+    if all_must:
+        _describe(declaration, deadline_s)
+        return list(declaration.actors)
+    answers = _ask(declaration, deadline_s)
+    alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if info is not None]
+    if not alive:
+        raise GroupBrokenError(group_name=declaration.name, detail="no member is alive")
+    return alive
+
+
+def _ask(declaration: Declaration, deadline_s: float) -> list[dict[str, Any] | None]:
+    """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for.
+
+    Returns:
+        What each says; None for one that is dead.
+
+    Raises:
+        CollectiveTimeoutError: Some are still pending or busy.
+    """
+    refs = list(map(_question, declaration.actors))
     _, late = ray.wait(refs, num_returns=len(refs), timeout=max(deadline_s - monotonic(), 0))
-    names = [ray_internals.describe_actor(actor) for actor in declaration.actors]
     if late:
         missing = tuple(rank for rank, ref in enumerate(refs) if ref in late)
+        names = [f"rank {rank} ({ray_internals.describe_actor(declaration.actors[rank])})" for rank in missing]
         raise CollectiveTimeoutError(
             op="declare",
             group_name=declaration.name,
-            detail=f"after {declaration.timeout_s:g} s still pending or busy: "
-            + ", ".join(f"rank {rank} ({names[rank]})" for rank in missing),
+            detail=f"after {declaration.timeout_s:g} s still pending or busy: {', '.join(names)}",
             missing=missing,
             timeout_s=declaration.timeout_s,
         )
-    infos = []
-    for rank, ref in enumerate(refs):
+    return [_answer(ref, actor, deadline_s) for ref, actor in zip(refs, declaration.actors, strict=True)]
+
+
+def _question(actor: Any) -> Any:
+    return actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(plain.describe)
+
+
+def _answer(ref: Any, actor: Any, deadline_s: float) -> dict[str, Any] | None:
+    """What an actor said; None where it is dead. It is asked again: Ray may not have known yet, or restart it."""
+    was_lost = False
+    while True:
         try:
-            info = ray.get(ref)
-            in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
-            infos.append({**info, "ordered": info["ordered"] and in_order})
-        except RayActorError as exc:
-            raise ActorGoneError(
-                op="declare", group_name=declaration.name, rank=rank, actor=names[rank], detail="the actor is dead"
-            ) from exc
-    return infos
+            return dict(ray.get(ref, timeout=max(deadline_s - monotonic(), 0)))
+        except (ActorUnavailableError, GetTimeoutError):
+            if monotonic() > deadline_s:
+                return None
+            time.sleep(_RETRY_S)
+        except RayActorError:
+            if was_lost:
+                return None
+            was_lost = True
+        ref = _question(actor)
 
 
 def _choose_backend(declaration: Declaration, members: tuple[Member, ...]) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raycollect.agenda import Argument
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.errors import CaptureError, Violation, refusal
 from raycollect.payload import pack_value, pack_values
+from raycollect.pending import Argument
 
 __all__ = ["MISSING", "Parameters", "packed", "wrong"]
 

@@ -11,13 +11,14 @@ from ray.dag import ClassMethodNode
 
 from raycollect import group as groups
 from raycollect import ray_internals
-from raycollect.agenda import Argument, CaptureAgenda, Pending, Ref, plain
+from raycollect.agenda import CaptureAgenda, Ref
 from raycollect.batches import Batch
 from raycollect.controller import Controller
 from raycollect.errors import CaptureError, Violation, refusal
 from raycollect.group import Membership, Operand
 from raycollect.parameters import MISSING, Parameters, packed, wrong
 from raycollect.payload import pack_value
+from raycollect.pending import Argument, Pending, plain
 from raycollect.returned import Returned
 from raycollect.routine import Given
 

@@ -92,12 +92,13 @@ class StarExchange:
             there = self._changed.wait_for(
                 lambda: (seq, turn) in self._answers or seq in self._aborted, launch.timeout_s
             )
-            if seq in self._aborted:
+            answer = self._answers.pop((seq, turn), None)  # it counts, even where an abort came after it
+            if answer is None and seq in self._aborted:
                 raise PlanAbortedError(detail="aborted at the door")
-            if not there:
+            if answer is None or not there:
                 raise CollectiveTimeoutError(detail="not everyone came to the door", timeout_s=launch.timeout_s)
-            self._aborted = {other for other in self._aborted if other > seq}
-            return self._answers.pop((seq, turn))
+            self._aborted = {other for other in self._aborted if other >= seq}
+            return answer
 
     def abort(self, seq: int) -> None:
         """Wakes whoever waits in this launch, or will."""

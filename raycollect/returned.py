@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycollect.agenda import Argument
 from raycollect.payload import unpack_value
+from raycollect.pending import Argument
 from raycollect.routine import Given
 
 __all__ = ["Returned"]

@@ -234,7 +234,7 @@ class RunFlight(Flight):
     def _home(self, position: int) -> tuple[Membership, Member]:
         return self.plan.homes[max(position, 0)]
 
-    def _rounds_of(self, seq: int) -> int:
+    def _rounds_of(self, seq: int, group_id: str) -> int:
         stage = self.plan.stage_of(seq - self.seq)
         if stage is None:
             return 0

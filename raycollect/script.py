@@ -35,6 +35,7 @@ class Move(NamedTuple):
         packed: What is done before and after the one kernel, where it works on staging.
         copies: (to, from).
         instead: What is done where the backend runs none of several kernels together; nothing: one after the other.
+        commits: Whether all are waited for instead, before anything that they gave is overwritten.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Move(NamedTuple):
     packed: Packed | None = None
     copies: tuple[tuple[Any, Any], ...] = ()
     instead: tuple[Move, ...] = ()
+    commits: bool = False
 
 
 class Stretch(NamedTuple):
@@ -143,12 +145,15 @@ class Writer:
         ranks = step.ranks or domain.ranks
         if domain.rank not in ranks:
             return
+        place = (number, domain.group_id, ranks)
+        if step.kind is Local.COMMIT:
+            yield Move(*place, commits=True)
+            return
         items = []
         for operands, verdict in zip(together, agreed, strict=True):
             most = verdict.most if step.kind in PIECES else ()
             pairs = operands.pairs(step)
             items += [Item(src, dst, most[at] if most else 0) for at, (src, dst) in enumerate(pairs)]
-        place = (number, domain.group_id, ranks)
         if isinstance(step.kind, Local):
             yield Move(*place, copies=tuple((item.dst, item.src) for item in items))
             return

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from raycollect import backends
+from raycollect import backends, vigil
 from raycollect.backends import tcp
 from raycollect.channel.messages import Deny, Depart, Drop, Gone, Message, Met, Missed, Publish
 from raycollect.contracts import CommunicatorFactory
@@ -25,6 +25,7 @@ from raycollect.executor import Outcome
 from raycollect.gate import ALL, ranks_of
 from raycollect.lane import Attempt, Lane
 from raycollect.model import GroupSpec
+from raycollect.vigil import Vigil
 
 __all__ = ["Seat"]
 
@@ -91,6 +92,7 @@ class Seat:
         self._closed: RaycollectError | None = None
         self._parted = threading.Event()
         self._lock = threading.Lock()
+        self._vigil = Vigil(self)
 
     def settle(self, spec: GroupSpec, members: Sequence[str]) -> None:
         """Notes what the members have agreed on."""
@@ -131,13 +133,13 @@ class Seat:
             GroupBrokenError: A rank of the lane is gone, or this end of the group is.
             FaultError: A rank did not come in time, died or failed.
         """
-        there = self._lane(lane)
+        there = self.lane(lane)
         with self._watch(there, op):
             return there.run(op, attempt, self._limit(timeout_s))
 
     def start(self, lane: str, op: str, attempt: Attempt, timeout_s: float | None = None) -> Future[Outcome]:
         """Starts a call on the lane's communication thread."""
-        return self._lane(lane).start(op, attempt, self._limit(timeout_s))
+        return self.lane(lane).start(op, attempt, self._limit(timeout_s))
 
     def confer(self, op: str, word: bytes) -> Sequence[bytes]:
         """Gives one's word to all members, and gets everybody's, in rank order.
@@ -145,7 +147,7 @@ class Seat:
         Raises:
             RaycollectError: As `run`.
         """
-        return self._lane(ALL).confer(op, word, self.timeout_s)
+        return self.lane(ALL).confer(op, word, self.timeout_s)
 
     def form(self, lane: str = ALL) -> None:
         """Forms a lane now rather than at its first call.
@@ -158,7 +160,14 @@ class Seat:
     def _limit(self, timeout_s: float | None) -> float:
         return self.timeout_s if timeout_s is None else timeout_s
 
-    def _lane(self, name: str) -> Lane:
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        """The lanes that there are."""
+        with self._lock:
+            return list(self._lanes.values())
+
+    def lane(self, name: str) -> Lane:
+        """The lane of that name, made now or before."""
         with self._lock:
             if name not in self._lanes:
                 self._lanes[name] = Lane(self, name)
@@ -192,6 +201,10 @@ class Seat:
                 return GroupBrokenError(group_name=self.name, detail=detail)
         return None
 
+    def begun(self) -> None:
+        """A call has begun; it may last."""
+        self._vigil.begun()
+
     # ------------------------------------------------------------------------------------------ hub's thread
 
     def received(self, message: Message) -> None:
@@ -218,6 +231,7 @@ class Seat:
             leave, self._leave = self._leave, None
         for lane in lanes:
             lane.close(told)
+        vigil.wake()
         if leave is not None:
             leave()
 
@@ -248,17 +262,19 @@ class Seat:
         return ParticipantDiedError(rank=gone.rank, actor=actor, detail=detail)
 
     def _answered(self, message: Met | Missed) -> None:
-        self._lane(message.lane).answered(message)
+        self.lane(message.lane).answered(message)
 
     def _dropped(self, message: Drop) -> None:
-        self._lane(message.lane).dropped(message)
+        self.lane(message.lane).dropped(message)
 
     def _published(self, message: Publish) -> None:
-        if self.rank in ranks_of(message.lane, self.world_size):
-            self._lane(message.lane).published(message)
+        if self.rank not in ranks_of(message.lane, self.world_size):
+            return
+        if not self._vigil.received(message):
+            self.lane(message.lane).published(message)
 
     def _denied(self, message: Deny) -> None:
-        self._lane(message.lane).denied(message)
+        self.lane(message.lane).denied(message)
 
 
 _HANDLERS: dict[type, Callable[[Seat, Any], None]] = {

@@ -1,4 +1,8 @@
-"""Python stacks as a person reads them: from the user's own code on, less the way there."""
+"""Python stacks as a person reads them: from the user's own code on, less the way there; and raycollect's own.
+
+What runs notes nothing on its way, so that it costs nothing to be asked: where a plan stands is read from the frames of
+the thread that runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ import linecache
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-__all__ = ["LINES", "Doing", "is_on_the_way", "what_runs"]
+__all__ = ["LINES", "Doing", "is_on_the_way", "what_runs", "where_plans_are"]
 
 LINES = 12
 """How many of the innermost frames are told."""
 LINE_LENGTH = 200
+MOST_CALLS = 6
+"""How many calls of a bundle are named."""
 
 _HERE = str(Path(__file__).parent)
 _ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/"
@@ -66,3 +74,107 @@ def _name(code: object) -> str:
 def _line(file: str, line: int, name: str) -> str:
     source = linecache.getline(file, line).strip()
     return f"{file}:{line} in {name}: {source}"[:LINE_LENGTH]
+
+
+# ---------------------------------------------------------------------------------------------- raycollect's own
+
+_Locals = Mapping[str, Any]
+
+
+def where_plans_are() -> dict[int, str]:
+    """At which step each plan, or run of a captured step, is that runs in this process now: its number -> words."""
+    found: dict[int, str] = {}
+    for frame in sys._current_frames().values():
+        with suppress(AttributeError, LookupError, TypeError, ValueError):  # it goes on meanwhile: it is elsewhere
+            found |= _where([one for one, _ in traceback.walk_stack(frame)][::-1])
+    return found
+
+
+def _where(frames: Iterable[FrameType]) -> dict[int, str]:
+    """Where a thread's plan is, by its frames, the outermost first; nothing where it has none."""
+    number, action, place, first = 0, "", "", 0
+    for frame in frames:
+        at = Path(frame.f_code.co_filename)
+        key = at.name, frame.f_code.co_name
+        if not frame.f_code.co_filename.startswith(_HERE):
+            continue
+        if key in _NUMBERS:
+            number = number or _NUMBERS[key](frame.f_locals)
+        elif not number:  # an imperative call
+            continue
+        elif key == _ACTION:
+            action, first, is_method = _told_action(frame.f_locals["self"])
+            if is_method:  # what it does is the user's
+                break
+        elif key == _BUNDLE:
+            place = _told_bundle(frame.f_locals, first, is_named=not action)
+        elif key in _PLACES:
+            place = _PLACES[key]
+    return {number: ", ".join(filter(None, (action, place))) or "begins"} if number else {}
+
+
+_NUMBERS: dict[tuple[str, str], Callable[[_Locals], int]] = {
+    ("lease.py", "run_program"): lambda held: held["ticket"].seq,
+    ("captures.py", "_do"): lambda held: held["seq"],
+}
+"""The frames of what runs plans, and runs: how they know its number."""
+
+_ACTION = "replay.py", "do"
+_BUNDLE = "executor.py", "_run"
+_PLACES = {
+    ("ledger.py", "start"): "waits for the one before it",
+    ("captures.py", "_take_turn"): "waits for a method to end",
+    ("orders.py", "between_methods"): "waits until all are ready",
+    ("executor.py", "_prepare"): "looks at its operands",
+    ("store.py", "wait"): "waits for an operand's method",
+    ("executor.py", "_agree"): "at the door",
+    ("repeat.py", "_met"): "at the door",
+    ("repeat.py", "_work"): "in its kernels",
+}
+"""(file, function) -> where that is; the innermost one counts."""
+
+
+def _told_action(action: Any) -> tuple[str, int, bool]:
+    """An action of a captured step: words, the place of its first call among all of the step, whether it is a method's.
+
+    Args:
+        action: What `replay` has made of it.
+    """
+    replay = action._replay
+    one = replay.routine.actions[replay._actions.index(action)]
+    if hasattr(one, "method"):
+        return f"call {one.step} of the step, method {one.method}", one.step, True
+    requests = [task.request for task in action._program.tasks]
+    calls = _calls([one.step + request for request in requests])
+    return f"{calls} of the step, {action._program.name}", one.step, False
+
+
+def _told_bundle(held: _Locals, first: int, *, is_named: bool) -> str:
+    """A bundle under way: which of how many, and its calls.
+
+    Args:
+        held: What `Execution._run` holds.
+        first: The number of the plan's first call.
+        is_named: Whether to tell of the calls where all are in it.
+    """
+    program, stretches = held["self"]._program, held["script"].stretches
+    at = next((at for at, one in enumerate(stretches) if one is held.get("stretch")), -1)
+    if at < 0:
+        return "waits for readers of what it writes"
+    share = stretches[at].share
+    bundles = [one.tasks for one in program.bundles]
+    is_planned = [share is program.shares[program.tasks[one[0]].share] for one in bundles]
+    tasks = bundles[at] if len(bundles) == len(stretches) and is_planned[at] else (at,)  # else one after the other
+    if len(program.tasks) == 1 and is_named and not program.tasks[0].request:
+        return f"in its kernels ({share.op})"
+    if len(stretches) == 1 and not is_named:
+        return "in its kernels"
+    which = f"bundle {at + 1} of {len(stretches)}: " if len(stretches) > 1 else ""
+    return f"in {which}{share.op} of {_calls([first + program.tasks[one].request for one in tasks])}"
+
+
+def _calls(numbers: Sequence[int]) -> str:
+    """``calls 0, 1, 2``, for a person."""
+    some = sorted(numbers)[:MOST_CALLS]
+    more = f" and {len(numbers) - len(some)} more" if len(numbers) > len(some) else ""
+    return f"call{'s' * (len(numbers) > 1)} {', '.join(map(str, some))}{more}"

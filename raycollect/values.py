@@ -7,11 +7,11 @@ from typing import Any
 import ray
 
 from raycollect import fetch, ray_internals
-from raycollect.agenda import plain
 from raycollect.controller import Controller
 from raycollect.errors import NotATensorError, Violation
 from raycollect.handle import Handle
 from raycollect.model import Key
+from raycollect.pending import plain
 
 
 def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> Any:
@@ -69,7 +69,7 @@ def free(refs: Any) -> int:
             found = f"a {type(value).__name__}"
             violation = Violation(kind="not_tensor", rank=-1, field="ref", found=found, ref=ref.hex())
             raise NotATensorError(op="free", group_name="", violations=(violation,))
-        count += fetch.free(value.address, [value.key], actor=value.actor)
+        count += fetch.free(value.address, [value.key], actor=value.actor, incarnation=value.incarnation)
     return count
 
 

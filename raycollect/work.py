@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,14 @@ from raycollect.errors import (
     PlanAbortedError,
     RaycollectError,
     RefusedError,
+    RetryError,
     Violation,
     refusal,
 )
 from raycollect.flight import ABSENT, Flight
 from raycollect.handle import Handle
 from raycollect.model import Key
+from raycollect.parcel import Parcel
 from raycollect.runs import RunFlight
 
 
@@ -76,9 +79,17 @@ class Work(_UnderWay):
             For a batch: the list of all these. Usable at once: what uses them waits.
     """
 
-    def __init__(self, controller: Controller, flight: Flight, refs: Any) -> None:
+    def __init__(self, controller: Controller, flight: Flight, refs: Any, parcel: Parcel | None = None) -> None:
         super().__init__(controller, flight)
         self.refs = refs
+        sent = self._sent = [] if parcel is None else [parcel]  # which holds the operands, until it went well (P5)
+
+        def let_go() -> None:
+            if flight.error is None:
+                sent.clear()
+
+        if sent:
+            flight.when_resolved(let_go)
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
@@ -109,13 +120,46 @@ class Work(_UnderWay):
         """Aborts the collective on all ranks.
 
         Returns:
-            False where the outcome was known already.
+            False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
         """
         self._is_heard = True
-        if self._flight.resolved:
+        if self._flight.resolved or self._flight.is_committed:
             return False
         self._controller.send(self._flight, self._flight.fail(PlanAbortedError(detail="cancelled by its caller")))
         return True
+
+    @contextmanager
+    def cancelled_by_signals(self) -> Iterator[None]:
+        """Around a wait for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            self.cancel()
+            raise
+
+    def retry(self) -> Work:
+        """Runs the same collective, or batch, again after it has failed: with the same refs, on the same actors.
+
+        A group that was broken is rebuilt first (`Group.rebuild`). Whether the operands are as they were is seen at the
+        door: what a failed collective has half overwritten is refused there with TensorDirtyError. They are whole after
+        a refusal, a late rank that never came, and wherever results go elsewhere (``inplace=False``), or come all at
+        once (``snapshot=True``).
+
+        Returns:
+            The new attempt, with refs of its own where it makes something.
+
+        Raises:
+            RetryError: It is under way, or went well; its batch may have been done in part; its group has other
+                members now.
+            UnknownGroupError: Its group was destroyed.
+            GroupBrokenError: Its group is broken.
+        """
+        self._is_heard = self._flight.resolved
+        if not self._sent:
+            raise RetryError(op=self._flight.plan.name, detail="it went well")
+        parcel = self._sent[0].again(self._controller, self._flight)
+        flight = parcel.send(self._controller)
+        return Work(self._controller, flight, parcel.given(flight), parcel)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -129,8 +173,14 @@ class Work(_UnderWay):
             loop.call_soon_threadsafe(settle)
 
         self._flight.when_resolved(tell)
-        yield from resolved.__await__()
-        return (yield from asyncio.to_thread(self.wait).__await__())
+        end_watch = diagnosis.warn_later(self._controller, self._flight)
+        try:
+            yield from resolved.__await__()
+        finally:
+            end_watch()
+        if self._flight.error is None:
+            return self.wait()
+        return (yield from asyncio.to_thread(self.wait).__await__())  # others may be asked why
 
     def __repr__(self) -> str:
         flight = self._flight
@@ -189,6 +239,9 @@ class CapturedRun(_UnderWay):
         return True
 
     def __await__(self) -> Generator[Any, None, Any]:
+        if self.done() and self._run.error is None:
+            return self.wait()
+        # The doorbell rings for threads alone; `wait` warns there, too.
         return (yield from asyncio.to_thread(self.wait).__await__())
 
     def __repr__(self) -> str:

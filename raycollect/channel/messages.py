@@ -471,12 +471,19 @@ class Surveyed(Message):
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen(Message):
-    """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story."""
+    """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
+
+    `steps` says of each of the plans in `running` where it is, in words; `doors` are the launches to whose doors the
+    participant came last, `doors_ms` for each of them how many milliseconds ago.
+    """
 
     request: int
     doing: str
     stack: list[str]
     running: list[int]
+    steps: list[str]
+    doors: list[int]
+    doors_ms: list[int]
     ended: int
     story: list[str]
 

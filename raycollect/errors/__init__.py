@@ -34,6 +34,7 @@
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
     │   └── CaptureBrokenError        one of its runs failed: there will be no others
+    ├── RetryError                a collective can't be run again as it was
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     └── InternalError             our bug: please report it
@@ -81,6 +82,7 @@ from raycollect.errors._others import (
     CaptureBrokenError,
     CaptureError,
     InternalError,
+    RetryError,
     StoreFullError,
 )
 from raycollect.errors._refused import REFUSALS as REFUSALS
@@ -115,6 +117,7 @@ __all__ = [
     "BackendNotInstalledError",
     "BackendUnavailableError",
     "BatchError",
+    "RetryError",
     "CaptureBrokenError",
     "CaptureError",
     "ChannelError",

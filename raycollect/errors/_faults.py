@@ -62,6 +62,10 @@ class RankReport:
         actor: What a person calls it.
         answers: False where its process gave no answer: it is stopped, or a call in it holds the interpreter.
         has_begun: Whether it had begun the collective in question.
+        step: Where in it the rank was: at the door, or in which bundle of calls; of a captured step which call; else
+            empty.
+        awaited_s: How long others had waited for it, from the first arrival at the door to which it had not come, in
+            seconds; 0: nobody did.
         doing: The outermost call of the user's that was under way there: name, file and line; empty for none.
         stack: From there on a line per frame, the innermost last.
         ended: The last collective, or run, of this controller that it had ended; 0: none.
@@ -76,6 +80,8 @@ class RankReport:
     stack: tuple[str, ...]
     ended: int
     story: tuple[str, ...]
+    step: str = ""
+    awaited_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("stack", "story"):  # lists, where it has travelled
@@ -84,11 +90,18 @@ class RankReport:
     def __str__(self) -> str:
         who = f"rank {self.rank} ({self.actor})"
         if not self.answers:
-            return f"{who} gives no answer: its process is stopped, or a call in it holds the interpreter's lock"
+            silent = "its process is stopped, or a call in it holds the interpreter's lock"
+            return f"{who} gives no answer: {silent}{self._awaited}"
         what = "is in it" if self.has_begun else "has not begun it"
+        step = f" ({self.step})" if self.step else ""
         place = f", and is in {self.doing}" if self.doing else "" if self.has_begun else ", and does nothing"
         last = f"; the last that it has ended is {self.ended}" if self.ended else ""
-        return "\n    ".join((f"{who} {what}{place}{last}", *(() if self.has_begun and not self.doing else self.stack)))
+        told = f"{who} {what}{step}{place}{last}{self._awaited}"
+        return "\n    ".join((told, *(() if self.has_begun and not self.doing else self.stack)))
+
+    @property
+    def _awaited(self) -> str:
+        return f"; awaited for {self.awaited_s:.1f} s" if self.awaited_s else ""
 
 
 @dataclass(eq=False, kw_only=True)

@@ -48,7 +48,10 @@ class InvalidGroupError(GroupError, ValueError):
 class GroupBrokenError(GroupError):
     """A member died or a collective failed in mid-kernel, so this group can't communicate any more."""
 
-    cure = "destroy_collective_group(name) and declare it again over living actors"
+    cure = (
+        "group.rebuild() forms it again over the members that live, group.rebuild(actors=[...]) with others in their "
+        "place; a group that members made themselves: destroy_collective_group(name) and init_collective_group again"
+    )
 
 
 class UnknownBackendError(GroupError, ValueError):

@@ -56,6 +56,22 @@ class CaptureBrokenError(CaptureError):
 
 
 @dataclass(eq=False, kw_only=True)
+class RetryError(RaycollectError):
+    """A collective can't be run again as it was; nothing was sent.
+
+    Attributes:
+        op: What it is.
+        detail: Why not.
+    """
+
+    op: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.op} can't be run again: {self.detail}"
+
+
+@dataclass(eq=False, kw_only=True)
 class StoreFullError(RaycollectError):
     """The Python Object Store can't take more.
 

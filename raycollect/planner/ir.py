@@ -53,6 +53,8 @@ class Request:
         peer: The destination rank of a send; -1 otherwise.
         inplace: False: an allreduce or reduce goes into new tensors, the operands are only read.
         timeout_s: How long ranks wait for each other, in seconds.
+        snapshot: Whether ranks that work in place keep what they have until all have come to their results
+            (`Local.COMMIT`).
     """
 
     kind: OpKind
@@ -63,6 +65,7 @@ class Request:
     peer: int = -1
     inplace: bool = True
     timeout_s: float = 60.0
+    snapshot: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +201,25 @@ class Plan:
         return max((request.timeout_s for request in self.requests), default=0.0)
 
     @cached_property
+    def commits(self) -> bool:
+        """See `Program.commits`."""
+        return any(request.snapshot for request in self.requests)
+
+    @cached_property
+    def is_idempotent(self) -> bool:
+        """Whether it may run again after it has run in part: it writes nothing that it has read before, or then."""
+        read: set[Source] = set()
+        for request, part in zip(self.requests, self.parts, strict=True):
+            written: set[Source] = set()
+            for (_, src, dst), index in zip(request.operands, part.parts, strict=True):
+                writes_src, writes_dst = part.writes[index]
+                read.add(src)
+                written |= {one for one, writes in ((src, writes_src), (dst, writes_dst)) if writes}
+            if any(type(one) is not Made for one in (written - {None}) & read):
+                return False
+        return True
+
+    @cached_property
     def positions(self) -> dict[str, int]:
         """Participant -> position."""
         return {one: at for at, one in enumerate(self.participants)}
@@ -280,6 +302,7 @@ class Plan:
             everyone=self.everyone,
             keys=len(keys),
             staging=self.staging,
+            commits=self.commits,
         )
 
     def _task(self, share: int, number: int, inputs: tuple[int, ...]) -> Task:

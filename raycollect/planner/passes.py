@@ -18,7 +18,7 @@ from raycollect.planner.algorithms import STAND_INS, route, stand_in
 from raycollect.planner.ir import Operands, Part, Plan, Request, Source
 from raycollect.planner.program import STAGING_NBYTES
 from raycollect.planner.schedule import schedule
-from raycollect.planner.template import Buffer, Role, Step, Template
+from raycollect.planner.template import Buffer, Local, Role, Step, Template
 from raycollect.planner.topology import Roster
 from raycollect.planner.verify import verify
 from raycollect.planner.verify_order import verify_order
@@ -78,7 +78,9 @@ def plan_part(request: Request, roster: Roster | None = None) -> Part:
 @lru_cache(maxsize=1024)
 def _planned(form: Request, roster: Roster) -> Part:
     validate(form)
-    part = route(lower(form, roster), roster)
+    part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), roster), roster)
+    if form.snapshot:
+        part = committed(part, form)
     verify(part, bitwise=roster.bitwise)
     return part
 
@@ -231,6 +233,8 @@ def _argument_violations(request: Request) -> list[Violation]:
         wrong("destination rank", request.peer, "another rank than the source")
     if needs.reduces and request.op is None:
         wrong("op", None, "a ReduceOp")
+    if request.snapshot and not (needs.reduces and not needs.dst and request.inplace):
+        wrong("snapshot", True, "False: what it reads is not overwritten")
     if not 0 < request.timeout_s < math.inf:
         wrong("timeout_s", request.timeout_s, "a positive, finite number of seconds")
     return found
@@ -347,6 +351,29 @@ _LOWER: dict[OpKind, _Part] = {
     OpKind.SEND: _send,
     OpKind.BARRIER: _barrier,
 }
+
+
+def committed(part: Part, request: Request) -> Part:
+    """What ranks do that keep what they have until all have come to their results.
+
+    Args:
+        part: What they do to make new tensors of their results.
+        request: The same request, in place.
+    """
+    return replace(part, request=request, templates=tuple(map(_committed, part.templates)))
+
+
+def _committed(template: Template) -> Template:
+    """The results go into scratch, and from there to their places once all ranks have theirs."""
+    made = next((index for index, buffer in enumerate(template.buffers) if buffer.is_output), -1)
+    buffers = tuple(replace(one, scratch=one.scratch or one.is_output) for one in template.buffers)
+    ways = []
+    for way in template.ways:
+        at = way[-1].at if way else 0
+        back = (Step(kind=Local.COPY, src=made, dst=template.src, at=at),) if made >= 0 else ()
+        ways.append((*way, Step(kind=Local.COMMIT, at=at), *back))
+    result = template.src if made >= 0 else template.result
+    return replace(template, buffers=buffers, steps=ways[0], others=tuple(ways[1:]), result=result)
 
 
 # ---------------------------------------------------------------------------------------------- substitutes

@@ -117,6 +117,7 @@ class Program:
             exactly the ranks that are at the door.
         keys: How many keys it works on.
         staging: The bytes of staging in which tensors may travel packed; 0: none does.
+        commits: Whether all participants meet once more, at the controller, before they overwrite what they gave.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Program:
     everyone: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     keys: int = 0
     staging: int = STAGING_NBYTES
+    commits: bool = False
 
     @property
     def makes(self) -> bool:

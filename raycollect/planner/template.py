@@ -49,6 +49,12 @@ class Local(enum.Enum):
 
     It begins no launch: it has the `Step.at` of a kernel before or behind it, if there is one.
     """
+    COMMIT = "commit"
+    """Waits until the controller knows that all ranks have come so far: who goes on does not go back.
+
+    Before it no operand is written, so that either all ranks get their results, or all keep what they had. Like a copy
+    it begins no launch.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

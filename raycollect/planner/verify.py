@@ -50,6 +50,7 @@ def verify(part: Part, *, bitwise: bool = True) -> None:
         _unfit(part)
         or _run(request.kind, part.ranks, request.root, part.templates, part.parts, levels, bitwise, averages)
         or _otherwise(part)
+        or _too_early(part)
     )
     if problem:
         raise InternalError(detail=f"the plan for {request.kind.value} over ranks {part.ranks} {problem}")
@@ -72,6 +73,19 @@ def _otherwise(part: Part) -> str:
     steps = (step for template in part.templates for way in template.ways for step in way)
     wrong = {step.op for step in steps if step.kind in _REDUCTIONS} - {part.request.op}
     return f"reduces by {wrong} where {part.request.op} is meant" if wrong else ""
+
+
+def _too_early(part: Part) -> str:
+    """Whether anything that ranks gave is overwritten before all have their results, where that is to be kept."""
+    for template in part.templates:
+        for way in template.ways:
+            commits = [at for at, step in enumerate(way) if step.kind is Local.COMMIT]
+            if len(commits) != part.request.snapshot:
+                return f"commits {len(commits)} times"
+            early = [step.dst for step in way[: commits[0] if commits else 0] if step.dst >= 0]
+            if any(template.buffers[index].role is Role.OPERAND for index in early):
+                return "overwrites an operand before it commits"
+    return ""
 
 
 @lru_cache(maxsize=1024)
@@ -215,6 +229,8 @@ class _Run:
     def _try(self, place: int) -> Sequence[int]:
         """Runs the kernel at which a rank has just arrived, if all are there; returns who has moved."""
         step = self._steps[place][self._at[place]]
+        if step.kind is Local.COMMIT:
+            return (place,)
         if step.kind is Local.COPY:
             self._write(place, step.dst, step.dst_piece, self._read(place, step.src, step.src_piece))
             return (place,)

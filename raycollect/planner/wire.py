@@ -18,7 +18,7 @@ from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Ticket
 from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
-VERSION = 3
+VERSION = 4
 MOST_RANKS = 1 << 20
 """A number that is larger must not make a reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
@@ -53,7 +53,7 @@ def encode_program(program: Program) -> bytes:
     p = program
     tasks = [(t.share, t.request, t.inputs, t.round, t.alone) for t in p.tasks]
     bundles = [(b.tasks, b.base) for b in p.bundles]
-    head = (VERSION, p.name, p.timeout_s, p.rounds, _plain_domain(p.door), p.keys, p.staging)
+    head = (VERSION, p.name, p.timeout_s, p.rounds, _plain_domain(p.door), p.keys, p.staging, p.commits)
     packed: bytes = msgpack.packb((*head, [_encode_share(share) for share in p.shares], tasks, bundles, p.everyone))
     return packed
 
@@ -105,7 +105,7 @@ def decode_program(data: bytes) -> Program:
                 detail=f"a program of version {values[0]}, this process reads {VERSION}: driver and actors must run "
                 "the same raycollect"
             )
-        _, name, timeout_s, rounds, door, keys, staging, shares, tasks, bundles, everyone = values
+        _, name, timeout_s, rounds, door, keys, staging, commits, shares, tasks, bundles, everyone = values
         return Program(
             name=name,
             timeout_s=timeout_s,
@@ -113,6 +113,7 @@ def decode_program(data: bytes) -> Program:
             door=_domain(door),
             keys=keys,
             staging=staging,
+            commits=commits,
             shares=tuple(map(_decode_share, shares)),
             tasks=tuple(
                 Task(share=share, request=request, inputs=inputs, round=turn, alone=alone)

@@ -102,8 +102,11 @@ class _Words:
 
     def step(self, step: Step) -> str:
         """One step, such as ``"reduce sum to rank 0 inside default/host-0"``."""
+        if step.kind is Local.COMMIT:
+            return "wait until all ranks have come so far"
         if step.kind is Local.COPY:
-            return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or ' the output'}"
+            whole = " its place" if step.dst == self._template.src else " the output"
+            return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or whole}"
         where, peer = self._domain(step)
         words = [step.kind.value, *_reduce_op(step.op)]
         if step.src_piece >= 0 or step.dst_piece >= 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import signal
 
@@ -10,11 +12,11 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import diagnosis, errors
+from raycollect import diagnosis, errors, vigil
 from tests.ray.test_refusals import Gate
 from tests.ray.test_statistics import is_stopped
 from tests.ray.test_store import wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.workers import Buffers, Plain, Worker
 
 
 def inner(gate, begun):
@@ -73,6 +75,8 @@ def test_a_timeout_says_what_the_late_rank_is_doing(actors, gate, held, backend)
     (report,) = error.reports
     assert_told(report, group.status(0).members[1].actor)
     assert report.ended == 1
+    assert 1 <= report.awaited_s < 30, "from the first arrival on"
+    assert report.step == ""
     assert any("plan 1" in line for line in report.story)
     assert str(report) in str(error)
     ray.get(gate[0].open.remote())
@@ -93,6 +97,7 @@ def test_a_captured_run_tells_it_too(actors, gate, held):
         step.run()
     (report,) = caught.value.reports
     assert "call (" in report.doing
+    assert 1 <= report.awaited_s < 30
     assert report.actor == group.status(0).members[1].actor
     ray.get(gate[0].open.remote())
     ray.get(blocked)
@@ -113,10 +118,14 @@ def test_a_wait_that_lasts_is_warned_of_and_the_status_is_live(actors, gate, hel
     assert_told(late, second.actor)
     assert caught.value.reports[0] is late, "whoever has not begun it comes first"
     assert first.plans == second.plans == (work._flight.seq,)
+    assert (first.steps, second.steps) == (("at the door",), ("",))
+    assert first.awaited_s == 0
+    assert second.awaited_s > late.awaited_s > 0
+    assert [report.step for report in caught.value.reports] == ["", "at the door"]
     assert (second.answers, second.doing, second.stack) == (True, late.doing, late.stack)
     assert "call (" in repr(group.status())
     (record,) = [one for one in caplog.records if "still under way after 0.2 s" in one.getMessage()]
-    assert str(late).splitlines()[0] in record.getMessage()
+    assert str(late).splitlines()[0].partition("; awaited for ")[0] in record.getMessage()
     ray.get(gate[0].open.remote())
     ray.get(blocked)
     work.wait()
@@ -166,3 +175,108 @@ def test_a_group_that_is_gone_is_not_asked(actors):
     status = group.status()
     assert status.state == "destroyed"
     assert not any(member.answers for member in status.members)
+
+
+@ray.remote
+class Stepping(Buffers):
+    """Waits in a method of a captured step."""
+
+    def keep(self, gate, begun):
+        self.gates = gate, begun
+
+    def pause(self):
+        inner(*self.gates)
+
+
+@pytest.mark.parametrize("held_by", ["batch", "method"])
+def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by):
+    workers = actors(Stepping, 2)
+    group = col.declare_collective_group(workers)
+    ray.get(workers[0].keep.remote(*gate))
+    refs = refs_of(workers)
+    with col.capture() as step:
+        col.allreduce_refs(refs)
+        if held_by == "method":
+            step.call(workers[0], "pause")
+        col.allreduce_refs(refs)
+    blocked = held(workers[1]) if held_by == "batch" else None
+    run = step.run(async_op=True)
+    if blocked is None:
+        ray.get(gate[1].wait.remote())
+    expected = "calls 0, 1 of the step, batch, at the door"
+    if held_by == "method":
+        expected = "call 1 of the step, method pause"
+    assert wait_until(lambda: group.status().members[0].steps == (expected,)), group.status()
+    first, second = group.status().members
+    if held_by == "method":
+        assert second.steps == ("call 2 of the step, allreduce, at the door",)
+        assert first.awaited_s > 0
+        assert second.awaited_s == 0
+        assert "(call 1 of the step, method pause)" in repr(group.status())
+    else:
+        assert second.steps == ("waits for a method to end",)
+        assert second.awaited_s > 0
+    ray.get(gate[0].open.remote())
+    run.wait()
+    if blocked is not None:
+        ray.get(blocked)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_coroutine_that_waits_is_warned_too(actors, gate, held, monkeypatch, caplog, captured):
+    monkeypatch.setattr(diagnosis, "QUIET_S", 0.2)
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    refs = refs_of(workers)
+    with col.capture() as step:
+        col.allreduce_refs(refs)
+    blocked = held(workers[1])
+
+    async def wait():
+        work = step.run(async_op=True) if captured else col.allreduce_refs(refs, async_op=True)
+        waiting = asyncio.ensure_future(work)
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # polls, while the loop goes on
+        assert not waiting.done()
+        gate[0].open.remote()
+        await waiting
+
+    asyncio.run(asyncio.wait_for(wait(), 60))
+    ray.get(blocked)
+    (record,) = [one for one in caplog.records if "still under way after 0.2 s" in one.getMessage()]
+    assert "rank 1 (" in record.getMessage()
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
+
+
+def summed(self, quiet_s):
+    """Sums up, and gives what is logged meanwhile."""
+    texts, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logging.getLogger("raycollect").addHandler(handler)
+    before, vigil.QUIET_S = vigil.QUIET_S, quiet_s
+    try:
+        col.allreduce(self.buffer)
+    finally:
+        vigil.QUIET_S = before
+        logging.getLogger("raycollect").removeHandler(handler)
+    return texts
+
+
+def test_a_call_of_a_member_that_lasts_is_warned_of(actors, gate, held):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers)
+    blocked = held(workers[1])
+    waiting = [workers[rank].call.remote(summed, 0.3) for rank in (0, 2)]
+    ready, _ = ray.wait(waiting, timeout=3)  # longer than it takes until all have answered
+    assert not ready
+    ray.get(gate[0].open.remote())
+    ray.get(blocked)
+    last = workers[1].call.remote(summed, 60)
+    late = group.status(0).members[1].actor
+    for texts in ray.get(waiting):
+        (text,) = texts
+        assert "still under way after 0.3 s; these have not come to it:" in text
+        (line,) = text.splitlines()[1:]
+        assert line.startswith(f"  - rank 1 ({late}) is in ")
+        assert "call (" in line
+    assert ray.get(last) == []

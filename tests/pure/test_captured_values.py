@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.agenda import Argument
 from raycollect.errors import CaptureError, InvalidArgumentError
 from raycollect.parameters import ARGUMENTS_NBYTES, MISSING, RESERVED, Parameters
 from raycollect.payload import pack_value, unpack_values
+from raycollect.pending import Argument
 from raycollect.returned import Returned
 from raycollect.routine import Given
 

@@ -11,14 +11,15 @@ import pytest
 from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Store, Stored, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.controller import Controller
-from raycollect.errors import KernelError, ProtocolError, from_wire
+from raycollect.dispatch import send_plan
+from raycollect.errors import KernelError, PlanAbortedError, ProtocolError, from_wire
 from raycollect.flight import Flight
 from raycollect.gate import ALL
 from raycollect.group import Membership
 from raycollect.model import Launch
 from raycollect.peer import Peer
 from raycollect.rendezvous import StarExchange
-from tests.pure.test_flight_batches import asked, flying, group
+from tests.pure.test_flight_batches import asked, flying, group, key
 
 WAIT_S = 20.0
 
@@ -170,3 +171,29 @@ def test_who_publishes_before_all_are_invited_is_heard_by_all(controller):
     hub.join(WAIT_S)
     assert [type(message) for message in said(peers[1])] == [Join, Stored]
     assert [type(message) for message in said(peers[0])] == [Join]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
+    """Those who may have it are told to abort, the interrupted one too; nobody waits at the door for the others."""
+    membership = group("team", (5, 6, 7))
+    controller._groups.add(membership)
+    peers = list(lease(controller, membership).values())
+
+    def submit(place: int) -> list[Any]:
+        if place == at:
+            raise KeyboardInterrupt
+        return []
+
+    for place, peer in enumerate(peers):
+        peer.submit = lambda payload, outputs, place=place: submit(place)  # type: ignore[method-assign]
+    refs = {key(place): object() for place in range(3)}
+    with pytest.raises(KeyboardInterrupt):
+        send_plan(controller, (asked(membership, (0, 1, 2)),), [membership], refs, 0)
+    told = [[type(message) for message in said(peer)] for peer in peers]
+    assert told == [[Abort] if place <= at else [] for place in range(3)]
+    for flight in controller.flights():
+        assert isinstance(flight.error, PlanAbortedError)
+        for place in range(at):
+            flight.done(place, PlanAbortedError(detail="told so"), [])
+    assert not controller.flights()

@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from raycollect import diagnosis
+from raycollect import diagnosis, imperative, vigil
 from raycollect.channel.messages import Seen
+from raycollect.course import Course
 from raycollect.errors import CollectiveTimeoutError
+from tests.pure.processes import Crew
 
 
 class Flying:
-    """A flight of three participants that takes some waits until its outcome is known."""
+    """A flight of three participants that takes some waits until its outcome is known; it is plan 7."""
 
-    def __init__(self, waits: int) -> None:
+    def __init__(self, waits: int = 0, plan: Any = None) -> None:
         self.waits = waits
         self.waited: list[float | None] = []
         self.seq = 7
         self.group_name = "g"
-        members = [SimpleNamespace(rank=rank, actor=f"W({rank})") for rank in range(3)]
+        self.error = None
+        members = [SimpleNamespace(rank=rank, actor=f"W({rank})", actor_id="abc"[rank]) for rank in range(3)]
         self.groups = (SimpleNamespace(spec=SimpleNamespace(name="g"), members=members),)
-        self.plan = SimpleNamespace(name="allreduce", participants=("a", "b", "c"))
+        self.plan = plan or SimpleNamespace(
+            name="allreduce", participants=("a", "b", "c"), positions={"a": 0, "b": 1, "c": 2}
+        )
 
     @property
     def resolved(self) -> bool:
@@ -35,6 +47,9 @@ class Flying:
         self.waits -= 1
         return self.waits == 0
 
+    def has(self, seq: int) -> bool:
+        return 7 <= seq < 12
+
     def is_pending(self, position: int) -> bool:
         return position != 2
 
@@ -42,8 +57,14 @@ class Flying:
         return self.groups[0].members[position]
 
 
+def seen(**said: Any) -> Seen:
+    """What a participant says: nothing but this."""
+    nothing = {"doing": "", "stack": [], "running": [], "steps": [], "doors": [], "doors_ms": [], "ended": 0}
+    return Seen(request=1, story=[], **{**nothing, **said})
+
+
 class Asked:
-    """A controller of which rank 0 is in the plan, rank 1 in a method, and rank 2 silent."""
+    """A controller of which rank 0 is in the plan, for 2.5 seconds, rank 1 in a method, and rank 2 silent."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
@@ -52,8 +73,8 @@ class Asked:
         assert timeout_s == diagnosis.LOOK_S
         self.asked += [member.rank for member in members]
         answers = {
-            0: Seen(request=1, doing="", stack=["x"], running=[7], ended=6, story=["s"]),
-            1: Seen(request=2, doing="W.train (t.py:3)", stack=["t.py:3"], running=[], ended=5, story=[]),
+            0: seen(stack=["x"], running=[7], steps=["at the door"], doors=[6, 7], doors_ms=[9000, 2500], ended=6),
+            1: seen(doing="W.train (t.py:3)", stack=["t.py:3"], ended=5),
         }
         return [answers.get(member.rank) for member in members]
 
@@ -91,16 +112,19 @@ def test_a_wait_is_warned_of_once_and_takes_no_longer(
     assert flight.waited == waited
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == (len(waited) == 2)
-    assert controller.asked == ([0, 1] if warned else []), "who has ended it is not asked"
+    assert sorted(controller.asked) == ([0, 1, 2] if warned else []), "all: who waits knows since when"
     for text in warned:
         assert "allreduce on group 'g', plan 7, is still under way after 10 s" in text
-        assert text.index("rank 1 (W(1)) has not begun it, and is in W.train (t.py:3)") < text.index("rank 0 (W(0))")
+        assert "W.train (t.py:3); the last that it has ended is 5; awaited for 2.5 s\n" in text
+        first, second = "rank 1 (W(1)) has not begun it, and is in", "rank 0 (W(0)) is in it (at the door); the last"
+        assert 0 < text.index(first) < text.index(second)
+        assert "rank 2" not in text, "it has ended it"
 
 
 def test_no_warning_where_none_is_wanted(
     controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(diagnosis, "QUIET_S", diagnosis.warn_after_s({diagnosis.WARNING_VARIABLE: "0"}))
+    monkeypatch.setattr(diagnosis, "QUIET_S", vigil.warn_after_s({vigil.WARNING_VARIABLE: "0"}))
     flight: Any = Flying(1)
     assert diagnosis.wait(controller, flight, None)
     assert flight.waited == [None]
@@ -112,22 +136,22 @@ def test_no_warning_where_none_is_wanted(
 )
 def test_the_environment_says_when(text: str, expected: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    assert diagnosis.warn_after_s({diagnosis.WARNING_VARIABLE: text}) == expected
+    assert vigil.warn_after_s({vigil.WARNING_VARIABLE: text}) == expected
     assert bool(caplog.records) == (text == "x")
 
 
 @pytest.mark.parametrize(
-    ("missing", "group_name", "asked"),
+    ("missing", "group_name", "told"),
     [((1,), "g", [1]), ((2, 0), "g", [2, 0]), ((), "g", [0, 1]), ((1,), "?", [0, 1])],
 )
 def test_an_error_says_what_those_do_whom_it_names(
-    controller: Any, missing: tuple[int, ...], group_name: str, asked: list[int]
+    controller: Any, missing: tuple[int, ...], group_name: str, told: list[int]
 ) -> None:
     flight: Any = Flying(0)
     error = CollectiveTimeoutError(op="allreduce", group_name=group_name, missing=missing, timeout_s=1.0)
     diagnosis.explain_delay(controller, flight, error)
-    assert controller.asked == asked
-    assert sorted(report.rank for report in error.reports) == sorted(asked)
+    assert sorted(controller.asked) == [0, 1, 2]
+    assert sorted(report.rank for report in error.reports) == sorted(told)
     by_rank = {report.rank: report for report in error.reports}
     if 1 in by_rank:
         one = by_rank[1]
@@ -139,11 +163,223 @@ def test_an_error_says_what_those_do_whom_it_names(
             5,
         )
         assert str(one) in str(error)
+        assert one.awaited_s == 2.5
     if 0 in by_rank:
         assert by_rank[0].has_begun
+        assert (by_rank[0].step, by_rank[0].awaited_s) == ("at the door", 0)
     if 2 in by_rank:
         assert not by_rank[2].answers
         assert "rank 2 (W(2)) gives no answer" in str(error)
+        assert by_rank[2].awaited_s == 2.5, "nobody knows better"
     diagnosis.explain_delay(controller, flight, error)
-    assert controller.asked == asked, "once is enough"
+    assert len(controller.asked) == 3, "once is enough"
     assert str(error).rstrip(".").endswith(error.cure)
+
+
+# ---------------------------------------------------------------------------------------------- since when
+
+
+class Stages(Course):
+    """Three plans of a captured step, of widths 2, 1 and 2; the second is of ranks 0 and 2 alone."""
+
+    def __init__(self) -> None:
+        pass
+
+    positions = {"a": 0, "b": 1, "c": 2}  # type: ignore[assignment]  # noqa: RUF012
+
+    def stage_of(self, launch: int) -> Any:
+        return SimpleNamespace(positions=(0, 2) if launch == 2 else (0, 1, 2))
+
+
+def awaited(flight: Any, **said: Seen | None) -> list[float]:
+    return [diagnosis.awaited_s(flight, actor_id, said) for actor_id in "abc"]
+
+
+def at(*doors: int, ms: tuple[int, ...], ended: int = 0, running: tuple[int, ...] = (7,)) -> Seen:
+    return seen(doors=list(doors), doors_ms=list(ms), ended=ended, running=list(running), steps=["" for _ in running])
+
+
+@pytest.mark.parametrize("plan", [None, Stages()])
+def test_who_waits_knows_since_when(plan: Any) -> None:
+    flight: Any = Flying(plan=plan)
+    first, second, nobody = at(7, ms=(3000,)), at(7, ms=(1000,)), seen(ended=6)
+    assert awaited(flight, a=first, b=second, c=nobody) == [0, 0, 3], "from the first arrival on"
+    assert awaited(flight, a=first, b=None, c=nobody) == [0, 3, 3]
+    assert awaited(flight, a=nobody, b=nobody, c=nobody) == [0, 0, 0], "nobody waits"
+    after = at(7, ms=(3000,), ended=7, running=())
+    assert awaited(flight, a=after, b=after, c=nobody) == [0, 0, 3], "the others have given up"
+    assert awaited(flight, a=first, b=second, c=at(ms=())) == [0, 0, 3], "it has begun, and looks at its operands"
+
+
+def test_calls_of_a_members_own_have_numbers_too() -> None:
+    flight: Any = Flying()
+    other = at(7, ms=(10,), ended=6, running=())
+    assert awaited(flight, a=at(7, ms=(3000,)), b=other, c=other) == [0, 3, 3]
+    assert awaited(flight, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "doors of other plans"
+
+
+def test_in_a_captured_step_a_rank_is_awaited_where_it_takes_part() -> None:
+    flight: Any = Flying(plan=Stages())
+    far, middle = at(7, 9, 10, ms=(9000, 5000, 4000)), at(7, 9, ms=(9000, 6000))
+    assert awaited(flight, a=far, b=at(7, ms=(8000,)), c=middle) == [0, 4, 4], "the second plan is none of rank 1's"
+    assert awaited(flight, a=middle, b=at(7, ms=(8000,)), c=at(7, ms=(8000,))) == [0, 0, 6]
+    assert awaited(flight, a=middle, b=None, c=None) == [0, 9, 9]
+
+
+# ---------------------------------------------------------------------------------------------- coroutines
+
+
+def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
+    controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(diagnosis, "QUIET_S", 0.01)
+    flight: Any = Flying(1)
+    looked, answer = threading.Event(), threading.Event()
+
+    def look(members: Any, timeout_s: float) -> list[Seen | None]:
+        looked.set()
+        assert threading.current_thread() is not threading.main_thread()
+        assert answer.wait(20)
+        return [None for _ in members]
+
+    controller.look = look
+
+    async def wait() -> None:
+        end = diagnosis.warn_later(controller, flight)
+        while not looked.is_set():  # noqa: ASYNC110 - a thread's event
+            await asyncio.sleep(0)
+        assert not caplog.records, "the loop goes on while participants are asked"
+        answer.set()
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        end()
+
+    asyncio.run(wait())
+    (record,) = caplog.records
+    assert "still under way after 0.01 s" in record.getMessage()
+
+
+@pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
+def test_a_coroutine_that_does_not_wait_long_asks_nobody(
+    controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, waits: int
+) -> None:
+    monkeypatch.setattr(diagnosis, "QUIET_S", quiet_s)
+    flight: Any = Flying(waits)
+
+    async def wait() -> list[Any]:
+        end = diagnosis.warn_later(controller, flight)
+        for _ in range(3):  # its time comes, if it has one
+            await asyncio.sleep(0)
+        end()
+        return [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+
+    assert asyncio.run(wait()) == []
+    assert controller.asked == []
+
+
+# ---------------------------------------------------------------------------------------------- members' own calls
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    made = Crew()
+    path = tmp_path_factory.mktemp("rendezvous")
+    path.chmod(0o700)
+    made.rendezvous = f"file://{path}"
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pipes(tmp_path: Path) -> list[Path]:
+    """Files of which a reader waits for a writer."""
+    made = [tmp_path / name for name in ("hold", "warned")]
+    for path in made:
+        os.mkfifo(path)
+    return made
+
+
+class Writing(logging.Handler):
+    """Writes each warning into a pipe, and keeps it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.path = path
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) == 1:
+            self.path.write_text(self.texts[0])
+
+
+def warned(name: str, rank: int, verb: str, path: Path, quiet_s: float) -> list[str]:
+    """A call, and what is logged meanwhile."""
+    handler, before = Writing(path), vigil.QUIET_S
+    logging.getLogger("raycollect").addHandler(handler)
+    vigil.QUIET_S = quiet_s
+    vigil.wake()  # it may sleep for as long as before
+    try:
+        called(name, rank, verb)
+    finally:
+        vigil.QUIET_S = before
+        logging.getLogger("raycollect").removeHandler(handler)
+    return handler.texts
+
+
+def called(name: str, rank: int, verb: str) -> None:
+    x = np.full(3, rank + 1.0)
+    if verb == "async":
+        imperative.allreduce(x, name, async_op=True).wait()
+    elif verb == "send":
+        imperative.send(x, 1, name) if rank == 0 else imperative.recv(x, 0, name)
+    else:
+        imperative.allreduce(x, name)
+    if verb != "send":
+        assert (x == sum(range(1, imperative.get_collective_group_size(name) + 1))).all()
+
+
+def hold(name: str, rank: int, path: Path) -> None:
+    path.read_text()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("verb", ["allreduce", "async", "send"])
+def test_a_members_call_that_lasts_is_warned_of_once(crew: Crew, pipes: list[Path], backend: str, verb: str) -> None:
+    """Rank 1 is held; rank 2 of three has come, or, where two are concerned, has nothing to do with it."""
+    group = crew.group(3, backend)
+    group.must(called, "allreduce")
+    others = [] if verb == "send" else [group.processes[2].start(called, group.name, 2, "allreduce")]
+    held = group.processes[1].start(hold, group.name, 1, pipes[0])
+    waiting = group.processes[0].start(warned, group.name, 0, verb, pipes[1], 0.3)
+    text = pipes[1].read_text()
+    pipes[0].write_text("go on")
+    held.result(60)
+    others.append(group.processes[1].start(called, group.name, 1, "send" if verb == "send" else "allreduce"))
+    texts = waiting.result(60)
+    for one in others:
+        one.result(60)
+    op = "send" if verb == "send" else "allreduce"
+    assert texts == [text], "once"
+    assert text.startswith(f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these have not")
+    lines = text.splitlines()[1:]
+    assert len(lines) == 1
+    assert lines[0].startswith("  - rank 1 (")
+    assert " is in " in lines[0], "the process runs code that is not ours"
+    crew.rest()
+
+
+def test_a_process_that_is_stopped_gives_no_answer(crew: Crew, pipes: list[Path]) -> None:
+    group = crew.group(2, "tcp")
+    pid = group.processes[1].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waiting = group.processes[0].start(warned, group.name, 0, "allreduce", pipes[1], 0.1)
+        assert "rank 1" in (text := pipes[1].read_text())
+        assert text.endswith("gives no answer")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    group.processes[1].start(called, group.name, 1, "allreduce").result(60)
+    assert waiting.result(60) == [text]
+    crew.rest()

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raycollect.ledger import Ledger
+from raycollect.ledger import ARRIVALS, Ledger, arrivals
+from raycollect.observe import Recorder
 from tests.pure.watched import WAIT_S, WatchedCondition
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
@@ -254,3 +255,25 @@ def test_many_threads_and_an_abort_at_any_moment_leave_nobody_waiting(threads: T
         reasons = {seq: future.result(WAIT_S) for seq, future in futures.items()}
         assert {seq for seq, reason in reasons.items() if reason} <= doomed
         assert ledger.running() == ()
+
+
+# ---------------------------------------------------------------------------------------------- doors
+
+
+def test_the_story_knows_when_one_came_to_which_door() -> None:
+    now_s = iter(range(100))
+    recorder = Recorder(lambda: float(next(now_s)))
+    for what, seq in [("start", 3), ("door", 3), ("door", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
+        recorder.add(what, seq)
+    recorder.add("door", 3)  # the second round
+    assert arrivals(recorder.story(), 10.0) == {4: 6.0, 3: 3.0}
+    assert arrivals(recorder.story(), 6.5) == {4: 2.5, 3: 0.0}, "what came since it was asked is no time in the future"
+    assert arrivals((), 1.0) == {}
+
+
+def test_of_many_doors_the_last_are_known() -> None:
+    recorder = Recorder(lambda: 0.0)
+    for seq in [*range(1, 3 * ARRIVALS), 5]:
+        recorder.add("again", seq)
+    found = list(arrivals(recorder.story(), 1.0))
+    assert found == [*range(2 * ARRIVALS + 1, 3 * ARRIVALS), 5]

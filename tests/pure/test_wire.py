@@ -167,10 +167,10 @@ def test_bytes_after_the_program_are_refused() -> None:
         decode_program(encode_program(_typical()) + b"\x00")
 
 
-@pytest.mark.parametrize("at", range(11))
+@pytest.mark.parametrize("at", range(12))
 def test_a_field_too_few_is_refused(at: int) -> None:
     values = msgpack.unpackb(encode_program(_typical()))
-    assert len(values) == 11
+    assert len(values) == 12
     with pytest.raises(ProtocolError):
         decode_program(msgpack.packb(values[:at] + values[at + 1 :]))
 

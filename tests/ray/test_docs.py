@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = (
     "README.md",
     "docs/captured.md",
+    "docs/failures.md",
     "docs/imperative.md",
     "docs/ordering.md",
     "docs/rank-tables.md",

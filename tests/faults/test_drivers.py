@@ -1,0 +1,167 @@
+"""A driver that is interrupted, or ends, or is busy elsewhere: the actors live, and their groups can be used."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from raycollect.flight import Flight
+from tests.ray.test_refusals import Gate
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Worker
+
+ROOT = Path(__file__).parents[2]
+
+
+def filled(actors, values):
+    """Refs to a buffer on each actor, filled with a value."""
+    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
+    return [actor.get_buffer.remote() for actor in actors]
+
+
+def assert_hold(refs, values):
+    for found, value in zip(col.get(refs), values, strict=True):
+        np.testing.assert_array_equal(found, np.full(7, value))
+
+
+@pytest.fixture
+def held(actors):
+    """Two members, of which the second is in a method until the gate opens."""
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    refs = filled(workers, (1, 2))
+    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    yield refs, gate
+    ray.get([gate.open.remote(), blocked])
+
+
+def interrupt_a_wait():
+    """Sends this process a SIGINT, as Ctrl-C does, once this thread waits for a collective."""
+    target = threading.get_ident()
+
+    def waits():
+        frame = sys._current_frames().get(target)
+        return frame is not None and frame.f_code is Flight.wait.__code__
+
+    def watch():
+        assert wait_until(waits)
+        signal.pthread_kill(target, signal.SIGINT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("form", ["verb", "batch"])
+def test_ctrl_c_cancels_what_the_cell_waits_for(held, form):
+    refs, gate = held
+    thread = interrupt_a_wait()
+    with pytest.raises(KeyboardInterrupt):
+        if form == "verb":
+            col.allreduce_refs(refs)
+        else:
+            with col.batch():
+                col.allreduce_refs(refs)
+                col.broadcast_refs(refs)
+    thread.join()
+    after = col.allreduce_refs(refs, async_op=True)
+    ray.get(gate.open.remote())
+    after.wait()
+    assert_hold(refs, (3, 3))
+
+
+def test_ctrl_c_in_a_wait_ends_the_wait_alone(held):
+    refs, gate = held
+    work = col.allreduce_refs(refs, async_op=True)
+    thread = interrupt_a_wait()
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    thread.join()
+    assert not work.done()
+    ray.get(gate.open.remote())
+    work.wait()
+    assert_hold(refs, (3, 3))
+
+
+DRIVER = """
+import sys, os
+import numpy as np, ray
+import raycollect as col
+from tests.ray.workers import Buffers
+
+ray.init(address=sys.argv[1], namespace="apart", log_to_driver=False)
+options = dict(num_cpus=0, lifetime="detached")
+workers = [ray.remote(Buffers).options(name=f"lasting-{rank}", **options).remote() for rank in range(2)]
+col.declare_collective_group(workers)
+refs = [worker.get_buffer.remote() for worker in workers]
+col.allreduce_refs(refs)
+work = col.allreduce_refs(refs, async_op=True)
+print("under way", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_actors_that_outlive_their_driver_are_driven_by_the_next_one(actors):
+    """The first driver is killed in the middle of things; the second one finds the actors by their names."""
+    address = ray.get_runtime_context().gcs_address
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, address],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert any("under way" in line for line in driver.stdout)
+        driver.send_signal(signal.SIGKILL)
+    finally:
+        driver.communicate()
+    workers = [ray.get_actor(f"lasting-{rank}", namespace="apart") for rank in range(2)]
+    try:
+
+        def declare():
+            try:
+                return col.declare_collective_group(workers)
+            except errors.ControllerConflictError:
+                return None
+
+        assert wait_until(declare)
+        refs = filled(workers, (5, 6))
+        col.allreduce_refs(refs)
+        assert_hold(refs, (11, 11))
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+def hold_the_lock(self, seconds):
+    """A call of C code that lets no other thread of the process run Python."""
+    ctypes.PyDLL(None).sleep(seconds)
+
+
+def test_a_call_that_holds_the_interpreters_lock_is_unresponsive_not_dead(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2))
+    busy = workers[1].call.remote(hold_the_lock, 4)
+    work = col.allreduce_refs(refs, async_op=True)
+    assert wait_until(lambda: not group.status(0.2).members[1].answers)
+    assert group.status(0.2).members[0].answers
+    assert group.status(0).state == "alive"
+    ray.get(busy)
+    work.wait()
+    assert_hold(refs, (3, 3))
+    assert group.status().members[1].answers

@@ -1,0 +1,203 @@
+"""A group that has lost a member, or its connections, is formed again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.faults import inject
+from tests.ray.test_refusals import Gate
+from tests.ray.workers import Worker
+
+BACKENDS = ["shm", "tcp", "gloo"]
+
+
+def filled(actors, values):
+    """Refs to a buffer on each actor, filled with a value."""
+    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
+    return [actor.get_buffer.remote() for actor in actors]
+
+
+def assert_sums(group):
+    """An allreduce over all members is right, by the driver and by the members themselves."""
+    values = range(1, 1 + group.world_size)
+    refs = filled(group.actors, values)
+    col.allreduce_refs(refs, group.name)
+    for found in col.get(refs):
+        np.testing.assert_array_equal(found, np.full(7, sum(values)))
+
+    def own(self, name):
+        buffer = np.full(5, col.get_rank(name) + 1.0)
+        col.allreduce(buffer, name)
+        return float(buffer[0]), col.get_collective_group_size(name)
+
+    answers = ray.get([actor.call.remote(own, group.name) for actor in group.actors])
+    assert answers == [(sum(values), group.world_size)] * group.world_size
+
+
+def kill(actor):
+    """Kills an actor's process as the out-of-memory killer does."""
+    pid = ray.get(actor.call.remote(lambda self: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_over_the_survivors(actors, backend):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers, backend=backend)
+    assert_sums(group)
+    refs = filled(workers, (1, 2, 3))
+    kill(workers[1])
+    with pytest.raises((errors.ParticipantDiedError, errors.GroupBrokenError), match=r"group\.rebuild|declare"):
+        while True:  # until the driver has heard of it
+            col.allreduce_refs(refs)
+    assert group.rebuild() is group
+    assert (group.epoch, group.world_size, group.backend) == (1, 2, backend)
+    assert group.actors == (workers[0], workers[2])
+    assert group.status().state == "alive"
+    assert_sums(group)
+    with pytest.raises(errors.RefusedError):
+        col.allreduce_refs(refs)  # one of them was the dead member's
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_a_replacement_at_the_same_rank(actors, backend):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers, backend=backend, group_name="team")
+    ray.kill(workers[0])
+    (other,) = actors(Worker, 1)
+    group.rebuild([other, workers[2], workers[1]])
+    assert group.actors == (other, workers[2], workers[1])
+    assert_sums(group)
+    group.rebuild([workers[1], other, workers[2]])  # nobody has died: it is another order
+    assert group.epoch == 2
+    assert_sums(group)
+
+
+def test_after_a_kernel_that_broke_the_connections(actors):
+    """Gloo's connections can't be used after a rank left a kernel: all actors live, and so do their tensors."""
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)
+    refs = filled(workers, (1, 2))
+    ray.get(workers[1].call.remote(inject.put, "before_kernel", "raise"))
+    with pytest.raises(errors.RaycollectError):
+        col.allreduce_refs(refs, inplace=False, timeout_s=5)
+    group.rebuild()
+    for found in col.get(col.allreduce_refs(refs, inplace=False)):
+        np.testing.assert_array_equal(found, np.full(7, 3))
+
+
+def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    refs = filled(workers, (1, 2))
+    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    work = col.allreduce_refs(refs, async_op=True)
+
+    def rebuild():
+        group.rebuild()
+
+    thread = threading.Thread(target=rebuild)
+    thread.start()  # it waits for the member that is busy
+    ray.get(gate.open.remote())
+    thread.join(30)
+    assert not thread.is_alive()
+    ray.get(blocked)
+    try:
+        work.wait(30)  # it may have gone on before the group was rebuilt
+        total = 3
+    except errors.PlanAbortedError:
+        total = None
+    found = col.get(refs)
+    if total is None:
+        np.testing.assert_array_equal(found[0], np.full(7, 1))
+        np.testing.assert_array_equal(found[1], np.full(7, 2))
+    else:
+        np.testing.assert_array_equal(found[0], np.full(7, total))
+    assert_sums(group)
+
+
+def test_an_actor_that_ray_restarts_comes_back_without_its_tensors(actors):
+    workers = [*actors(Worker, 1), *actors(Worker, 1, max_restarts=1)]
+    group = col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2))
+    col.allreduce_refs(refs)
+    ray.kill(workers[1], no_restart=False)
+    group.rebuild()
+    assert (group.world_size, group.epoch) == (2, 1)
+    with pytest.raises(errors.TensorLostError, match="rank 1"):
+        col.allreduce_refs(refs)
+    assert_sums(group)
+
+
+def test_bad_input_changes_nothing(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    dead, spare = actors(Worker, 2)
+    ray.kill(dead)
+    for wrong in ([], ["no actor"], [workers[0], workers[0]], "ab"):
+        with pytest.raises(errors.InvalidGroupError):
+            group.rebuild(wrong)
+    with pytest.raises(errors.InvalidGroupError, match="timeout_s"):
+        group.rebuild(timeout_s=0)
+    with pytest.raises(errors.ActorGoneError, match="rank 1"):
+        group.rebuild([workers[0], dead])
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    blocked = spare.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    with pytest.raises(errors.CollectiveTimeoutError, match=r"busy: rank 1 \(Buffers") as caught:
+        group.rebuild([workers[0], spare], timeout_s=0.5)
+    assert caught.value.missing == (1,)
+    ray.get(gate.open.remote())
+    ray.get(blocked)
+    assert (group.epoch, group.actors) == (0, tuple(workers))
+    assert_sums(group)
+    group.destroy()
+    with pytest.raises(errors.UnknownGroupError, match="destroyed"):
+        group.rebuild()
+
+
+def test_a_group_that_could_not_be_rebuilt_may_be_rebuilt_again(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers, backend="shm")
+
+    def forget(self):
+        from dataclasses import replace
+
+        from raycollect import backends
+
+        self.whole = backends.BACKENDS["shm"]
+        backends.BACKENDS["shm"] = replace(self.whole, libraries=("no_such_library",), install="pip install it")
+
+    def remember(self):
+        from raycollect import backends
+
+        backends.BACKENDS["shm"] = self.whole
+
+    ray.get(workers[1].call.remote(forget))
+    with pytest.raises(errors.BackendNotInstalledError, match="pip install it"):
+        group.rebuild()
+    assert group.status().state == "broken"
+    refs = filled(workers, (1, 2))
+    with pytest.raises(errors.GroupBrokenError, match=r"could not be rebuilt.*pip install it"):
+        col.allreduce_refs(refs)
+    ray.get(workers[1].call.remote(remember))
+    group.rebuild()
+    assert_sums(group)
+
+
+def test_nobody_lives(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    for worker in workers:
+        ray.kill(worker)
+    with pytest.raises(errors.GroupBrokenError, match="no member is alive"):
+        group.rebuild()
+    group.destroy()

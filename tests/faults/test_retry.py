@@ -1,0 +1,249 @@
+"""What failed is run again, where that gives what it would have given."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.faults import inject
+from tests.ray.test_refusals import Gate
+from tests.ray.workers import Worker
+
+
+def filled(actors, values):
+    """Refs to a buffer on each actor, filled with a value."""
+    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
+    return [actor.get_buffer.remote() for actor in actors]
+
+
+def other_buffer(self):
+    """Another tensor of the actor."""
+    if not hasattr(self, "other"):
+        self.other = np.full(7, 10)
+    return self.other
+
+
+def assert_hold(refs, value):
+    for found in col.get(refs):
+        np.testing.assert_array_equal(found, np.full(7, value))
+
+
+def test_a_late_rank_that_came_after_all(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    refs = filled(workers, (1, 2))
+    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    work = col.allreduce_refs(refs, async_op=True, timeout_s=1)
+    with pytest.raises(errors.RetryError, match="under way"):
+        work.retry()
+    with pytest.raises(errors.CollectiveTimeoutError):
+        work.wait()
+    again = work.retry()
+    ray.get([gate.open.remote(), blocked])
+    assert again.wait() == refs
+    assert_hold(refs, 3)
+    with pytest.raises(errors.RetryError, match="went well"):
+        again.retry()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_new_outputs_leave_the_operands_as_they_were(actors, backend):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, backend=backend)
+    refs = filled(workers, (1, 2))
+    ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
+    work = col.allreduce_refs(refs, inplace=False, async_op=True)
+    with pytest.raises(errors.KernelError):
+        work.wait()
+    again = work.retry()
+    assert_hold(again.wait(), 3)
+    assert not set(again.refs) & {*work.refs, *refs}
+    assert_hold([refs[0]], 1)
+    assert_hold([refs[1]], 2)
+
+
+def test_what_is_half_written_is_refused(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2))
+    ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
+    work = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.KernelError):
+        work.wait()
+    with pytest.raises(errors.TensorDirtyError, match="rank 1"):
+        work.retry().wait()
+
+
+def test_a_batch_that_may_be_done_in_part(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2))
+    others = [worker.make.remote(other_buffer) for worker in workers]
+    ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
+    with pytest.raises(errors.KernelError), col.batch() as b:
+        col.broadcast_refs(others)
+        col.allreduce_refs(refs)
+    with pytest.raises(errors.RetryError, match="may have ended well"):
+        b.work.retry()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_batch_that_can_be_repeated(actors, backend):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers, backend=backend)
+    refs = filled(workers, (1, 2))
+    others = [worker.make.remote(other_buffer) for worker in workers]
+    ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
+    with pytest.raises(errors.KernelError), col.batch() as b:
+        sums = col.allreduce_refs(refs, inplace=False)
+        col.allreduce_refs(sums)
+        col.send_ref(refs[0], others[1])
+    doubled, same, sent = b.work.retry().wait()
+    assert_hold(doubled, 6)
+    assert same == doubled
+    assert sent == others[1]
+    assert_hold([sent], 1)
+    assert_hold([others[0]], 10)
+
+
+def test_after_the_group_was_rebuilt(actors):
+    """A restarted member has lost its tensors; connections that broke have not."""
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)
+    refs = filled(workers, (1, 2))
+    ray.get(workers[1].call.remote(inject.put, "before_kernel", "raise"))
+    work = col.allreduce_refs(refs, inplace=False, async_op=True, timeout_s=5)
+    with pytest.raises(errors.RaycollectError):
+        work.wait()
+    if group.status(0).state == "broken":
+        with pytest.raises(errors.GroupBrokenError, match="rebuild"):
+            work.retry()
+    group.rebuild()
+    assert_hold(work.retry().wait(), 3)
+    (other,) = actors(Worker, 1)
+    group.rebuild([workers[0], other])
+    with pytest.raises(errors.RetryError, match="other members"):
+        work.retry()
+    group.destroy()
+    with pytest.raises(errors.UnknownGroupError):
+        work.retry()
+
+
+def test_a_derived_group_is_derived_again(actors):
+    workers = actors(Worker, 2)
+    refs = filled(workers, (1, 2))
+    ray.get(workers[1].call.remote(inject.put, "after_door", "raise"))
+    work = col.allreduce_refs(refs, inplace=False, async_op=True)
+    with pytest.raises(errors.KernelError):
+        work.wait()
+    assert_hold(work.retry().wait(), 3)
+
+
+def test_what_went_well_holds_no_operands(actors):
+    """Nobody else has a ref of the operands: they are freed as soon as the outcome is known (P5)."""
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    work = col.allreduce_refs(filled(workers, (1, 2)), inplace=False, async_op=True)
+    work.wait()
+    assert not work._sent
+    gc.collect()
+    assert_hold(work.refs, 3)
+
+
+# ---------------------------------------------------------------------------------------------- all or nothing
+
+
+@pytest.mark.parametrize("size", [7, 300_001])
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+def test_a_snapshot_gives_the_same_result(actors, backend, size):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers, backend=backend)
+    ray.get([worker.set_buffer.remote(np.arange(size) + rank) for rank, worker in enumerate(workers)])
+    refs = [worker.get_buffer.remote() for worker in workers]
+    for times in (1, 3):
+        assert col.allreduce_refs(refs, snapshot=True) == refs
+        for found in col.get(refs):
+            np.testing.assert_array_equal(found, times * (3 * np.arange(size) + 3))
+    assert col.reduce_refs(refs, 1, snapshot=True) == refs[1]
+    for found, times in zip(col.get(refs), (3, 9, 3), strict=True):
+        np.testing.assert_array_equal(found, times * (3 * np.arange(size) + 3))
+
+
+@pytest.mark.parametrize("point", ["before_kernel", "after_kernel", "before_commit"])
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_a_failure_before_all_have_the_result_changes_nothing(actors, backend, point):
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers, backend=backend, timeout_s=20)
+    refs = filled(workers, (1, 2, 4))
+    ray.get(workers[1].call.remote(inject.put, point, "raise"))
+    work = col.allreduce_refs(refs, snapshot=True, async_op=True)
+    with pytest.raises(errors.KernelError) as caught:
+        work.wait()
+    assert caught.value.rank == 1
+    for found, value in zip(col.get(refs), (1, 2, 4), strict=True):
+        np.testing.assert_array_equal(found, np.full(7, value))
+    assert work.retry().wait() == refs
+    assert_hold(refs, 7)
+
+
+@pytest.mark.parametrize("point", ["before_kernel", "before_commit"])
+def test_a_death_before_all_have_the_result_changes_nothing(actors, point):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2, 4))
+    ray.get(workers[1].call.remote(inject.put, point, "die"))
+    with pytest.raises(errors.ParticipantDiedError):
+        col.allreduce_refs(refs, snapshot=True)
+    assert_hold([refs[0]], 1)
+    assert_hold([refs[2]], 4)
+    group.rebuild()
+    col.allreduce_refs([refs[0], refs[2]], snapshot=True)
+    assert_hold([refs[0], refs[2]], 5)
+
+
+def test_who_has_its_result_keeps_it(actors):
+    """What fails later fails on one rank only: its tensor is dirty, the others hold the result."""
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2, 4))
+    ray.get(workers[1].call.remote(inject.put, "after_commit", "raise"))
+    work = col.allreduce_refs(refs, snapshot=True, async_op=True)
+    with pytest.raises(errors.KernelError):
+        work.wait()
+    assert_hold([refs[0], refs[2]], 7)
+    with pytest.raises(errors.TensorDirtyError):
+        col.get(refs[1])
+    with pytest.raises(errors.RetryError, match="hold its result"):
+        work.retry()
+
+
+def test_a_cancel_comes_before_or_not_at_all(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    refs = filled(workers, (1, 2))
+    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    work = col.allreduce_refs(refs, snapshot=True, async_op=True)
+    assert work.cancel()
+    ray.get([gate.open.remote(), blocked])
+    with pytest.raises(errors.PlanAbortedError):
+        work.wait()
+    assert_hold([refs[0]], 1)
+    assert_hold([refs[1]], 2)
+    work.retry().wait()
+    assert_hold(refs, 3)
+
+
+def test_where_a_snapshot_has_no_meaning(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    refs = filled(workers, (1, 2))
+    with pytest.raises(errors.InvalidArgumentError, match="by itself"), col.batch():
+        col.allreduce_refs(refs, snapshot=True)
+    assert_hold(col.allreduce_refs(refs, inplace=False, snapshot=True), 3)  # new tensors: nothing is overwritten
