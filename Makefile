@@ -4,6 +4,7 @@
 #   make test    the tests
 #   make test-full   every backend, operation, dtype, world size, size, root and place (about half an hour)
 #   make lint    ruff, mypy, import-linter
+#   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
 #   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
 #   make clean   removes the environments and caches
 
@@ -18,10 +19,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full lint bench clean install-%
+.PHONY: help demo test test-full soak lint bench clean install-%
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,9s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -31,6 +32,9 @@ test: $(VENV)/.installed-test
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/full $(ARGS)
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python -m tests.faults.soak --write $(ARGS)
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .

@@ -187,6 +187,15 @@ class Together(Protocol):
         ...
 
 
+@runtime_checkable
+class Forsaking(Protocol):
+    """What a communicator has beside `Communicator` whose ranks can't be interrupted in a kernel."""
+
+    def forsake(self, launch: Launch) -> None:
+        """Lets go those who wait in a kernel of a launch for this rank, which was at its door, and will not come."""
+        ...
+
+
 class Faults(Protocol):
     """Where tests make things go wrong; the default does nothing."""
 

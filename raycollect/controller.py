@@ -237,6 +237,14 @@ class Controller:
             if position is not None:
                 self.send(flight, flight.lost(position, reason))
 
+    def parted(self, peer: Peer) -> None:
+        """A participant was given back: it ends what it has under way, but nobody hears of that any more."""
+        reason = PlanAbortedError(detail=f"{peer.info['actor']} was given back")
+        for flight in self.flights():
+            position = flight.plan.positions.get(peer.info["actor_id"], -1)
+            if flight.is_pending(position):
+                self.send(flight, flight.fail(reason, unsent=(position,)))
+
     def _joined(self, peer: Peer, message: Joined) -> None:
         self._peers.joined(message)
 

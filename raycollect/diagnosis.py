@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raycollect.channel.messages import Seen
@@ -18,23 +19,26 @@ from raycollect.vigil import QUIET_S
 
 __all__ = [
     "QUIET_S",
+    "Attention",
+    "attend",
     "awaited_s",
     "explain_delay",
     "reports",
     "step_of",
     "told",
     "wait",
-    "warn_later",
 ]
 
 _log = logging.getLogger("raycollect")
 
+FIRST_S = 1.0
+"""How long a wait is a wait and nothing else, in seconds."""
 LOOK_S = 2.0
 """How long participants may take to say what they are doing, in seconds; who takes longer is unresponsive."""
 
 
 def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> bool:
-    """Waits for a flight's outcome, and warns once where that takes long; in the thread of its caller.
+    """Waits for a flight's outcome, with `Attention`; in the thread of its caller.
 
     Args:
         controller: Whose it is.
@@ -46,18 +50,21 @@ def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> boo
     """
     if flight.resolved:
         return True
-    limit_s = math.inf if timeout_s is None else timeout_s
-    quiet_s = QUIET_S
-    if flight.wait(None if min(quiet_s, limit_s) == math.inf else min(quiet_s, limit_s)):
+    left_s = math.inf if timeout_s is None else timeout_s
+    first_s = min(FIRST_S, QUIET_S, left_s)
+    if flight.wait(first_s):
         return True
-    if limit_s <= quiet_s:
-        return False
-    _warn(controller, flight, quiet_s)
-    return flight.wait(None if limit_s == math.inf else limit_s - quiet_s)
+    attention, until_s = Attention(controller, flight, first_s), time.monotonic() - first_s + left_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if flight.wait(_finite(min(left_s, attention.left_s))):
+            return True
+        if time.monotonic() < until_s:
+            attention.look()
+    return flight.resolved
 
 
-def warn_later(controller: Controller, flight: Flight) -> Callable[[], None]:
-    """Warns of a coroutine's wait, once, should it last; nothing is waited for in the event loop's own thread.
+def attend(controller: Controller, flight: Flight) -> Callable[[], None]:
+    """Does the same beside a coroutine's wait; nothing is waited for in the event loop's own thread.
 
     Args:
         controller: Whose it is.
@@ -66,15 +73,88 @@ def warn_later(controller: Controller, flight: Flight) -> Callable[[], None]:
     Returns:
         What to call at the wait's end.
     """
-    quiet_s, loop = QUIET_S, asyncio.get_running_loop()
-    if quiet_s == math.inf:
-        return lambda: None
+    attention, loop = Attention(controller, flight), asyncio.get_running_loop()
+    ended: list[bool] = []
+    later: list[asyncio.TimerHandle] = []
 
-    def lasts() -> None:
+    def again() -> None:
+        left_s = _finite(attention.left_s)
+        if left_s is not None and not ended:
+            later[:] = [loop.call_later(max(left_s, 0.0), due)]
+
+    def due() -> None:
         if not flight.resolved:  # a thread from here on: whoever is asked may take long
-            loop.run_in_executor(None, _warn, controller, flight, quiet_s)
+            loop.run_in_executor(None, attention.look).add_done_callback(lambda _: again())
 
-    return loop.call_later(quiet_s, lasts).cancel
+    def end() -> None:
+        ended.append(True)
+        for one in later:
+            one.cancel()
+
+    again()
+    return end
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds
+
+
+class Attention:
+    """What is done while a plan is waited for: a warning, once, where that lasts; and its end, where it hangs.
+
+    It hangs where participants have ended it, and others, which came to the door as well, have not for its time limit:
+    nobody waits for them in a collective, so that no limit of a collective ends it. For one thread at a time.
+
+    Args:
+        controller: Whose the flight is.
+        flight: What is waited for.
+        waited_s: For how long it was waited for already, in seconds.
+    """
+
+    def __init__(self, controller: Controller, flight: Flight, waited_s: float = 0.0) -> None:
+        self._controller = controller
+        self._flight = flight
+        self._began_s = time.monotonic() - waited_s
+        self._warn_s = QUIET_S
+        self._limit_s = math.inf if isinstance(flight.plan, Course) else flight.plan.timeout_s  # runs have their own
+        self._look_s = self._limit_s
+        self._hung: frozenset[int] = frozenset()
+
+    @property
+    def left_s(self) -> float:
+        """In how many seconds to look."""
+        return min(self._warn_s, self._look_s) - (time.monotonic() - self._began_s)
+
+    def look(self) -> None:
+        """Looks, and does what is due."""
+        waited_s = time.monotonic() - self._began_s
+        if waited_s >= self._warn_s:
+            self._warn_s = math.inf
+            _warn(self._controller, self._flight, QUIET_S)
+        if waited_s >= self._look_s:
+            hung = self._hang()
+            self._look_s = time.monotonic() - self._began_s + self._limit_s
+            if hung & self._hung:
+                self._end(sorted(hung & self._hung))
+            self._hung = hung
+
+    def _hang(self) -> frozenset[int]:
+        """The positions of those who have not ended what others have ended."""
+        flight = self._flight
+        members = [flight.member(at) for at in range(len(flight.plan.participants))]
+        seen = self._controller.look(members, LOOK_S)
+        left = [at for at, one in enumerate(seen) if flight.is_pending(at) and (one is None or one.ended < flight.seq)]
+        return frozenset(left if len(left) < len(seen) else ())
+
+    def _end(self, positions: Sequence[int]) -> None:
+        flight = self._flight
+        names = ", ".join(f"rank {one.rank} ({one.actor})" for one in map(flight.member, positions))
+        error = CollectiveTimeoutError(
+            missing=tuple(flight.rank_of(at) for at in positions),
+            timeout_s=self._limit_s,
+            detail=f"for {self._limit_s:g} s these have not ended what others have: {names}",
+        )
+        self._controller.send(flight, flight.fail(error))
 
 
 def _warn(controller: Controller, flight: Flight, quiet_s: float) -> None:

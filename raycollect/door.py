@@ -277,7 +277,7 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
     Raises:
         ProtocolError: One of them is no arrival.
     """
-    arrivals = [decode_arrival(blob) for blob in blobs]
+    arrivals = [_of_rank(rank, blob) for rank, blob in zip(ranks, blobs, strict=True)]
     specs = tuple(arrival.spec for arrival in arrivals)
     try:
         violations = decide(ranks, arrivals)
@@ -285,6 +285,13 @@ def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
         return Verdict(violations=violations, specs=specs, most=largest(specs) if in_pieces else ())
     except (ValueError, TypeError, LookupError) as exc:
         raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
+
+
+def _of_rank(rank: int, blob: bytes) -> Arrival:
+    try:
+        return decode_arrival(blob)
+    except ProtocolError as exc:
+        raise ProtocolError(detail=f"what rank {rank} brought to the door can't be read: {exc.detail}") from exc
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:

@@ -37,7 +37,11 @@ POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel",
 """Where faults can be injected."""
 
 ABSENCES: dict[State, tuple[str, str, str]] = {
-    State.ABSENT: ("lost", "not there: its method never ran here", "a value that its method returned"),
+    State.ABSENT: (
+        "lost",
+        "not there: its method never ran here, in this process (a restarted actor has lost what it held)",
+        "a value that its method returned",
+    ),
     State.FAILED: ("producer_failed", "missing: its method raised {}", "a value"),
     State.BY_VALUE: ("not_tensor", "{}, returned by value", "a tensor, or a list, tuple or dict of tensors"),
     State.FREED: ("freed", "freed", "a tensor that is still held"),
@@ -133,6 +137,9 @@ class Execution:
         self._block: Block | None = None
         self._first: Kernel | None = None  # what the backend may prepare before the door
         self._under_way: Stretch | None = None
+        self._script: Script | None = None  # once all have agreed
+        self._move: Move | None = None  # the latest that was begun
+        self._left = 0  # how many of its kernels have not ended
         self._until_s = 0.0  # when to give up waiting for readers
         self._packs = False  # whether a kernel has worked in the staging
 
@@ -156,6 +163,8 @@ class Execution:
         except MemoryError as exc:
             return Outcome(error=self._located(KernelError(detail=f"out of memory: {exc}")))
         finally:
+            if not ok and self._is_owing():
+                self._launches.forsake()
             ended = self._launches.end(ok=ok)
             if self._block is not None and (ok or not self._packs):
                 self._block.give()
@@ -338,6 +347,7 @@ class Execution:
     # ------------------------------------------------------------------------------------------ after the door
 
     def _run(self, script: Script) -> None:
+        self._script = script
         with self._instruments.store.writing(script.ranges, self._given_up):
             for stretch in script.stretches:
                 self._under_way = stretch
@@ -374,10 +384,12 @@ class Execution:
     def _launch(self, communicator: Communicator, launch: Launch, move: Move) -> None:
         """Runs the kernels of a move: together where the backend can, else by what is to be done instead."""
         kernels = move.kernels
+        self._move, self._left = move, len(kernels)
         if len(kernels) > 1 and isinstance(communicator, Together):
             self._at("before_kernel")
             while kernels and (count := communicator.launch_together(launch, kernels)):
                 kernels = kernels[count:]
+                self._left = len(kernels)
             if not kernels:
                 self._at("after_kernel")
                 return
@@ -391,9 +403,19 @@ class Execution:
                 self._packs = True
                 move.packed.load()
             communicator.launch(launch, kernel).wait(self._program.timeout_s)
+            self._left -= 1
             if move.packed is not None:
                 move.packed.unload()
             self._at("after_kernel")
+
+    def _is_owing(self) -> bool:
+        """Whether others may wait in a kernel of the launch that is open, for one that is not run here."""
+        if self._script is None:
+            return False
+        moves = [one for stretch in self._script.stretches for move in stretch.moves for one in (move, *move.instead)]
+        number = 0 if self._move is None else self._move.number
+        at = next((at for at, move in enumerate(moves) if move is self._move), -1)
+        return self._left > 0 or any(move.kernels and move.number == number for move in moves[at + 1 :])
 
     def _given_up(self) -> RaycollectError | None:
         """What ends the wait for those who read what the plan writes."""

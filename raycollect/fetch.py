@@ -128,8 +128,15 @@ def close_idle() -> None:
     _clients.close()
 
 
-def fetch(address: Address, key: Key, *, actor: str, timeout_s: float = 60.0) -> Any:
+def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", timeout_s: float = 60.0) -> Any:
     """Fetches the value of a key from its holder. Any process, any thread.
+
+    Args:
+        address: Where the holder serves it.
+        key: The key.
+        actor: What a person calls the holder.
+        incarnation: Which process of that actor it is; for messages.
+        timeout_s: How long the holder may take, in seconds.
 
     Returns:
         The very object in the holder's own process, a copy anywhere else.
@@ -148,7 +155,7 @@ def fetch(address: Address, key: Key, *, actor: str, timeout_s: float = 60.0) ->
         except _OutOfReach:
             return _request(address, key, timeout_s, "")
     except ChannelError as exc:
-        raise _lost(key, actor, exc) from exc
+        raise _lost("get", key, actor, incarnation, exc) from exc
 
 
 def _request(address: Address, key: Key, timeout_s: float, domain: str) -> Any:
@@ -157,7 +164,7 @@ def _request(address: Address, key: Key, timeout_s: float, domain: str) -> Any:
     return _clients.request(address, message, timeout_s, lambda client, answer: _read_value(client, answer, asked_s))
 
 
-def free(address: Address, keys: list[Key], *, actor: str) -> int:
+def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
     """Frees values in their holder now. Any process, any thread.
 
     Returns:
@@ -175,7 +182,7 @@ def free(address: Address, keys: list[Key], *, actor: str) -> int:
         )
         return count
     except ChannelError as exc:
-        raise _lost(keys[0], actor, exc) from exc
+        raise _lost("free", keys[0], actor, incarnation, exc) from exc
 
 
 def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
@@ -232,11 +239,15 @@ def _expect(answer: Any, kind: type[Any]) -> Any:
     return answer
 
 
-def _lost(key: Key, actor: str, cause: ChannelError) -> RaycollectError:
-    violation = Violation(
-        kind="lost", rank=-1, field="holder", found=f"out of reach ({cause.detail})", actor=actor, ref=key.hex()
+def _lost(op: str, key: Key, actor: str, incarnation: str, cause: ChannelError) -> RaycollectError:
+    found = f"out of reach ({cause.detail})"
+    expected = (
+        f"its process {incarnation[:6]}, whose tensors no restart of the actor brings back" if incarnation else ""
     )
-    return TensorLostError(op="get", group_name="", violations=(violation,))
+    violation = Violation(
+        kind="lost", rank=-1, field="holder", found=found, expected=expected, actor=actor, ref=key.hex()
+    )
+    return TensorLostError(op=op, group_name="", violations=(violation,))
 
 
 # ---------------------------------------------------------------------------------------------- holder's end

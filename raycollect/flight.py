@@ -318,7 +318,7 @@ class Flight:
             error.rank = _outer(error.rank, inner, group)
         error.op = self.plan.name if len(self.plan.requests) == 1 else error.op or self.plan.name
         error.group_name = group.spec.name if position >= 0 or found else self.group_name
-        if error.rank < 0 and position >= 0:
+        if error.rank < 0 and position >= 0 and not isinstance(error, CollectiveTimeoutError):  # it says who is missing
             error.rank = group.rank_of(self.plan.participants[position])
         error.actor = error.actor or (group.members[error.rank].actor if 0 <= error.rank < len(group.members) else "")
         error.story = error.story or story
@@ -328,7 +328,8 @@ class Flight:
             missing = [(rank, group.members[rank].actor) for rank in known] or self._last_missing()
             names = ", ".join(f"rank {rank} ({actor})" for rank, actor in missing) or "nobody"
             error.missing = tuple(rank for rank, _ in missing)
-            error.detail = f"after {error.timeout_s:g} s these had not come: {names}"
+            if position >= 0 or not error.detail:
+                error.detail = f"after {error.timeout_s:g} s these had not come: {names}"
         return error
 
     def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:

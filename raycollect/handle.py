@@ -25,6 +25,8 @@ class Handle:
         address: Where it can be fetched.
         structure: One tensor, or how several are put together.
         infos: Shape, dtype and device of each tensor.
+        incarnation: The process that holds them, by Ray's id of it: where Ray restarts the actor it is another one, and
+            what the first one held is lost.
         token: Keeps the value alive while any copy of this handle exists; of no other use.
     """
 
@@ -34,6 +36,7 @@ class Handle:
     address: Address
     structure: Structure
     infos: tuple[TensorInfo, ...]
+    incarnation: str = ""
     token: Any = None
 
     @property
@@ -67,7 +70,7 @@ class Handle:
             TensorLostError: The process that held it is gone.
             TensorDirtyError: A failed collective left it half-written.
         """
-        return fetch.fetch(self.address, self.key, actor=self.actor, timeout_s=timeout_s)
+        return fetch.fetch(self.address, self.key, actor=self.actor, incarnation=self.incarnation, timeout_s=timeout_s)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Fetches a single tensor; for `numpy.asarray(handle)`."""

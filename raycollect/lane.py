@@ -91,6 +91,10 @@ class LaneOwner(Protocol):
         """Why these ranks can't communicate any more; None where they can."""
         ...
 
+    def actor(self, rank: int) -> str:
+        """What a person calls the actor of a rank; empty: unknown."""
+        ...
+
     def describe(self, rank: int) -> str:
         """What a person calls a rank: ``rank 1 (Worker(3f2a91))``."""
         ...
@@ -301,6 +305,8 @@ class Lane:
                 return None
             if self._cause is not None:
                 rank, cause = self._cause
+                if isinstance(cause, CollectiveTimeoutError) and self._owner.rank not in cause.missing:
+                    return cause  # that rank waited for another one, as this one did
                 error.rank, error.detail = rank, f"{type(cause).__name__} on rank {rank}: {_detail(cause)}"
         return error
 
@@ -315,6 +321,7 @@ class Lane:
             return type(error)(op=op, group_name=owner.spec.name, violations=violations)
         if isinstance(error, FaultError):
             error.op, error.group_name = op, owner.spec.name
+            error.actor = error.actor or (owner.actor(error.rank) if error.rank >= 0 else "")
         if isinstance(error, CollectiveTimeoutError) and error.missing:
             error.timeout_s = error.timeout_s or timeout_s
             names = ", ".join(map(owner.describe, error.missing))
@@ -456,6 +463,8 @@ class Lane:
     def dropped(self, message: Drop) -> None:
         """Another rank has left a generation."""
         error = from_wire(message.error)
+        if isinstance(error, KernelError) and error.rank < 0:
+            error.rank = message.rank
         with self._changed:
             if message.generation != self._generation:
                 return

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raycollect.contracts import Communicator, Exchange
+from raycollect.contracts import Communicator, Exchange, Forsaking
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.model import Kernel, Launch
 from raycollect.planner import Program
@@ -162,6 +162,12 @@ class Launches:
         exchange(Launch(seq=self._seq, ranks=ranks, timeout_s=patient), b"")
         with self._lock:
             self._wakes = wake
+
+    def forsake(self) -> None:
+        """Tells the backend that others may wait in a kernel of what is open, for one that is not run here."""
+        opened = self._open
+        if opened is not None and isinstance(opened[0], Forsaking):
+            opened[0].forsake(opened[1])
 
     def end(self, *, ok: bool) -> tuple[int, ...]:
         """Ends what is open.

@@ -169,8 +169,9 @@ class Lease:
             RaycollectError: The plan failed and had outputs here: whoever uses their refs gets the error.
         """
         ticket, keys, program = decode_order(payload)
-        groups = [self._participation(group_id) for group_id in {share.group_id for share in program.shares}]
-        is_ordered = all(one.ordered for one in groups)  # a method may be late if one group says so
+        groups = [self._groups.get(group_id) for group_id in {share.group_id for share in program.shares}]
+        # A method may be late if one group says so. Of one that was destroyed nothing runs: the plan takes its turn.
+        is_ordered = all(one is None or one.ordered for one in groups)
         reason = self._ledger.start(ticket.seq, ticket.predecessor)
         self._begun = max(self._begun, ticket.seq)
         handles = []
@@ -233,7 +234,7 @@ class Lease:
         try:
             return self._groups[group_id]
         except KeyError:
-            raise GroupBrokenError(group_name=group_id, detail="its controller is gone") from None
+            raise GroupBrokenError(group_name=group_id, detail="the group was destroyed") from None
 
     def _communicator(self, group_id: str) -> Communicator:
         return self._participation(group_id).communicator
@@ -385,8 +386,8 @@ class Lease:
         self._tell(Joined(request=request, error=None if error is None else to_wire(error)))
 
     def _leave(self, message: Leave) -> None:
-        """Gives up what a group holds. Its name stays known: plans of it may still come."""
-        participation = self._groups.get(message.group_id)
+        """Forgets a group, and gives up what it holds; plans of it that still come fail."""
+        participation = self._groups.pop(message.group_id, None)
         if participation is not None:
             participation.close("the group was destroyed")
 

@@ -133,7 +133,9 @@ class Memberships:
 
     def breaks(self, group_id: str, why: str) -> None:
         """A group can't communicate any more; the first reason is kept."""
-        self._broken.setdefault(group_id, why)
+        groups = (*self._named.values(), *self._derived.values())
+        if any(one.spec.group_id == group_id for group in groups for one in group.tree):  # not one that is destroyed
+            self._broken.setdefault(group_id, why)
 
     def lost(self, peer: Peer, reason: str) -> None:
         """A participant's process is gone, and with it all groups that it was in; on the hub's thread."""
@@ -187,14 +189,19 @@ class Memberships:
             if self._named.get(name) is not old:
                 raise UnknownGroupError(group_name=name, detail="it was destroyed, or rebuilt in another thread")
             declaration = self._declarations[name].over(actors, timeout_s)
-            alive = _who_answers(declaration, monotonic() + timeout_s, all_must=actors is not None)
-            declaration = declaration.over(alive, timeout_s)
-            self._dissolve(old)
-            try:
-                membership = self._form(declaration, epoch=old.epoch + 1)
-            except BaseException as exc:
-                self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
-                raise
+            deadline_s = monotonic() + timeout_s
+            membership = None
+            while membership is None:
+                alive = _who_answers(declaration, deadline_s, all_must=actors is not None)
+                declaration = declaration.over(alive, timeout_s)
+                self._dissolve(old)
+                try:
+                    membership = self._form(declaration, epoch=old.epoch + 1)
+                except BaseException as exc:
+                    self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
+                    is_dying = isinstance(exc, ActorGoneError) and actors is None  # one that answered was about to die
+                    if not is_dying or monotonic() > deadline_s:
+                        raise
             self.add(membership)
             self._declarations[name] = declaration
             return membership, declaration.actors
@@ -230,8 +237,7 @@ class Memberships:
             GroupError, FaultError: A member is gone, or has not joined in time.
         """
         with self._changing:
-            while self._unheld:
-                self.release(self._unheld.popleft())
+            self._settle()
             known = self._derived.get(actor_ids)
             if known is not None and known.spec.group_id not in self._broken:
                 self._derived.move_to_end(actor_ids)
@@ -252,6 +258,7 @@ class Memberships:
     def hold(self, membership: Membership) -> None:
         """Keeps a derived group, however long it is unused: a call of it was recorded, which is still to be sent."""
         with self._changing:
+            self._settle()
             self._in_use[membership.spec.group_id] += 1
 
     def release(self, membership: Membership) -> None:
@@ -261,12 +268,18 @@ class Memberships:
             self._in_use = +self._in_use
 
     def release_later(self, memberships: Iterable[Membership]) -> None:
-        """Does what `release` does, when the next group is derived; waits for nobody."""
+        """Does what `release` does, when the next group is formed, ends or is held; waits for nobody."""
         self._unheld.extend(memberships)
+
+    def _settle(self) -> None:
+        """Releases what was to be released later."""
+        while self._unheld:
+            self.release(self._unheld.popleft())
 
     # ------------------------------------------------------------------------------------------ their beginning and end
 
     def _form(self, declaration: Declaration, *, epoch: int = 0, is_derived: bool = False) -> Membership:
+        self._settle()
         deadline_s = monotonic() + declaration.timeout_s
         _check(declaration)
         infos = _describe(declaration, deadline_s)
@@ -308,6 +321,7 @@ class Memberships:
 
     def _dissolve(self, membership: Membership) -> None:
         """Ends a group everywhere, and the leases that no other group needs."""
+        self._settle()
         self._ending(membership)
         for one in reversed(membership.tree):
             self._part(one)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, TypeVar
 
 from raycollect import plain, ray_internals
@@ -155,7 +157,7 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
         with _called_by_ray(task):
             args, kwargs = _resolve(args, kwargs)
             items = method(self, *args, **kwargs)
-        index = _first_index(method)
+        index = _first_index(method, sys._getframe())
         with Runtime.turn_of_methods():
             while True:
                 with _called_by_ray(task):
@@ -164,7 +166,7 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
                     except StopIteration:
                         return
                 yield _keep_one(method, task, index, value, streamed=True)
-                index += 1
+                index += bool(index)
 
     return held
 
@@ -180,7 +182,7 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
         with _called_by_ray(task):
             args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
             items = method(self, *args, **kwargs)
-        index = _first_index(method)
+        index = _first_index(method, sys._getframe())
         while True:
             with _called_by_ray(task):
                 try:
@@ -188,14 +190,26 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
                 except StopAsyncIteration:
                     return
             yield _keep_one(method, task, index, value, streamed=True)
-            index += 1
+            index += bool(index)
 
     return held
 
 
-def _first_index(method: Callable[..., Any]) -> int:
-    """The index of a generator's first item: a streaming one's own ref is the first return of its task."""
-    return 1 if isinstance(getattr(method, "__ray_num_returns__", None), int) else 2
+_UNKNOWN = 0
+"""In the place of an index: the caller chose a `num_returns` of its own, and which one is not to be known here."""
+
+
+def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
+    """The index of a generator's first item: a streaming one's own ref is the first return of its task.
+
+    Args:
+        method: The method.
+        frame: Of the generator that Ray has just begun.
+    """
+    declared = isinstance(getattr(method, "__ray_num_returns__", None), int)
+    if ray_internals.is_streamed(frame, unknown=not declared):
+        return 2
+    return 1 if declared else _UNKNOWN
 
 
 # ---------------------------------------------------------------------------------------------- captured steps
@@ -274,6 +288,9 @@ def _called_by_ray(task: bytes) -> Iterator[None]:
     token = _inside.set(True)
     try:
         yield
+    except SystemExit:
+        Runtime.exits()
+        raise
     except Exception as exc:
         Runtime.current().store.fail(task, f"{type(exc).__name__}: {exc}")
         raise
@@ -301,11 +318,15 @@ def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:
 
 def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *, streamed: bool = False) -> Any:
     container = None if hasattr(method, _BY_VALUE) else Container.of(value, arrays.is_tensor)
-    if container is not None:
+    if container is not None and index != _UNKNOWN:
         return Runtime.current().keep(task_key(task, index), container, streamed=streamed)
     if not isinstance(value, Handle):
-        Runtime.current().store.pass_by(task, _type_name(value))
+        found = _type_name(value) if container is None else _NOT_DECLARED
+        Runtime.current().store.pass_by(task, found)
     return value
+
+
+_NOT_DECLARED = "an item of a generator whose num_returns is the caller's and not @ray.method(num_returns=n)"
 
 
 def _type_name(value: Any) -> str:

@@ -35,6 +35,10 @@ class PeerOwner(Protocol):
         """Its connection has ended."""
         ...
 
+    def parted(self, peer: Peer) -> None:
+        """It was given back; on the thread that did so."""
+        ...
+
 
 class Muster:
     """Where the participants of one plan say that they have all they need for it; then all may begin.

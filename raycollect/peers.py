@@ -144,6 +144,7 @@ class Peers:
                 del self._peers[member.actor_id]
                 if peer.link is not None:
                     peer.link.close()
+                self._owner.parted(peer)
 
     # ------------------------------------------------------------------------------------------ joining
 

@@ -5,20 +5,23 @@ What is used, and why it holds, stands in docs/adr/0002-ray-internals.md.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import socket
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
+from ray import _raylet
 from ray._private.worker import global_worker
 from ray._raylet import ActorID
 from ray.actor import ActorHandle, ActorMethod
 
-from raycollect.errors import RayClientError
+from raycollect.errors import ForkedError, RayClientError
 from raycollect.model import Key
 
 _FIRST_PUT = 100_000_000
@@ -27,14 +30,34 @@ _NOBODY = b"\xff" * 12
 _NO_METHODS = "__", "_raycollect_"
 """What the names of methods begin with that are none of the actor's author."""
 
+_inherited: list[Any] = []
+"""Ray's ends that this process has of its parent: nothing but the process itself can know of a fork."""
+
+
+def _note_fork() -> None:
+    if global_worker.connected:
+        _inherited.append(core_worker())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def is_forked() -> bool:
+    """True where Ray's end in this process is that of its parent, whose threads did not come along."""
+    return bool(_inherited) and core_worker() is _inherited[-1]
+
 
 def ensure_ray() -> None:
     """Starts Ray where it does not run; an address in the environment is honoured.
 
     Raises:
+        ForkedError: This is a forked child of a process that is connected.
         RayClientError: This process is connected through Ray Client (ray://).
     """
     if global_worker.connected:
+        if is_forked():
+            raise ForkedError
         return
     if not _is_client():
         ray.init()
@@ -115,6 +138,34 @@ def current_class() -> str:
     return name.rpartition(".")[0].rpartition(".")[2] or "Actor"
 
 
+_STREAM = getattr(_raylet, "StreamingGeneratorExecutionContext", None)
+"""What Ray runs a streaming generator with; None where this Ray has no such thing."""
+
+
+def is_streamed(frame: FrameType, *, unknown: bool) -> bool:
+    """Whether Ray streams a generator, which only what it runs it with can tell.
+
+    That was made a moment ago, so it is nearly always among the youngest objects; all others are looked through where
+    it is not.
+
+    Args:
+        frame: Of the generator, which has just begun.
+        unknown: The answer where this Ray can't tell.
+    """
+    if _STREAM is None:
+        return unknown
+    return any(
+        type(one) is _STREAM and any(_frame_of(other) is frame for other in gc.get_referents(one))
+        for generation in range(3)
+        for one in gc.get_objects(generation)
+    )
+
+
+def _frame_of(generator: Any) -> FrameType | None:
+    frame = getattr(generator, "gi_frame", None) or getattr(generator, "ag_frame", None)
+    return frame if isinstance(frame, FrameType) else None
+
+
 # ---------------------------------------------------------------------------------------------- processes
 
 
@@ -145,7 +196,7 @@ def node_address() -> str:
 
 def is_worker() -> bool:
     """True inside an actor or a task."""
-    return bool(global_worker.connected) and global_worker.mode == ray.WORKER_MODE
+    return bool(global_worker.connected) and global_worker.mode == ray.WORKER_MODE and not is_forked()
 
 
 def session() -> Any:

@@ -80,6 +80,17 @@ class Runtime:
         here = cls._current
         return here.turn if here is not None and here.is_ordered else _OVERLAP
 
+    @classmethod
+    def exits(cls) -> None:
+        """This process is about to end, as what Ray calls asks for it (`sys.exit`, `ray.actor.exit_actor`).
+
+        The controller is told now. It would notice the end itself, but Ray may take ten seconds for it.
+        """
+        here = cls._current
+        lease = None if here is None else here._lease
+        if lease is not None:
+            lease.link.close()
+
     def __init__(self) -> None:
         self._tokens = TokenPool(self._forget)
         self.seats = Seats.current()
@@ -90,6 +101,7 @@ class Runtime:
         self.kernel_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="raycollect-kernel")
         self.actor_id = ray_internals.current_actor_id()
         self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
+        self.incarnation: str = ray.get_runtime_context().get_worker_id()
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self.is_ordered = False  # whether methods of this actor come one by one; known when it is described
         self.turn = threading.Lock()  # held, on ordered participants, by a method of Ray's or by what must not meet one
@@ -117,7 +129,7 @@ class Runtime:
             "machine": ray_internals.machine_id(),
             "node_id": context.get_node_id(),
             "pid": os.getpid(),
-            "incarnation": context.get_worker_id(),
+            "incarnation": self.incarnation,
             "ordered": self.is_ordered,
             "participant": False,
             "accelerators": tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
@@ -132,6 +144,7 @@ class Runtime:
             address=self._server.address,
             structure=container.structure,
             infos=tuple(map(arrays.describe, container.tensors)),
+            incarnation=self.incarnation,
             token=self._tokens.take(key),
         )
         self.store.put(key, container)
@@ -154,7 +167,11 @@ class Runtime:
         if lease is None:
             (group_id, *_) = (share.group_id for share in decode_order(payload)[2].shares)
             raise GroupBrokenError(group_name=group_id, detail="its controller is gone")
-        return lease.run_program(payload, task)
+        try:
+            return lease.run_program(payload, task)
+        except SystemExit:
+            self.exits()
+            raise
 
     def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
         """Takes in a captured step; see `Lease.capture`.

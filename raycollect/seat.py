@@ -180,9 +180,13 @@ class Seat:
         create = backends.load(self.spec.backend, self.spec.name)
         return create if lane == ALL else _PAIRS.get(self.spec.backend, create)
 
+    def actor(self, rank: int) -> str:
+        """What a person calls the actor of a rank; empty: unknown."""
+        return self.members[rank] if 0 <= rank < len(self.members) else ""
+
     def describe(self, rank: int) -> str:
         """What a person calls a rank: ``rank 1 (Worker(3f2a91))``."""
-        known = self.members[rank] if 0 <= rank < len(self.members) else ""
+        known = self.actor(rank)
         return f"rank {rank} ({known})" if known else f"rank {rank}"
 
     def why_not(self, ranks: Sequence[int]) -> RaycollectError | None:

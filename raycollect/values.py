@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from raycollect import fetch, ray_internals
+from raycollect import diagnosis, fetch, ray_internals
 from raycollect.controller import Controller
 from raycollect.errors import NotATensorError, Violation
 from raycollect.handle import Handle
@@ -78,7 +78,8 @@ def _wait_for_writers(ref: Any, timeout_s: float | None, *, readers: bool = Fals
     if not isinstance(ref, ray.ObjectRef):
         return
     key = Key(ref.binary())
-    for flight in Controller.current().flights():
+    controller = Controller.current()
+    for flight in controller.flights():
         written = flight.writes(key)
         if written or (readers and written is not None):
-            flight.wait(timeout_s)
+            diagnosis.wait(controller, flight, timeout_s)

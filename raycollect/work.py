@@ -173,7 +173,7 @@ class Work(_UnderWay):
             loop.call_soon_threadsafe(settle)
 
         self._flight.when_resolved(tell)
-        end_watch = diagnosis.warn_later(self._controller, self._flight)
+        end_watch = diagnosis.attend(self._controller, self._flight)
         try:
             yield from resolved.__await__()
         finally:

@@ -57,6 +57,9 @@ def _is_true(ref: Any) -> bool:
 
 
 def _note(actor: Any) -> None:
+    from raycollect.pos.segments import Segments
+
+    Segments.current()  # the arena stays
     sys._raycollect_first = (_look(), 0)  # type: ignore[attr-defined]
 
 

@@ -19,6 +19,7 @@ what comes for it is thrown away, and a frame that it has half sent is finished 
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -295,7 +296,10 @@ class Peer:
             self._places.popleft().batch.left -= 1
 
     def _lose(self, reason: str) -> None:
-        self.lost = self.lost or reason
+        if not self.lost:
+            self.lost = reason
+            with contextlib.suppress(OSError):  # so that the other end hears it, and does not wait
+                self.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _is_near(sock: socket.socket) -> bool:

@@ -39,6 +39,8 @@ from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
     InvalidGroupError,
+    KernelError,
+    PlanAbortedError,
     RaycollectError,
 )
 from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
@@ -72,6 +74,8 @@ SLICED_FROM = (4, 1 << 20)
 """(world size, bytes) from which on slices beat the allgather in a fold, as measured on one machine."""
 
 _TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|read error|write error", re.IGNORECASE)
+"""What the library says where another rank's end of a connection is gone: who it is, and why, others tell."""
 
 
 def create(
@@ -131,6 +135,18 @@ class GlooCommunicator(Exchanged):
                 _Run(self, self._link, launch).run(kernel)
         return DONE
 
+    def forsake(self, launch: Launch) -> None:
+        """Ends the connections: others may be in the library, where nothing else wakes them."""
+        with self._lock:
+            self._break(f"rank {self.rank} left launch {launch.seq} before its kernels")
+
+    def _break(self, reason: str) -> None:
+        """Ends the connections for good, under the lock, so that nobody waits for this rank in the library."""
+        self._broken = self._broken or reason
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
     def close(self) -> None:
         """Closes the connections, unless a kernel is under way: the library can't be interrupted."""
         self._broken = self._broken or "the communicator was closed"
@@ -155,8 +171,11 @@ class GlooCommunicator(Exchanged):
         try:
             yield
         except BaseException as exc:
-            self._broken = f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
-            if not isinstance(exc, RaycollectError) or not _TIMED_OUT.search(str(exc.__cause__)):
+            self._break(f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
+            said = str(exc.__cause__)
+            if isinstance(exc, KernelError) and _PEER_GONE.search(said):
+                raise PlanAbortedError(group_name=self._group_name, detail=f"a connection has ended: {said}") from exc
+            if not isinstance(exc, RaycollectError) or not _TIMED_OUT.search(said):
                 raise
             raise CollectiveTimeoutError(
                 op=kernel.kind.value, group_name=self._group_name, timeout_s=launch.timeout_s, detail=str(exc.__cause__)

@@ -24,7 +24,7 @@
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
     ├── ControlError              who may drive whom
-    │   └── ControllerConflictError   SelfDrivenError   RayClientError
+    │   └── ControllerConflictError   SelfDrivenError   RayClientError   ForkedError
     ├── FaultError                something failed while a plan was in flight
     │   ├── ParticipantDiedError   ActorGoneError   CollectiveTimeoutError
     │   ├── PlanAbortedError   DispatchError   KernelError
@@ -67,6 +67,7 @@ from raycollect.errors._groups import (
     BackendUnavailableError,
     ControlError,
     ControllerConflictError,
+    ForkedError,
     GroupBrokenError,
     GroupError,
     GroupExistsError,
@@ -128,6 +129,7 @@ __all__ = [
     "DispatchError",
     "DuplicateActorError",
     "FaultError",
+    "ForkedError",
     "ForeignRefError",
     "GroupBrokenError",
     "GroupError",

@@ -109,6 +109,17 @@ class SelfDrivenError(ControlError):
         )
 
 
+class ForkedError(ControlError):
+    """A process that was forked from one that Ray is connected in; the connection is that one's."""
+
+    def __str__(self) -> str:
+        return (
+            "this process was forked from one that is connected to Ray, and neither Ray nor raycollect work in it.\n"
+            "What to do: call from the parent; or start this process by 'spawn' (multiprocessing.get_context), or let "
+            "it join a group with init_collective_group(..., rendezvous='file:///path')."
+        )
+
+
 class RayClientError(ControlError):
     """Ray Client (ray://) has no ObjectRef ids and no way to reach the participants."""
 

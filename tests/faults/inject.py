@@ -1,49 +1,409 @@
-"""Fault objects that a test puts into a participant; each says whether it was consumed."""
+"""Faults that a test puts into a participant; each strikes once, and says whether it was consumed.
+
+A fault is made on the driver (`die_at`, `raise_at`, `delay_at`, `drop_at`, `corrupt_at`) and put into the actor of its
+rank by `put_fault`. When it strikes it writes down the time in its folder, so that the driver can tell how long it took
+to hear of it, and that it has struck, even where the process is gone. The folder also has a pipe that ends delays.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
-from dataclasses import replace
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+import ray
+
+from raycollect.backends._meeting import _ASLEEP, _WORD_STRIDE
+from raycollect.channel.messages import Arrive
 from raycollect.errors import KernelError
+from raycollect.executor import POINTS
 from raycollect.runtime import Runtime
+from raycollect.seats import Seats
+
+IN_KERNEL = "in_kernel"
+"""The point that no executor has: amid the work of a kernel, where the backend can be reached there."""
+
+PHASES = ("before_door", "after_door", "before_kernel", IN_KERNEL, "after_kernel")
+
+STRUCK, PIPE = "struck", "pipe"
+MOST_HELD = 100
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """Does something once, at a point of the executor.
+    """What goes wrong in a participant, and where; a value, which travels.
 
-    Args:
-        point: One of `raycollect.executor.POINTS`.
-        action: ``"raise"``, ``"die"`` or ``"stall"`` (until `release`).
+    Attributes:
+        action: A name in `ACTIONS`.
+        rank: The rank in which it strikes.
+        point: One of `PHASES`, or another of the executor's points.
+        nth: The how manieth time the rank comes there.
+        way: A name in `DEATHS` for a death; for control bytes the backend whose door they belong to, or ``"link"``.
+        group: The group whose door it is.
+        folder: Where it writes down that it has struck; empty: nowhere.
     """
 
-    def __init__(self, point, action):
-        self.point = point
-        self.action = action
+    action: str
+    rank: int
+    point: str
+    nth: int = 1
+    way: str = ""
+    group: str = "default"
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        if self.action not in ACTIONS or self.point not in (*POINTS, IN_KERNEL) or self.nth < 1:
+            raise ValueError(f"no such fault: {self}")
+
+
+def die_at(rank: int, point: str, *, way: str = "sigkill", **more: Any) -> Fault:
+    """The process ends there."""
+    return Fault(action="die", rank=rank, point=point, way=way, **more)
+
+
+def raise_at(rank: int, point: str, **more: Any) -> Fault:
+    """An error is raised there."""
+    return Fault(action="raise", rank=rank, point=point, **more)
+
+
+def delay_at(rank: int, point: str, **more: Any) -> Fault:
+    """The rank stays there until the driver opens the pipe (`Folder.release`), or for good."""
+    return Fault(action="delay", rank=rank, point=point, **more)
+
+
+def drop_at(rank: int, point: str, *, way: str, **more: Any) -> Fault:
+    """The control bytes that the rank sends next are not sent."""
+    return Fault(action="drop", rank=rank, point=point, way=way, **more)
+
+
+def corrupt_at(rank: int, point: str, *, way: str, **more: Any) -> Fault:
+    """A byte of the control bytes that the rank sends next is flipped."""
+    return Fault(action="corrupt", rank=rank, point=point, way=way, **more)
+
+
+class Folder:
+    """What a driver and a fault have in common.
+
+    Args:
+        path: A directory of this machine, without anything in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path / PIPE)
+        self._fd = os.open(path / PIPE, os.O_RDWR)  # with both ends here no open waits
+
+    def release(self) -> None:
+        """Lets those go on who are held, or will be."""
+        os.write(self._fd, bytes(MOST_HELD))
+
+    def close(self) -> None:
+        """Lets everybody go on, for good."""
+        self.release()
+        os.close(self._fd)
+
+    @property
+    def struck_s(self) -> float | None:
+        """When the fault struck, as `time.time`; None: it has not."""
+        try:
+            return float((self.path / STRUCK).read_text())
+        except FileNotFoundError:
+            return None
+
+
+# ---------------------------------------------------------------------------------------------- in the actor
+
+
+class Injected:
+    """A fault where it strikes: the `Faults` of a participant.
+
+    Attributes:
+        consumed: Whether it has struck.
+    """
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
         self.consumed = False
-        self.reached = threading.Event()
-        self.released = threading.Event()
+        self._left = fault.nth
+        self._undo: list[Callable[[], None]] = []
 
-    def at(self, point, seq, rank):
-        if point != self.point or self.consumed:
+    def at(self, point: str, seq: int, rank: int) -> None:
+        """See `contracts.Faults`."""
+        fault = self.fault
+        if (point, rank) != (fault.point, fault.rank) or self._left <= 0:
             return
+        self._left -= 1
+        if not self._left:
+            ACTIONS[fault.action](self)
+
+    def strike(self) -> None:
+        """Notes that it strikes now."""
         self.consumed = True
-        self.reached.set()
-        if self.action == "die":
-            os._exit(1)
-        if self.action == "raise":
-            raise KernelError(detail=f"injected at {point}")
-        assert self.released.wait(60)
+        if self.fault.folder:
+            fresh = Path(self.fault.folder, f"{STRUCK}.fresh")
+            fresh.write_text(repr(time.time()))
+            fresh.rename(fresh.with_name(STRUCK))  # whole, should this process end now
+
+    def patch(self, holder: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        """Replaces what an object, or module, calls by that name."""
+        original, own = getattr(holder, name), name in vars(holder)
+        setattr(holder, name, wrap(original))
+        self._undo.append(lambda: setattr(holder, name, original) if own else delattr(holder, name))
+
+    def take_back(self) -> None:
+        """Undoes what it has patched."""
+        while self._undo:
+            self._undo.pop()()
 
 
-def put(actor_self, point, action):
+def put_fault(actor_self: Any, fault: Fault) -> None:
     """Puts a fault into this participant. Runs inside the actor."""
-    fault = Fault(point, action)
+    injected, seats = Injected(fault), Seats.current()
     runtime = Runtime.current()
-    runtime.instruments = replace(runtime.instruments, faults=fault)
+    if fault.point == IN_KERNEL:
+        sys._raycollect_fault = injected  # type: ignore[attr-defined]
+        for holder, name in _inner_calls():
+            injected.patch(holder, name, lambda call: _reaching(injected, call))
+        return
+    runtime.instruments = replace(runtime.instruments, faults=injected)
+    seats.instruments = runtime.instruments  # what calls run with
 
 
-def was_consumed(actor_self):
+def put(actor_self: Any, point: str, action: str) -> None:
+    """Lets this participant ``"die"``, ``"raise"`` or ``"stall"`` at a point, whatever its rank. Runs inside it."""
+    runtime = Runtime.current()
+    fault = Fault(action={"stall": "hold"}.get(action, action), rank=0, point=point, way="exit")
+    runtime.instruments = replace(runtime.instruments, faults=_OfAnyRank(fault))
+
+
+def was_consumed(actor_self: Any) -> bool:
     """True once the fault has struck. Runs inside the actor."""
-    return Runtime.current().instruments.faults.consumed
+    here = getattr(sys, "_raycollect_fault", None) or Runtime.current().instruments.faults
+    return bool(here.consumed)
+
+
+def take_back(actor_self: Any) -> None:
+    """Undoes what a fault has patched. Runs inside the actor."""
+    here = vars(sys).pop("_raycollect_fault", None) or Runtime.current().instruments.faults
+    if isinstance(here, Injected):
+        here.take_back()
+
+
+class _OfAnyRank(Injected):
+    def at(self, point: str, seq: int, rank: int) -> None:
+        super().at(point, seq, self.fault.rank)
+
+
+def _inner_calls() -> list[tuple[Any, str]]:
+    """What backends call amid a kernel, again and again: (holder, name)."""
+    backends = "raycollect.backends"
+    modules = [import_module(f"{backends}.{name}") for name in ("_staged", "_in_place", "_tcp_run")]
+    gloo = import_module(f"{backends}._gloo_link").GlooLink
+    return [*((module, "fold") for module in modules), (gloo, "allreduce")]
+
+
+def _reaching(injected: Injected, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that comes to the point first."""
+
+    def reach(*args: Any, **kwargs: Any) -> Any:
+        injected.at(IN_KERNEL, 0, injected.fault.rank)
+        return call(*args, **kwargs)
+
+    return reach
+
+
+# ---------------------------------------------------------------------------------------------- what strikes
+
+
+def _die(injected: Injected) -> None:
+    injected.strike()
+    DEATHS[injected.fault.way]()
+
+
+def _raise(injected: Injected) -> None:
+    injected.strike()
+    raise KernelError(detail=f"injected at {injected.fault.point}")
+
+
+def _delay(injected: Injected) -> None:
+    injected.strike()
+    with Path(injected.fault.folder, PIPE).open("rb", buffering=0) as pipe:
+        pipe.read(1)
+
+
+def _hold(injected: Injected) -> None:
+    """For a minute: the test kills whoever is held."""
+    injected.strike()
+    threading.Event().wait(60)
+
+
+def _drop(injected: Injected) -> None:
+    _DROPS[injected.fault.way](injected)
+
+
+def _corrupt(injected: Injected) -> None:
+    _CORRUPTIONS[injected.fault.way](injected)
+
+
+ACTIONS: dict[str, Callable[[Injected], None]] = {
+    "die": _die,
+    "raise": _raise,
+    "delay": _delay,
+    "hold": _hold,
+    "drop": _drop,
+    "corrupt": _corrupt,
+}
+
+
+def _kill_by_ray() -> None:
+    ray.kill(ray.get_runtime_context().current_actor)
+    threading.Event().wait()
+
+
+def _leave() -> None:
+    raise SystemExit("injected")
+
+
+DEATHS: dict[str, Callable[[], Any]] = {
+    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: os._exit(1),
+    "ray.kill": _kill_by_ray,
+    "SystemExit": _leave,
+}
+"""How a process ends. By an exception that is no error Ray ends it, after that has gone through all our frames."""
+
+
+# ---------------------------------------------------------------------------------------------- control bytes
+
+
+def _participation(injected: Injected) -> Any:
+    groups: dict[str, Any] = Runtime.current()._lease._groups  # type: ignore[union-attr]
+    return next(one for one in groups.values() if one.spec.name == injected.fault.group)
+
+
+def _flipped(data: bytes, at: int = 0) -> bytes:
+    changed = bytearray(data)
+    changed[at] ^= 0xFF
+    return bytes(changed)
+
+
+def _on_link(injected: Injected, change: Callable[[bytes], bytes | None]) -> None:
+    """What becomes of the next frame to the controller; None: it is not written."""
+    link = Runtime.current()._lease.link  # type: ignore[union-attr]
+
+    def wrap(write: Any) -> Any:
+        def once(frame: bytes) -> Any:
+            injected.strike()
+            injected.take_back()
+            changed = change(frame)
+            return None if changed is None else write(changed)
+
+        return once
+
+    injected.patch(link, "_write", wrap)
+
+
+def _silence_bells(injected: Injected) -> None:
+    """The bells of a `shm` group that this rank rings in this launch are lost, while the others sleep."""
+    meeting = _participation(injected).communicator._parts.meeting
+    others = [rank for rank in range(len(meeting._words) // _WORD_STRIDE) if rank != meeting.rank]
+    asleep = [rank * _WORD_STRIDE + _ASLEEP for rank in others]
+    while not all(meeting._words[at] for at in asleep):
+        os.sched_yield()
+    left = 2  # at the door, and as this rank leaves
+
+    def wrap(ring: Any) -> Any:
+        def silent(ranks: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                injected.take_back()
+
+        return silent
+
+    injected.patch(meeting, "_ring", wrap)
+    injected.strike()
+
+
+def _flip_in_shared_memory(injected: Injected) -> None:
+    """All ranks of a `shm` group read the same wrong arrival."""
+    meeting = _participation(injected).communicator._parts.meeting
+
+    def wrap(bring: Any) -> Any:
+        def once(launch: Any, arrival: bytes, until_s: float) -> Any:
+            injected.strike()
+            injected.take_back()
+            return bring(launch, _flipped(arrival), until_s)
+
+        return once
+
+    injected.patch(meeting, "_bring", wrap)
+
+
+def _drop_on_mesh(injected: Injected) -> None:
+    """No rank of a `tcp` group gets the arrival."""
+    peers = _participation(injected).communicator._link._peers
+
+    def silent(peer: Any) -> Callable[..., None]:
+        def once(*frame: Any) -> None:
+            injected.strike()
+            del peer.send
+
+        return once
+
+    for peer in peers.values():
+        peer.send = silent(peer)
+
+
+def _flip_on_mesh(injected: Injected) -> None:
+    """One rank of a `tcp` group gets a wrong arrival, the others the right one."""
+    peers = _participation(injected).communicator._link._peers
+    peer = peers[min(peers)]
+
+    def wrap(send: Any) -> Any:
+        def once(kind: int, step: int, body: Any, *rest: Any) -> None:
+            injected.strike()
+            injected.take_back()
+            send(kind, step, memoryview(_flipped(body)), *rest)
+
+        return once
+
+    injected.patch(peer, "send", wrap)
+
+
+def _flip_in_message(injected: Injected) -> None:
+    """The controller relays a wrong arrival to all ranks of a `gloo` group."""
+    exchange = _participation(injected).exchange
+
+    def wrap(send: Any) -> Any:
+        def once(message: Arrive) -> Any:
+            injected.strike()
+            injected.take_back()
+            return send(replace(message, blob=_flipped(message.blob)))
+
+        return once
+
+    injected.patch(exchange, "_send", wrap)
+
+
+_DROPS: dict[str, Callable[[Injected], None]] = {
+    "shm": _silence_bells,
+    "tcp": _drop_on_mesh,
+    "gloo": lambda injected: _on_link(injected, lambda frame: None),  # its door is the link
+    "link": lambda injected: _on_link(injected, lambda frame: None),
+}
+"""Whose control bytes -> how they are lost. Memory loses nothing; what can be lost there is a bell."""
+
+_CORRUPTIONS: dict[str, Callable[[Injected], None]] = {
+    "shm": _flip_in_shared_memory,
+    "tcp": _flip_on_mesh,
+    "gloo": _flip_in_message,
+    "link": lambda injected: _on_link(injected, lambda frame: _flipped(frame, -1)),
+}

@@ -13,6 +13,7 @@ import ray
 
 import raycollect as col
 from raycollect import diagnosis, errors, vigil
+from tests.faults import inject
 from tests.ray.test_refusals import Gate
 from tests.ray.test_statistics import is_stopped
 from tests.ray.test_store import wait_until
@@ -166,6 +167,19 @@ def test_members_without_the_mixin_tell_it_too(actors, gate):
     ray.get(gate[0].open.remote())
     ray.get(blocked)
     col.barrier()
+
+
+def test_who_stays_in_what_the_others_have_ended_is_given_up(actors):
+    """Under shm nobody waits for a rank that has brought all it has: the limit of the collective holds all the same."""
+    workers = actors(Worker, 3)
+    col.declare_collective_group(workers, backend="shm")
+    refs = [worker.get_buffer.remote() for worker in workers]
+    ray.get(workers[1].call.remote(inject.put, "end", "stall"))
+    with pytest.raises(errors.CollectiveTimeoutError, match=r"not ended what others have: rank 1 \(Buffers") as caught:
+        col.allreduce_refs(refs, timeout_s=1)
+    assert caught.value.missing == (1,)
+    (report,) = caught.value.reports
+    assert report.has_begun
 
 
 def test_a_group_that_is_gone_is_not_asked(actors):

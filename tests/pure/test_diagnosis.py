@@ -8,10 +8,11 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,35 +24,53 @@ from raycollect.errors import CollectiveTimeoutError
 from tests.pure.processes import Crew
 
 
-class Flying:
-    """A flight of three participants that takes some waits until its outcome is known; it is plan 7."""
+class Clock:
+    """Time that goes on where somebody waits."""
 
-    def __init__(self, waits: int = 0, plan: Any = None) -> None:
-        self.waits = waits
-        self.waited: list[float | None] = []
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Flying:
+    """A flight of three participants whose outcome is known after some seconds; it is plan 7."""
+
+    def __init__(self, ends_s: float = math.inf, plan: Any = None, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
+        self.ends_s = self.clock.now_s + ends_s
         self.seq = 7
         self.group_name = "g"
-        self.error = None
+        self.error: Any = None
+        self.pending = {0, 1}
         members = [SimpleNamespace(rank=rank, actor=f"W({rank})", actor_id="abc"[rank]) for rank in range(3)]
         self.groups = (SimpleNamespace(spec=SimpleNamespace(name="g"), members=members),)
         self.plan = plan or SimpleNamespace(
-            name="allreduce", participants=("a", "b", "c"), positions={"a": 0, "b": 1, "c": 2}
+            name="allreduce", participants=("a", "b", "c"), positions={"a": 0, "b": 1, "c": 2}, timeout_s=60.0
         )
 
     @property
     def resolved(self) -> bool:
-        return self.waits == 0
+        return self.error is not None or self.clock.now_s >= self.ends_s
 
     def wait(self, timeout_s: float | None) -> bool:
-        self.waited.append(timeout_s)
-        self.waits -= 1
-        return self.waits == 0
+        left_s = 0.0 if self.resolved else math.inf if timeout_s is None else timeout_s
+        self.clock.now_s = min(self.clock.now_s + left_s, max(self.ends_s, self.clock.now_s))
+        return self.resolved
+
+    def fail(self, error: Any) -> list[Any]:
+        self.error = error
+        return []
+
+    def rank_of(self, position: int) -> int:
+        return position
 
     def has(self, seq: int) -> bool:
         return 7 <= seq < 12
 
     def is_pending(self, position: int) -> bool:
-        return position != 2
+        return position in self.pending
 
     def member(self, position: int) -> Any:
         return self.groups[0].members[position]
@@ -66,12 +85,17 @@ def seen(**said: Any) -> Seen:
 class Asked:
     """A controller of which rank 0 is in the plan, for 2.5 seconds, rank 1 in a method, and rank 2 silent."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.asked: list[int] = []
+        self.clock = clock
+
+    def send(self, flight: Any, orders: Any) -> None:
+        """Carries out what a flight wants said: nothing."""
 
     def look(self, members: Any, timeout_s: float) -> list[Seen | None]:
         assert timeout_s == diagnosis.LOOK_S
         self.asked += [member.rank for member in members]
+        self.clock.now_s += 0.25  # they take their time
         answers = {
             0: seen(stack=["x"], running=[7], steps=["at the door"], doors=[6, 7], doors_ms=[9000, 2500], ended=6),
             1: seen(doing="W.train (t.py:3)", stack=["t.py:3"], ended=5),
@@ -80,38 +104,48 @@ class Asked:
 
 
 @pytest.fixture
-def controller() -> Any:
-    return Asked()
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(diagnosis, "time", made)
+    return made
+
+
+@pytest.fixture
+def controller(clock: Clock) -> Any:
+    return Asked(clock)
 
 
 @pytest.mark.parametrize(
-    ("waits", "timeout_s", "waited", "known"),
+    ("ends_s", "timeout_s", "takes_s", "known", "warns"),
     [
-        (0, None, [], True),
-        (1, None, [10.0], True),
-        (2, None, [10.0, None], True),
-        (1, 3.0, [3.0], True),
-        (2, 3.0, [3.0], False),
-        (2, 10.0, [10.0], False),
-        (2, 12.5, [10.0, 2.5], True),
-        (3, 12.5, [10.0, 2.5], False),
+        (0, None, 0, True, False),
+        (0.5, None, 0.5, True, False),
+        (9, None, 9, True, False),
+        (50, None, 50, True, True),
+        (9, 3, 3, False, False),
+        (50, 10, 10, False, False),
+        (12, 12.5, 12, True, True),
+        (50, 12.5, 12.5, False, True),
+        (50, 0, 0, False, False),
     ],
 )
 def test_a_wait_is_warned_of_once_and_takes_no_longer(
     controller: Any,
+    clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    waits: int,
+    ends_s: float,
     timeout_s: float | None,
-    waited: list[float | None],
+    takes_s: float,
     known: bool,
+    warns: bool,
 ) -> None:
     monkeypatch.setattr(diagnosis, "QUIET_S", 10.0)
-    flight: Any = Flying(waits)
-    assert diagnosis.wait(controller, flight, timeout_s) is known
-    assert flight.waited == waited
+    began_s, flight = clock.now_s, Flying(ends_s, clock=clock)
+    assert diagnosis.wait(controller, cast(Any, flight), timeout_s) is known
+    assert clock.now_s - began_s == takes_s
     warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == (len(waited) == 2)
+    assert len(warned) == warns
     assert sorted(controller.asked) == ([0, 1, 2] if warned else []), "all: who waits knows since when"
     for text in warned:
         assert "allreduce on group 'g', plan 7, is still under way after 10 s" in text
@@ -122,13 +156,58 @@ def test_a_wait_is_warned_of_once_and_takes_no_longer(
 
 
 def test_no_warning_where_none_is_wanted(
-    controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    controller: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(diagnosis, "QUIET_S", vigil.warn_after_s({vigil.WARNING_VARIABLE: "0"}))
-    flight: Any = Flying(1)
+    flight: Any = Flying(1000, plan=Stages(), clock=clock)
     assert diagnosis.wait(controller, flight, None)
-    assert flight.waited == [None]
+    assert not controller.asked
     assert not caplog.records
+
+
+DONE, INSIDE, BUSY = (seen(ended=7), seen(ended=6, running=[7], steps=["in a kernel"]), seen(ended=6))
+
+
+@pytest.mark.parametrize(
+    ("answers", "missing"),
+    [
+        ([(DONE, INSIDE, DONE)] * 2, (1,)),
+        ([(None, DONE, DONE)] * 2, (0,)),
+        ([(None, None, None)], ()),  # has anybody ended it?
+        ([(INSIDE, INSIDE, INSIDE)], ()),  # they wait for each other, with limits of their own
+        ([(INSIDE, BUSY, INSIDE)], ()),
+        ([(DONE, INSIDE, DONE), (DONE, DONE, DONE)], ()),  # it has come after all
+        ([(INSIDE, DONE, DONE), (DONE, INSIDE, DONE), (DONE, DONE, DONE)], ()),  # another one: they go on
+        ([(INSIDE, INSIDE, INSIDE), (INSIDE, INSIDE, DONE), (DONE, INSIDE, DONE)], (1,)),
+    ],
+)
+def test_who_stays_in_what_others_have_ended_is_given_up(
+    controller: Any,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[tuple[Seen | None, ...]],
+    missing: tuple[int, ...],
+) -> None:
+    """Nobody waits for it in a collective, so that no limit of a collective ends the wait."""
+    monkeypatch.setattr(diagnosis, "QUIET_S", math.inf)
+    began_s, flight = clock.now_s, Flying(1000, clock=clock)
+    flight.pending = {0, 1, 2}
+    told = iter(answers)
+    last = list(answers[-1])
+
+    def look(members: Any, timeout_s: float) -> list[Seen | None]:
+        return list(next(told, last))
+
+    controller.look = look
+    assert diagnosis.wait(controller, cast(Any, flight), None)
+    if not missing:
+        assert flight.error is None
+        assert clock.now_s - began_s == 1000
+        return
+    assert isinstance(flight.error, CollectiveTimeoutError)
+    assert flight.error.missing == missing
+    assert f"have not ended what others have: rank {missing[0]} (W({missing[0]}))" in flight.error.detail
+    assert clock.now_s - began_s == len(answers) * 60
 
 
 @pytest.mark.parametrize(
@@ -233,7 +312,8 @@ def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
     controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(diagnosis, "QUIET_S", 0.01)
-    flight: Any = Flying(1)
+    monkeypatch.setattr(diagnosis, "time", time)
+    flight: Any = Flying()
     looked, answer = threading.Event(), threading.Event()
 
     def look(members: Any, timeout_s: float) -> list[Seen | None]:
@@ -245,7 +325,7 @@ def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
     controller.look = look
 
     async def wait() -> None:
-        end = diagnosis.warn_later(controller, flight)
+        end = diagnosis.attend(controller, flight)
         while not looked.is_set():  # noqa: ASYNC110 - a thread's event
             await asyncio.sleep(0)
         assert not caplog.records, "the loop goes on while participants are asked"
@@ -259,15 +339,15 @@ def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
     assert "still under way after 0.01 s" in record.getMessage()
 
 
-@pytest.mark.parametrize(("quiet_s", "waits"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
+@pytest.mark.parametrize(("quiet_s", "ends_s"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
 def test_a_coroutine_that_does_not_wait_long_asks_nobody(
-    controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, waits: int
+    controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
 ) -> None:
     monkeypatch.setattr(diagnosis, "QUIET_S", quiet_s)
-    flight: Any = Flying(waits)
+    flight: Any = Flying(ends_s)
 
     async def wait() -> list[Any]:
-        end = diagnosis.warn_later(controller, flight)
+        end = diagnosis.attend(controller, flight)
         for _ in range(3):  # its time comes, if it has one
             await asyncio.sleep(0)
         end()

@@ -320,6 +320,7 @@ def test_a_group_error_names_the_group_and_the_detail(cls: type[GroupError]) -> 
         (errors.SelfDrivenError(actor="Worker(aa)"), ("Worker(aa)", "What to do")),
         (errors.ControllerConflictError(actor="Worker(aa)", holder="pid 7"), ("Worker(aa)", "pid 7", "What to do")),
         (errors.RayClientError(), ("ray://", "What to do")),
+        (errors.ForkedError(), ("forked", "What to do")),
         (CollectiveTimeoutError(detail="late", missing=(3,), timeout_s=1.0), ("late", "timeout_s")),
         (DispatchError(detail="queue full"), ("queue full", "no kernel ran")),
     ],

@@ -27,6 +27,9 @@ from raycollect.planner import Request, plan
 
 from .fleet import WAIT_S, FailAt, Fleet, MakeFleet, Ticks, numbers
 
+IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit"))
+"""The points that plans come to which do not commit; of those that do, see `test_commit`."""
+
 # ---------------------------------------------------------------------------------------------- faults
 
 
@@ -242,7 +245,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("error", [KernelError(detail="ours"), MemoryError("none"), ZeroDivisionError("foreign")])
-@pytest.mark.parametrize("point", [None, *POINTS])
+@pytest.mark.parametrize("point", [None, *IN_EVERY_PLAN])
 def test_a_launch_is_always_closed_once(point: str | None, error: BaseException, fleet: MakeFleet) -> None:
     one, counted = fleet(1), Counted()
     one.communicators[0] = counted  # type: ignore[call-overload]
@@ -279,6 +282,44 @@ def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) 
         outcome = one.run_one(planned, 1, 1)
         peer.result(WAIT_S)
     assert isinstance(outcome.error, InternalError)
+
+
+# ---------------------------------------------------------------------------------------------- what is garbled
+
+
+class Garbling(LocalCommunicator):
+    """Flips bits of one byte of what it brings to the door."""
+
+    at, mask, length = 0, 0xFF, 0
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        garbled = bytearray(arrival)
+        self.length = len(garbled)
+        garbled[self.at % self.length] ^= self.mask
+        return super().agree(launch, bytes(garbled))
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x10, 0xFF])
+def test_an_arrival_with_any_byte_garbled_is_refused_by_all_or_means_the_same(mask: int, fleet: MakeFleet) -> None:
+    """Nobody runs a kernel of which another has another idea, and all hear the same."""
+    one = fleet(2)
+    garbling = Garbling(one.communicators[0]._world, 1)  # type: ignore[attr-defined]
+    one.communicators[1] = garbling
+    garbling.mask, at = mask, 0
+    refused = 0
+    while at == 0 or at < garbling.length:
+        values = [np.full(3, rank + 1.0) for rank in range(2)]
+        garbling.at = at
+        outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
+        kinds = {type(outcome.error) for outcome in outcomes}
+        assert len(kinds) == 1, f"byte {at}: {kinds}"
+        refused += outcomes[0].error is not None
+        expected = [1.0, 2.0] if outcomes[0].error is not None else [3.0, 3.0]
+        for value, number in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(value, number)
+        assert one.dirty == [0, 0]
+        at += 1
+    assert refused > garbling.length / 2
 
 
 # ---------------------------------------------------------------------------------------------- the story
@@ -324,7 +365,7 @@ def test_faults_are_asked_at_every_point_in_order(fleet: MakeFleet) -> None:
     kernels = ["before_kernel", "after_kernel"] * 2
     points = ["start", "before_door", "after_door", *kernels, "end"]
     assert asked.points == [(point, 1, 0) for point in points]
-    assert set(points) == set(POINTS)
+    assert set(points) == set(IN_EVERY_PLAN)
 
 
 def test_a_recorder_keeps_the_last_events_only() -> None:

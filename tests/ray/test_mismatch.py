@@ -7,6 +7,7 @@ tensor has changed by a bit, and the next collective of the same group is right.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ WORLD = 3
 ODD = 1
 """The culprit's rank; two others agree, so that there is no doubt who it is."""
 
-BACKENDS = ("shm", "gloo", "torch:gloo")
+BACKENDS = ("shm", "tcp", "gloo", "torch:gloo")
 WAYS = ("plan", "call", "own")
 """The driver's verbs; the members' verbs, in the group that the driver declared; the same in a group of their own."""
 
@@ -564,6 +565,30 @@ def test_a_rank_that_does_not_come_is_named(team, verb, tmp_path):
         assert f"rank {ODD} ({team.actor(ODD)}" in str(one)
         assert "What to do" in str(one)
     team.goes_on(name)
+
+
+@pytest.mark.parametrize("team", ["plan"], indirect=True)
+def test_a_thread_that_gives_up_ends_the_wait_of_another(team, tmp_path):
+    """As soon as it says so, and not when time is up; who was waited for finds nothing to do."""
+    team.each(bring, "count of a broadcast")
+    busy = team.workers[ODD].call.remote(wait_for, str(tmp_path / "end"))
+    refs = [worker.make.remote(lambda self: np.ones(5)) for worker in team.workers]
+    work = col.allreduce_refs(refs, team.group_name, async_op=True, timeout_s=60)
+    ray.wait([refs[0], refs[2]], num_returns=2)
+    giving_up = threading.Timer(0.1, work.cancel)
+    giving_up.start()
+
+    began_s = time.monotonic()
+    with pytest.raises(errors.PlanAbortedError, match="cancelled"):
+        work.wait()
+
+    assert time.monotonic() - began_s < 30  # not the minute that ranks wait for each other
+    giving_up.join()
+    (tmp_path / "end").touch()
+    ray.get(busy)
+    for found in col.get(refs):
+        np.testing.assert_array_equal(found, np.ones(5))
+    team.goes_on("count of a broadcast")
 
 
 # ---------------------------------------------------------------------------------------------- plans against calls

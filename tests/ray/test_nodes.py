@@ -34,6 +34,10 @@ def test_groups_inside_a_group_carry_its_bytes_host_by_host():
     assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "inside")
 
 
+def test_a_whole_node_that_dies_is_noticed_and_replaced():
+    assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "lost")
+
+
 def test_ray_starts_by_itself():
     """The first call that needs Ray starts it, as Ray's own first `.remote()` does."""
     program = "import ray; from raycollect.controller import Controller; Controller.current()"

@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
@@ -247,7 +248,42 @@ def algorithm(kind, nbytes, *, root):
     return [choice.name for choice in plan_part(request, roster).choices if choice.at_least <= nbytes][-1]
 
 
-PROGRAMS = {"across": across_nodes, "inside": host_by_host}
+def node_dies(cluster):
+    """A whole node goes amid a collective, with two of four members; the others go on, then with a new one."""
+    places = ("one", "two", "two", "three")
+    workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in places]
+    group = col.declare_collective_group(workers)
+    assert group.backend == "tcp", group.backend
+    refs = buffers(workers)
+    col.allreduce_refs(refs, snapshot=True)
+    ray.get(workers[2].call.remote(inject.put, "before_kernel", "stall"))
+    work = col.allreduce_refs(refs, snapshot=True, async_op=True)
+    assert not work.done()
+    (lost,) = [one for one in cluster.list_all_nodes() if one.node_id == group.status(0).members[1].node_id]
+    began_s = time.monotonic()
+    cluster.remove_node(lost, allow_graceful=False)
+    with pytest.raises(col.errors.ParticipantDiedError) as caught:
+        work.wait(timeout_s=60)
+    print(f"told after {time.monotonic() - began_s:.2f} s")
+    assert caught.value.rank in (1, 2), caught.value
+    assert "Buffers(" in caught.value.actor
+    left = [refs[0], refs[3]]
+    for found in col.get(left):
+        np.testing.assert_array_equal(found, np.full(10, 4), "all or nothing")
+    group.rebuild()
+    assert group.actors == (workers[0], workers[3])
+    col.allreduce_refs(left)
+    np.testing.assert_array_equal(col.get(refs[3]), np.full(10, 8))
+    fresh = Worker.options(num_cpus=0, resources={"three": 0.1}).remote()
+    group.rebuild([workers[0], fresh, workers[3]])
+    every_verb(group.actors)
+
+
+PROGRAMS = {
+    "across": lambda cluster: across_nodes(),
+    "inside": lambda cluster: host_by_host(),
+    "lost": node_dies,
+}
 
 
 def main(name):
@@ -259,7 +295,7 @@ def main(name):
         cluster.add_node(**arguments, resources={"two": 1})
         cluster.add_node(**arguments, resources={"three": 1})
         ray.init(address=cluster.address, log_to_driver=False)
-        PROGRAMS[name]()
+        PROGRAMS[name](cluster)
     finally:
         ray.shutdown()
         cluster.shutdown()

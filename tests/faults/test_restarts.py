@@ -1,0 +1,221 @@
+"""Actors that Ray restarts, methods that it retries: nobody gets the data of another process, or of no attempt."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Buffers, Worker
+
+PATIENT_S = 20.0
+
+
+def die(self):
+    os._exit(1)
+
+
+def process_of(worker):
+    """The process of an actor; 0 while Ray restarts it."""
+    try:
+        return ray.get(worker.call.remote(lambda self: os.getpid()))
+    except ray.exceptions.RayActorError:
+        return 0
+
+
+def restart(worker):
+    """Ends the process of an actor, and waits for the one that Ray starts in its place."""
+    pid = process_of(worker)
+    worker.call.options(max_task_retries=0).remote(die)
+    assert wait_until(lambda: process_of(worker) not in (0, pid))
+
+
+# ---------------------------------------------------------------------------------------------- old refs
+
+
+def get(old, other):
+    col.get(old)
+
+
+def free(old, other):
+    col.free(old)
+
+
+def fetch(old, other):
+    """By the handle, which has been here since before."""
+    np.asarray(other.handle)
+
+
+def argument(old, other):
+    """Ray passes on what the method raised there."""
+    raise refused(other.keeper.is_tensor, old)
+
+
+def to_itself(old, other):
+    raise refused(other.restarted.is_tensor, old)
+
+
+def call(old, other):
+    col.allreduce_refs([old, other.ref], timeout_s=PATIENT_S)
+
+
+def batch(old, other):
+    with col.batch():
+        col.allreduce_refs([other.ref, other.fresh], timeout_s=PATIENT_S)
+        col.allreduce_refs([old, other.ref], timeout_s=PATIENT_S)
+
+
+def step(old, other):
+    with col.capture(timeout_s=PATIENT_S) as captured:
+        col.allreduce_refs([old, other.ref])
+    captured.run()
+
+
+def output(old, other):
+    col.broadcast_refs([other.ref, old], 0, timeout_s=PATIENT_S)
+
+
+def refused(method, ref):
+    with pytest.raises(ray.exceptions.RayTaskError) as caught:
+        ray.get(method.remote(ref))
+    return caught.value.cause
+
+
+class Tensors(Buffers):
+    """Says what has become of its arguments."""
+
+    @col.by_value
+    def is_tensor(self, value):
+        return isinstance(value, np.ndarray)
+
+
+Tensor = ray.remote(Tensors)
+USES = {
+    get: "get",
+    free: "free",
+    fetch: "get",
+    argument: "get",
+    to_itself: "get",
+    call: "allreduce",
+    batch: "batch",
+    step: "capture",
+    output: "broadcast",
+}
+"""How a ref may be used, and what then is refused."""
+
+
+class Restarted:
+    """An actor that was restarted, what is left of its first process, and an actor that was not.
+
+    Attributes:
+        old: A ref that its first process returned.
+        handle: What stands for that.
+        fresh: A ref that its second one did.
+        ref: A ref of the other actor.
+        told: What one heard who used their group after that.
+    """
+
+    def __init__(self):
+        self.restarted, self.keeper = [Tensor.options(num_cpus=0, max_restarts=1).remote() for _ in range(2)]
+        self.old, self.ref = self.restarted.get_buffer.remote(), self.keeper.get_buffer.remote()
+        self.handle = ray.get(self.old)
+        group = col.declare_collective_group([self.restarted, self.keeper], group_name="restarted")
+        col.allreduce_refs([self.old, self.ref], "restarted")
+        restart(self.restarted)
+        with pytest.raises(errors.RaycollectError) as caught:
+            col.allreduce_refs([self.old, self.ref], "restarted")
+        self.told = caught.value
+        group.destroy()
+        self.fresh = self.restarted.get_buffer.remote()
+        assert ray.get(self.fresh).incarnation != self.handle.incarnation
+
+    def close(self):
+        for one in (self.restarted, self.keeper):
+            ray.kill(one)
+
+
+@pytest.fixture(scope="module")
+def other(cluster):
+    one = Restarted()
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_a_ref_of_the_process_before_is_lost_however_it_is_used(other, tidy, use):
+    """The second process returns its buffer by a ref of the same actor; none of the two is taken for the other."""
+    before = ray.get([other.keeper.read.remote(), other.restarted.read.remote()])
+    with pytest.raises(errors.TensorLostError) as caught:
+        use(other.old, other)
+    (violation,) = caught.value.violations
+    assert violation.ref == other.old.hex()
+    assert violation.actor == other.handle.actor
+    assert caught.value.op.startswith(USES[use])
+    if USES[use] in ("get", "free"):
+        assert other.handle.incarnation[:6] in str(caught.value), "which of its processes it was"
+        assert "no restart of the actor brings back" in str(caught.value)
+    after = ray.get([other.keeper.read.remote(), other.restarted.read.remote()])
+    np.testing.assert_array_equal(before, after)
+
+
+def test_its_old_group_is_broken_and_a_new_one_works_on_its_new_refs(other, tidy):
+    """Where a member died, nobody works on in its name."""
+    assert isinstance(other.told, errors.GroupBrokenError)
+    assert "died" in str(other.told)
+    refs = [other.restarted.get_buffer.remote(), other.ref]
+    before = col.get(refs)
+    col.allreduce_refs(refs, timeout_s=PATIENT_S)
+    np.testing.assert_array_equal(col.get(refs), [sum(before)] * 2)
+
+
+# ---------------------------------------------------------------------------------------------- retries
+
+
+def dies_once(self, path):
+    """Ends its process in the first attempt."""
+    if not os.path.exists(path):  # noqa: PTH110 - it is pickled without this module's imports
+        open(path, "w").close()  # noqa: PTH123
+        os._exit(1)
+    return np.full(4, 7.0)
+
+
+def test_a_method_that_ray_retries_in_another_process_is_waited_for(actors, tmp_path):
+    first, second = actors(Worker, 2, max_restarts=1, max_task_retries=1)
+    refs = [first.make.remote(dies_once, str(tmp_path / "died")), second.make.remote(lambda self: np.ones(4))]
+    for expected in (8, 16):
+        col.allreduce_refs(refs, timeout_s=PATIENT_S)
+        for found in col.get(refs):
+            np.testing.assert_array_equal(found, np.full(4, expected))
+
+
+class Flaky(Buffers):
+    """Its method raises until it is asked for the third time."""
+
+    asked = 0
+
+    def flaky(self):
+        self.asked += 1
+        if self.asked < 3:
+            raise ValueError(f"attempt {self.asked}")
+        return np.full(4, self.asked * 1.0)
+
+
+def test_a_method_that_ray_retries_after_an_exception(actors):
+    """A collective takes its place among the methods: behind the first attempt, and before the second."""
+    (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
+    col.declare_collective_group([flaky, other])
+    refs = [
+        flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),
+        other.make.remote(lambda self: np.ones(4)),
+    ]
+    with pytest.raises(errors.ProducerFailedError, match="ValueError: attempt 1"):
+        col.allreduce_refs(refs, timeout_s=PATIENT_S)
+    np.testing.assert_array_equal(col.get(refs[0], PATIENT_S), np.full(4, 3))
+    np.testing.assert_array_equal(col.get(refs[1]), np.ones(4))
+    col.allreduce_refs(refs, timeout_s=PATIENT_S)
+    np.testing.assert_array_equal(col.get(refs), np.full((2, 4), 4))

@@ -1,0 +1,101 @@
+"""The soak in short: thirty groups come and go, three actors are killed, and nothing is left; and what it would see."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import ray
+
+import raycollect as col
+from tests.faults import growth, soak
+from tests.faults.growth import Look, by_class, grown, rising, slope
+from tests.faults.soak import PHASES, Phase
+from tests.ray.batching import spread
+
+
+@pytest.fixture
+def lasting(tidy):
+    """The actors of a soak."""
+    made = soak.start_lasting()
+    ray.get([actor.call.remote(growth.fill_memory) for actor in made])
+    yield made
+    for actor in made:
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize(("number", "cycles"), [(0, 14), (1, 16), (3, 3)])
+def test_nothing_is_left(lasting: Any, number: int, cycles: int) -> None:
+    outcome = soak.soak(PHASES[number], lasting, cycles=cycles, looks=1)
+    assert list(grown(outcome.looks[0], outcome.looks[-1])) == [], outcome.classes
+
+
+_kept: list[Any] = []
+
+
+def _keeps_refs(cycle: int, actors: Any) -> None:
+    _kept.extend(spread(actors))
+
+
+def _keeps_groups(cycle: int, actors: Any) -> None:
+    _kept.append(col.declare_collective_group(actors, group_name=f"kept {cycle}"))
+
+
+def _keeps_threads(cycle: int, actors: Any) -> None:
+    ray.get(actors[1].call.remote(lambda self: threading.Thread(target=threading.Event().wait, daemon=True).start()))
+
+
+def _keeps_actors(cycle: int, actors: Any) -> None:
+    (one,) = soak.start(1)
+    ray.get(one.read.remote())
+    _kept.append(one)
+
+
+@pytest.mark.parametrize(
+    ("cycle", "seen"),
+    [
+        (_keeps_refs, ["driver: references", "actor 0: values in the store", "actor 2: values in the store"]),
+        (_keeps_groups, ["driver: living objects", "driver: groups", "actor 1: living objects"]),
+        (_keeps_threads, ["actor 1: threads of Python"]),
+        (_keeps_actors, ["driver: living actors"]),
+    ],
+)
+def test_what_is_left_is_seen(lasting: Any, monkeypatch: pytest.MonkeyPatch, cycle: Any, seen: list[str]) -> None:
+    monkeypatch.setattr(growth, "SETTLE_S", 1.0)
+    try:
+        outcome = soak.soak(Phase(name="leaks", cycle=cycle), lasting, cycles=3, looks=1)
+    finally:
+        _kept.clear()
+    for one in seen:
+        assert any(line.startswith(one) for line in outcome.grew), (one, outcome.grew)
+    assert "What grew:" in soak.report([outcome], warm=0)
+
+
+# ---------------------------------------------------------------------------------------------- judging, alone
+
+
+def _look(cycle: int, **figures: int) -> Look:
+    return Look(cycle=cycle, figures={"driver": figures}, classes={"driver": Counter({"Lease": figures["threads"]})})
+
+
+def test_counts_may_not_grow_but_for_what_is_rays_own() -> None:
+    first = _look(5, threads=4, sockets=10)
+    assert list(grown(first, _look(9, threads=4, sockets=16))) == []
+    assert list(grown(first, _look(9, threads=3, sockets=2))) == [], "less is no leak"
+    assert [line.split(":")[1] for line in grown(first, _look(9, threads=5, sockets=17))] == [
+        " threads of Python",
+        " sockets",
+    ]
+    assert list(by_class(first, _look(9, threads=6, sockets=1))) == ["driver: Lease +2"]
+
+
+@pytest.mark.parametrize(("per_cycle", "killed", "is_seen"), [
+    (0, False, False), (8191, False, False), (8300, False, True), (-9000, False, False),
+    (130_000, True, False), (135_000, True, True),
+])  # fmt: skip
+def test_memory_may_grow_by_so_much_per_cycle(per_cycle: int, killed: bool, is_seen: bool) -> None:
+    looks = [_look(cycle, threads=1, private=10**8 + per_cycle * cycle) for cycle in (5, 50, 95, 140)]
+    assert slope(looks, "driver", "private") == pytest.approx(per_cycle, abs=1e-3)
+    assert bool(list(rising(looks, killed=killed))) == is_seen

@@ -1,0 +1,195 @@
+"""Participants without Ray: an actor's queue and its connections are threads, its store and its lease the real ones."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from raycollect.controller import Controller
+from raycollect.errors import RaycollectError
+from raycollect.executor import Instruments
+from raycollect.lease import Lease
+from raycollect.model import Key, task_key
+from raycollect.observe import Recorder
+from raycollect.peer import Peer
+from raycollect.planner import decode_order
+from raycollect.pos import Store
+from raycollect.watch import Watch
+from tests.pure.fleet import contain
+
+WAIT_S = 60.0
+BUFFERS = 3
+"""How many arrays each participant has; the last is longer than the others."""
+OFTEN = 20
+"""How often a method changes a buffer that takes it back each time."""
+
+_tasks = itertools.count(1)
+
+
+def first_values(number: int) -> list[Any]:
+    """The arrays of a participant at the beginning."""
+    return [np.arange(3 if at < BUFFERS - 1 else 5, dtype=np.int64) + 10 * number + at for at in range(BUFFERS)]
+
+
+class Ref:
+    """Stands for what an actor task returns."""
+
+    def __init__(self, task: bytes, index: int = 1) -> None:
+        self.key: Key = task_key(task, index)
+        self.made = threading.Event()
+
+    def hex(self) -> str:
+        return self.key.hex()
+
+    def _on_completed(self, call: Callable[[Any], None]) -> None:
+        """Nobody here loses what a method makes."""
+
+
+class Line:
+    """A connection: a thread carries what is sent, in order."""
+
+    def __init__(self, carry: Callable[[Any], None]) -> None:
+        self._sent: SimpleQueue[Any] = SimpleQueue()
+        self._carry = carry
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, message: Any) -> None:
+        self._sent.put(message)
+
+    def close(self) -> None:
+        self._sent.put(None)
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive(), "it hangs"
+
+    def _run(self) -> None:
+        while (message := self._sent.get()) is not None:
+            self._carry(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Came:
+    """What came into an actor's queue: a plan, by its ticket's number, or a method, by what it does."""
+
+    seq: int = 0
+    method: Method | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What a method does to a buffer: ``x * factor + summand``; and whether it only seems to: it takes it back."""
+
+    buffer: int
+    factor: int
+    summand: int
+    takes_back: bool
+
+
+class Site:
+    """A participant: an actor whose methods and tasks come one by one, its store, and its lease."""
+
+    def __init__(self, number: int, tell: Callable[[Peer, Any], None], owner: Controller) -> None:
+        self.number = number
+        self.store = Store()
+        self.values = first_values(number)
+        self.refs = [self.hold(value) for value in self.values]
+        self.came: list[Came] = []
+        self.turn = threading.Lock()
+        self._entering = threading.Lock()
+        premises = SimpleNamespace(
+            actor=f"Worker({number})",
+            actor_id=f"{number:032x}",
+            is_ordered=True,
+            turn=self.turn,
+            instruments=Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic),
+            watch=Watch(),
+            keep=self.store.put,
+        )
+        self._hub = Line(lambda message: tell(self.peer, message))
+        self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises))
+        self.queue = Line(lambda task: task())
+        info = {"participant": True, "actor": premises.actor, "actor_id": premises.actor_id, "incarnation": "i"}
+        self.peer = Peer(owner, info, SimpleNamespace(_raycollect_run=self), lambda actor, payload: None)
+        self.peer.link = Line(self.lease.received)  # type: ignore[assignment]
+
+    def close(self) -> None:
+        self.queue.close()
+        cast(Line, self.peer.link).close()
+        self.lease.end("the test is over")
+        self._hub.close()
+
+    def hold(self, value: Any) -> Ref:
+        """Keeps an array; what stands for it."""
+        ref = Ref(next(_tasks).to_bytes(24, "little"))
+        self.store.put(ref.key, contain(value))
+        ref.made.set()
+        return ref
+
+    # ------------------------------------------------------------------------------------------ its queue
+
+    def options(self, *, num_returns: int, **_: Any) -> Any:
+        """What `Peer.submit` calls to submit a program as an actor task."""
+        return SimpleNamespace(remote=lambda payload: self._submit(payload, num_returns))
+
+    def _submit(self, payload: bytes, outputs: int) -> list[Ref]:
+        task = next(_tasks).to_bytes(24, "little")
+        refs = [Ref(task, index + 1) for index in range(outputs)]
+
+        def run() -> None:
+            try:
+                self.lease.run_program(payload, task)
+            except RaycollectError:
+                pass  # the flight tells
+
+        self._enter(Came(seq=dispatch_number(payload)), run)
+        return refs
+
+    def call(self, method: Method) -> None:
+        """Submits a method that changes a buffer."""
+        self._enter(Came(method=method), lambda: self._do(method))
+
+    def make(self, value: Any) -> Ref:
+        """Submits a method that makes an array, which is not there before the method's turn."""
+        ref = Ref(next(_tasks).to_bytes(24, "little"))
+
+        def run() -> None:
+            with self.turn:
+                self.store.put(ref.key, contain(value))
+            ref.made.set()
+
+        self._enter(Came(), run)
+        return ref
+
+    def _enter(self, came: Came, run: Callable[[], None]) -> None:
+        with self._entering:  # what is noted is the order of the queue
+            self.came.append(came)
+            self.queue.send(run)
+
+    def _do(self, method: Method) -> None:
+        value = self.values[method.buffer]
+        with self.turn:
+            for _ in range(OFTEN if method.takes_back else 0):
+                before = value.copy()
+                change(value, method)
+                time.sleep(0)  # whoever must not see it gets every chance to
+                value[:] = before
+            if not method.takes_back:
+                change(value, method)
+
+
+def change(value: Any, method: Method) -> None:
+    value *= method.factor
+    value += method.summand
+
+
+def dispatch_number(payload: bytes) -> int:
+    """The number of the plan that a message brings."""
+    return decode_order(payload)[0].seq

@@ -1,0 +1,221 @@
+"""P2 over Ray, for long: three threads of the driver call collectives of overlapping groups, with methods in between.
+
+The model is numpy, in the order of the plans' numbers. Where a method that changes a tensor stands among them its actor
+notes: it knows which plan ended last. ``RAYCOLLECT_TEST_ORDER=20`` does twenty times as much.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.model import OpKind
+from raycollect.runtime import Runtime
+from tests.pure.sites import BUFFERS, OFTEN, first_values
+from tests.pure.test_order_model import FOLDS, KINDS, MUCH, Call
+
+WAIT_S = 100.0
+GROUPS = {"left": (0, 1, 2), "right": (3, 2, 1), "round": (2, 0, 3)}
+"""Four actors; no group has all, and each shares two with each other."""
+
+
+@ray.remote(num_cpus=0)
+class Loaded(col.CollectiveParticipant):
+    """A participant with some arrays, which notes when its methods ran."""
+
+    def __init__(self, number: int) -> None:
+        self.values = first_values(number)
+        self.noted: list[tuple[int, int, int]] = []
+
+    def get(self, at):
+        return self.values[at]
+
+    def make(self, value):
+        return np.array(value)
+
+    def change(self, at, factor, number):
+        """Changes a buffer for good; notes the plan that ended last."""
+        self.noted.append((Runtime.current()._lease._ledger.last, at, factor))
+        self.values[at] *= factor
+        self.values[at] += 1
+        return number
+
+    def dance(self, at):
+        """Changes a buffer and takes it back: no plan may see that, and nothing of a plan may be lost."""
+        for _ in range(OFTEN):
+            before = self.values[at].copy()
+            self.values[at] *= 3
+            time.sleep(0)  # whoever must not see it gets every chance to
+            self.values[at][:] = before
+
+    @col.by_value
+    def read(self):
+        return self.values, self.noted
+
+
+@dataclass
+class Sent:
+    """A plan: its number, its calls in order, and the refs of what each of them makes."""
+
+    work: Any
+    calls: list[Call]
+    made: list[Any]
+
+    @property
+    def seq(self) -> int:
+        return self.work._flight.seq
+
+
+@dataclass
+class Load:
+    """What a thread of the driver does, and what it did.
+
+    Attributes:
+        workers: The actors.
+        refs: Of each actor its buffers.
+        may_change: Whether methods may change what plans use: not where these overtake them.
+        sent: Its plans, in its order.
+    """
+
+    workers: list[Any]
+    refs: list[list[Any]]
+    may_change: bool
+    sent: list[Sent] = field(default_factory=list)
+    methods: list[Any] = field(default_factory=list)
+
+    def act(self, seed: int, count: int) -> None:
+        chance = random.Random(seed)
+        for number in range(count):
+            if chance.random() < 0.35:
+                self._call_method(chance, number)
+            elif chance.random() < 0.3:
+                self._send_batch(chance)
+            else:
+                call, call_verb = self._draw(chance)
+                work = call_verb(async_op=True)
+                self.sent.append(Sent(work, [call], [work.refs if call.makes else None]))
+            if self.sent and chance.random() < 0.1:
+                self.sent[-1].work.wait(WAIT_S)
+
+    def _call_method(self, chance: random.Random, number: int) -> None:
+        worker, at = chance.choice(self.workers), chance.randrange(BUFFERS)
+        if self.may_change and chance.random() < 0.7:
+            self.methods.append(worker.change.remote(at, chance.randint(2, 5), number))
+        else:
+            self.methods.append(worker.dance.remote(at))
+
+    def _send_batch(self, chance: random.Random) -> None:
+        drawn = [self._draw(chance) for _ in range(chance.randint(2, 4))]
+        with col.batch(async_op=True) as batch:
+            for _, call_verb in drawn:
+                call_verb()
+        made = [refs if call.makes else None for (call, _), refs in zip(drawn, batch.refs, strict=True)]
+        self.sent.append(Sent(batch._work, [call for call, _ in drawn], made))
+
+    def _draw(self, chance: random.Random) -> tuple[Call, Any]:
+        """A call, for the model and for raycollect."""
+        name = chance.choice(list(GROUPS))
+        members, kind = GROUPS[name], chance.choice(KINDS)
+        root, peer = chance.sample(range(3), 2)
+        is_long = chance.random() < 0.3
+        buffers: list[int | None] = [BUFFERS - 1 if is_long else chance.randrange(BUFFERS - 1) for _ in members]
+        made: list[Any] = [None] * 3
+        if chance.random() < 0.15:
+            buffers[root], made[root] = None, np.arange(5 if is_long else 3) * chance.randint(1, 9)
+        refs = [
+            self.workers[one].make.remote(value) if buffer is None else self.refs[one][buffer]
+            for one, buffer, value in zip(members, buffers, made, strict=True)
+        ]
+        op, makes = chance.choice(list(FOLDS)), kind is OpKind.ALLREDUCE and chance.random() < 0.3
+        call = Call(
+            at=members, kind=kind, buffers=tuple(buffers), op=op, root=root, peer=peer, makes=makes, made=tuple(made)
+        )
+
+        def call_verb(**given: Any) -> Any:
+            if kind is OpKind.ALLREDUCE:
+                return col.allreduce_refs(refs, name, op=op, inplace=not makes, **given)
+            if kind is OpKind.REDUCE:
+                return col.reduce_refs(refs, root, name, op=op, **given)
+            if kind is OpKind.BROADCAST:
+                return col.broadcast_refs(refs, root, name, **given)
+            return col.send_ref(refs[root], refs[peer], name, **given)
+
+        return call, call_verb
+
+
+@pytest.fixture
+def workers(tidy) -> Iterator[list[Any]]:
+    made = [Loaded.remote(number) for number in range(4)]
+    yield made
+    for worker in made:
+        ray.kill(worker)
+
+
+@pytest.mark.timeout(120 * MUCH)
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    ("orderings", "backend"),
+    [
+        (("program",) * 3, "shm"),
+        (("program",) * 3, "tcp"),
+        (("data",) * 3, "shm"),
+        (("program", "data", "data"), "tcp"),
+    ],
+    ids=["program-shm", "program-tcp", "data-shm", "both-tcp"],
+)
+def test_what_threads_call_is_as_if_one_after_the_other(workers, orderings, backend, seed):
+    for (name, members), ordering in zip(GROUPS.items(), orderings, strict=True):
+        actors = [workers[one] for one in members]
+        col.declare_collective_group(actors, group_name=name, ordering=ordering, backend=backend)
+    refs = [[worker.get.remote(at) for at in range(BUFFERS)] for worker in workers]
+    ray.wait([ref for one in refs for ref in one], num_returns=4 * BUFFERS)
+    loads = [Load(workers, refs, set(orderings) == {"program"}) for _ in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        acts = [threads.submit(load.act, 10 * seed + at, 40 * MUCH) for at, load in enumerate(loads)]
+        for act in acts:
+            act.result(WAIT_S * MUCH)
+    for load in loads:
+        for one in load.sent:
+            one.work.wait(WAIT_S)
+        assert [one.seq for one in load.sent] == sorted(one.seq for one in load.sent), "a thread's own order"
+    ray.get([ref for load in loads for ref in load.methods])
+    read = ray.get([worker.read.remote() for worker in workers])
+    sent = sorted((one for load in loads for one in load.sent), key=lambda one: one.seq)
+    world = replay(sent, [noted for _, noted in read])
+    for number, (values, _) in enumerate(read):
+        for found, expected in zip(values, world[number], strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert len(sent) > 60 * MUCH
+    assert any(noted for _, noted in read) == (set(orderings) == {"program"})
+
+
+def replay(sent: list[Sent], noted: list[list[tuple[int, int, int]]]) -> dict[int, list[Any]]:
+    """Does all of it with numpy, one after the other, and compares what is new; returns the arrays at the end."""
+    world = {number: first_values(number) for number in range(4)}
+    left = [list(reversed(one)) for one in noted]
+
+    def run_methods(number: int, before: float) -> None:
+        while left[number] and left[number][-1][0] < before:
+            _, at, factor = left[number].pop()
+            world[number][at] *= factor
+            world[number][at] += 1
+
+    for one in sent:
+        for number in {member for call in one.calls for member in call.at}:
+            run_methods(number, one.seq)
+        for call, refs in zip(one.calls, one.made, strict=True):
+            new = call.apply(world)
+            for found in [] if new is None else col.get(list(refs)):
+                np.testing.assert_array_equal(found, new)
+    for number in world:
+        run_methods(number, float("inf"))
+    return world
