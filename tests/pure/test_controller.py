@@ -197,3 +197,46 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
         for place in range(at):
             flight.done(place, PlanAbortedError(detail="told so"), [])
     assert not controller.flights()
+
+
+# ---------------------------------------------------------------------------------------------- what is let go of
+
+
+def test_a_participant_that_was_given_back_ends_what_it_had_under_way(controller):
+    """Nobody hears of it any more, so that the plan would hold its refs for good."""
+    membership = group("team", (5, 6, 7))
+    controller._groups.add(membership)
+    peers = list(lease(controller, membership).values())
+    for peer in peers:
+        peer.group_ids.add(membership.spec.group_id)
+        peer.link.close = lambda: None
+    flight = controller.take_off(lambda seq: renumbered(flying((membership, asked(membership, (0, 1, 2)))), seq))
+    flight.fail(KernelError(detail="no memory"))
+    assert controller.flights()
+    controller.destroy("team")
+    assert not controller.flights()
+    assert flight.landed
+    assert not flight.refs
+    assert isinstance(flight.error, KernelError)
+
+
+def test_a_group_that_is_gone_breaks_no_more(controller):
+    membership = group("team", (5, 6))
+    controller._groups.add(membership)
+    controller._groups.breaks(membership.spec.group_id, "a kernel failed")
+    assert controller.why_broken(membership) == "a kernel failed"
+    controller.destroy("team")
+    controller._groups.breaks(membership.spec.group_id, "a late word")
+    assert not controller._groups._broken
+
+
+def test_what_is_let_go_of_later_does_not_wait_for_a_derived_group(controller):
+    membership = group("team", (5, 6))
+    controller._groups.add(membership)
+    for _ in range(3):
+        controller.hold(membership)
+        controller._groups.release_later([membership])
+    assert len(controller._groups._unheld) == 1
+    controller.destroy("team")
+    assert not controller._groups._unheld
+    assert not controller._groups.in_use

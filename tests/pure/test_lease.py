@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ import msgpack
 import pytest
 
 from raycollect import backends, lease, pos, ray_internals
-from raycollect.channel.messages import Join, Message, Store
+from raycollect.channel.messages import Done, Join, Leave, Message, Store
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
-from raycollect.errors import MismatchError, ProtocolError, Violation, refusal, to_wire
+from raycollect.contracts import NoFaults
+from raycollect.errors import GroupBrokenError, MismatchError, ProtocolError, Violation, from_wire, refusal, to_wire
 from raycollect.executor import Outcome
 from raycollect.lease import Lease
 from raycollect.model import GroupSpec
+from raycollect.observe import Recorder
 from raycollect.planner import Ticket, encode_order, encode_program
 from raycollect.seats import Seats
 from raycollect.watch import Watch
@@ -187,3 +190,26 @@ def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: di
     assert heard.messages == []
     assert premises.seats._seats == {}
     made.end("the test is over")
+
+
+def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """Another group may hold the lease for days: what the destroyed ones held must not pile up."""
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    premises.instruments = SimpleNamespace(store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults())
+    here, heard = _leased(premises)
+    for number in range(3):
+        left = group(f"left {number}", (5, 6))
+        here.received(_join(name=left.spec.name, group_id=left.spec.group_id))
+        here.received(Leave(group_id=left.spec.group_id))
+        assert not here._groups
+        flight = flying((left, asked(left, (0, 1))))
+        order = encode_order(Ticket(number + 1, number), [key(0)], encode_program(flight.plan.program(0)))
+        assert here.run_program(order, None) is None
+        done = [one for one in heard.messages if isinstance(one, Done)][-1]
+        error = from_wire(done.error or {})
+        assert isinstance(error, GroupBrokenError)
+        assert "destroyed" in error.detail
+    assert here._ledger.last == 3
+    here.end("the test is over")
