@@ -153,7 +153,7 @@ class Execution:
             self._at("start")
             self._prepare()
             self._at("before_door")
-            script = self._agree()
+            script = self._script = self._agree()
             self._at("after_door")
             self._run(script)
             self._at("end")
@@ -347,7 +347,6 @@ class Execution:
     # ------------------------------------------------------------------------------------------ after the door
 
     def _run(self, script: Script) -> None:
-        self._script = script
         with self._instruments.store.writing(script.ranges, self._given_up):
             for stretch in script.stretches:
                 self._under_way = stretch

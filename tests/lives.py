@@ -106,6 +106,8 @@ def _look() -> dict[str, Any]:
             continue
         for key, value in vars(module).items():
             found[f"{name}.{key}"] = _Same(value)
+            if isinstance(value, dict) and key.isupper():  # a table
+                found |= {f"{name}.{key}[{at!r}]": _Same(held) for at, held in value.items()}
             if isinstance(value, type) and value.__module__ == name:
                 found |= {f"{name}.{key}.{one}": _Same(held) for one, held in vars(value).items()}
     return found
