@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
 import threading
 import time
@@ -40,6 +41,10 @@ LINE_LENGTH = 180
 LARGE = 16_000_000
 """Elements of float32 that are under way long enough to be killed in."""
 KILL_AFTER_S = 0.01
+
+
+_PATH = re.compile(r"(?<=\[)/\S*/(?=[^/\]]+\])")
+"""Where a library was built, before the name of its file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +130,6 @@ class Fate:
     seconds: float = 0.0
     is_silent: bool = False
     is_alive: bool = field(default=True)
-
-    def __str__(self) -> str:
-        return f"{self.what} after {self.seconds:.2f} s" if self.seconds else self.what
 
 
 # ---------------------------------------------------------------------------------------------- in the actors
@@ -238,7 +240,7 @@ def _fate(ref: Any, start_s: float) -> Fate:
 
 
 def _shortened(text: str) -> str:
-    plain = text.replace("|", "/").replace("`", "'")
+    plain = _PATH.sub("", text).replace("|", "/").replace("`", "'")
     return plain if len(plain) <= LINE_LENGTH else plain[: LINE_LENGTH - 1] + "…"
 
 
@@ -258,14 +260,20 @@ def cell(case: Case, fates: Sequence[Fate]) -> str:
     concerned = [rank for rank, act in enumerate(case.acts) if act.verb != "nothing" and not act.dies]
     by_text: dict[str, list[int]] = {}
     for rank in concerned:
-        by_text.setdefault(str(fates[rank]) if not fates[rank].is_silent else fates[rank].what, []).append(rank)
-    lines = [f"{_named(ranks)}: {text}" for text, ranks in by_text.items()]
+        by_text.setdefault(fates[rank].what, []).append(rank)
+    lines = [f"{_named(ranks)}: {text}{_after([fates[rank] for rank in ranks])}" for text, ranks in by_text.items()]
     if all(fates[rank].is_silent for rank in concerned):
         lines.append("**no error**")
     dead = [rank for rank in concerned if not fates[rank].is_alive]
     if dead:
         lines.append(f"**{_named(dead)} dead**")
     return "<br>".join(lines)
+
+
+def _after(fates: Sequence[Fate]) -> str:
+    """After how long, of ranks that fared alike; nothing where there was no error."""
+    times = sorted(f"{fate.seconds:.2f}" for fate in fates if fate.seconds and not fate.is_silent)
+    return f" after {' to '.join(dict.fromkeys((times[0], times[-1])))} s" if times else ""
 
 
 def _named(ranks: Sequence[int]) -> str:

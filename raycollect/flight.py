@@ -193,7 +193,9 @@ class Flight:
             if position not in self._pending:
                 return []
             self._pending.discard(position)
-        error = ParticipantDiedError(detail=f"its process ended while the plan was under way ({reason})")
+        error = ParticipantDiedError(
+            detail=f"its process, or the connection to it, ended while the plan was under way ({reason})"
+        )
         return self._failed(position, error, ())
 
     def arrive(self, position: int, message: Arrive) -> Orders:

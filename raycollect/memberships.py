@@ -5,28 +5,23 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-import ray
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
-
-from raycollect import backends, costs, plain, ray_internals
+from raycollect import backends, costs, ray_internals, rollcall
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
     GroupBrokenError,
     GroupExistsError,
     RaycollectError,
-    SelfDrivenError,
     UnknownGroupError,
 )
 from raycollect.gates import Gates
-from raycollect.group import Declaration, Membership, is_participant
+from raycollect.group import Declaration, Membership
 from raycollect.inner import inner_groups
 from raycollect.model import Member
 from raycollect.peer import Peer
@@ -35,8 +30,6 @@ from raycollect.peers import Peers
 __all__ = ["DERIVED_LIMIT", "Memberships"]
 
 _log = logging.getLogger("raycollect")
-
-_RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 
 DERIVED_LIMIT = 16
 """How many derived groups are kept; the one unused for longest is given back first."""
@@ -192,7 +185,7 @@ class Memberships:
             deadline_s = monotonic() + timeout_s
             membership = None
             while membership is None:
-                alive = _who_answers(declaration, deadline_s, all_must=actors is not None)
+                alive = rollcall.who_answers(declaration, deadline_s, all_must=actors is not None)
                 declaration = declaration.over(alive, timeout_s)
                 self._dissolve(old)
                 try:
@@ -281,8 +274,8 @@ class Memberships:
     def _form(self, declaration: Declaration, *, epoch: int = 0, is_derived: bool = False) -> Membership:
         self._settle()
         deadline_s = monotonic() + declaration.timeout_s
-        _check(declaration)
-        infos = _describe(declaration, deadline_s)
+        rollcall.check(declaration)
+        infos = rollcall.describe(declaration, deadline_s)
         members = declaration.ranked(infos)
         spec = declaration.spec(secrets.token_hex(8), _choose_backend(declaration, members))
         membership = Membership(spec=spec, members=members, is_derived=is_derived, epoch=epoch, costs=costs.current())
@@ -330,102 +323,6 @@ class Memberships:
     def _part(self, membership: Membership) -> None:
         self._peers.part(membership)
         self._broken.pop(membership.spec.group_id, None)
-
-
-def _check(declaration: Declaration) -> None:
-    """Refuses what can be refused before anybody is asked.
-
-    Raises:
-        SelfDrivenError: The calling actor is among the members.
-        UnknownBackendError: There is no such backend.
-    """
-    me = ray_internals.current_actor_id()
-    for actor in declaration.actors:
-        if me and actor._actor_id.hex() == me:
-            raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
-    if declaration.backend != "auto":
-        backends.get(declaration.backend, declaration.name)
-
-
-def _describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]]:
-    """Who every member is, by what it says of itself.
-
-    Raises:
-        ActorGoneError: One is dead.
-        CollectiveTimeoutError: Some are still pending or busy.
-    """
-    infos = []
-    for rank, info in enumerate(_ask(declaration, deadline_s)):
-        if info is None:
-            actor = ray_internals.describe_actor(declaration.actors[rank])
-            name = declaration.name
-            raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail="the actor is dead")
-        in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
-        infos.append({**info, "ordered": info["ordered"] and in_order})
-    return infos
-
-
-def _who_answers(declaration: Declaration, deadline_s: float, *, all_must: bool) -> list[Any]:
-    """The actors that live, in their order.
-
-    Raises:
-        GroupBrokenError: None does.
-        SelfDrivenError, ActorGoneError, CollectiveTimeoutError: See `_check` and `_describe`.
-    """
-    _check(declaration)
-    if all_must:
-        _describe(declaration, deadline_s)
-        return list(declaration.actors)
-    answers = _ask(declaration, deadline_s)
-    alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if info is not None]
-    if not alive:
-        raise GroupBrokenError(group_name=declaration.name, detail="no member is alive")
-    return alive
-
-
-def _ask(declaration: Declaration, deadline_s: float) -> list[dict[str, Any] | None]:
-    """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for.
-
-    Returns:
-        What each says; None for one that is dead.
-
-    Raises:
-        CollectiveTimeoutError: Some are still pending or busy.
-    """
-    refs = list(map(_question, declaration.actors))
-    _, late = ray.wait(refs, num_returns=len(refs), timeout=max(deadline_s - monotonic(), 0))
-    if late:
-        missing = tuple(rank for rank, ref in enumerate(refs) if ref in late)
-        names = [f"rank {rank} ({ray_internals.describe_actor(declaration.actors[rank])})" for rank in missing]
-        raise CollectiveTimeoutError(
-            op="declare",
-            group_name=declaration.name,
-            detail=f"after {declaration.timeout_s:g} s still pending or busy: {', '.join(names)}",
-            missing=missing,
-            timeout_s=declaration.timeout_s,
-        )
-    return [_answer(ref, actor, deadline_s) for ref, actor in zip(refs, declaration.actors, strict=True)]
-
-
-def _question(actor: Any) -> Any:
-    return actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(plain.describe)
-
-
-def _answer(ref: Any, actor: Any, deadline_s: float) -> dict[str, Any] | None:
-    """What an actor said; None where it is dead. It is asked again: Ray may not have known yet, or restart it."""
-    was_lost = False
-    while True:
-        try:
-            return dict(ray.get(ref, timeout=max(deadline_s - monotonic(), 0)))
-        except (ActorUnavailableError, GetTimeoutError):
-            if monotonic() > deadline_s:
-                return None
-            time.sleep(_RETRY_S)
-        except RayActorError:
-            if was_lost:
-                return None
-            was_lost = True
-        ref = _question(actor)
 
 
 def _choose_backend(declaration: Declaration, members: tuple[Member, ...]) -> str:

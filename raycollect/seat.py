@@ -262,7 +262,7 @@ class Seat:
         if not gone.died:
             return GroupBrokenError(group_name=self.name, detail=f"{self.describe(gone.rank)} has left: {gone.detail}")
         actor = self.members[gone.rank] if gone.rank < len(self.members) else ""
-        detail = f"its process ended while others worked with it ({gone.detail})"
+        detail = f"its process, or the connection to it, ended while others worked with it ({gone.detail})"
         return ParticipantDiedError(rank=gone.rank, actor=actor, detail=detail)
 
     def _answered(self, message: Met | Missed) -> None:
