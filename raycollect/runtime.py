@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -101,7 +102,6 @@ class Runtime:
         self.kernel_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="raycollect-kernel")
         self.actor_id = ray_internals.current_actor_id()
         self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
-        self.incarnation: str = ray.get_runtime_context().get_worker_id()
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
         self.is_ordered = False  # whether methods of this actor come one by one; known when it is described
         self.turn = threading.Lock()  # held, on ordered participants, by a method of Ray's or by what must not meet one
@@ -111,6 +111,11 @@ class Runtime:
         secret = secrets.token_bytes(32)
         self._server = Server(ray_internals.node_address(), secret, self)
         fetch.register_local(secret, self.store)
+
+    @cached_property
+    def incarnation(self) -> str:
+        """Which start of the actor this is."""
+        return str(ray.get_runtime_context().get_worker_id())
 
     # ------------------------------------------------------------------------------------------ values
 

@@ -118,8 +118,7 @@ class Loop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                for key, ready in self._selector.select(self._idle_s()):
-                    self._guard(key.data, ready)
+                self._select()
                 while self._calls and not self._stopping:
                     self._guard(self._calls.popleft())
                 self._fire()
@@ -133,6 +132,11 @@ class Loop:
                 self._guard(owned.end, reason)
             self._selector.close()
             sockets.close((self._wake_in, self._wake_out))
+
+    def _select(self) -> None:
+        """Calls back for what is ready; nothing of it is held by the thread while it waits for more."""
+        for key, ready in self._selector.select(self._idle_s()):
+            self._guard(key.data, ready)
 
     def _guard(self, call: Callable[..., None], *args: object) -> None:
         try:

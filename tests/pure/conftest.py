@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -21,3 +22,13 @@ def fleet() -> Iterator[MakeFleet]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture(autouse=True)
+def no_ray() -> Iterator[None]:
+    """Pure tests start no Ray: those that need one would find it."""
+    yield
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        ray.shutdown()
+        raise AssertionError("the test has started Ray")

@@ -223,8 +223,8 @@ def test_what_is_not_changed_is_what_it_was(form: Callable[..., WiredTeam]) -> N
 
 
 def test_a_changed_arrival_starts_no_kernel_there(form: Callable[..., WiredTeam]) -> None:
-    team = form(3)
     for seed in range(5):
+        team = form(3)  # another one each time: arrivals at a launch that has failed may still be on their way
         team.trigger.arm(random.Random(seed).randrange(60), ARRIVAL)
         launch = team.launch()
 
@@ -237,7 +237,7 @@ def test_a_changed_arrival_starts_no_kernel_there(form: Callable[..., WiredTeam]
         assert f"from rank {sender}" in str(found[here])
         others = [one for one in found.values() if not isinstance(one, (KernelError, PlanAbortedError))]
         assert all(one == [b"what I do "] * 3 for one in others)
-    check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
+        check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
 def test_checksums_make_no_frame_longer_and_none_are_made_unasked(form: Callable[..., WiredTeam]) -> None:
