@@ -19,15 +19,9 @@ from raycollect import errors
 from raycollect.flight import Flight
 from tests.ray.test_refusals import Gate
 from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, filled
 
 ROOT = Path(__file__).parents[2]
-
-
-def filled(actors, values):
-    """Refs to a buffer on each actor, filled with a value."""
-    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
-    return [actor.get_buffer.remote() for actor in actors]
 
 
 def assert_hold(refs, values):

@@ -14,15 +14,9 @@ import raycollect as col
 from raycollect import errors
 from tests.faults import inject
 from tests.ray.test_refusals import Gate
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, filled
 
 BACKENDS = ["shm", "tcp", "gloo"]
-
-
-def filled(actors, values):
-    """Refs to a buffer on each actor, filled with a value."""
-    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
-    return [actor.get_buffer.remote() for actor in actors]
 
 
 def assert_sums(group):

@@ -12,13 +12,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults import inject
 from tests.ray.test_refusals import Gate
-from tests.ray.workers import Worker
-
-
-def filled(actors, values):
-    """Refs to a buffer on each actor, filled with a value."""
-    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
-    return [actor.get_buffer.remote() for actor in actors]
+from tests.ray.workers import Worker, filled
 
 
 def other_buffer(self):

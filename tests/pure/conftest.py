@@ -24,11 +24,16 @@ def fleet() -> Iterator[MakeFleet]:
         one.close()
 
 
+def _has_ray() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
 @pytest.fixture(autouse=True)
 def no_ray() -> Iterator[None]:
-    """Pure tests start no Ray: those that need one would find it."""
+    """Pure tests start no Ray: those that want one of their own would find it."""
+    before = _has_ray()
     yield
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        ray.shutdown()
+    if _has_ray() and not before:
+        sys.modules["ray"].shutdown()
         raise AssertionError("the test has started Ray")

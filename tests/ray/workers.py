@@ -38,6 +38,12 @@ class Buffers(col.CollectiveParticipant):
 Worker = lasting(ray.remote(Buffers))
 
 
+def filled(actors, values):
+    """Refs to a buffer on each actor, filled with a value."""
+    ray.get([actor.set_buffer.remote(np.full(7, value)) for actor, value in zip(actors, values, strict=True)])
+    return [actor.get_buffer.remote() for actor in actors]
+
+
 @ray.remote
 class Plain:
     """An actor without the mixin."""
