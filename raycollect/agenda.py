@@ -23,7 +23,7 @@ from raycollect.errors import (
 from raycollect.flight import Flight
 from raycollect.group import Membership, Operand
 from raycollect.model import Key
-from raycollect.parcel import Parcel
+from raycollect.parcel import Parcel, made
 from raycollect.pending import Pending
 from raycollect.planner import Made, Source
 from raycollect.routine import captured_key
@@ -117,10 +117,8 @@ class Agenda:
             is_batch=is_batch,
         )
         flight = parcel.send(controller)
-        if self._pending:
-            positions = flight.plan.positions
-            for pending in self._pending:
-                pending.settle(flight.made.get((pending.request, positions[pending.actor_id])), _UNSENT)
+        for pending in self._pending:
+            pending.settle(made(pending, flight), _UNSENT)
         self.results = parcel.given(flight) if is_batch else [parcel.given(flight)]
         self.asked, self.memberships, self.refs, self._places, self._pending = [], [], {}, {}, []
         return flight, parcel

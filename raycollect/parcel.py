@@ -14,7 +14,7 @@ from raycollect.group import Membership
 from raycollect.model import Key
 from raycollect.pending import Pending
 
-__all__ = ["Parcel"]
+__all__ = ["Parcel", "made"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,18 +51,14 @@ class Parcel:
 
         Args:
             controller: This process's controller.
-            flight: How they were sent.
+            flight: How they were sent, and failed.
 
         Raises:
-            RetryError: They are under way, or went well; or tensors that they read may hold results already.
+            RetryError: Tensors that they read may hold results already; or a group has other members now.
             UnknownGroupError: A group was destroyed.
             GroupError, FaultError: A derived group can't be formed again.
         """
         name = flight.plan.name
-        if not flight.resolved:
-            raise RetryError(op=name, detail="it is under way: wait for it, or cancel it first")
-        if flight.error is None:
-            raise RetryError(op=name, detail="it went well")
         if flight.is_committed:
             raise RetryError(op=name, detail="all ranks that live hold its result: it failed after that")
         nothing_ran = isinstance(flight.error, (RefusedError, DispatchError))
@@ -81,11 +77,12 @@ class Parcel:
 
 def _settled(result: Any, flight: Flight) -> Any:
     if isinstance(result, list):
-        return [_made(one, flight) for one in result]
-    return _made(result, flight)
+        return [made(one, flight) for one in result]
+    return made(result, flight)
 
 
-def _made(one: Any, flight: Flight) -> Any:
+def made(one: Any, flight: Flight) -> Any:
+    """The ref of what a flight makes, for what stands for it; None where its plan was not sent. A ref is itself."""
     if type(one) is not Pending:
         return one
     return flight.made.get((one.request, flight.plan.positions[one.actor_id]))

@@ -89,13 +89,11 @@ class StarExchange:
         ranks = list(launch.ranks)
         self._send(Arrive(group_id=self._group_id, seq=seq, round=turn, ranks=ranks, rank=self._rank, blob=arrival))
         with self._changed:
-            there = self._changed.wait_for(
-                lambda: (seq, turn) in self._answers or seq in self._aborted, launch.timeout_s
-            )
+            self._changed.wait_for(lambda: (seq, turn) in self._answers or seq in self._aborted, launch.timeout_s)
             answer = self._answers.pop((seq, turn), None)  # it counts, even where an abort came after it
             if answer is None and seq in self._aborted:
                 raise PlanAbortedError(detail="aborted at the door")
-            if answer is None or not there:
+            if answer is None:
                 raise CollectiveTimeoutError(detail="not everyone came to the door", timeout_s=launch.timeout_s)
             self._aborted = {other for other in self._aborted if other >= seq}
             return answer

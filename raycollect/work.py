@@ -155,7 +155,9 @@ class Work(_UnderWay):
             GroupBrokenError: Its group is broken.
         """
         self._is_heard = self._flight.resolved
-        if not self._sent:
+        if not self._flight.resolved:
+            raise RetryError(op=self._flight.plan.name, detail="it is under way: wait for it, or cancel it first")
+        if self._flight.error is None:
             raise RetryError(op=self._flight.plan.name, detail="it went well")
         parcel = self._sent[0].again(self._controller, self._flight)
         flight = parcel.send(self._controller)

@@ -19,7 +19,7 @@ from raycollect import errors
 from raycollect.flight import Flight
 from tests.ray.test_refusals import Gate
 from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker, filled
+from tests.ray.workers import Worker, block, filled
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +36,7 @@ def held(actors):
     col.declare_collective_group(workers)
     (gate,) = actors(Gate, 1, max_concurrency=2)
     refs = filled(workers, (1, 2))
-    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    blocked = block(workers[1], gate)
     yield refs, gate
     ray.get([gate.open.remote(), blocked])
 

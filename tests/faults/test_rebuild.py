@@ -14,7 +14,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults import inject
 from tests.ray.test_refusals import Gate
-from tests.ray.workers import Worker, filled
+from tests.ray.workers import Worker, block, filled
 
 BACKENDS = ["shm", "tcp", "gloo"]
 
@@ -93,7 +93,7 @@ def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
     group = col.declare_collective_group(workers)
     (gate,) = actors(Gate, 1, max_concurrency=2)
     refs = filled(workers, (1, 2))
-    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True)
 
     def rebuild():
@@ -145,7 +145,7 @@ def test_bad_input_changes_nothing(actors):
     with pytest.raises(errors.ActorGoneError, match="rank 1"):
         group.rebuild([workers[0], dead])
     (gate,) = actors(Gate, 1, max_concurrency=2)
-    blocked = spare.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    blocked = block(spare, gate)
     with pytest.raises(errors.CollectiveTimeoutError, match=r"busy: rank 1 \(Buffers") as caught:
         group.rebuild([workers[0], spare], timeout_s=0.5)
     assert caught.value.missing == (1,)

@@ -12,7 +12,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults import inject
 from tests.ray.test_refusals import Gate
-from tests.ray.workers import Worker, filled
+from tests.ray.workers import Worker, block, filled
 
 
 def other_buffer(self):
@@ -32,7 +32,7 @@ def test_a_late_rank_that_came_after_all(actors):
     col.declare_collective_group(workers)
     (gate,) = actors(Gate, 1, max_concurrency=2)
     refs = filled(workers, (1, 2))
-    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True, timeout_s=1)
     with pytest.raises(errors.RetryError, match="under way"):
         work.retry()
@@ -222,7 +222,7 @@ def test_a_cancel_comes_before_or_not_at_all(actors):
     col.declare_collective_group(workers)
     (gate,) = actors(Gate, 1, max_concurrency=2)
     refs = filled(workers, (1, 2))
-    blocked = workers[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, snapshot=True, async_op=True)
     assert work.cancel()
     ray.get([gate.open.remote(), blocked])

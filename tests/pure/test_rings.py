@@ -19,6 +19,9 @@ from raycollect.model import Launch
 from .communicators import ProcessTeam, ThreadTeam, Worker
 from .watched import WAIT_S
 
+ROUNDS = 50
+"""How often it is tried to have enough of them asleep: on a busy machine they find each other awake, and again."""
+
 PATIENT_S = 5.0
 """How long one sleeps through a ring that is lost: far longer than a busy machine keeps anybody waiting."""
 
@@ -88,11 +91,15 @@ def body_barriers(communicator: Any, launches: list[Launch], barriers: int, seed
 @pytest.mark.parametrize("seed", range(2))
 def test_no_ring_is_lost_between_processes(workers: list[Worker], seed: int) -> None:
     team = ProcessTeam("shm", 3, workers)
-    launches = [team.launch() for _ in range(60)]
-    found = team.must(body_barriers, launches, 30, seed)
+    found: list[tuple[int, int]] = []
+    for _ in range(ROUNDS):
+        launches = [team.launch() for _ in range(60)]
+        found += team.must(body_barriers, launches, 30, seed)
+        if sum(sleeps for sleeps, _ in found) > 1000:
+            break
     team.close()
-    assert [lost for _, lost in found] == [0, 0, 0]
-    assert sum(sleeps for sleeps, _ in found)
+    assert not any(lost for _, lost in found)
+    assert sum(sleeps for sleeps, _ in found) > 1000
 
 
 @pytest.mark.parametrize("world", [2, 5])
@@ -110,14 +117,14 @@ def test_no_ring_is_lost_between_threads(world: int, monkeypatch: pytest.MonkeyP
                 meeting.barrier(launch, time.monotonic() + WAIT_S)
             meeting.end(launch, True)
 
-    for _ in range(50):  # on a busy machine threads may find each other awake, again and again
+    for _ in range(ROUNDS):
         launches = [team.launch() for _ in range(40)]
         team.must(lambda communicator, launches=launches: body(communicator, launches))
         if sum(ear.sleeps for ear in ears) > 500:
             break
     team.close()
     assert [ear.lost for ear in ears] == [0] * world
-    assert sum(ear.sleeps for ear in ears)
+    assert sum(ear.sleeps for ear in ears) > 500
 
 
 def test_who_gave_up_is_not_taken_to_be_asleep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,11 @@ def filled(actors, values):
     return [actor.get_buffer.remote() for actor in actors]
 
 
+def block(worker, gate):
+    """Keeps an actor in a method until a gate opens; the ref of its end."""
+    return worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+
+
 @ray.remote
 class Plain:
     """An actor without the mixin."""
