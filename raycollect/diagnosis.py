@@ -238,7 +238,7 @@ def awaited_s(flight: Flight, actor_id: str, seen: Mapping[str, Seen | None]) ->
         seen: What the participants have said of themselves, by actor; one who gave no answer came to no door.
     """
     position, mine = flight.plan.positions.get(actor_id, -1), seen.get(actor_id)
-    if position < 0 or (mine is not None and mine.ended >= flight.seq):
+    if position < 0 or _has_done(flight, mine):
         return 0.0
     last = max(_doors(flight, mine), default=-1)
     others = [_doors(flight, one).items() for other, one in seen.items() if other != actor_id]
@@ -264,7 +264,16 @@ def _is_at(flight: Flight, position: int, door: int) -> bool:
 
 
 def _has_begun(flight: Flight, seen: Seen | None) -> bool:
-    return seen is not None and (flight.seq in seen.running or seen.ended >= flight.seq)
+    return seen is not None and (
+        flight.seq in seen.running
+        or _has_done(flight, seen)
+        or (seen.ended >= flight.seq and any(map(flight.has, seen.doors)))
+    )
+
+
+def _has_done(flight: Flight, seen: Seen | None) -> bool:
+    """Whether it has ended a flight as it should; one that failed is ended where it never began, too."""
+    return flight.error is None and seen is not None and seen.ended >= flight.seq
 
 
 def _pending(flight: Flight) -> list[Member]:

@@ -290,6 +290,17 @@ def test_who_waits_knows_since_when(plan: Any) -> None:
     assert awaited(flight, a=first, b=second, c=at(ms=())) == [0, 0, 3], "it has begun, and looks at its operands"
 
 
+def test_one_that_the_abort_ended_was_awaited_all_the_same(controller: Any) -> None:
+    flight: Any = Flying()
+    flight.error = error = CollectiveTimeoutError(op="allreduce", group_name="g", missing=(1,), timeout_s=1.0)
+    came, never = at(7, ms=(3000,), ended=7, running=()), at(6, ms=(4000,), ended=7, running=())
+    assert awaited(flight, a=came, b=never, c=came) == [0, 3, 0]
+    controller.look = lambda members, timeout_s: [never if one.rank == 1 else came for one in members]
+    diagnosis.explain_delay(controller, flight, error)
+    (report,) = error.reports
+    assert (report.rank, report.has_begun, report.awaited_s) == (1, False, 3.0)
+
+
 def test_calls_of_a_members_own_have_numbers_too() -> None:
     flight: Any = Flying()
     other = at(7, ms=(10,), ended=6, running=())
