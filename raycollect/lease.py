@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from raycollect.captures import Captured, Captures, Desk, decode_capture, decode_fenced, open_post, pinned
@@ -117,6 +117,7 @@ class _Running:
 
     execution: Execution
     door: StarExchange | None
+    group_ids: frozenset[str]
 
 
 class Lease:
@@ -218,12 +219,16 @@ class Lease:
             waiting=None if is_ordered else lambda key: self._tell(Waiting(seq=seq, key=key)),
             exchange=door,
         )
-        self._running[seq] = _Running(execution=execution, door=door)
+        group_ids = frozenset(share.group_id for share in program.shares)
+        self._running[seq] = _Running(execution=execution, door=door, group_ids=group_ids)
         try:
             with self._stuck("", "", program.name, (), seq=seq, call=lambda: 0):
-                return execution.run()
+                outcome = execution.run()
         finally:
             self._running.pop(seq, None)
+        if isinstance(outcome.error, GroupBrokenError) and (reason := ledger.reason(seq)):
+            return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
+        return outcome
 
     def _participation(self, group_id: str) -> Participation:
         """This process's part in a group.
@@ -442,9 +447,20 @@ class Lease:
     def _gone(self, message: Gone) -> None:
         """A member is gone. Where it has died, the group does no more, and must not keep the memory of the dead."""
         self._for_seat(message)
-        for group_id, participation in list(self._groups.items()) if message.died else ():
+        here = self._groups.get(message.group_id)
+        if not message.died or here is None:
+            return
+        who = here.seat.describe(message.rank) if here.seat is not None else f"rank {message.rank}"
+        for group_id, participation in list(self._groups.items()):
             if message.group_id in (group_id, participation.spec.parent):
+                self._forsake(group_id, f"{who} died: {message.detail}")
                 participation.disconnect()
+
+    def _forsake(self, group_id: str, reason: str) -> None:
+        """Aborts the plans under way in a group."""
+        for seq, running in list(self._running.items()):
+            if group_id in running.group_ids and not self._ledger.abort(seq, reason):
+                self._wake(seq)
 
     def _stored(self, message: Stored) -> None:
         participation = self._groups.get(message.group_id)

@@ -47,6 +47,7 @@ class Rule:
         per_kill: How much more for each actor that was killed in between.
         slope: How much it may grow per cycle, by a straight line through all looks.
         slope_killed: The same where each cycle kills an actor, of which Ray keeps an account.
+        least: How much it may grow in all before the slope is judged: in a short soak that is warming up.
     """
 
     figure: str
@@ -55,6 +56,7 @@ class Rule:
     per_kill: int = 0
     slope: float = 0.0
     slope_killed: float = 0.0
+    least: int = 0
 
 
 RULES = (
@@ -73,7 +75,14 @@ RULES = (
     Rule(figure="flights", means="plans under way"),
     Rule(figure="actors", means="living actors"),
     Rule(figure="common", means="resident shared memory", spread=16 << 20),  # the arena keeps some for the next tensors
-    Rule(figure="private", means="resident private memory", spread=None, slope=8 << 10, slope_killed=128 << 10),
+    Rule(
+        figure="private",
+        means="resident private memory",
+        spread=None,
+        slope=8 << 10,
+        slope_killed=128 << 10,
+        least=1 << 20,
+    ),
 )
 
 
@@ -225,11 +234,12 @@ def grown(first: Look, last: Look) -> Iterator[str]:
 
 def rising(looks: Sequence[Look], *, killed: bool) -> Iterator[str]:
     """What grows faster than the rules allow, of the figures that are measured."""
+    cycles = looks[-1].cycle - looks[0].cycle
     for rule in RULES:
         bound = rule.slope_killed if killed else rule.slope
         for process in looks[0].figures if rule.spread is None else ():
             found = slope(looks, process, rule.figure)
-            if found > bound:
+            if found > bound and found * cycles > rule.least:
                 yield f"{process}: {rule.means}: {found:,.0f} bytes more per cycle, {bound:,.0f} are allowed"
 
 

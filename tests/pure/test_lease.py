@@ -14,10 +14,19 @@ import msgpack
 import pytest
 
 from raycollect import backends, lease, pos, ray_internals
-from raycollect.channel.messages import Done, Join, Leave, Message, Store
+from raycollect.channel.messages import Done, Gone, Join, Leave, Message, Store
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.contracts import NoFaults
-from raycollect.errors import GroupBrokenError, MismatchError, ProtocolError, Violation, from_wire, refusal, to_wire
+from raycollect.errors import (
+    GroupBrokenError,
+    MismatchError,
+    PlanAbortedError,
+    ProtocolError,
+    Violation,
+    from_wire,
+    refusal,
+    to_wire,
+)
 from raycollect.executor import Outcome
 from raycollect.lease import Lease
 from raycollect.model import GroupSpec
@@ -212,4 +221,41 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
         assert isinstance(error, GroupBrokenError)
         assert "destroyed" in error.detail
     assert here._ledger.last == 3
+    here.end("the test is over")
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_plan_that_the_death_of_a_member_ends_says_who_has_died(
+    monkeypatch: pytest.MonkeyPatch, premises: Any, died: bool
+) -> None:
+    """The communicator is closed under it, which explains nothing."""
+    closed: list[bool] = []
+    monkeypatch.setattr(
+        backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: closed.append(True))
+    )
+    premises.instruments = SimpleNamespace(store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults())
+    here, heard = _leased(premises)
+    both = group("both", (5, 6))
+    here.received(_join(name=both.spec.name, group_id=both.spec.group_id))
+    gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
+
+    class Interrupted(Run):
+        def run(self) -> Outcome:
+            here.received(gone)
+            return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
+
+        def abort(self) -> None:
+            closed.append(False)
+
+    monkeypatch.setattr(lease, "Execution", Interrupted)
+    flight = flying((both, asked(both, (0, 1))))
+    order = encode_order(Ticket(1, 0), [key(0)], encode_program(flight.plan.program(0)))
+    assert here.run_program(order, None) is None
+    (done,) = [one for one in heard.messages if isinstance(one, Done)]
+    error = from_wire(done.error or {})
+    assert closed == ([False, True] if died else []), "it is woken before its communicator goes"
+    assert isinstance(error, PlanAbortedError if died else GroupBrokenError)
+    if died:
+        assert error.detail.startswith("rank 1 (")
+        assert error.detail.endswith("died: its connection has ended")
     here.end("the test is over")
