@@ -7,7 +7,8 @@ import gc
 import pytest
 
 
-def pytest_collection_finish():
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
     """What is loaded by now stays; tests that collect garbage need not look through it, which takes half a second."""
     gc.collect()
     gc.freeze()
