@@ -109,6 +109,7 @@ class Communicator(Protocol):
 
     `stage`, `agree`, `launch` and `end` are called by one thread at a time, in increasing `Launch.seq`; `abort` and
     `close` by any thread. Each launch: `stage` or not, `agree` once or more, `launch` per kernel, then always `end`.
+    One that works in the memory of a device says in which, as its `device`: ``"cuda:0"``.
     """
 
     rank: int

@@ -66,6 +66,8 @@ class Spec:
         root: The root rank; -1 where there is none.
         gives: What it gives; None where it gives nothing, or could not say.
         takes: What it takes it into; None where that is what it gives, or is still to be made.
+        one_device: Whether all tensors have to lie on devices of one kind, as nobody brings them to where the backend
+            works (`GroupSpec.memory`).
     """
 
     op: str
@@ -74,6 +76,7 @@ class Spec:
     root: int = -1
     gives: Side | None = None
     takes: Side | None = None
+    one_device: bool = False
 
     def __post_init__(self) -> None:
         if self.caller not in _CALLERS:
@@ -94,7 +97,7 @@ def encode_arrival(arrival: Arrival) -> bytes:
     spec = arrival.spec
     head = (spec.op, spec.caller, spec.reduce_op, spec.root)
     sides = (_encode_side(spec.gives), _encode_side(spec.takes))
-    return packed((*head, *sides, [asdict(v) for v in arrival.violations]))
+    return packed((*head, *sides, spec.one_device, [asdict(v) for v in arrival.violations]))
 
 
 def packed(values: Any) -> bytes:
@@ -135,7 +138,7 @@ def decode_arrival(data: bytes) -> Arrival:
         ProtocolError: The bytes are no arrival.
     """
     try:
-        op, caller, reduce_op, root, gives, takes, violations = unpacked(data)
+        op, caller, reduce_op, root, gives, takes, one_device, violations = unpacked(data)
         spec = Spec(
             op=op,
             caller=caller,
@@ -143,6 +146,7 @@ def decode_arrival(data: bytes) -> Arrival:
             root=root,
             gives=_decode_side(gives),
             takes=_decode_side(takes),
+            one_device=bool(one_device),
         )
         return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
     except (ValueError, TypeError, LookupError) as exc:
@@ -239,9 +243,14 @@ _CALL_FIELDS: dict[str, Callable[[Spec], Any]] = {
 _KERNEL_FIELDS: dict[str, Callable[[Side], Any]] = {
     "tensor count": lambda side: len(side.tensors),
     "dtype": lambda side: [t.dtype for t in side.tensors],
-    "device": lambda side: [t.device.partition(":")[0] for t in side.tensors],
 }
 """What must be equal of all parts that any rank gives or takes: one kernel moves them (`model.Kernel`)."""
+
+_DEVICE_FIELDS: dict[str, Callable[[Side], Any]] = {
+    **_KERNEL_FIELDS,
+    "device": lambda side: [t.device.partition(":")[0] for t in side.tensors],
+}
+"""The same where nobody brings tensors to where the backend works; see `Spec.one_device`."""
 
 _FLOW_FIELDS: dict[str, Callable[[Side], Any]] = {
     "structure": lambda side: str(side.structure),
@@ -313,7 +322,8 @@ def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation
         return tuple(found)
     flows = list(_flows(specs))
     everything = [part for flow in flows for part in flow]
-    for parts, fields in [(everything, _KERNEL_FIELDS), *((flow, _fields(flow)) for flow in flows)]:
+    alike = _DEVICE_FIELDS if any(spec.one_device for spec in specs) else _KERNEL_FIELDS
+    for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
         for name, look in fields.items():
             found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts])
     return tuple(dict.fromkeys(found))

@@ -26,11 +26,12 @@ from raycollect.errors import (
 from raycollect.launches import Launches
 from raycollect.model import Kernel, Key, Launch, TensorInfo
 from raycollect.observe import Recorder
-from raycollect.packing import Block, Pool, copy
-from raycollect.planner import Program
+from raycollect.packing import Block, Pool
+from raycollect.planner import Domain, Program
 from raycollect.pos import Absence, Container, State, Store
 from raycollect.prepared import Prepared, places_of
 from raycollect.script import Move, Script, Stretch, Writer
+from raycollect.staging import Patience, home_of, transfer
 from raycollect.tasks import Missing, Tasks
 
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "before_commit", "after_commit", "end")
@@ -122,6 +123,7 @@ class Execution:
     ) -> None:
         self._program = program
         self._keys = keys
+        self._communicators = communicators
         self._instruments = instruments
         self._faults = None if type(instruments.faults) is NoFaults else instruments.faults
         self._waiting = waiting
@@ -142,6 +144,8 @@ class Execution:
         self._left = 0  # how many of its kernels have not ended
         self._until_s = 0.0  # when to give up waiting for readers
         self._packs = False  # whether a kernel has worked in the staging
+        self._is_loaded = False  # whether the stand-ins of the first kernel hold what it reads
+        self._writes = False  # whether what the stretch under way writes may not be as it was
 
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
@@ -203,6 +207,7 @@ class Execution:
         if turn:
             tasks.ready(turn, self._operands, self._instruments.store)
         if turn == self._program.rounds - 1 and not tasks.has_violations:
+            self._lift(tasks)
             self._reserve(tasks)
             self._first = None if tasks.has_violations else tasks.first()
             if self._first is not None:
@@ -244,11 +249,34 @@ class Execution:
             found, expected = str(exc) or "out of memory", f"{nbytes} bytes"
             self._object([Violation(kind="allocation", rank=-1, field="staging", found=found, expected=expected)])
 
+    def _lift(self, tasks: Tasks) -> None:
+        """Makes stand-ins, while all can yet be told that there is no memory for them."""
+        try:
+            tasks.lift(self._home_of)
+        except MemoryError as exc:
+            found = str(exc) or "out of memory"
+        except RaycollectError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - of the library that makes memory on a device
+            found = f"{type(exc).__name__}: {exc}"
+        else:
+            return
+        expected = "room for tensors that lie elsewhere than the backend works"
+        self._object([Violation(kind="allocation", rank=-1, field="staging", found=found, expected=expected)])
+
+    def _home_of(self, domain: Domain) -> str:
+        return home_of(domain.memory, self._communicators(domain.group_id))
+
     def _stage(self, kernel: Kernel) -> None:
         """Lets the backend prepare; what it refuses, all ranks hear of at the door."""
         opened = self._launches.stage()
         if opened is None:
             return
+        stand_ins = self._tasks.stand_ins if self._tasks is not None else None
+        carriage = stand_ins.carriage([(kernel.src, kernel.dst)]) if stand_ins is not None else None
+        if carriage is not None:
+            carriage.load(self._patience())
+            self._is_loaded = True
         communicator, launch = opened
         try:
             communicator.stage(launch, kernel)
@@ -304,9 +332,9 @@ class Execution:
                 self._tasks.learn(turn, agreement.verdicts)
         self._record("agreed", f"after {clock() - came_s:.6f} s")
         tasks = self._tasks_here()
-        writer = Writer(program, tasks.operands, self._block, self._first)
+        writer = Writer(program, tasks.operands, self._block, self._first, tasks.stand_ins)
         script = writer.write(agreement.verdicts, alone=agreement.conflict)
-        if self._places:
+        if self._places and tasks.stand_ins is None:  # which are large, and not kept from run to run
             prepared = Prepared(
                 program=program,
                 places=self._places,
@@ -357,28 +385,49 @@ class Execution:
 
     def _run_stretch(self, stretch: Stretch) -> None:
         """Runs one bundle; if it fails after it has begun, what it writes is dirty, and nothing else."""
-        store, begun, is_kept = self._instruments.store, False, self._program.commits
+        store, is_kept = self._instruments.store, self._program.commits
+        self._writes = False
         try:
             for move in stretch.moves:
                 if move.commits:
                     self._at("before_commit")
                     self._launches.commit()
-                    begun, is_kept = True, False
+                    self._writes, is_kept = True, False
                     self._at("after_commit")
                     continue
                 if not move.kernels:
-                    begun = True
+                    self._writes = True
+                    patience = self._patience()
                     for target, source in move.copies:
-                        copy(target, source)
+                        transfer(target, source, patience)
                     continue
                 communicator, launch = self._launches.at(move.number, move.group_id, move.ranks)
-                begun = not is_kept
-                self._launch(communicator, launch, move)
+                if move.carriage is None:
+                    self._writes = not is_kept
+                    self._launch(communicator, launch, move)
+                else:
+                    self._carry(communicator, launch, move, is_kept=is_kept)
         except BaseException:
-            if begun:
+            if self._writes:
                 store.mark_dirty(stretch.ranges, stretch.owners)
             raise
         store.mark_written(stretch.dense)
+
+    def _carry(self, communicator: Communicator, launch: Launch, move: Move, *, is_kept: bool) -> None:
+        """Runs the kernels of a move on stand-ins; tensors that have one are as they were until all have ended."""
+        carriage = move.carriage
+        assert carriage is not None  # as the caller has seen
+        self._writes = not is_kept and (self._writes or not carriage.is_whole)
+        self._move, self._left = move, len(move.kernels)
+        if not self._is_loaded:
+            carriage.load(self._patience())
+        self._is_loaded = False
+        self._launch(communicator, launch, move)
+        self._writes = not is_kept
+        carriage.unload(self._patience())
+
+    def _patience(self) -> Patience:
+        return Patience(lambda: self._launches.reason, self._program.timeout_s)
 
     def _launch(self, communicator: Communicator, launch: Launch, move: Move) -> None:
         """Runs the kernels of a move: together where the backend can, else by what is to be done instead."""

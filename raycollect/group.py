@@ -17,6 +17,7 @@ from raycollect.handle import Handle
 from raycollect.model import GroupSpec, Key, Member
 from raycollect.planner import Inner, Roster, Topology
 from raycollect.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
+from raycollect.staging import memory_of
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
 
@@ -334,6 +335,7 @@ class Declaration:
             world_size=len(self.actors),
             ordering=self.ordering,
             ops=backends.ops_of(backend),
+            memory=memory_of(backend),
             options=tuple(sorted(given.items())),
             timeout_s=self.call_timeout_s,
         )

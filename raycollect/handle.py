@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 
 from raycollect import fetch
+from raycollect.backends import arrays
+from raycollect.backends.device_arrays import put_on_gpu
 from raycollect.model import Address, Key, Structure, TensorInfo
+from raycollect.pos import Container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,6 +74,19 @@ class Handle:
             TensorDirtyError: A failed collective left it half-written.
         """
         return fetch.fetch(self.address, self.key, actor=self.actor, incarnation=self.incarnation, timeout_s=timeout_s)
+
+    def fetch_for_use(self) -> Any:
+        """Fetches the value as a method gets it: what lies on a GPU in its holder lies on the current one here, too.
+
+        Where this process has none, or not the library, it lies in the host's memory. Raises what `fetch` does.
+        """
+        value = self.fetch()
+        found = Container.of(value, arrays.is_tensor)
+        if found is None or all(info.device == "cpu" for info in self.infos):
+            return value
+        pairs = zip(found.tensors, self.infos, strict=True)
+        tensors = [one if info.device == "cpu" else put_on_gpu(one, info.library) for one, info in pairs]
+        return found.structure.build(tensors)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Fetches a single tensor; for `numpy.asarray(handle)`."""

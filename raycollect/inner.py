@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import replace
 
-from raycollect import backends
+from raycollect import backends, staging
 from raycollect.group import Membership
 from raycollect.model import GroupSpec
 
@@ -43,5 +43,6 @@ def _spec(outer: GroupSpec, name: str, backend: str, world_size: int) -> GroupSp
         world_size=world_size,
         ops=backends.ops_of(backend),
         options=outer.options if backend == outer.backend else (),
+        memory=staging.memory_of(backend),
         parent=outer.group_id,
     )

@@ -26,6 +26,7 @@ from raycollect.errors import (
 )
 from raycollect.model import Address, GroupSpec
 from raycollect.seat import Seat
+from raycollect.staging import memory_of
 from raycollect.star import Star
 
 __all__ = ["Claim", "Fading", "follow", "lead"]
@@ -323,7 +324,7 @@ def _agree(seat: Seat, claim: Claim) -> None:
     machines = [one["machine"] for one in said]
     backend = backends.choose(machines) if claim.backend == "auto" else claim.backend
     backends.check_placement(backend, machines, claim.name)
-    spec = replace(seat.spec, backend=backend, ops=backends.ops_of(backend))
+    spec = replace(seat.spec, backend=backend, ops=backends.ops_of(backend), memory=memory_of(backend))
     seat.settle(spec, tuple(one["who"] for one in said))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from numbers import Integral
 from typing import Any
 
-from raycollect.backends import arrays
+from raycollect.backends import arrays, streams
 from raycollect.contracts import Communicator
 from raycollect.door import Arrival, Spec, encode_arrival, judge
 from raycollect.errors import RaycollectError, RefusedError, Violation, refusal
@@ -18,7 +18,7 @@ from raycollect.gate import ALL, lane_of, ranks_of
 from raycollect.lane import Attempt
 from raycollect.member_work import MemberWork
 from raycollect.members import get_group_handle
-from raycollect.model import TENSOR, GroupSpec, Launch, OpKind, ReduceOp
+from raycollect.model import TENSOR, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Program, Request, brought, plan
 from raycollect.pos import Container
 from raycollect.seats import Seats
@@ -65,10 +65,10 @@ class MemberCall:
                 program = _program(seat.planned, kind, seat.rank, self._op, self._root, self._peer, limit_s)
             except RefusedError as exc:
                 self._violations += [replace(v, rank=seat.rank if v.rank < 0 else v.rank) for v in exc.violations]
-        lane = self._lane()
+        lane, mark = self._lane(), streams.mark(_described(containers))
         if self._violations and (not lane or not 0 < limit_s < math.inf):
             raise refusal(op, seat.name, tuple(self._violations))
-        attempt = self._objection(lane, limit_s) if program is None else self._execution(program, containers)
+        attempt = self._objection(lane, limit_s) if program is None else self._execution(program, containers, mark)
         if async_op:
             return MemberWork(seat, op, seat.start(lane, op, attempt, limit_s))
         seat.run(lane, op, attempt, limit_s)
@@ -91,7 +91,7 @@ class MemberCall:
         self._violate("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")
         return _NOTHING
 
-    def _execution(self, program: Program, operands: Sequence[Container]) -> Attempt:
+    def _execution(self, program: Program, operands: Sequence[Container], mark: streams.Mark | None) -> Attempt:
         instruments = Seats.current().instruments
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
@@ -104,7 +104,8 @@ class MemberCall:
                 aborted=lambda: None,
                 operands=tuple(operands),
             )
-            return execution.run()
+            with streams.after(mark):  # another thread may run it
+                return execution.run()
 
         return attempt
 
@@ -139,6 +140,12 @@ class MemberCall:
 
 _NOTHING = Container(TENSOR, (None,), None)
 """Stands for an operand that is none; no program gets it."""
+
+
+def _described(containers: Sequence[Container]) -> Iterator[TensorInfo]:
+    """The infos of their tensors; looked at only by who asks for them."""
+    tensors = (one for container in containers for one in container.tensors)
+    return (arrays.describe(one) for one in tensors if arrays.is_tensor(one))
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NewType
 
@@ -108,6 +108,12 @@ class TensorInfo:
     def nbytes(self) -> int:
         """The number of bytes."""
         return self.size * self.itemsize
+
+    def beside(self, other: TensorInfo) -> TensorInfo:
+        """The same on the device of another tensor; where that is a different one, of that one's library too."""
+        if self.device == other.device:
+            return self
+        return replace(self, device=other.device, library=other.library)
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)} on {self.device}"
@@ -269,6 +275,8 @@ class GroupSpec:
         ordering: ``"program"``: collectives run in the order of the actor's queue (P2); ``"data"``: in that of their
             refs and of each other.
         ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
+        memory: Where its kernels work: ``"cpu"``, ``"cuda"``; ranks bring what lies elsewhere there and back. Empty: it
+            takes tensors wherever they are, all on devices of one kind.
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
@@ -282,12 +290,13 @@ class GroupSpec:
     world_size: int
     ordering: str = "program"
     ops: tuple[str, ...] = tuple(kind.value for kind in OpKind)
+    memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
     parent: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("name", "group_id", "backend", "ordering", "parent"):
+        for name in ("name", "group_id", "backend", "ordering", "memory", "parent"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is a string, not {getattr(self, name)!r}")
         if not isinstance(self.world_size, int) or self.world_size < 1:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from raycollect.backends.arrays import Array, DeviceArray, native
+from raycollect.backends.arrays import Array, native
 from raycollect.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
@@ -25,7 +25,6 @@ __all__ = [
     "Item",
     "Packed",
     "Pool",
-    "copy",
     "dtype_of",
     "room",
     "size_of",
@@ -97,16 +96,6 @@ def _staged(kind: OpKind, item: Item) -> list[Any]:
     gives, _ = PIECES.get(kind, (False, False))
     first, second = (item.src, item.dst) if gives or kind not in PIECES else (item.dst, item.src)
     return [second if first is None else first]
-
-
-def copy(target: Array | DeviceArray, source: Array | DeviceArray) -> None:
-    """Copies a tensor to another one of as many elements, on the same device."""
-    if isinstance(target, DeviceArray) or isinstance(source, DeviceArray):
-        here: Any = target.tensor if isinstance(target, DeviceArray) else target
-        there: Any = source.tensor if isinstance(source, DeviceArray) else source
-        here.copy_(there.reshape(here.shape))
-    else:
-        np.copyto(target, source.reshape(target.shape))
 
 
 # ---------------------------------------------------------------------------------------------- staging

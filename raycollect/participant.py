@@ -306,7 +306,7 @@ def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 
 
 def _value(argument: Any) -> Any:
-    return argument.fetch() if isinstance(argument, Handle) else argument
+    return argument.fetch_for_use() if isinstance(argument, Handle) else argument
 
 
 def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:

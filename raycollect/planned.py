@@ -192,6 +192,7 @@ class _Foreseen:
             root=request.root,
             gives=sides[0],
             takes=sides[1],
+            one_device=not self._plan.rosters[number].spec.memory,
         )
 
     def _held(self, number: int, rank: int, source: Source) -> tuple[Structure, tuple[TensorInfo, ...]]:

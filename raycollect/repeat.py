@@ -192,5 +192,5 @@ def _is_simple(program: Program, known: Prepared) -> bool:
     if len(known.script.stretches) != 1 or len(known.script.stretches[0].moves) != 1:
         return False
     (move,), door = known.script.stretches[0].moves, program.door
-    is_plain = len(move.kernels) == 1 and move.packed is None and not move.copies
+    is_plain = len(move.kernels) == 1 and move.packed is None and move.carriage is None and not move.copies
     return is_plain and (move.number, move.group_id, tuple(move.ranks)) == (0, door.group_id, tuple(door.ranks))

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 
 from raycollect import fetch, ray_internals
-from raycollect.backends import arrays
+from raycollect.backends import arrays, streams
 from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import Bye, Message, Refused, Welcome
 from raycollect.errors import (
@@ -142,13 +142,15 @@ class Runtime:
 
     def keep(self, key: Key, container: Container, *, streamed: bool = False) -> Handle:
         """Keeps a value under a key and makes the handle that stands for it; `streamed`: a generator yielded it."""
+        infos = tuple(map(arrays.describe, container.tensors))
+        streams.settle(infos)  # what the method has left to a GPU comes before what plans do
         handle = Handle(
             key=key,
             actor_id=self.actor_id,
             actor=self.actor,
             address=self._server.address,
             structure=container.structure,
-            infos=tuple(map(arrays.describe, container.tensors)),
+            infos=infos,
             incarnation=self.incarnation,
             token=self._tokens.take(key),
         )

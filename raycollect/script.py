@@ -20,6 +20,7 @@ from raycollect.packing import NO_BLOCK, Block, Item, Packed, dtype_of, size_of
 from raycollect.planner import Bundle, Choice, Local, Program, Share, Step
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
+from raycollect.staging import Carriage, StandIns
 
 __all__ = ["Move", "Script", "Stretch", "Writer", "bucketed"]
 
@@ -33,6 +34,7 @@ class Move(NamedTuple):
         ranks: Its ranks.
         kernels: The kernels; none where there are only copies.
         packed: What is done before and after the one kernel, where it works on staging.
+        carriage: What is copied before and behind all of it, where it works on stand-ins.
         copies: (to, from).
         instead: What is done where the backend runs none of several kernels together; nothing: one after the other.
         commits: Whether all are waited for instead, before anything that they gave is overwritten.
@@ -43,6 +45,7 @@ class Move(NamedTuple):
     ranks: tuple[int, ...]
     kernels: tuple[Kernel, ...] = ()
     packed: Packed | None = None
+    carriage: Carriage | None = None
     copies: tuple[tuple[Any, Any], ...] = ()
     instead: tuple[Move, ...] = ()
     commits: bool = False
@@ -88,15 +91,22 @@ class Writer:
         operands: Those of each of its tasks, all made.
         block: The staging; None: this rank has no elements to pack.
         first: The kernel that the backend has prepared, if any.
+        stand_ins: What stands for tensors that lie elsewhere than the backends work, if any do.
     """
 
     def __init__(
-        self, program: Program, operands: Sequence[Operands], block: Block | None, first: Kernel | None
+        self,
+        program: Program,
+        operands: Sequence[Operands],
+        block: Block | None,
+        first: Kernel | None,
+        stand_ins: StandIns | None = None,
     ) -> None:
         self._program = program
         self._operands = operands
         self._block = block or NO_BLOCK
         self._first = first
+        self._stand_ins = stand_ins
 
     def write(self, verdicts: Mapping[int, Verdict], *, alone: bool) -> Script:
         """Writes what is to be done.
@@ -157,26 +167,43 @@ class Writer:
         if isinstance(step.kind, Local):
             yield Move(*place, copies=tuple((item.dst, item.src) for item in items))
             return
+        stand_ins = self._stand_ins
+        if stand_ins is not None:
+            items = [Item(stand_ins.side(src, domain), stand_ins.side(dst, domain), most) for src, dst, most in items]
         large = [] if step.kind in PIECES else offered([size_of(step.kind, item, len(ranks)) for item in items])
         if large:
             some = [items[at] for at in large]
             items = [item for at, item in enumerate(items) if at not in set(large)]
             kernels = tuple(self._kernel(step.kind, step, item) for item in some)
-            yield Move(*place, kernels, instead=tuple(self._packed(step.kind, step, some, place, domain.rank)))
+            instead = tuple(self._packed(step.kind, step, some, place, domain.rank, carries=False))
+            yield Move(*place, kernels, carriage=self._carriage(some), instead=instead)
         yield from self._packed(step.kind, step, items, place, domain.rank)
 
     def _packed(
-        self, kind: OpKind, step: Step, items: Sequence[Item], place: tuple[int, str, tuple[int, ...]], rank: int
+        self,
+        kind: OpKind,
+        step: Step,
+        items: Sequence[Item],
+        place: tuple[int, str, tuple[int, ...]],
+        rank: int,
+        *,
+        carries: bool = True,
     ) -> Iterator[Move]:
         """The kernels over some tensors, those packed that can be."""
         ranks = place[2]
         for bucket in bucketed(kind, items, len(ranks), self._program.staging):
             chosen = [items[at] for at in bucket]
+            carriage = self._carriage(chosen) if carries else None
             if len(chosen) > 1:
                 packed = Packed(kind, step.op, step.peer, items=chosen, me=ranks.index(rank), block=self._block)
-                yield Move(*place, (packed.kernel,), packed)
+                yield Move(*place, (packed.kernel,), packed, carriage)
             else:
-                yield Move(*place, (self._kernel(kind, step, chosen[0]),))
+                yield Move(*place, (self._kernel(kind, step, chosen[0]),), None, carriage)
+
+    def _carriage(self, items: Sequence[Item]) -> Carriage | None:
+        if self._stand_ins is None:
+            return None
+        return self._stand_ins.carriage([(item.src, item.dst) for item in items])
 
     def _kernel(self, kind: OpKind, step: Step, item: Item) -> Kernel:
         """A kernel on the operands themselves: the very one that was prepared, for backends that know it again."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 from raycollect.agreement import encode_arrivals, is_batch
 from raycollect.backends import arrays
-from raycollect.door import Arrival, Spec, Verdict, encode_arrival
-from raycollect.errors import Violation
-from raycollect.model import Kernel, Key, OpKind
+from raycollect.backends.arrays import DeviceArray
+from raycollect.door import Arrival, Side, Spec, Verdict, encode_arrival
+from raycollect.errors import RaycollectError, Violation
+from raycollect.model import PIECES, Kernel, Key, OpKind
 from raycollect.operands import Operands
 from raycollect.packing import Item, room
-from raycollect.planner import Program, Role
+from raycollect.planner import Domain, Program, Role
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
+from raycollect.staging import CUDA, StandIns
 
 __all__ = ["Missing", "Tasks"]
 
@@ -49,6 +51,7 @@ class Tasks:
 
     Attributes:
         operands: Those of each task.
+        stand_ins: What stands for tensors that lie elsewhere than the backends work; None: all lie there.
     """
 
     def __init__(self, program: Program, allocate: Any, keys: Sequence[Key], *, given: bool) -> None:
@@ -56,6 +59,7 @@ class Tasks:
         self._batch = is_batch(program)
         self._whole: dict[int, list[Range]] = {}  # what each task writes whole, where anything is half-written
         self.operands: list[Operands] = []
+        self.stand_ins: StandIns | None = None
         for task in program.tasks:
             refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
             self.operands.append(Operands(program.shares[task.share], allocate, given=given, keys=refs))
@@ -106,7 +110,7 @@ class Tasks:
         """Makes the outputs that follow from what was brought to a round."""
         for task, operands in zip(self.program.tasks, self.operands, strict=True):
             if task.round == turn and operands.share.template.is_learned:
-                operands.learn(verdicts[task.request].specs)
+                _learn(operands, verdicts[task.request].specs)
 
     def arrival(self, turn: int) -> bytes:
         """What this participant brings to a round."""
@@ -170,6 +174,31 @@ class Tasks:
 
     # ------------------------------------------------------------------------------------------ staging
 
+    def lift(self, home_of: Callable[[Domain], str]) -> None:
+        """Makes what stands for tensors that lie elsewhere than the backends work, where there are any.
+
+        Args:
+            home_of: See `staging.home_of`.
+
+        Raises:
+            MemoryError: There is no memory for it.
+        """
+        if not any(map(_may_be_elsewhere, self.operands)):
+            return
+        domains = {domain for share in self.program.shares for domain in share.domains if domain.memory}
+        if not domains:
+            return
+        stand_ins = StandIns({domain: home_of(domain) for domain in domains})
+        for operands in self.operands:
+            share = operands.share
+            for step in (step for way in share.template.ways for step in way):
+                domain = share.domains[step.level]
+                if isinstance(step.kind, OpKind) and domain.rank in (step.ranks or domain.ranks):
+                    for src, dst in operands.pairs(step):
+                        stand_ins.side(src, domain)
+                        stand_ins.side(dst, domain)
+        self.stand_ins = stand_ins if len(stand_ins) else None
+
     def first(self) -> Kernel | None:
         """The kernel that the backend may prepare before the door: what runs first whatever the others bring."""
         program = self.program
@@ -185,6 +214,9 @@ class Tasks:
         src, dst = pairs[0]
         if not isinstance(step.kind, OpKind) or not operands.fit(src, dst):
             return None
+        if self.stand_ins is not None:
+            domain = operands.share.domains[step.level]
+            src, dst = self.stand_ins.side(src, domain), self.stand_ins.side(dst, domain)
         return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
 
     def room(self) -> int:
@@ -196,8 +228,12 @@ class Tasks:
             tasks = [self.operands[at] for at in bundle.tasks]
             for step in (step for way in tasks[0].share.template.ways for step in way):
                 kind, pairs = step.kind, [pair for operands in tasks for pair in operands.pairs(step)]
-                if len(pairs) > 1 and isinstance(kind, OpKind):
-                    most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
+                if len(pairs) < 2 or not isinstance(kind, OpKind):
+                    continue
+                if self.stand_ins is not None:
+                    side, domain = self.stand_ins.side, tasks[0].share.domains[step.level]
+                    pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
+                most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
         return min(most, self.program.staging)
 
     @property
@@ -220,14 +256,54 @@ _LARGEST_ELEMENT = 16
 
 
 def _arrival(operands: Operands) -> bytes:
+    spec = operands.spec()
+    if not operands.share.domains[0].memory:
+        spec = replace(spec, one_device=True)
     if operands.violations:
-        return encode_arrival(Arrival(spec=operands.spec(), violations=tuple(operands.violations)))
-    return _ready_arrival(operands.spec())
+        return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
+    return _ready_arrival(spec)
 
 
 @lru_cache(maxsize=256)
 def _ready_arrival(spec: Spec) -> bytes:
     return encode_arrival(Arrival(spec=spec))
+
+
+def _may_be_elsewhere(operands: Operands) -> bool:
+    """Whether a task may have a tensor that does not lie where its backend works."""
+    for domain in operands.share.domains:
+        if domain.memory == CUDA:
+            return True
+    for bound in operands.buffers:
+        if bound is not None:
+            for array in bound.arrays:
+                if type(array) is DeviceArray:
+                    return True
+    return False
+
+
+def _learn(operands: Operands, specs: Sequence[Spec]) -> None:
+    """Makes outputs that follow from what others give: on the devices of what this rank gives, if it gives anything."""
+    mine = operands.spec().gives
+    try:
+        operands.learn([_brought_to(spec, mine) for spec in specs] if mine is not None else specs)
+    except RaycollectError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - a device that is not here: of the library that makes the tensor
+        index = next(at for at, one in enumerate(operands.share.template.buffers) if one.role is Role.LEARNED)
+        expected = "the giver's kind of device here too, or an output that is there already"
+        operands.violate("allocation", "output", f"{type(exc).__name__}: {exc}", expected, index)
+
+
+def _brought_to(spec: Spec, mine: Side) -> Spec:
+    """What a rank gives, as if it lay where another rank's tensors do: each tensor where that one's of its place is."""
+    gives = spec.gives
+    if gives is None or len({one.device for side in (gives, mine) for one in side.tensors}) < 2:
+        return spec
+    pieces = len(mine.structure.items) if PIECES.get(OpKind(spec.op), (False, False))[0] else 1
+    row = mine.tensors[: len(mine.tensors) // pieces]
+    infos = tuple([info.beside(row[at % len(row)]) for at, info in enumerate(gives.tensors)])
+    return replace(spec, gives=replace(gives, tensors=infos))
 
 
 def _start(span: tuple[int, int, int, Any]) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class Turn:
     def __init__(self, lane: TurnLane, communicator: Communicator, deadline_s: float) -> None:
         self.rank = lane.ranks[communicator.rank]
         self.world_size = communicator.world_size
+        self.device = getattr(communicator, "device", "")  # where it says on which one it works
         self._lane = lane
         self._communicator = communicator
         self._deadline_s = deadline_s

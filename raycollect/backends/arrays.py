@@ -2,6 +2,7 @@
 
 A tensor of whatever library is worked on as a numpy array over its own memory; nothing is copied. bfloat16 and the
 8-bit floats are the dtypes of `ml_dtypes`. torch is never imported here: where nobody else did, nobody has its tensors.
+What lies in a device's memory is told of in `device_arrays`, element types in `elements`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from ctypes import addressof, c_char
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, cast
 
-import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from raycollect.model import TensorInfo
+
+from .device_arrays import DeviceArray, Interface, empty_on_device, is_cupy, on_gpu, shown_by_torch, view_of_cupy
+from .elements import NARROW, TORCH_DTYPES, Array, is_number, name_of, native, torch_name
 
 __all__ = [
     "NARROW",
@@ -46,16 +46,6 @@ __all__ = [
     "view",
 ]
 
-Array = NDArray[Any]
-
-KINDS = "biufc"
-"""The numpy kinds that are tensors: bool, signed, unsigned, float, complex."""
-
-NARROW: frozenset[np.dtype[Any]] = frozenset(
-    np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith(("bfloat16", "float8_"))
-)
-"""The floats that numpy itself lacks; it takes most of them for void types, so their kind says nothing."""
-
 OVERLAP_WORK = 10_000
 """How many candidates numpy may try to decide whether two strided views meet."""
 
@@ -64,69 +54,16 @@ _DLPACK_CPU = 1
 _DLPACK_VIEW: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
 """Before 2.1 numpy could not ask for a copy, nor forbid one."""
 
-_TORCH_DTYPES: dict[str, np.dtype[Any]] = {
-    dtype.name: dtype
-    for dtype in (*map(np.dtype, "?bhilqBHILQefdFD"), *NARROW)  # by their codes in C: all of them, some twice
-}
-"""torch's name of an element type, which is numpy's -> numpy's type."""
-
-
 # ---------------------------------------------------------------------------------------------- any library's tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceArray:
-    """A torch tensor in a device's memory, as far as it can be described from here; only its library reads it.
-
-    Attributes:
-        tensor: The tensor, detached.
-        dtype: The numpy dtype of its elements.
-        device: ``"cuda:0"``.
-        shadow: An array of the same address, shape and strides, whose elements must never be touched: it answers every
-            question about where elements lie. (With unified addressing no device has addresses of the host.)
-    """
-
-    tensor: Any
-    dtype: np.dtype[Any] = field(init=False)
-    device: str = field(init=False)
-    shadow: Array = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        tensor = self.tensor
-        object.__setattr__(self, "dtype", _TORCH_DTYPES[_torch_name(tensor.dtype)])
-        object.__setattr__(self, "device", str(tensor.device))
-        object.__setattr__(self, "shadow", _shown(tensor, tensor.element_size()))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The extent of each dimension, in elements."""
-        return self.shadow.shape
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self.shadow.size
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of its elements."""
-        return self.shadow.nbytes
-
-
-class _Interface:
-    """Memory that somebody describes to numpy, and whom the array that comes of it keeps alive."""
-
-    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
-        self.__array_interface__ = interface
-        self.owner = owner
 
 
 def view(value: object) -> Array | DeviceArray | None:
     """Gives a tensor's memory as an array; None for what collectives don't work on.
 
-    Tensors are numpy arrays, torch tensors, and objects that show CPU memory by DLPack or numpy's array interface. Not
-    among them: subclasses (masked arrays, matrices), scalars, structured, object, text and date arrays, torch's sparse,
-    quantized, meta and lazily conjugated or negated tensors.
+    Tensors are numpy arrays, torch tensors, cupy arrays, and objects that show CPU memory by DLPack or numpy's array
+    interface, or memory of an NVIDIA GPU by DLPack or the CUDA array interface. Not among them: subclasses (masked
+    arrays, matrices), scalars, structured, object, text and date arrays, torch's sparse, quantized, meta and lazily
+    conjugated or negated tensors.
     """
     if type(value) in (np.ndarray, np.memmap):
         array = cast("Array", value)
@@ -136,6 +73,11 @@ def view(value: object) -> Array | DeviceArray | None:
         return _view_of_torch(value)
     if isinstance(value, np.ndarray | np.generic | type):
         return None
+    if is_cupy(value):
+        return view_of_cupy(value)
+    lent = on_gpu(value)
+    if lent is not None:
+        return lent
     seen = _view_of_dlpack(value)
     if seen is None:
         seen = _view_of_interface(value)
@@ -170,9 +112,12 @@ def describe(tensor: object) -> TensorInfo:
 
 def library(value: object) -> str:
     """Names the library whose tensors `restore` and `empty` shall make for one who has this one."""
+    if isinstance(value, DeviceArray):
+        return value.library
     tensor_type = _torch_type()
-    is_torch = isinstance(value, DeviceArray) or (tensor_type is not None and isinstance(value, tensor_type))
-    return "torch" if is_torch else "numpy"
+    if tensor_type is not None and isinstance(value, tensor_type):
+        return "torch"
+    return "cupy" if is_cupy(value) or (type(value) is not np.ndarray and on_gpu(value) is not None) else "numpy"
 
 
 def info(array: Array | DeviceArray, library: str = "numpy") -> TensorInfo:
@@ -184,7 +129,7 @@ def info(array: Array | DeviceArray, library: str = "numpy") -> TensorInfo:
     """
     dtype = array.dtype
     device = array.device if isinstance(array, DeviceArray) else "cpu"
-    return TensorInfo(shape=array.shape, dtype=_name(dtype), itemsize=dtype.itemsize, device=device, library=library)
+    return TensorInfo(shape=array.shape, dtype=name_of(dtype), itemsize=dtype.itemsize, device=device, library=library)
 
 
 def empty(tensor: TensorInfo) -> Any:
@@ -193,19 +138,15 @@ def empty(tensor: TensorInfo) -> Any:
     Raises:
         MemoryError: There is no memory for it.
     """
-    torch = sys.modules.get("torch")
-    if tensor.device == "cpu" or torch is None:
+    if tensor.device == "cpu":
         return restore(np.empty(tensor.shape, np.dtype(tensor.dtype)), tensor.library)
-    try:
-        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=tensor.device)
-    except torch.cuda.OutOfMemoryError as exc:
-        raise MemoryError(str(exc)) from exc
+    return empty_on_device(tensor)
 
 
 def restore(array: Array, library: str) -> Any:
     """Turns a fresh array into a tensor of a library, over the same memory; where it can't, the array stays one."""
     torch = sys.modules.get("torch")
-    if library != "torch" or torch is None or not hasattr(torch, _name(array.dtype)):
+    if library != "torch" or torch is None or not hasattr(torch, name_of(array.dtype)):
         return array
     if array.dtype not in NARROW:
         return torch.from_numpy(array)
@@ -239,7 +180,7 @@ def _torch_type() -> Any:
 
 def _view_of_torch(tensor: Any) -> Array | DeviceArray | None:
     torch: Any = sys.modules["torch"]
-    dtype = _TORCH_DTYPES.get(_torch_name(tensor.dtype))
+    dtype = TORCH_DTYPES.get(torch_name(tensor.dtype))
     if dtype is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
@@ -249,27 +190,7 @@ def _view_of_torch(tensor: Any) -> Array | DeviceArray | None:
     plain = tensor.detach()
     if plain.device.type != "cpu":
         return DeviceArray(plain)
-    return _shown(plain, dtype.itemsize).view(dtype)
-
-
-def _shown(tensor: Any, itemsize: int) -> Array:
-    """The memory of a torch tensor as an array of bare elements.
-
-    Not by `Tensor.numpy`, after which torch refuses for good to resize the storage.
-    """
-    interface = {
-        "data": (tensor.data_ptr(), False),
-        "shape": tuple(tensor.shape),
-        "strides": tuple(stride * itemsize for stride in tensor.stride()),
-        "typestr": f"|V{itemsize}",
-        "version": 3,
-    }
-    return np.asarray(_Interface(interface, tensor))
-
-
-@lru_cache(maxsize=64)
-def _torch_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
+    return shown_by_torch(plain, dtype.itemsize).view(dtype)
 
 
 def _view_of_dlpack(value: Any) -> Array | None:
@@ -294,14 +215,9 @@ def _view_of_interface(value: Any) -> Array | None:
         interface = value.__array_interface__
         if not isinstance(interface.get("data"), tuple):  # a buffer, which may be a copy
             return None
-        return np.asarray(_Interface(interface, value))
+        return np.asarray(Interface(interface, value))
     except Exception:  # noqa: BLE001 - as above
         return None
-
-
-def is_number(dtype: np.dtype[Any]) -> bool:
-    """Tells whether elements of a dtype are numbers that collectives work on."""
-    return dtype.kind in KINDS or dtype in NARROW
 
 
 # ---------------------------------------------------------------------------------------------- storage
@@ -386,13 +302,13 @@ def owner(tensor: object) -> object:
     tensor_type = _torch_type()
     if tensor_type is not None and isinstance(tensor, tensor_type):
         return tensor.untyped_storage()
-    return tensor
+    return tensor.data.mem if is_cupy(tensor) else tensor  # type: ignore[attr-defined]  # cupy has no types
 
 
 def copy_to_host(array: Array | DeviceArray) -> Array:
     """Copies a tensor as `view` gave it into a fresh array, C order."""
     if isinstance(array, DeviceArray):
-        return cast("Array", view(array.tensor.cpu().contiguous()))
+        return np.asarray(cast("Array", view(array.to_host())), order="C")
     return np.array(array, order="C", copy=True, subok=False)
 
 
@@ -401,16 +317,6 @@ def _shadow(array: Array | DeviceArray) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------- chunks
-
-
-@lru_cache(maxsize=64)
-def _name(dtype: np.dtype[Any]) -> str:
-    return native(dtype).name
-
-
-def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The same type in this machine's byte order."""
-    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 class Flat:

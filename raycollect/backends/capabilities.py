@@ -118,6 +118,18 @@ def _not_in_torch(name: str) -> str:
     return "" if distributed.is_backend_available(name) else f"this torch has no distributed backend {name!r}"
 
 
+def _no_gpu() -> str:
+    """Why NCCL can't be used here though cupy is installed, or ""."""
+    try:
+        cupy, nccl = import_module("cupy"), import_module("cupy.cuda.nccl")
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as exc:  # noqa: BLE001 - no driver, or one that is too old: cupy's own, in many kinds
+        return f"a GPU: {exc}"
+    if not nccl.available:
+        return "NCCL: cupy does not find its library"
+    return "" if count else "a GPU: this process sees none"
+
+
 _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 
 _LINES = (
@@ -159,11 +171,13 @@ _LINES = (
     ),
     Capabilities(
         name="nccl",
-        absent="this release has no NCCL backend of its own. It will need cupy (pip install 'raycollect[cuda12]' or "
-        "'raycollect[cuda13]'); 'torch:nccl' reaches NCCL through a CUDA build of torch today",
-        ops=frozenset(),
+        module="raycollect.backends.nccl",
+        libraries=("cupy.cuda.nccl",),
+        # cupy's wheels are by the CUDA of the driver.
+        install="pip install 'raycollect[cuda12]' or 'raycollect[cuda13]'",
+        probe=lambda: _no_gpu(),
         devices=_CUDA,
-        interruptible=False,
+        interruptible=True,
         bitwise=False,
         cross_host=True,
     ),

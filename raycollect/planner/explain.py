@@ -16,7 +16,7 @@ from raycollect.model import GroupSpec
 from raycollect.planner.ir import Made, Plan, Source, Together
 from raycollect.planner.pricing import packing, price, rivals
 from raycollect.planner.render import html, step_html, step_text, text
-from raycollect.planner.report import Act, Bar, Lane, Memory, Methods, Report, Row, StepReport, Way
+from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, Report, Row, StepReport, Way
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
 from raycollect.planner.wording import acts, counted, nbytes_words, op_words, ranks_words, seconds_words
@@ -200,7 +200,9 @@ class _Bundle:
         self.base = together.base[self.taken]
         self.members = tuple(plan.positions[self.roster.members[rank]] for rank in self.part.ranks)
         staged = [one for number in self.calls for one in sizes.staged(number)]
-        self.packing = packing(self.part.request.kind, self.roster.spec.backend, staged, plan.staging)
+        on_device = self.roster.spec.memory not in ("", "cpu")  # where nothing is packed
+        staging = 0 if on_device else plan.staging
+        self.packing = packing(self.part.request.kind, self.roster.spec.backend, staged, staging)
         self.tensors = len(staged)
         self.costs = tuple(price(self.part, self.roster, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
@@ -302,8 +304,21 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         acts=bundle.acts,
         made_nbytes=made,
         scratch_nbytes=scratch,
+        brought=_brought(sizes, bundle, number),
         begins_s=begins_s,
         time_s=bundle.times_s[bundle.taken],
+    )
+
+
+def _brought(sizes: Sizes, bundle: _Bundle, number: int) -> tuple[Brought, ...]:
+    """What the ranks bring to where the backend works, those that bring as much from the same device together."""
+    alike: dict[tuple[str, str, int, int], list[int]] = {}
+    for rank in bundle.part.ranks:
+        for (device, memory), (there, back) in sizes.brought(number, rank, bundle.taken).items():
+            alike.setdefault((device, memory, there, back), []).append(rank)
+    return tuple(
+        Brought(ranks=tuple(ranks), device=device, memory=memory, nbytes_there=there, nbytes_back=back)
+        for (device, memory, there, back), ranks in alike.items()
     )
 
 
@@ -366,18 +381,20 @@ def _chunks(backend: str) -> int:
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
     """What a participant needs at most: outputs stay, what is for the steps of one call is there until the end."""
-    made, scratch = [0] * len(plan.participants), [0] * len(plan.participants)
+    made, scratch, stand_ins = ([0] * len(plan.participants) for _ in range(3))
     for bundle in bundles:
         for number in bundle.calls:
             extra = sizes.extra(number)
-            for member in bundle.members:
+            for rank, member in zip(bundle.part.ranks, bundle.members, strict=True):
                 made[member] += extra[0]
                 scratch[member] += extra[1]
+                stand_ins[member] += sizes.stand_ins(number, rank)
     specs = [spec for bundle in bundles for spec in bundle.groups()]
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
         packing=max((bundle.packing.nbytes for bundle in bundles), default=0),
+        stand_ins=max(stand_ins, default=0),
         chunks=tuple({spec.name: _chunks(spec.backend) for spec in specs}.items()),
     )
 
@@ -388,5 +405,6 @@ def _memory_of_all(parts: Sequence[Memory]) -> Memory:
         outputs=sum(one.outputs for one in parts),
         scratch=max((one.scratch for one in parts), default=0),
         packing=max((one.packing for one in parts), default=0),
+        stand_ins=max((one.stand_ins for one in parts), default=0),
         chunks=tuple({name: nbytes for one in parts for name, nbytes in one.chunks}.items()),
     )

@@ -135,15 +135,25 @@ class Part:
                 found.append((dst, writes_dst))
         return found
 
-    def domains(self, rank: int) -> tuple[Domain, ...]:
-        """The groups in which one rank takes part, by level; an empty one where it has none."""
-        found = [Domain(group_id=self.request.group.group_id, rank=rank, ranks=self.ranks)]
+    def domains(self, rank: int, roster: Roster | None = None) -> tuple[Domain, ...]:
+        """The groups in which one rank takes part, by level; an empty one where it has none.
+
+        Args:
+            rank: The rank.
+            roster: The request's group, which knows where those inside it work.
+        """
+        group = self.request.group
+        found = [Domain(group_id=group.group_id, rank=rank, ranks=self.ranks, memory=group.memory)]
         for level in self.levels:
             mine = next(((group_id, ranks) for group_id, ranks in level if rank in ranks), None)
             if mine is None:
                 found.append(Domain(group_id="", rank=-1, ranks=()))
-            else:
-                found.append(Domain(group_id=mine[0], rank=mine[1].index(rank), ranks=tuple(range(len(mine[1])))))
+                continue
+            group_id, ranks = mine
+            memory = "" if roster is None else roster.memory_of(group_id)
+            found.append(
+                Domain(group_id=group_id, rank=ranks.index(rank), ranks=tuple(range(len(ranks))), memory=memory)
+            )
         return tuple(found)
 
 
@@ -282,7 +292,7 @@ class Plan:
             part = self.parts[number]
             share = shares.setdefault((id(part), rank), len(written))
             if share == len(written):
-                written.append(_share(part, rank))
+                written.append(_share(part, rank, self.rosters[number]))
             _, src, dst = self.requests[number].operands[part.places[rank]]
             inputs = tuple(
                 -1 - task_of[one.request] if isinstance(one, Made) else keys.setdefault(one, len(keys))
@@ -354,11 +364,11 @@ class Plan:
         return tuple(one for one in (src, dst) if one is not None)
 
 
-def _share(part: Part, rank: int) -> Share:
+def _share(part: Part, rank: int, roster: Roster) -> Share:
     request = part.request
     return Share(
         op=request.kind.value,
-        domains=part.domains(rank),
+        domains=part.domains(rank, roster),
         root=request.root,
         reduce_op=request.op,
         template=part.template(rank),

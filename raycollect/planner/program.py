@@ -19,11 +19,13 @@ class Domain:
         group_id: The group whose communicator runs it; empty at a door that the controller keeps.
         rank: This participant's rank in it.
         ranks: The ranks that take part, ascending.
+        memory: Where its kernels work; see `GroupSpec.memory`.
     """
 
     group_id: str
     rank: int
     ranks: tuple[int, ...]
+    memory: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

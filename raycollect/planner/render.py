@@ -26,6 +26,9 @@ MOST_RANKS = 40
 MOST_ACTORS = 4
 """How many actors of a method's calls are named; the others are counted."""
 
+_MEMORIES = {"cpu": "the host's memory", "cuda": "its GPU"}
+"""Where a backend works, or a tensor lies -> what a reader calls it; other devices by their names."""
+
 _HEAD = (
     "calls",
     "operation",
@@ -201,11 +204,27 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
         "after": after and _numbered(after),
         "packed": packed and f"{packed} of {tensors} tensors travel in {kernels} kernel{'s' if kernels > 1 else ''}",
         "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
+        "brought": _brought(rows),
         "bits": row.bits,
         "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
         "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",
     }
     return [(name, str(what)) for name, what in found.items() if what]
+
+
+def _brought(rows: Sequence[Row]) -> str:
+    """What the ranks of a bundle bring to where the backend works, and back."""
+    sums: dict[tuple[tuple[int, ...], str, str], tuple[int, int]] = {}
+    for one in (one for row in rows for one in row.brought):
+        there, back = sums.get((one.ranks, one.device, one.memory), (0, 0))
+        sums[one.ranks, one.device, one.memory] = there + one.nbytes_there, back + one.nbytes_back
+    words = [
+        f"rank{'s' if len(ranks) > 1 else ''} {_clipped(ranks_words(ranks))} from {_MEMORIES.get(device, device)} to "
+        f"{_MEMORIES.get(memory, memory)}: {nbytes_words(there)}, and {nbytes_words(back)} back"
+        for (ranks, device, memory), (there, back) in sums.items()
+    ]
+    more = [f"and {len(words) - MOST_ACTS} more kinds of ranks"] if len(words) > MOST_ACTS else []
+    return "; ".join([*words[:MOST_ACTS], *more])
 
 
 def _acts(row: Row) -> list[str]:
@@ -235,6 +254,7 @@ def _stage_totals(report: Report) -> list[tuple[str, str]]:
         ("outputs on a rank", nbytes_words(memory.outputs)),
         ("scratch on a rank", nbytes_words(memory.scratch)),
         ("packing on a rank", f"{nbytes_words(memory.packing)}, of {nbytes_words(report.staging)} allowed"),
+        *_stand_ins(memory),
         ("chunks, at most", _chunks(memory)),
         ("time", f"{seconds_words(report.time_s)} after the door"),
     ]
@@ -253,9 +273,15 @@ def _step_totals(report: StepReport) -> list[tuple[str, str]]:
         ("outputs on a rank", f"{nbytes_words(memory.outputs)} at most, kept until the run that follows"),
         ("scratch on a rank", nbytes_words(memory.scratch)),
         ("packing on a rank", nbytes_words(memory.packing)),
+        *_stand_ins(memory),
         ("chunks, at most", _chunks(memory)),
         ("time", f"{seconds_words(report.time_s)} after the doors, without the methods"),
     ]
+
+
+def _stand_ins(memory: Memory) -> list[tuple[str, str]]:
+    """What stands for tensors that lie elsewhere than their backend works; nothing where none do."""
+    return [("stand-ins on a rank", nbytes_words(memory.stand_ins))] if memory.stand_ins else []
 
 
 def _chunks(memory: Memory) -> str:

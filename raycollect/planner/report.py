@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Act", "Bar", "Invoked", "Lane", "Memory", "Methods", "Report", "Row", "StepReport", "Way"]
+__all__ = ["Act", "Bar", "Brought", "Invoked", "Lane", "Memory", "Methods", "Report", "Row", "StepReport", "Way"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,25 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What some ranks bring to where the backend works, and back, as it lies elsewhere.
+
+    Attributes:
+        ranks: The ranks, ascending.
+        device: Where their tensors lie: ``"cuda:0"``.
+        memory: Where the backend works: ``"cpu"``, ``"cuda"``.
+        nbytes_there: The bytes that each of them copies there.
+        nbytes_back: The bytes that each of them copies back.
+    """
+
+    ranks: tuple[int, ...]
+    device: str
+    memory: str
+    nbytes_there: int
+    nbytes_back: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One call.
 
@@ -64,6 +83,7 @@ class Row:
         acts: What the ranks do.
         made_nbytes: The most bytes of output that are made on a rank.
         scratch_nbytes: The most bytes that are made on a rank for the steps only.
+        brought: What is brought to where the backend works, and back.
         begins_s: When its bundle begins, in seconds after the door.
         time_s: How long its bundle takes, in seconds.
     """
@@ -88,6 +108,7 @@ class Row:
     acts: tuple[Act, ...]
     made_nbytes: int
     scratch_nbytes: int
+    brought: tuple[Brought, ...]
     begins_s: float
     time_s: float
 
@@ -135,12 +156,14 @@ class Memory:
         outputs: What is made for the user.
         scratch: What is made for the steps only.
         packing: Where tensors lie that travel packed.
+        stand_ins: What stands, where the backends work, for tensors that lie elsewhere.
         chunks: For each group: (its name, the chunks of its backend; -1 where that is not known).
     """
 
     outputs: int
     scratch: int
     packing: int
+    stand_ins: int
     chunks: tuple[tuple[str, int], ...]
 
 

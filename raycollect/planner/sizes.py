@@ -6,12 +6,13 @@ piece, or of what the other ranks give (`Role`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raycollect.model import PIECES, TensorInfo
+from raycollect.model import PIECES, OpKind, TensorInfo
 from raycollect.planner.ir import Made, Part, Plan, Source
-from raycollect.planner.template import Role, Template
+from raycollect.planner.template import Role, Step, Template
 
 __all__ = ["Infos", "Sizes"]
 
@@ -86,7 +87,60 @@ class Sizes:
         rows = count * (2 if out_pieces and in_pieces else 1)
         return [(column[0].dtype, rows * max(info.nbytes for info in column)) for column in zip(*pieces, strict=False)]
 
+    def brought(self, number: int, rank: int, way: int) -> dict[tuple[str, str], tuple[int, int]]:
+        """What a rank copies to where the backend works, and back, by one of the part's algorithms.
+
+        Returns:
+            (device, `GroupSpec.memory`) -> the bytes there, and those back.
+        """
+        there, back = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for step in self._plan.parts[number].template(rank).ways[way]:
+            memory = self._memory(number, rank, step)
+            for found, index, piece in ((there, step.src, step.src_piece), (back, step.dst, step.dst_piece)):
+                count = 1 if piece < 0 else len(self._plan.parts[number].ranks)
+                for info in self._elsewhere(number, rank, index, memory):
+                    found[info.device, memory] += info.nbytes // count
+        return {way: (there[way], back[way]) for way in (there | back)}
+
+    def stand_ins(self, number: int, rank: int) -> int:
+        """The bytes of what stands for tensors of a rank that lie elsewhere than the backend works."""
+        steps = [step for way in self._plan.parts[number].template(rank).ways for step in way]
+        used = {(index, self._memory(number, rank, step)) for step in steps for index in (step.src, step.dst)}
+        return sum(_nbytes(self._elsewhere(number, rank, index, memory)) for index, memory in used)
+
     # ------------------------------------------------------------------------------------------ of one rank
+
+    def _memory(self, number: int, rank: int, step: Step) -> str:
+        """Where a step's kernel works; empty where it takes tensors wherever they are."""
+        part = self._plan.parts[number]
+        if not isinstance(step.kind, OpKind):
+            return ""
+        if not step.level:
+            return part.request.group.memory
+        inner = (group_id for group_id, ranks in part.levels[step.level - 1] if rank in ranks)
+        return self._plan.rosters[number].memory_of(next(inner, ""))
+
+    def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
+        """The tensors of a buffer that don't lie where a kernel works."""
+        if index < 0 or not memory:
+            return ()
+        return tuple(info for info in self._buffer(number, rank, index) if info.device.partition(":")[0] != memory)
+
+    def _buffer(self, number: int, rank: int, index: int) -> Infos:
+        """What a buffer of a rank holds."""
+        part = self._plan.parts[number]
+        template = part.template(rank)
+        buffer = template.buffers[index]
+        if buffer.role is Role.OPERAND:
+            _, src, dst = self._plan.requests[number].operands[part.places[rank]]
+            source = src if index == template.src and src is not None else dst
+            return () if source is None else self._held(number, rank, source)
+        if buffer.is_output:
+            return self.made(number, rank)
+        if buffer.role is Role.LEARNED:
+            return self._learned(number, rank)
+        held = self._buffer(number, rank, buffer.source)
+        return held if buffer.role is Role.LIKE else _piece(part, held, rank)
 
     def _held(self, number: int, rank: int, source: Source) -> Infos:
         if not isinstance(source, Made):
@@ -112,9 +166,18 @@ class Sizes:
         if out_pieces and not in_pieces:  # the same for all takers
             known = next((self._made[number, one] for one in part.ranks if self._made.get((number, one))), None)
             if known is not None:
-                return known
+                return self._beside(part, known, number, rank)
         held = [self.gives(number, giver) for giver in givers]
-        return tuple(info for one in held for info in (_piece(part, one, rank) if in_pieces else one))
+        found = tuple(info for one in held for info in (_piece(part, one, rank) if in_pieces else one))
+        return self._beside(part, found, number, rank)
+
+    def _beside(self, part: Part, infos: Infos, number: int, rank: int) -> Infos:
+        """What comes from the others, on the devices of what the rank gives itself, if it gives anything."""
+        mine = self.gives(number, rank)
+        if len({info.device for info in (*mine, *infos)}) < 2 or not mine:
+            return infos
+        row = _piece(part, mine, rank) if PIECES.get(part.request.kind, (False, False))[0] else mine
+        return tuple(info.beside(row[at % len(row)]) for at, info in enumerate(infos))
 
     def _scratch(self, number: int, rank: int, template: Template) -> int:
         if not any(buffer.scratch for buffer in template.buffers):

@@ -135,6 +135,11 @@ class Roster:
         count = spec.world_size
         return cls(spec=spec, members=tuple(map(str, range(count))), topology=Topology(hosts=(0,) * count))
 
+    def memory_of(self, group_id: str) -> str:
+        """Where a group inside it works; see `GroupSpec.memory`."""
+        inner = (*self.hosts, self.leaders)
+        return next((one.spec.memory for one in inner if one is not None and one.spec.group_id == group_id), "")
+
     def rank_of(self, participant: str) -> int:
         """The rank of a participant; -1 where it is no member."""
         return self._ranks.get(participant, -1)

@@ -18,7 +18,7 @@ from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Ticket
 from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
-VERSION = 4
+VERSION = 5
 MOST_RANKS = 1 << 20
 """A number that is larger must not make a reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
@@ -61,7 +61,7 @@ def encode_program(program: Program) -> bytes:
 def _plain_domain(domain: Domain) -> Any:
     ranks = domain.ranks
     whole = ranks[:1] == (0,) and ranks[-1] == len(ranks) - 1  # they ascend: 0 to n - 1
-    return domain.group_id, domain.rank, len(ranks) if whole else ranks
+    return domain.group_id, domain.rank, len(ranks) if whole else ranks, domain.memory
 
 
 @lru_cache(maxsize=1024)
@@ -127,12 +127,12 @@ def decode_program(data: bytes) -> Program:
 
 
 def _domain(values: Any) -> Domain:
-    group_id, rank, ranks = values
+    group_id, rank, ranks, memory = values
     if isinstance(ranks, int):
         if not 0 <= ranks <= MOST_RANKS:
             raise ValueError(f"{ranks} ranks")
         ranks = tuple(range(ranks))
-    return Domain(group_id=group_id, rank=rank, ranks=ranks)
+    return Domain(group_id=group_id, rank=rank, ranks=ranks, memory=memory)
 
 
 @lru_cache(maxsize=256)

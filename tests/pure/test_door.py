@@ -70,6 +70,13 @@ def test_the_library_of_a_tensor_need_not_be_the_same() -> None:
     assert _decide(SPEC, _with(library="torch"), SPEC) == ()
 
 
+@pytest.mark.parametrize("world", range(2, 6))
+def test_tensors_may_lie_on_devices_of_any_kind_where_each_rank_brings_its_own(world: int) -> None:
+    specs = [_with(device="cuda:1") if rank % 2 else SPEC for rank in range(world)]
+    assert _decide(*specs) == ()
+    assert _decide(*[replace(spec, one_device=True) for spec in specs])
+
+
 ODD: dict[str, tuple[Spec, Spec, list[tuple[str, str, str]]]] = {
     "op": (SPEC, replace(SPEC, op="broadcast"), [("op", "broadcast", "allreduce")]),
     "a send among barriers": (
@@ -83,7 +90,11 @@ ODD: dict[str, tuple[Spec, Spec, list[tuple[str, str, str]]]] = {
     "shape": (SPEC, _with(shape=(3, 2)), [("shape", "[3, 2]", "[2, 3]")]),
     "no dimensions": (SPEC, _with(shape=()), [("shape", "[]", "[2, 3]")]),
     "dtype": (SPEC, _with(dtype="int32"), [("dtype", "int32", "float32")]),
-    "device": (SPEC, _with(device="cuda:1"), [("device", "cuda", "cpu")]),
+    "device": (
+        replace(SPEC, one_device=True),
+        replace(_with(device="cuda:1"), one_device=True),
+        [("device", "cuda", "cpu")],
+    ),
     "structure": (
         LIST,
         replace(SPEC, gives=_list(INFO, INFO, kind="tuple")),
@@ -264,6 +275,7 @@ _SPECS = st.builds(
     root=st.integers(-1, 100),
     gives=st.none() | _sides(),
     takes=st.none() | _sides(),
+    one_device=st.booleans(),
 )
 _VIOLATIONS = st.builds(
     Violation,
@@ -294,7 +306,10 @@ def test_the_verdict_refuses_if_and_only_if_there_is_a_reason(arrivals: list[Arr
     specs = {arrival.spec for arrival in arrivals}
     calls = {(spec.op, spec.caller, spec.reduce_op, spec.root) for spec in specs}
     sides = {side for spec in specs for side in (spec.gives, spec.takes) if side is not None}
-    devices = {(tuple((t.dtype, t.device.partition(":")[0]) for t in side.tensors), side.structure) for side in sides}
+    alike = any(spec.one_device for spec in specs)
+    devices = {
+        (tuple((t.dtype, alike and t.device.partition(":")[0]) for t in side.tensors), side.structure) for side in sides
+    }
     sizes = {tuple(t.size for t in side.tensors) for side in sides}
     assert (len(calls) > 1 or len(devices) > 1 or len(sizes) > 1) <= (set(violations) > set(own))
     if len(calls) == 1 and len(sides) < 2:

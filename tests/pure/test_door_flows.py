@@ -329,6 +329,9 @@ def test_any_single_change_names_that_piece_or_its_other_end(
         infos = (*value.tensors[:at], CHANGES[change](value.tensors[at]), *value.tensors[at + 1 :])
         changed = replace(value, tensors=infos)
     specs[rank] = replace(specs[rank], **{side: changed})
+    if change == "device":
+        assert _decide(specs) == ()
+        specs = [replace(spec, one_device=True) for spec in specs]
     mine = {part for part in flow if part[0] == rank and ("output" in part[1]) <= (side == "takes")}
     found = {(v.rank, v.field.removeprefix(change)) for v in _decide(specs)}
     if change in ("dtype", "device"):  # of all that one kernel moves

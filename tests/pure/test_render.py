@@ -153,8 +153,30 @@ def overlapping():
     return told(requests, [left] * 100 + [right] * 50, {at: info(1024) for at in range(150)}, staging=100 << 10)
 
 
+def on(device, size, library="cupy"):
+    return (replace(info(size)[0], device=device, library=library),)
+
+
+def working_in(memory, there):
+    """The same group, and those inside it, with a backend that works in some memory."""
+    inner = [replace(one, spec=replace(one.spec, memory=memory)) for one in there.hosts]
+    leaders = there.leaders and replace(there.leaders, spec=replace(there.leaders.spec, memory=memory))
+    return replace(there, spec=replace(there.spec, memory=memory), hosts=tuple(inner), leaders=leaders)
+
+
+def brought():
+    there = working_in("cpu", roster([0] * 4))
+    requests = [allreduce(there, "gradient"), gathering(OpKind.ALLGATHER, there, "loss"), send(there, 1, 0, "row")]
+    planned = plan(requests, [there] * 3)
+    held = {("gradient", rank): on(device, 1 << 20) for rank, device in enumerate(["cuda:0", "cuda:1", "cuda:0"])}
+    held |= {("gradient", 3): info(1 << 20), ("row", 1): info(300)}
+    held |= {("loss", rank): on("cuda:0", 8) if rank == 2 else info(8) for rank in range(4)}
+    return explain(planned, held)
+
+
 PLANS = {
-    one.__name__: one for one in (native, fused, hierarchical, in_order, mixed, pairwise, ring, dependent, overlapping)
+    one.__name__: one
+    for one in (native, fused, hierarchical, in_order, mixed, pairwise, ring, dependent, overlapping, brought)
 }
 
 
@@ -316,6 +338,51 @@ def test_what_an_operand_holds_has_to_be_known():
     there = roster([0] * 2)
     with pytest.raises(KeyError):
         explain(plan([allreduce(there)], [there]), {("x", 0): info(5)})
+
+
+def test_what_ranks_bring_to_where_the_backend_works_is_told_by_rank():
+    rows = brought().rows
+    kib = 1 << 10
+    assert [(one.ranks, one.device, one.nbytes_there, one.nbytes_back) for one in rows[0].brought] == [
+        ((0, 2), "cuda:0", 4096 * kib, 4096 * kib),
+        ((1,), "cuda:1", 4096 * kib, 4096 * kib),
+    ]
+    assert [(one.ranks, one.nbytes_there, one.nbytes_back) for one in rows[1].brought] == [((2,), 32, 4 * 32)]
+    assert rows[2].brought == ()
+    assert brought().memory.stand_ins == 4096 * kib + 32 + 4 * 32
+
+
+def test_what_lies_in_the_host_is_brought_to_a_backend_on_gpus_where_nothing_is_packed():
+    there = working_in("cuda", roster([0] * 3, backend="nccl", bitwise=False))
+    requests = [allreduce(there, tag) for tag in "ab"] + [broadcast(there, 2, "c")]
+    planned = plan(requests, [there] * 3)
+    given = {source: info(100) if source[1] == 1 else on("cuda:0", 100) for source in planned.uses()}
+    rows = explain(planned, given).rows
+    assert [row.packed[0] for row in rows] == [0, 0, 0]
+    for row, (there_nbytes, back) in zip(rows, [(400, 400), (400, 400), (0, 400)], strict=True):
+        (only,) = row.brought
+        assert (only.ranks, only.device, only.memory) == ((1,), "cpu", "cuda")
+        assert (only.nbytes_there, only.nbytes_back) == (there_nbytes, back)
+    assert "rank 1 from the host's memory to its GPU: 0 B, and 400 B back" in explain(planned, given).explain()
+
+
+def test_each_step_of_an_algorithm_brings_what_it_works_on():
+    there = working_in("cpu", roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True))
+    planned = plan([allreduce(there)], [there])
+    found = explain(planned, {("x", rank): on("cuda:0", 1 << 24) for rank in range(6)})
+    assert found.rows[0].algorithm == "hierarchical"
+    whole = 1 << 26
+    assert {one.ranks: (one.nbytes_there // whole, one.nbytes_back // whole) for one in found.rows[0].brought} == {
+        (0, 3): (3, 2),
+        (1, 2, 4, 5): (1, 1),
+    }
+
+
+def test_nothing_is_told_to_be_brought_where_the_backend_takes_tensors_wherever_they_are():
+    there = roster([0] * 2)
+    found = explain(plan([allreduce(there)], [there]), {("x", rank): on("cuda:0", 9) for rank in range(2)})
+    assert found.rows[0].brought == ()
+    assert "stand-ins" not in found.explain()
 
 
 def test_what_can_not_be_cut_is_refused():

@@ -90,7 +90,7 @@ def test_rays_own_call_runs_unchanged(actors):
     col.barrier("8")
     col.create_collective_group(workers, 2, [0, 1], backend=col.types.Backend.GLOO, group_name="9")
     assert spec_of("9") == GroupSpec(
-        name="9", group_id=spec_of("9").group_id, backend="gloo", world_size=2, timeout_s=30.0
+        name="9", group_id=spec_of("9").group_id, backend="gloo", world_size=2, timeout_s=30.0, memory="cpu"
     )
     col.declare_collective_group(workers, options={"rank": [1, 0], "group_name": "10", "gloo_timeout": 1000})
     assert spec_of("10").timeout_s == 1.0

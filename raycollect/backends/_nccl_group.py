@@ -1,0 +1,192 @@
+"""How a rank joins NCCL: on which device, whether that can be, and the communicator, which waits for all ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from raycollect.contracts import Rendezvous
+from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidGroupError
+from raycollect.model import GroupSpec
+
+__all__ = ["HINT", "Joined", "join", "said"]
+
+HINT = "NCCL_DEBUG=INFO in the environment of the actors makes NCCL tell more"
+
+SHARING_FROM = 23000
+"""The NCCL that takes several ranks on one GPU, where `SHARING` is set before it is first used."""
+SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+
+_STATUSES = {6: "a remote rank has failed or is gone", 7: "an operation is still in progress"}
+"""Status -> what it means, where cupy has no words for it."""
+
+_log = logging.getLogger("raycollect")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A rank's end of NCCL.
+
+    Attributes:
+        communicator: cupy's.
+        device: The number of its device in this process.
+        version: NCCL's, as 22803 for 2.28.3.
+        capability: What all GPUs of the group can do, as 90 for sm_90.
+    """
+
+    communicator: Any
+    device: int
+    version: int
+    capability: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a rank is, as it tells the others.
+
+    Attributes:
+        gpu: Its host and the place of its GPU there.
+        version: Its NCCL's.
+        may_share: Whether its environment lets it share that GPU.
+        capability: What the GPU can do.
+    """
+
+    gpu: str
+    version: int
+    may_share: bool
+    capability: int
+
+
+def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Joined:
+    """Makes this rank's communicator, on the device that the group's options name, or the calling thread's current one.
+
+    Args:
+        spec: The group.
+        rank: This process's rank.
+        rendezvous: How the members find each other.
+        host: The address of this node.
+        timeout_s: How long to wait for a member, in seconds.
+
+    Raises:
+        InvalidGroupError: An option is unknown, or names a device that is not there.
+        BackendUnavailableError: There is no GPU, the members have different releases of NCCL, or share a GPU where NCCL
+            does not take that.
+        CollectiveTimeoutError: A member did not come.
+    """
+    cupy = import_module("cupy")
+    nccl = import_module("cupy.cuda.nccl")
+    device = _device(cupy, spec)
+    gpu = f"{host}/{cupy.cuda.runtime.deviceGetPCIBusId(device)}"
+    may_share = os.environ.get(SHARING, "1") == "1"
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    here = _Place(gpu=gpu, version=int(nccl.get_version()), may_share=may_share, capability=capability)
+    rendezvous.put(f"nccl.place.{rank}", json.dumps(asdict(here)).encode())
+    told = [rendezvous.get(f"nccl.place.{peer}", timeout_s) for peer in range(spec.world_size)]
+    places = [_Place(**json.loads(one)) for one in told]
+    _check(spec, places)
+    if rank == 0:
+        rendezvous.put("nccl.id", json.dumps(nccl.get_unique_id()).encode())  # C's chars, which have signs or not
+    unique = tuple(json.loads(rendezvous.get("nccl.id", timeout_s)))
+    made = _Making(cupy, nccl, device, (spec.world_size, unique, rank)).wait(spec, rank, timeout_s)
+    least = min(place.capability for place in places)
+    return Joined(communicator=made, device=device, version=here.version, capability=least)
+
+
+def said(exc: BaseException) -> str:
+    """What cupy's exception means; it raises KeyError for statuses that are newer than its table."""
+    if isinstance(exc, KeyError) and exc.args and exc.args[0] in _STATUSES:
+        return f"NCCL status {exc.args[0]}: {_STATUSES[exc.args[0]]}; {HINT}"
+    return f"{type(exc).__name__}: {exc}; {HINT}"
+
+
+def _device(cupy: Any, spec: GroupSpec) -> int:
+    """The number of the device that this rank works on."""
+    options = dict(spec.options)
+    chosen = options.pop("device", None)
+    if options:
+        detail = f"backend 'nccl' takes the option 'device', and got {', '.join(sorted(options))}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as exc:
+        raise BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': no GPU here: {exc}") from exc
+    found = int(cupy.cuda.runtime.getDevice()) if chosen is None else chosen
+    if type(found) is not int or not 0 <= found < count:
+        detail = f"backend 'nccl': there is no device {chosen!r} here; this process sees {count}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    return found
+
+
+def _check(spec: GroupSpec, places: Sequence[_Place]) -> None:
+    """Refuses what NCCL would not take, or would take and hang on; lets ranks share a GPU where that can be."""
+
+    def refuse(why: str) -> BackendUnavailableError:
+        return BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': {why}")
+
+    if len({place.version for place in places}) > 1:  # NCCL compares them to the last digit
+        releases = ", ".join(f"rank {rank} has {place.version}" for rank, place in enumerate(places))
+        raise refuse(f"the members have different releases of NCCL: {releases}")
+    shared = [gpu for gpu, count in Counter(place.gpu for place in places).items() if count > 1]
+    if not shared:
+        return
+    ranks = [rank for rank, place in enumerate(places) if place.gpu == shared[0]]
+    if places[0].version < SHARING_FROM:
+        why = f"ranks {ranks} share the GPU {shared[0]}, which NCCL takes from 2.30 on, and this is {places[0].version}"
+        raise refuse(f"{why}. Give each member a GPU of its own, or use 'shm' or 'tcp', through the memory of the host")
+    unwilling = [rank for rank, place in enumerate(places) if not place.may_share]
+    if unwilling:
+        why = f"ranks {ranks} share the GPU {shared[0]}, and {SHARING} of ranks {unwilling} forbids it"
+        raise refuse(f"{why}: it has to be 1, or not set")
+    os.environ[SHARING] = "1"
+    _log.info("ranks %s of group %r share the GPU %s; %s=1 lets NCCL do that", ranks, spec.name, shared[0], SHARING)
+
+
+class _Making:
+    """The communicator being made, in a thread of its own: it blocks until all are there, and can't be aborted."""
+
+    def __init__(self, cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> None:
+        self._cupy, self._nccl, self._device, self._arguments = cupy, nccl, device, arguments
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._left = False
+        self._made: Any = None
+        self._error: BaseException | None = None
+        threading.Thread(target=self._make, name="raycollect-nccl", daemon=True).start()
+
+    def wait(self, spec: GroupSpec, rank: int, timeout_s: float) -> Any:
+        """Waits for it; what comes too late is let go of."""
+        if not self._ended.wait(timeout_s):
+            with self._lock:
+                self._left, made = True, self._made
+            _abort(made)
+            detail = f"NCCL did not bring all {spec.world_size} ranks together within {timeout_s:g} s; {HINT}"
+            raise CollectiveTimeoutError(group_name=spec.name, timeout_s=timeout_s, detail=detail)
+        if self._error is not None:
+            detail = f"backend 'nccl': rank {rank} can't join: {said(self._error)}"
+            raise BackendUnavailableError(group_name=spec.name, detail=detail) from self._error
+        return self._made
+
+    def _make(self) -> None:
+        made = None
+        try:
+            with self._cupy.cuda.Device(self._device):
+                made = self._nccl.NcclCommunicator(*self._arguments)
+        except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
+            self._error = exc
+        with self._lock:
+            self._made, left = made, self._left
+        if left:
+            _abort(made)
+        self._ended.set()
+
+
+def _abort(made: Any) -> None:
+    if made is not None:
+        made.abort()

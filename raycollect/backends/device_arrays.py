@@ -1,0 +1,231 @@
+"""Tensors in a device's memory: torch's and cupy's, and whatever else lies on an NVIDIA GPU, which cupy looks at.
+
+torch and cupy are not imported here before somebody has a tensor of theirs, or one that only cupy can look at.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from raycollect.model import TensorInfo
+
+from .elements import TORCH_DTYPES, Array, is_number, torch_name
+
+__all__ = [
+    "DeviceArray",
+    "Interface",
+    "bits_view",
+    "cupy_view",
+    "device_id",
+    "empty_on_device",
+    "is_cupy",
+    "on_gpu",
+    "put_on_gpu",
+    "shown_by_torch",
+    "view_of_cupy",
+]
+
+_DLPACK_CUDA = 2
+
+_BITS = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "u2", "u4", "u8", "c16")}
+"""Bytes per element -> a type of that size."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceArray:
+    """A tensor in a device's memory, as far as it can be described from here; only its library reads it.
+
+    Attributes:
+        tensor: The tensor: torch's, detached, or a `cupy.ndarray`.
+        library: ``"torch"`` or ``"cupy"``.
+        dtype: The numpy dtype of its elements.
+        device: ``"cuda:0"``.
+        shadow: An array of the same address, shape and strides, whose elements must never be touched: it answers every
+            question about where elements lie. (With unified addressing no device has addresses of the host.)
+    """
+
+    tensor: Any
+    library: str = field(init=False)
+    dtype: np.dtype[Any] = field(init=False)
+    device: str = field(init=False)
+    shadow: Array = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        tensor = self.tensor
+        if is_cupy(tensor):
+            found = "cupy", np.dtype(tensor.dtype), f"cuda:{tensor.device.id}", _shown_by_cupy(tensor)
+        else:
+            dtype = TORCH_DTYPES[torch_name(tensor.dtype)]
+            found = "torch", dtype, str(tensor.device), shown_by_torch(tensor, tensor.element_size())
+        for name, value in zip(("library", "dtype", "device", "shadow"), found, strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extent of each dimension, in elements."""
+        return self.shadow.shape
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.shadow.size
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its elements."""
+        return self.shadow.nbytes
+
+    @property
+    def address(self) -> int:
+        """Where the first element lies, in the device's memory."""
+        return int(self.shadow.ctypes.data)
+
+    def to_host(self) -> Any:
+        """Copies it to the host's memory, after all that the caller's stream has to do: a numpy array, or torch's."""
+        return self.tensor.get() if self.library == "cupy" else self.tensor.cpu()
+
+    def take(self, other: DeviceArray) -> None:
+        """Copies another one of as many elements, of the same dtype and device, into it, on the caller's stream."""
+        if self.library == "cupy":
+            bits_view(self)[...] = bits_view(other).reshape(self.shape)
+        else:
+            there = other.tensor if other.library == "torch" else import_module("torch").from_dlpack(other.tensor)
+            self.tensor.copy_(there.reshape(self.tensor.shape))
+
+
+class Interface:
+    """Memory that somebody describes to numpy, and whom the array that comes of it keeps alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self.owner = owner
+
+
+def device_id(device: str) -> int:
+    """The number of a device in this process: 1 for ``"cuda:1"``."""
+    return int(device.partition(":")[2] or 0)
+
+
+def is_cupy(value: Any) -> bool:
+    """Whether it is a `cupy.ndarray`, no subclass; cupy is not imported for that."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and type(value) is getattr(cupy, "ndarray", None)
+
+
+def view_of_cupy(array: Any) -> DeviceArray | None:
+    """A cupy array as what collectives work on; None where its elements are no numbers."""
+    return DeviceArray(array) if is_number(np.dtype(array.dtype)) else None
+
+
+def on_gpu(value: Any) -> DeviceArray | None:
+    """An object of another library that lies on an NVIDIA GPU, as an array of cupy over its memory; None: it does not.
+
+    It says so by the CUDA array interface, or by DLPack.
+    """
+    kind = type(value)
+    try:
+        if hasattr(kind, "__cuda_array_interface__"):
+            found = import_module("cupy").asarray(value)
+        elif hasattr(kind, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA:
+            found = import_module("cupy").from_dlpack(value)
+        else:
+            return None
+    except Exception:  # noqa: BLE001 - foreign code that can't show its memory, or there is no cupy to look at it
+        return None
+    return view_of_cupy(found)
+
+
+def cupy_view(array: DeviceArray) -> Any:
+    """A tensor as a `cupy.ndarray` over the same memory, which it keeps alive."""
+    return _cupy_view(array, array.dtype)
+
+
+def bits_view(array: DeviceArray) -> Any:
+    """The same with elements of a plain type of that size, for copies: cupy does not have all types."""
+    return _cupy_view(array, _BITS[array.dtype.itemsize])
+
+
+def _cupy_view(array: DeviceArray, dtype: np.dtype[Any]) -> Any:
+    if array.library == "cupy":
+        return array.tensor if array.dtype == dtype else array.tensor.view(dtype)
+    cupy, shadow = import_module("cupy"), array.shadow
+    reach = sum((extent - 1) * stride for extent, stride in zip(shadow.shape, shadow.strides, strict=True))
+    nbytes = reach + shadow.itemsize if shadow.size else 0  # torch has no negative strides
+    memory = cupy.cuda.UnownedMemory(array.address, nbytes, array.tensor, device_id(array.device))
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(array.shape, dtype, memptr=pointer, strides=array.shadow.strides)
+
+
+def empty_on_device(tensor: TensorInfo) -> Any:
+    """Allocates a tensor of that shape, dtype, device and library, C order, contents undefined.
+
+    Raises:
+        MemoryError: There is no memory for it.
+    """
+    use_torch = tensor.library == "torch" or (tensor.library != "cupy" and "torch" in sys.modules)
+    return _empty_of_torch(tensor) if use_torch else _empty_of_cupy(tensor)
+
+
+def _empty_of_torch(tensor: TensorInfo) -> Any:
+    torch = import_module("torch")
+    try:
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=tensor.device)
+    except torch.cuda.OutOfMemoryError as exc:
+        raise MemoryError(str(exc)) from exc
+
+
+def _empty_of_cupy(tensor: TensorInfo) -> Any:
+    cupy = import_module("cupy")
+    try:
+        with cupy.cuda.Device(device_id(tensor.device)):
+            return cupy.empty(tensor.shape, np.dtype(tensor.dtype))
+    except cupy.cuda.memory.OutOfMemoryError as exc:
+        raise MemoryError(str(exc)) from exc
+
+
+def put_on_gpu(value: Any, library: str) -> Any:
+    """Copies a tensor of the host's memory to the GPU that is current here, for a library; without one it stays itself.
+
+    Args:
+        value: A torch tensor or a numpy array.
+        library: ``"torch"`` or ``"cupy"``.
+    """
+    torch = sys.modules.get("torch")
+    if library == "torch" and torch is not None and isinstance(value, torch.Tensor):
+        return value.to("cuda") if torch.cuda.is_available() else value
+    if library == "cupy" and isinstance(value, np.ndarray):
+        try:
+            cupy = import_module("cupy")
+            return cupy.asarray(value) if cupy.cuda.runtime.getDeviceCount() else value
+        except Exception:  # noqa: BLE001 - not installed, or no driver: in cupy's many kinds
+            return value
+    return value
+
+
+def shown_by_torch(tensor: Any, itemsize: int) -> Array:
+    """The memory of a torch tensor as an array of bare elements.
+
+    Not by `Tensor.numpy`, after which torch refuses for good to resize the storage.
+    """
+    strides = tuple(stride * itemsize for stride in tensor.stride())
+    return _shown(tensor, tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
+
+
+def _shown_by_cupy(array: Any) -> Array:
+    return _shown(array, array.data.ptr, array.shape, array.strides, array.itemsize)
+
+
+def _shown(owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
+    interface = {
+        "data": (address, False),
+        "shape": shape,
+        "strides": strides,
+        "typestr": f"|V{itemsize}",
+        "version": 3,
+    }
+    return np.asarray(Interface(interface, owner))

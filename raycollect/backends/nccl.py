@@ -1,0 +1,326 @@
+"""Backend `nccl`: members on NVIDIA GPUs, by `cupy.cuda.nccl`; torch is not needed.
+
+Theory. Each operation is NCCL's own where NCCL has it: ALLREDUCE, REDUCE, BROADCAST, and ALLGATHER and REDUCESCATTER of
+pieces of one size. Of several sizes these are a broadcast from, or a reduction to, each rank; GATHER, SCATTER and
+ALLTOALL are a send and a receive between each two ranks that have something for each other, all in one group of NCCL.
+What NCCL can't reduce (whole numbers of 16 bits, bitwise ops, products of complex numbers) moves as bytes and is folded
+in rank order by cupy, `FOLD_NBYTES` of all ranks together at a time (P8). NCCL's own reductions go round in rings and
+trees: the bits are the same on all ranks, but not those of the left fold (P7). Arrays with gaps are copied.
+
+Order. The ranks agree over the exchange before each launch, so that no kernel waits on a GPU for somebody who does not
+come. The kernels run on a stream of the group (`streams`): after all that the caller has enqueued. `Completion.wait`
+returns when they have ended, so whatever the caller enqueues next comes after them. It asks the event behind them, not
+the device: other streams go on, and a call with `async_op` overlaps with the caller's own kernels.
+
+Failure. Waiting sees the launch's deadline, an abort, and the errors that NCCL finds by itself. Any of these ends
+NCCL's communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. A call of NCCL that
+blocks while it is enqueued (it connects to ranks when it first needs them) is ended from another thread in the same
+way: by whoever aborts, or by the guard, if it lasts longer than its launch may.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    KernelError,
+    RaycollectError,
+    Violation,
+    refusal,
+)
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind
+
+from ._exchanged import Exchanged
+from ._nccl_group import HINT, Joined, join, said
+from ._nccl_ops import folds, reduction_of
+from ._nccl_run import FOLD_NBYTES, enqueue, write
+from .device_arrays import DeviceArray
+from .streams import GroupStream
+
+__all__ = ["FOLD_NBYTES", "NcclCommunicator", "create"]
+
+JOIN_TIMEOUT_S = 45.0
+"""How long to wait for a member; less than the minute of a declaration, which then hears who was waited for."""
+
+LOOK_S = 0.01
+"""How often a wait asks NCCL for errors."""
+
+FLOAT8_FROM = 90
+"""The GPUs on which NCCL reduces floats of 8 bits, by what they can do."""
+
+_PATIENCE, _PAUSE_S = 50, 0.0005
+"""Between two looks a wait sleeps for this part of the time that it has lasted, but no longer than that."""
+
+_DRAIN_S = 5.0
+"""How long kernels may take to end on the GPU once their communicator was aborted."""
+
+GUARD_S = 0.25
+"""How often somebody looks whether a rank blocks while it enqueues."""
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
+) -> NcclCommunicator:
+    """Joins the group; returns when this rank has met all others.
+
+    Args:
+        spec: The group. It takes the option ``device``, the number of the GPU in each member's process; without it, it
+            is the one that is current in the calling thread: 0 where nobody has chosen.
+        rank: This process's rank.
+        rendezvous: How the members find each other.
+        exchange: Carries arrivals.
+        host: The address of this node.
+        segments: Not used.
+
+    Raises:
+        InvalidGroupError: The options don't fit.
+        BackendUnavailableError: There is no GPU, or NCCL can't bring these members together.
+        CollectiveTimeoutError: A member did not come.
+        KernelError: NCCL can't connect to a member.
+    """
+    joined = join(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+    made = NcclCommunicator(joined, spec, rank, exchange)
+    first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
+    made.launch(first, Kernel(kind=OpKind.BARRIER)).wait(JOIN_TIMEOUT_S)  # NCCL connects at its first operation
+    return made
+
+
+class NcclCommunicator(Exchanged):
+    """One rank's membership. An abort wakes a rank in mid-kernel as well; the group is broken then.
+
+    Attributes:
+        device: On which it works: ``"cuda:0"``.
+    """
+
+    def __init__(self, joined: Joined, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
+        super().__init__(spec, rank, exchange)
+        self._nccl = joined.communicator
+        self._version = joined.version
+        self._capability = joined.capability
+        self.device = f"cuda:{joined.device}"
+        self._stream = GroupStream(joined.device)
+        self._kept: Any = None  # the memory that the kernels under way use
+        self._entering = 0  # the launch whose kernels are being enqueued, which may block
+        self._until_s = math.inf  # until when it may
+        self._lock = threading.Lock()
+        self._is_over = self._is_late = False
+        _guard.add(self)
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Refuses arrays that lie elsewhere than on this rank's GPU, or that cannot be reduced.
+
+        Raises:
+            UnsupportedError: See above.
+        """
+        if kernel.memo.get("nccl") == self.device:
+            return  # it was looked at before
+        for side in (kernel.src, kernel.dst):
+            for array in side if type(side) is tuple else (() if side is None else (side,)):
+                device = array.device if isinstance(array, DeviceArray) else "cpu"
+                if device != self.device:
+                    expected = f"{self.device}, where this rank of the group works; others go by shm and tcp"
+                    raise self._refused(kernel, "device", device, expected)
+        if kernel.op is not None and kernel.sample is not None:
+            dtype = kernel.sample.dtype.name
+            is_reduced = reduction_of(kernel.op, dtype, self._version) is not None
+            if dtype.startswith("float8") and self._capability < FLOAT8_FROM:
+                is_reduced = False
+            if not is_reduced and not folds(kernel.op, dtype):
+                expected = f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
+                raise self._refused(kernel, "reduce op", f"{kernel.op.name} of {dtype}", expected)
+        kernel.memo["nccl"] = self.device
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Enqueues a kernel behind what the caller has enqueued."""
+        self._start(launch, (kernel,))
+        return _UnderWay(self, launch, kernel)
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """Runs kernels as one group of NCCL; see `contracts.Together`."""
+        self._start(launch, kernels)
+        self.finish(launch, kernels[0])
+        return len(kernels)
+
+    def finish(self, launch: Launch, kernel: Kernel) -> None:
+        """Waits until what was enqueued last has ended on the GPU.
+
+        Raises:
+            CollectiveTimeoutError: It had not within the launch's limit.
+            PlanAbortedError: It was aborted.
+            KernelError: NCCL or the device failed.
+        """
+        began_s = time.monotonic()
+        asked_s = began_s
+        with self._failing(kernel, launch):
+            while not self._stream.has_ended():
+                self._check_going(launch)
+                now_s = time.monotonic()
+                if now_s - asked_s > LOOK_S:
+                    self._ask()
+                    asked_s = now_s
+                if now_s - began_s > launch.timeout_s:
+                    raise self._late(launch, "end on the GPU")
+                time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
+            self._check_going(launch)  # the kernels of an aborted communicator end as well
+            self._ask()
+        self._kept = None
+
+    def abort(self, seq: int) -> None:
+        """Wakes this rank, wherever it waits."""
+        super().abort(seq)
+        if self._entering == seq:  # it can't look
+            self._end_aside()
+
+    def close(self) -> None:
+        """Ends NCCL's communicator, and so the kernels under way."""
+        self._broken = self._broken or "the communicator was closed"
+        self._end()
+
+    def _start(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        self._check_going(launch)
+        for kernel in kernels:
+            self.stage(launch, kernel)
+        with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
+            found = [self._written(kernel) for kernel in kernels]
+            self._kept = found
+            if all(len(scripts) == 1 for scripts in found):
+                enqueue([script for (script,) in found])
+            else:
+                for script in (script for scripts in found for script in scripts):
+                    enqueue((script,))
+
+    def _written(self, kernel: Kernel) -> Any:
+        return write(kernel, self._nccl, self.rank, self.world_size, self._version, self._stream.pointer)
+
+    @contextmanager
+    def _watched(self, launch: Launch) -> Iterator[None]:
+        """Lets others end NCCL's communicator while the calling thread is in a call that may block."""
+        self._until_s = time.monotonic() + launch.timeout_s
+        self._entering = launch.seq
+        try:
+            self._check_going(launch)  # whoever aborts either sees it entering, or is seen here
+            yield
+        finally:
+            self._entering, self._until_s = 0, math.inf
+
+    def _look(self) -> bool:
+        """Ends NCCL's communicator where this rank is in a call for too long; False: there is nothing to look for."""
+        if time.monotonic() > self._until_s and not self._is_late:
+            self._is_late = True
+            self._end_aside()
+        return not self._is_over
+
+    def _ask(self) -> None:
+        """Raises the error that NCCL has found by itself."""
+        with self._lock:  # who ends it frees it
+            if not self._is_over:
+                self._nccl.check_async_error()
+
+    def _end_aside(self) -> None:
+        threading.Thread(target=self._end, name="raycollect-nccl-abort", daemon=True).start()
+
+    def _end(self) -> None:
+        with self._lock:
+            is_over, self._is_over = self._is_over, True
+        if not is_over:  # not under the lock: it may last
+            self._nccl.abort()
+
+    def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
+        detail = f"launch {launch.seq} did not {what} of rank {self.rank} within {launch.timeout_s:g} s; {HINT}"
+        return CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+
+    @contextmanager
+    def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:
+        """Ends NCCL's communicator where a kernel fails, and says what it was; no kernel is on the GPU afterwards."""
+        kind = kernel.kind.value
+        try:
+            yield
+        except BaseException as exc:
+            why = str(exc) if isinstance(exc, RaycollectError) else said(exc)
+            closed = self._broken
+            self._broken = closed or f"{kind} of launch {launch.seq} failed in mid-kernel: {why}"
+            self._end()
+            self._drain()
+            self._check_aborted(launch)  # the cause, where the failure is its echo
+            if isinstance(exc, RaycollectError) or not isinstance(exc, Exception):
+                raise
+            if closed:
+                raise GroupBrokenError(group_name=self._group_name, detail=closed) from exc
+            if self._is_late:
+                raise self._late(launch, "get to the GPU") from exc
+            raise KernelError(op=kind, group_name=self._group_name, rank=self.rank, detail=why) from exc
+
+    def _drain(self) -> None:
+        """Waits until the GPU has let go of the arrays, but not for ever."""
+        until_s = time.monotonic() + _DRAIN_S
+        with suppress(Exception):  # a device that has failed writes no more
+            while not self._stream.has_ended():
+                if time.monotonic() > until_s:
+                    return  # and keeps its memory
+                time.sleep(_PAUSE_S)
+        self._kept = None
+
+    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
+        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
+        return refusal(kernel.kind.value, self._group_name, (violation,))
+
+
+class _Guard:
+    """Looks after ranks that may block in a call of NCCL, by one thread that lasts as long as there are any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._there: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
+        self._is_running = False
+
+    def add(self, communicator: NcclCommunicator) -> None:
+        with self._lock:
+            self._there.add(communicator)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._run, name="raycollect-nccl-guard", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._looks():
+            time.sleep(GUARD_S)
+
+    def _looks(self) -> bool:
+        with self._lock:
+            for one in list(self._there):
+                if not one._look():
+                    self._there.discard(one)
+            self._is_running = bool(self._there)
+            return self._is_running
+
+
+_guard = _Guard()
+
+
+class _UnderWay:
+    """A kernel on the GPU."""
+
+    __slots__ = ("_communicator", "_kernel", "_launch")
+
+    def __init__(self, communicator: NcclCommunicator, launch: Launch, kernel: Kernel) -> None:
+        self._communicator = communicator
+        self._launch = launch
+        self._kernel = kernel
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it has ended; see `contracts.Completion`. The launch's own limit counts."""
+        self._communicator.finish(self._launch, self._kernel)

@@ -1,0 +1,156 @@
+"""A fake of cupy, with streams and NCCL, for machines without a GPU.
+
+Device memory is memory of the host. What is enqueued on streams runs later, in an order that depends on the seed
+wherever nothing orders it; ranks of NCCL are threads of this process. What no program may do is a violation.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from raycollect.backends import streams
+
+from . import _functions, _nccl, _pointers, _runtime, _state, _streams, _world
+from ._machine import Machine
+from ._queues import Queue
+
+__all__ = ["Fake", "installed"]
+
+
+class Fake:
+    """What a test sees of the fake, and does to it.
+
+    Attributes:
+        cupy: The module.
+        counts: How often what was called: functions of the runtime by their names (``eventRecord``,
+            ``deviceSynchronize``), methods of communicators as ``nccl.allReduce``, ``alloc``, ``graphLaunch``.
+        violations: What no program may do; `installed` fails if there are any in the end. A test that provokes one
+            clears them.
+    """
+
+    def __init__(self, machine: Machine, cupy: types.ModuleType) -> None:
+        self._machine = machine
+        self.cupy = cupy
+        self.counts: Counter[str] = machine.counts
+        self.violations: list[str] = machine.violations
+
+    @property
+    def contexts(self) -> set[int]:
+        """The devices on which anything was made or enqueued."""
+        return set(self._machine.contexts)
+
+    @property
+    def streams(self) -> int:
+        """How many streams there are, besides the default ones."""
+        return sum(isinstance(one, Queue) for one in list(self._machine.handles.values()))
+
+    @property
+    def events(self) -> int:
+        """How many events there are."""
+        return sum(isinstance(one, _runtime.EventState) for one in list(self._machine.handles.values()))
+
+    def allocated(self, device: int = 0) -> int:
+        """How many bytes of a device are in use."""
+        with self._machine.lock:
+            self._machine.bury()
+            return self._machine.heap.allocated[device]
+
+    def limit(self, nbytes: int, device: int = 0) -> None:
+        """Gives a device so much memory and no more."""
+        self._machine.heap.limits[device] = nbytes
+
+    def hold(self, stream: Any) -> None:
+        """Stops a stream (cupy's, or a pointer), until it is released."""
+        self._queue(stream).held = True
+
+    def release(self, stream: Any) -> None:
+        """Lets a stream go on."""
+        with self._machine.lock:
+            self._queue(stream).held = False
+            self._machine.wake()
+
+    def pending(self, stream: Any) -> int:
+        """How many items of a stream are not done."""
+        return len(self._queue(stream).items)
+
+    def drain(self) -> None:
+        """Runs all that can be run now."""
+        self._machine.drain()
+
+    def fail_next(self, comm: Any, status: int, *, at_call: bool = False) -> None:
+        """Lets a communicator's next operation fail: the call itself, or when it runs, by an async error; it hangs."""
+        comm._there().failing = (status, at_call)
+
+    def _queue(self, stream: Any) -> Queue:
+        device = getattr(stream, "device_id", -1)
+        return self._machine.queue(int(getattr(stream, "ptr", stream)), None if device == -1 else device)
+
+
+@contextmanager
+def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> Iterator[Fake]:
+    """Puts the fake in the place of cupy.
+
+    Args:
+        devices: How many GPUs there are.
+        nccl_version: NCCL's version, such as 22803.
+        seed: What the order of what nothing orders depends on.
+
+    Raises:
+        AssertionError: In the end, if there were violations and the block raised nothing.
+    """
+    _state.check_free()
+    streams._free.clear()
+    modules = _modules()
+    before = {name: sys.modules.get(name) for name in modules}
+    machine = Machine(devices, seed)
+    _state.install(machine)
+    _world.install(_world.World(machine, nccl_version, seed))
+    sys.modules.update(modules)
+    try:
+        yield Fake(machine, modules["cupy"])
+    finally:
+        streams._free.clear()  # events of this machine
+        try:
+            machine.close()
+        finally:
+            _state.remove()
+            _world.install(None)
+            for name, module in before.items():
+                if module is None:
+                    sys.modules.pop(name, None)
+                else:
+                    sys.modules[name] = module
+    assert not machine.violations, "\n".join(machine.violations)
+
+
+def _modules() -> dict[str, types.ModuleType]:
+    cupy, cuda, memory, stream, device = (
+        types.ModuleType(name)
+        for name in ("cupy", "cupy.cuda", "cupy.cuda.memory", "cupy.cuda.stream", "cupy.cuda.device")
+    )
+    cupy.__path__ = cuda.__path__ = []  # packages, for whoever imports what is in them
+    memory.__dict__.update({name: getattr(_pointers, name) for name in _pointers.__all__})
+    stream.__dict__.update({name: getattr(_streams, name) for name in _STREAMS})
+    device.__dict__.update(Device=_streams.Device, get_device_id=_runtime.getDevice)
+    cuda.__dict__.update(
+        {name: getattr(_pointers, name) for name in _pointers.__all__ if name != "OutOfMemoryError"},
+        **{name: getattr(_streams, name) for name in (*_STREAMS, "Device", "Graph")},
+        memory=memory,
+        stream=stream,
+        device=device,
+        runtime=_runtime,
+        nccl=_nccl,
+        get_device_id=_runtime.getDevice,
+        is_available=lambda: _state.current().devices > 0,
+    )
+    cupy.__dict__.update(_functions.FUNCTIONS, cuda=cuda, __version__="13.6.0+fake")
+    named = {module.__name__: module for module in (cupy, cuda, memory, stream, device)}
+    return {**named, "cupy.cuda.runtime": _runtime, "cupy.cuda.nccl": _nccl}
+
+
+_STREAMS = ("Event", "ExternalStream", "Stream", "get_current_stream")

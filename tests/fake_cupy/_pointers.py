@@ -1,0 +1,96 @@
+"""`cupy.cuda.memory`: who owns memory, and pointers into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ._memory import Block, Bytes, OutOfMemoryError
+from ._state import current
+from ._streams import Device
+
+__all__ = ["Memory", "MemoryPointer", "OutOfMemoryError", "UnownedMemory", "alloc"]
+
+
+class Memory:
+    """An allocation, given back when its last owner goes."""
+
+    ptr = 0
+
+    def __init__(self, size: int) -> None:
+        machine = current()
+        machine.counts["alloc"] += 1
+        self.size = size
+        self.device_id = machine.current_device()
+        if size:
+            block = machine.heap.allocate(size)
+            self.ptr = block.start
+            self._free: Callable[[], None] = lambda: machine.last_rites(_freer(machine.heap, block))
+
+    def __del__(self) -> None:
+        if self.ptr:
+            self._free()
+
+    @property
+    def device(self) -> Device:
+        return Device(self.device_id)
+
+    def bytes(self) -> Bytes:
+        return current().heap.view(self.ptr, self.size)
+
+
+def _freer(heap: Any, block: Block) -> Callable[[], None]:
+    return lambda: heap.free(block)
+
+
+class UnownedMemory:
+    """Somebody else's memory; `owner` is kept alive with it."""
+
+    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+        self.ptr = ptr
+        self.size = size
+        self._owner = owner
+        if device_id < 0:
+            block = current().heap.find(ptr)
+            device_id = current().current_device() if block is None else block.device
+        self.device_id = device_id
+
+    @property
+    def device(self) -> Device:
+        return Device(self.device_id)
+
+    def bytes(self) -> Bytes:
+        return current().heap.view(self.ptr, self.size)
+
+
+class MemoryPointer:
+    """A place in a memory."""
+
+    def __init__(self, mem: Any, offset: int) -> None:
+        self.mem = mem
+        self.ptr = mem.ptr + offset
+
+    @property
+    def device_id(self) -> int:
+        return int(self.mem.device_id)
+
+    @property
+    def device(self) -> Device:
+        return Device(self.mem.device_id)
+
+    def __int__(self) -> int:
+        return int(self.ptr)
+
+    def __add__(self, offset: int) -> MemoryPointer:
+        return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
+
+    __radd__ = __add__
+
+
+def alloc(size: int) -> MemoryPointer:
+    """Allocates on the calling thread's device, for its stream there.
+
+    Raises:
+        OutOfMemoryError: There is no more.
+    """
+    return MemoryPointer(Memory(size), 0)

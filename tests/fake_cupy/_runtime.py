@@ -1,0 +1,307 @@
+"""`cupy.cuda.runtime`: the functions of the CUDA runtime that are called by pointers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from ._errors import CUDARuntimeError, Status
+from ._machine import Machine
+from ._queues import Capture, CaptureMark, Mark, Queue
+from ._state import counted, current
+
+memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
+streamDefault, streamNonBlocking = 0, 1
+streamLegacy, streamPerThread = 1, 2
+eventDisableTiming = 2
+
+
+@dataclass(slots=True, eq=False)
+class EventState:
+    """An event: where it was last recorded, if it was."""
+
+    device: int
+    mark: Mark | CaptureMark | None = None
+
+
+def _event(machine: Machine, ptr: int) -> EventState:
+    found = machine.handles.get(ptr)
+    if not isinstance(found, EventState):
+        raise CUDARuntimeError(Status.INVALID_HANDLE)
+    return found
+
+
+def _uncaptured(queue: Queue) -> None:
+    if queue.capture is not None:
+        raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
+
+
+# ------------------------------------------------------------------------------------------------- devices
+
+
+@counted
+def getDeviceCount() -> int:
+    """Raises where there is none, as the real one does."""
+    if not current().devices:
+        raise CUDARuntimeError(Status.NO_DEVICE)
+    return current().devices
+
+
+def getDevice() -> int:
+    return current().current_device()
+
+
+@counted
+def setDevice(device: int) -> None:
+    if not 0 <= device < current().devices:
+        raise CUDARuntimeError(Status.INVALID_DEVICE)
+    current().thread.device = device
+
+
+@counted
+def deviceSynchronize() -> None:
+    machine = current()
+    device = machine.current_device()
+    with machine.lock:
+        queues = [queue for queue in machine.queues if queue.device == device]
+        for queue in queues:
+            _uncaptured(queue)
+        marks = [queue.mark() for queue in queues]
+    machine.wait(lambda: all(mark.passed for mark in marks))
+
+
+@counted
+def deviceGetPCIBusId(device: int) -> str:
+    if not 0 <= device < current().devices:
+        raise CUDARuntimeError(Status.INVALID_DEVICE)
+    return f"0000:{0x10 + device:02X}:00.0"
+
+
+@counted
+def deviceCanAccessPeer(device: int, peer: int) -> int:
+    return int(device != peer)
+
+
+def runtimeGetVersion() -> int:
+    return 12080
+
+
+def driverGetVersion() -> int:
+    return 12080
+
+
+# ------------------------------------------------------------------------------------------------- streams
+
+
+@counted
+def streamCreate() -> int:
+    return current().new_queue(blocking=True)
+
+
+@counted
+def streamCreateWithFlags(flags: int) -> int:
+    return current().new_queue(blocking=not flags & streamNonBlocking)
+
+
+@counted
+def streamDestroy(ptr: int) -> None:
+    destroy_stream(current(), ptr)
+
+
+def destroy_stream(machine: Machine, ptr: int) -> None:
+    """Work that is in the stream goes on."""
+    with machine.lock:
+        queue = machine.queue(ptr)
+        del machine.handles[ptr]
+        queue.destroyed = True
+        if not queue.items:
+            machine.queues.discard(queue)
+
+
+@counted
+def streamSynchronize(ptr: int) -> None:
+    machine = current()
+    queue = machine.queue(ptr)
+    _uncaptured(queue)
+    machine.wait(_all_of(machine, queue))
+
+
+@counted
+def streamQuery(ptr: int) -> int:
+    machine = current()
+    queue = machine.queue(ptr)
+    _uncaptured(queue)
+    return 0 if machine.poll(_all_of(machine, queue)) else int(Status.NOT_READY)
+
+
+def _all_of(machine: Machine, queue: Queue) -> Any:
+    """What tells whether all that the stream has now, and what the default stream waits for, is done."""
+    with machine.lock:
+        others = [other for other in machine.queues if queue.handle == 0 and queue.fences(other)]
+        marks = [one.mark() for one in (queue, *others)]
+    return lambda: all(mark.passed for mark in marks)
+
+
+@counted
+def streamWaitEvent(ptr: int, event: int, flags: int = 0) -> None:
+    machine = current()
+    with machine.lock:
+        queue, mark = machine.queue(ptr), _event(machine, event).mark
+        if isinstance(mark, CaptureMark):
+            if queue.capture is None and queue.handle == 0:
+                raise CUDARuntimeError(Status.CAPTURE_IMPLICIT)
+            mark.capture.join(queue, mark)
+        elif mark is not None and queue.capture is not None:
+            raise CUDARuntimeError(Status.CAPTURE_ISOLATION)
+        elif mark is not None:
+            machine.enqueue(queue, machine.work("a wait", None), [mark])
+
+
+@counted
+def streamBeginCapture(ptr: int, mode: int = 2) -> None:
+    machine = current()
+    with machine.lock:
+        queue = machine.queue(ptr)
+        if queue.handle == 0:
+            raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
+        if queue.capture is not None:
+            raise CUDARuntimeError(Status.ILLEGAL_STATE)
+        queue.capture = Capture(queue)
+        queue.capture.clocks[queue] = {}
+
+
+def end_capture(ptr: int) -> Capture:
+    machine = current()
+    with machine.lock:
+        queue = machine.queue(ptr)
+        capture = queue.capture
+        if capture is None:
+            raise CUDARuntimeError(Status.ILLEGAL_STATE)
+        if capture.origin is not queue:
+            raise CUDARuntimeError(Status.CAPTURE_UNMATCHED)
+        if not capture.end():
+            raise CUDARuntimeError(Status.CAPTURE_UNJOINED)
+        return capture
+
+
+def streamIsCapturing(ptr: int) -> bool:
+    return current().queue(ptr).capture is not None
+
+
+# -------------------------------------------------------------------------------------------------- events
+
+
+@counted
+def eventCreate() -> int:
+    machine = current()
+    return machine.add(EventState(machine.current_device()))
+
+
+@counted
+def eventCreateWithFlags(flags: int) -> int:
+    machine = current()
+    return machine.add(EventState(machine.current_device()))
+
+
+@counted
+def eventDestroy(ptr: int) -> None:
+    destroy_event(current(), ptr)
+
+
+def destroy_event(machine: Machine, ptr: int) -> None:
+    _event(machine, ptr)
+    del machine.handles[ptr]
+
+
+@counted
+def eventRecord(ptr: int, stream: int) -> None:
+    """Who waits for what was recorded before goes on doing so."""
+    machine = current()
+    with machine.lock:
+        event, queue = _event(machine, ptr), machine.queue(stream)
+        if event.device != queue.device:
+            raise CUDARuntimeError(Status.INVALID_HANDLE)
+        if queue.capture is not None:
+            event.mark = queue.capture.mark(queue)
+        else:
+            machine.enqueue(queue, machine.work("a record", None))
+            event.mark = queue.mark()
+
+
+@counted
+def eventQuery(ptr: int) -> int:
+    mark = _recorded(ptr)
+    return 0 if mark is None or current().poll(lambda: mark.passed) else int(Status.NOT_READY)
+
+
+@counted
+def eventSynchronize(ptr: int) -> None:
+    mark = _recorded(ptr)
+    if mark is not None:
+        current().wait(lambda: mark.passed)
+
+
+def _recorded(ptr: int) -> Mark | None:
+    mark = _event(current(), ptr).mark
+    if isinstance(mark, CaptureMark):
+        raise CUDARuntimeError(Status.CAPTURED_EVENT)
+    return mark
+
+
+# -------------------------------------------------------------------------------------------------- memory
+
+
+@counted
+def memcpyAsync(dst: int, src: int, nbytes: int, kind: int, stream: int) -> None:
+    machine = current()
+    if not 0 <= kind <= memcpyDefault:
+        raise CUDARuntimeError(Status.INVALID_VALUE)
+    if not nbytes:
+        return
+    if not dst or not src:
+        raise CUDARuntimeError(Status.INVALID_VALUE)
+    to, given = machine.heap.view(dst, nbytes), machine.heap.view(src, nbytes)
+    if kind == memcpyHostToDevice:
+        given = given.copy()  # pageable memory: the driver has taken it when the call returns
+
+    def copy() -> None:
+        to[:] = given
+
+    work = machine.work("memcpyAsync", copy, [(dst, nbytes), (src, nbytes)])
+    machine.enqueue(machine.queue(stream), work)
+
+
+@counted
+def memcpy(dst: int, src: int, nbytes: int, kind: int) -> None:
+    memcpyAsync(dst, src, nbytes, kind, 0)
+    streamSynchronize(0)
+
+
+@counted
+def memsetAsync(ptr: int, value: int, nbytes: int, stream: int) -> None:
+    machine = current()
+    to = machine.heap.view(ptr, nbytes)
+    machine.enqueue(machine.queue(stream), machine.work("memsetAsync", lambda: to.fill(value & 0xFF), [(ptr, nbytes)]))
+
+
+def pointerGetAttributes(ptr: int) -> SimpleNamespace:
+    """Gives the device (-2: none of the fake's) and type (2: a device's memory, 0: not known) of an address."""
+    block = current().heap.find(ptr)
+    found = (-2, 0) if block is None else (block.device, 2)
+    return SimpleNamespace(device=found[0], type=found[1], devicePointer=ptr, hostPointer=0)
+
+
+@counted
+def ipcGetMemHandle(ptr: int) -> bytes:
+    return current().heap.handle(ptr)
+
+
+@counted
+def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
+    return current().heap.open(handle)
+
+
+@counted
+def ipcCloseMemHandle(ptr: int) -> None:
+    current().heap.close(ptr)

@@ -1,0 +1,1 @@
+"""Tests that need an NVIDIA GPU; `pytest tests/gpu` alone collects them, and skips each where there is none."""

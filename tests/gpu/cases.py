@@ -1,0 +1,223 @@
+"""The cases of `tests.pure.conformance` on tensors of a GPU: where they lie, one run of one rank, what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.backends._nccl_ops import folds, reduction_of
+from raycollect.contracts import Communicator
+from raycollect.errors import UnsupportedError
+from raycollect.model import Kernel, Launch, OpKind
+from tests.pure.communicators import Team
+from tests.pure.conformance import (
+    NARROW,
+    REDUCTIONS,
+    Case,
+    _checksum,
+    _in_place,
+    _listed,
+    _other,
+    _wrong,
+    run_launch,
+    run_staged,
+    sides,
+)
+
+from . import devices
+
+LIBRARIES = ("cupy", "torch")
+
+Make = Callable[[tuple[int, ...]], Any]
+
+LAYOUTS: dict[str, Callable[[Make, int], Any]] = {
+    "plain": lambda make, size: make((size,)),
+    "offset": lambda make, size: make((size + 1,))[1:],
+    "every other": lambda make, size: make((2 * size,))[::2],
+    "column": lambda make, size: make((size, 3))[:, 1],
+    "transposed": lambda make, size: make((_rows(size), size // _rows(size))).T,
+    "reversed": lambda make, size: make((size,))[::-1],
+}
+"""How elements lie in memory -> a tensor of so many; of torch there is none in reverse."""
+
+FAR = {"bfloat16": 0.02, "float8_e4m3fn": 0.15, "float8_e5m2": 0.3}
+"""How far a sum of short floats may be off, per rank: NCCL rounds behind each step."""
+
+_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+def _rows(size: int) -> int:
+    return next((rows for rows in (4, 7, 101) if size and size % rows == 0), 1)
+
+
+def layouts_of(library: str) -> tuple[str, ...]:
+    return tuple(name for name in LAYOUTS if library != "torch" or name != "reversed")
+
+
+# ------------------------------------------------------------------------------- tensors
+
+
+def placed(values: np.ndarray, how: str, library: str) -> Any:
+    """Puts values into a tensor of a GPU; its C order is that of `values`, [n]."""
+    dtype = values.dtype
+    bits = dtype if dtype.kind == "c" else np.dtype(_BITS[dtype.itemsize])
+    plain = np.ascontiguousarray(values).view(bits)
+    if library == "cupy":
+        cupy = import_module("cupy")
+        made = LAYOUTS[how](lambda shape: cupy.zeros(shape, bits), values.size)
+        made[...] = cupy.asarray(plain).reshape(made.shape)
+        return made if bits == dtype else made.view(dtype)
+    torch = import_module("torch")
+    given = torch.from_numpy(plain.copy()).cuda()
+    made = LAYOUTS[how](lambda shape: torch.zeros(shape, dtype=given.dtype, device="cuda"), values.size)
+    made.copy_(given.reshape(made.shape))
+    return made if bits == dtype else made.view(getattr(torch, dtype.name))
+
+
+def to_host(tensor: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """The elements of a tensor of a GPU, [n], C order, after all that the caller has enqueued."""
+    bits = dtype if dtype.kind == "c" else np.dtype(_BITS[dtype.itemsize])
+    if type(tensor).__module__.partition(".")[0] == "torch":
+        plain = tensor if bits == dtype else tensor.view(getattr(import_module("torch"), bits.name))
+        host = plain.cpu().numpy()
+    else:
+        host = (tensor if bits == dtype else tensor.view(bits)).get()
+    return np.ascontiguousarray(host).reshape(-1).view(dtype)
+
+
+def seen(tensor: Any) -> arrays.DeviceArray:
+    """A tensor as kernels take it."""
+    found = arrays.view(tensor)
+    assert isinstance(found, arrays.DeviceArray), type(tensor)
+    return found
+
+
+def _made(values: Any, how: str, library: str, *, blank: bool = False) -> Any:
+    """Fresh tensors with the values, or with others where they are to be written."""
+    if values is None:
+        return None
+    if type(values) is tuple:
+        return tuple(_made(piece, how, library, blank=blank) for piece in values)
+    return seen(placed(_other(values) if blank else values, how, library))
+
+
+# ------------------------------------------------------------------------------- what each rank does
+
+
+def body_cases(
+    communicator: Communicator, launches: Sequence[Launch], cases: Sequence[Case], library: str, staged: bool
+) -> list[tuple[str, int]]:
+    """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
+    return [
+        run_case(communicator, launch, case, library, staged) if communicator.rank in launch.ranks else ("", 0)
+        for launch, case in zip(launches, cases, strict=True)
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one rank's run of a case was: sides as `conformance.sides` has them, and what tensors hold, copied.
+
+    Attributes:
+        given: What it was to give.
+        expected: What it must hold, after the left fold in rank order.
+        src: What it then has where it gave from.
+        dst: What it holds; None: it takes nothing.
+        shared: Which of `src` are in `dst`, too.
+    """
+
+    given: Any
+    expected: Any
+    src: Any
+    dst: Any
+    shared: tuple[np.ndarray, ...]
+
+
+def run_case(communicator: Communicator, launch: Launch, case: Case, library: str, staged: bool) -> tuple[str, int]:
+    """Runs one case on one rank, and compares."""
+    refused, world = is_refused(case), communicator.world_size
+    try:
+        ran = run_once(communicator, launch, case, library, staged)
+    except UnsupportedError as exc:
+        return ("" if refused else str(exc)), 0
+    if refused:
+        return "neither NCCL nor cupy has that reduction, and it was not refused", 0
+    if case.kind in REDUCTIONS and case.dtype in NARROW and world > 1:
+        return _far(case, ran.expected, ran.dst, world), _checksum(ran.dst)
+    wrong = _wrong(case, ran.given, ran.src, ran.expected, ran.dst, ran.shared, is_bitwise=False)
+    return wrong, _checksum(ran.dst)
+
+
+def run_once(
+    communicator: Communicator, launch: Launch, case: Case, library: str = "cupy", staged: bool = False
+) -> Ran:
+    """Runs one case on one rank."""
+    rank, world = communicator.rank, communicator.world_size
+    given, expected, most = sides(case, rank, world)
+    src = _made(given, case.layout, library)
+    dst = _made(expected, case.layout, library, blank=True)
+    shared: tuple[Any, ...] = ()
+    if case.inplace:
+        dst, shared = _in_place(case.kind, rank, src, dst)
+    kind, peer = case.kind, case.root
+    if kind is OpKind.SEND:
+        kind, peer = (OpKind.SEND, case.peer) if rank == case.root else (OpKind.RECV, case.root)
+    kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
+    if staged:
+        run_staged(communicator, launch, kernel, most)
+    else:
+        run_launch(communicator, launch, replace(kernel, most=most))
+    host = {id(one): to_host(one.tensor, np.dtype(case.dtype)) for one in (*_listed(src), *_listed(dst))}
+    return Ran(given, expected, *(_hosts(side, host) for side in (src, dst, shared)))
+
+
+def is_refused(case: Case) -> bool:
+    """Whether nobody can reduce these elements."""
+    if case.op is None:
+        return False
+    return reduction_of(case.op, case.dtype, devices.nccl_version()) is None and not folds(case.op, case.dtype)
+
+
+def _hosts(side: Any, host: dict[int, np.ndarray]) -> Any:
+    if side is None:
+        return None
+    return tuple(host[id(one)] for one in side) if type(side) is tuple else host[id(side)]
+
+
+def _far(case: Case, expected: Any, dst: Any, world: int) -> str:
+    if dst is None:
+        return ""
+    found, wanted = (values.astype(np.float32) for values in (dst, expected))
+    most = FAR[case.dtype] * world
+    if np.allclose(found, wanted, rtol=most, atol=most):
+        return ""
+    at = int(np.abs(found - wanted).argmax())
+    return f"is far off: {found[at]} at {at}, not {wanted[at]}"
+
+
+def check(team: Team, library: str, cases: Sequence[Case], *, staged: bool = False, timeout_s: float = 60.0) -> None:
+    """Runs cases on all ranks, compares their results and names every case that failed."""
+    assert cases
+    launches = [team.launch(_ranks(case, team), timeout_s) for case in cases]
+    try:
+        results = team.must(body_cases, launches, list(cases), library, staged)
+    except BaseException:
+        team.spoiled = True  # type: ignore[attr-defined]  # its communicators have ended: the next test needs another
+        raise
+    found = []
+    for case, *outcomes in zip(cases, *results, strict=True):
+        said = {f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text}
+        if case.kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
+            said.add("ranks have different bits")
+        if said:
+            found.append(f"{case}: {'; '.join(sorted(said))}")
+    assert not found, "\n".join([f"{len(found)} of {len(cases)} cases, {library}, {team.world_size} ranks:", *found])
+
+
+def _ranks(case: Case, team: Team) -> tuple[int, ...]:
+    return tuple(sorted((case.root, case.peer))) if case.kind is OpKind.SEND else team.everyone

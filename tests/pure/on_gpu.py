@@ -1,0 +1,279 @@
+"""Ranks on the GPUs of `tests.fake_cupy`: a thread and a device each; what they are given, and what came out.
+
+Operands are still being written when a collective is called, on a stream of the caller, and results are read at once on
+another one: what is not in order comes out wrong, in some order of the streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from raycollect import backends
+from raycollect.backends import arrays, streams
+from raycollect.backends._nccl_ops import reduction_of
+from raycollect.backends.device_arrays import DeviceArray, device_id
+from raycollect.contracts import Communicator
+from raycollect.model import Kernel, Launch, OpKind
+from tests.fake_cupy import Fake, installed
+
+from .communicators import MemoryExchange, ThreadTeam
+from .conformance import NARROW, Case, _checksum, _in_place, _listed, _other, _wrong, run_launch, run_staged, sides
+
+LAYOUTS = ("plain", "offset", "every other", "reversed", "transposed", "column")
+LIBRARIES = ("cupy", "torch")
+STREAMS = ("default", "blocking", "non-blocking")
+
+FAR = {"bfloat16": 0.02, "float8_e4m3fn": 0.15, "float8_e5m2": 0.3}
+"""How far a sum of short floats may be off, per rank: NCCL rounds behind each step."""
+
+# ------------------------------------------------------------------------------- teams
+
+
+@contextmanager
+def gpus(count: int, *, seed: int = 0, nccl_version: int = 22803) -> Iterator[Fake]:
+    """So many GPUs; events that were used on those before are forgotten."""
+    streams._free.clear()
+    with installed(count, nccl_version=nccl_version, seed=seed) as fake:
+        try:
+            yield fake
+        finally:
+            streams._free.clear()
+
+
+class GpuTeam(ThreadTeam):
+    """Ranks in threads, each on the device of its number (modulo those that there are), which is current in its body.
+
+    Args:
+        world_size: The number of ranks.
+        options: Of the group.
+    """
+
+    def __init__(self, world_size: int, **options: Any) -> None:
+        self._devices = import_module("cupy").cuda.runtime.getDeviceCount()
+        self._options = tuple(sorted(options.items()))
+        super().__init__("nccl", world_size)
+
+    def _create(self, rank: int) -> Communicator:
+        create = backends.load(self.backend, self.spec.name)
+        spec = replace(self.spec, options=self._options)
+        with self.device_of(rank):
+            return create(spec, rank, self.rendezvous, MemoryExchange(self.star, rank))
+
+    def device_of(self, rank: int) -> Any:
+        """A rank's device, as a context manager."""
+        return import_module("cupy").cuda.Device(rank % self._devices)
+
+    def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        with self.device_of(rank):
+            return super()._on(rank, body, args)
+
+
+@contextmanager
+def team_on_gpus(world_size: int, *, seed: int = 0, **how: Any) -> Iterator[tuple[Fake, GpuTeam]]:
+    """A team, each rank on a GPU of its own."""
+    with gpus(world_size, seed=seed, **how) as fake:
+        team = GpuTeam(world_size)
+        try:
+            yield fake, team
+        finally:
+            team.close()
+
+
+# ------------------------------------------------------------------------------- tensors
+
+
+@dataclass(frozen=True)
+class TorchLike:
+    """What `DeviceArray` asks of a torch tensor, over the memory of a cupy array without negative strides."""
+
+    array: Any
+
+    @property
+    def dtype(self) -> str:
+        return f"torch.{self.array.dtype.name}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.array.shape)
+
+    @property
+    def device(self) -> str:
+        return f"cuda:{self.array.device.id}"
+
+    def element_size(self) -> int:
+        return int(self.array.itemsize)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(stride // self.array.itemsize for stride in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return int(self.array.data.ptr)
+
+
+Make = Callable[[Any], Any]
+
+_MADE: dict[str, Callable[[Make, int], Any]] = {
+    "plain": lambda make, size: make(size),
+    "offset": lambda make, size: make(size + 1)[1:],
+    "every other": lambda make, size: make(2 * size)[::2],
+    "reversed": lambda make, size: make(size)[::-1],
+    "transposed": lambda make, size: make((_rows(size), size // _rows(size))).T,
+    "column": lambda make, size: make((size, 3))[:, 1],
+    "0-d": lambda make, _: make(()),
+}
+"""Layout -> an array of so many elements that lie so, given how arrays of a shape are made."""
+
+
+def _rows(size: int) -> int:
+    return next((rows for rows in (4, 7, 101) if size and size % rows == 0), 1)
+
+
+def pending(values: np.ndarray, how: str = "plain", library: str = "cupy") -> DeviceArray:
+    """An array on the current device, [n]; its elements are written by work that the caller's stream has yet to do."""
+    cupy = import_module("cupy")
+    made = _MADE[how](lambda shape: cupy.empty(shape, values.dtype), values.size)
+    made[...] = cupy.asarray(_other(np.ascontiguousarray(values))).reshape(made.shape)
+    cupy.cuda.get_current_stream().synchronize()
+    made[...] = cupy.asarray(values).reshape(made.shape)
+    if library == "torch":
+        return DeviceArray(TorchLike(made))
+    found = arrays.view(made) if made.dtype not in arrays.NARROW else DeviceArray(made)
+    assert isinstance(found, DeviceArray)
+    return found
+
+
+def cupy_of(array: DeviceArray) -> Any:
+    """The cupy array that a tensor is, or is over."""
+    return array.tensor.array if array.library == "torch" else array.tensor
+
+
+def read_elsewhere(array: DeviceArray, stream: Any) -> np.ndarray:
+    """The elements, [n], C order, as whoever uses that stream next finds them."""
+    with import_module("cupy").cuda.Device(device_id(array.device)):
+        return np.ascontiguousarray(cupy_of(array).get(stream)).reshape(-1)
+
+
+# ------------------------------------------------------------------------------- what each rank does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuCase:
+    """A case on GPUs.
+
+    Attributes:
+        case: What is done; its layout is one of `LAYOUTS`.
+        library: Whose tensors they are.
+        stream: On which stream the caller has them written.
+        staged: Whether the kernel is shown to the communicator before the door.
+    """
+
+    case: Case
+    library: str = "cupy"
+    stream: str = "non-blocking"
+    staged: bool = False
+
+
+class Caller:
+    """The streams of a rank's caller."""
+
+    def __init__(self) -> None:
+        cuda = import_module("cupy").cuda
+        self.other = cuda.Stream(non_blocking=True)
+        self._made = {
+            "default": cuda.Stream.null,
+            "blocking": cuda.Stream(),
+            "non-blocking": cuda.Stream(non_blocking=True),
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        return self._made[name]
+
+
+def body_cases(communicator: Communicator, launches: Sequence[Launch], cases: Sequence[GpuCase]) -> list[Any]:
+    """Runs cases one after the other; per case, what is wrong with it ("" if nothing) and a checksum of the result."""
+    caller = Caller()
+    return [
+        _run(communicator, launch, case, caller) if communicator.rank in launch.ranks else ("", 0)
+        for launch, case in zip(launches, cases, strict=True)
+    ]
+
+
+def _run(communicator: Communicator, launch: Launch, found: GpuCase, caller: Caller) -> tuple[str, int]:
+    case, rank, world = found.case, communicator.rank, communicator.world_size
+    given, expected, most = sides(case, rank, world)
+    with caller[found.stream]:
+        src, dst = _made(given, found), _made(expected, found, blank=True)
+        shared: tuple[Any, ...] = ()
+        if case.inplace:
+            dst, shared = _in_place(case.kind, rank, src, dst)
+        kind, peer = case.kind, case.root
+        if kind is OpKind.SEND:
+            kind, peer = (OpKind.SEND, case.peer) if rank == case.root else (OpKind.RECV, case.root)
+        kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
+        try:
+            if found.staged:
+                run_staged(communicator, launch, kernel, most)
+            else:
+                run_launch(communicator, launch, replace(kernel, most=most))
+        except Exception as exc:
+            raise AssertionError(f"{found} on rank {rank}: {exc!r}") from exc
+    host = {id(one): read_elsewhere(one, caller.other) for one in (*_listed(src), *_listed(dst))}
+    src, dst, shared = (_of(side, host) for side in (src, dst, shared))
+    is_folded = case.op is not None and reduction_of(case.op, case.dtype, _version()) is None
+    if case.op is not None and case.dtype in NARROW and world > 1:
+        return _far(case, expected, dst, world), _checksum(dst)
+    return _wrong(case, given, src, expected, dst, shared, is_folded or world == 1), _checksum(dst)
+
+
+def _version() -> int:
+    return int(import_module("cupy.cuda.nccl").get_version())
+
+
+def _made(values: Any, found: GpuCase, *, blank: bool = False) -> Any:
+    if values is None:
+        return None
+    if type(values) is tuple:
+        return tuple(_made(piece, found, blank=blank) for piece in values)
+    return pending(_other(values) if blank else values, found.case.layout, found.library)
+
+
+def _of(side: Any, host: dict[int, np.ndarray]) -> Any:
+    if side is None:
+        return None
+    return tuple(host[id(one)] for one in side) if type(side) is tuple else host[id(side)]
+
+
+def _far(case: Case, expected: Any, dst: Any, world: int) -> str:
+    if dst is None:
+        return ""
+    found, wanted = (values.astype(np.float32) for values in (dst, expected))
+    most = FAR[case.dtype] * world
+    if np.allclose(found, wanted, rtol=most, atol=most):
+        return ""
+    at = int(np.abs(found - wanted).argmax())
+    return f"is far off: {found[at]} at {at}, not {wanted[at]}"
+
+
+def check(team: GpuTeam, cases: Sequence[GpuCase], *, timeout_s: float = 30.0) -> None:
+    """Runs cases on all ranks, compares their results and names every case that failed."""
+    assert cases
+    launches = [team.launch(_ranks(one.case, team), timeout_s) for one in cases]
+    results = team.must(body_cases, launches, list(cases))
+    wrong = []
+    for case, *outcomes in zip(cases, *results, strict=True):
+        said = {f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text}
+        if case.case.kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
+            said.add("ranks have different bits")
+        if said:
+            wrong.append(f"{case}: {'; '.join(sorted(said))}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)} cases with {team.world_size} ranks:", *wrong])
+
+
+def _ranks(case: Case, team: GpuTeam) -> tuple[int, ...]:
+    return tuple(sorted((case.root, case.peer))) if case.kind is OpKind.SEND else team.everyone
