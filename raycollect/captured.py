@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 import functools
 import secrets
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
-from raycollect import batches, diagnosis
+from raycollect import batches, diagnosis, html
 from raycollect.agenda import MethodCall
 from raycollect.call import DEFAULT_TIMEOUT_S
 from raycollect.capturing import Installed, install
@@ -29,6 +30,9 @@ from raycollect.payload import unpack_values
 from raycollect.pending import Argument, Pending
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
+from raycollect.planner.render import step_html
+from raycollect.planner.report import Report
+from raycollect.planner.wording import counted, nbytes_words, op_words, seconds_words
 from raycollect.recording import Recording
 from raycollect.routine import CAPTURE_NBYTES
 from raycollect.runs import RunFlight, Runs
@@ -37,6 +41,12 @@ from raycollect.work import CapturedRun
 __all__ = ["Capture", "capture"]
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
+
+SHOWN_S = 0.5
+"""How long a notebook that shows a captured step waits for what its operands are, in seconds."""
+
+_HEAD = ("stage", "what", "calls", "bytes per rank", "foreseen")
+_RIGHT = frozenset({"stage", "calls", "bytes per rank", "foreseen"})
 
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
 
@@ -59,6 +69,7 @@ class Capture:
         self._state = "its block was not entered"  # why it can't run; empty while it can
         self._places: tuple[tuple[int, int], ...] = ()  # where the values that runs return come from
         self._counts = (0, 0)  # collectives, method calls
+        self._begun = 0  # how many runs were begun
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -218,6 +229,7 @@ class Capture:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
         payloads = self._parameters.pack(arguments)
         flight = self._runs.begin(payloads, fence=fence, timeout_s=timeout_s)  # type: ignore[union-attr]  # or there would be a state
+        self._begun = flight.place
         returned = self._block.returned
         given = {} if returned is None else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
@@ -293,8 +305,12 @@ class Capture:
         """
         if self._installed is None:
             raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
-        infos = self.tensor_infos()
-        runs = self._installed.runs
+        return self._explained(self._installed, self.tensor_infos())
+
+    def _explained(
+        self, installed: Installed, infos: Mapping[Source, tuple[TensorInfo, ...] | None]
+    ) -> StepExplanation:
+        runs = installed.runs
         fixed = {source for source in infos if not runs.keys[source].startswith(self._id)}  # type: ignore[call-overload]
         return explain_capture(runs.course, self.stages, infos, fixed)
 
@@ -303,12 +319,61 @@ class Capture:
         if runs is not None and controller is not None and not runs.is_closed:
             controller.forsake(runs, tuple(self._held))
 
+    @property
+    def _told_state(self) -> str:
+        """Why it can't run; or that it is ready."""
+        if not self._state and self._runs is not None and self._runs.failure is not None:
+            return f"broken by {type(self._runs.failure).__name__}"
+        return self._state or "ready"
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        verbs, calls = self._counts
+        runs, stages = self._runs, self.stages
+        known = self._known()
+        failure = None if runs is None else runs.failure
+        under_way = "" if runs is None or runs.is_closed or runs.is_idle else "some under way"
+        facts = [
+            ("state", self._told_state if failure is None else html.failure(failure)),
+            ("runs", ", ".join(filter(None, [f"{self._begun} begun", under_way]))),
+            ("participants", "" if runs is None else len(runs.course.participants)),
+        ]
+        told = () if known is None else known.stages
+        rows = [_row(at, stage, told[at] if told else None) for at, stage in enumerate(stages)]
+        return html.block(
+            "capture",
+            f"captured step of {counted(verbs, 'collective')} and {counted(calls, 'method call')}: {self._told_state}",
+            html.pairs(facts),
+            html.table(_HEAD, rows, right=_RIGHT, count=len(rows)) if rows else "",
+            "" if known is None else html.folded("what each run does", step_html(known)),
+        )
+
+    def _known(self) -> StepExplanation | None:
+        """What `explain` says, where it can be said soon."""
+        if self._installed is None:
+            return None
+        try:
+            return self._explained(self._installed, self.tensor_infos(SHOWN_S))
+        except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
+            return None
+
     def __repr__(self) -> str:
         verbs, calls = self._counts
-        state = self._state or "ready"
-        if not self._state and self._runs is not None and self._runs.failure is not None:
-            state = f"broken by {type(self._runs.failure).__name__}"
-        return f"<Capture of {verbs} collectives and {calls} method calls: {state}>"
+        return f"<Capture of {verbs} collectives and {calls} method calls: {self._told_state}>"
+
+
+def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:
+    """A stage in a table, with what an explanation says of it where there is one."""
+    if not isinstance(stage, Stage):
+        methods = Counter(call.method for call in stage)
+        words = ", ".join(f"{name}{f' (x {count})' if count > 1 else ''}" for name, count in methods.items())
+        return at, words, len(stage), "", ""
+    kinds = Counter((op_words(one), one.group.name) for one in stage.plan.requests)
+    what = ", ".join(f"{op} on group {name!r}{f' (x {n})' if n > 1 else ''}" for (op, name), n in kinds.items())
+    if not isinstance(told, Report):
+        return at, what, len(stage.plan.requests), "", ""
+    nbytes = nbytes_words(sum(row.nbytes for row in told.rows))
+    return at, what, len(stage.plan.requests), nbytes, seconds_words(told.time_s)
 
 
 def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> Capture:

@@ -4,145 +4,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
-from raycollect import diagnosis, imperative, ray_internals
 from raycollect import group as groups
-from raycollect.channel.messages import Seen, Surveyed
+from raycollect import html, imperative, ray_internals
 from raycollect.controller import Controller
 from raycollect.errors import InvalidGroupError, UnknownGroupError
 from raycollect.flight import Flight
 from raycollect.group import Declaration, Membership
-from raycollect.model import Member
-from raycollect.pos import StoreStatistics
-from raycollect.pos.arena import ArenaStatistics
+from raycollect.planner.wording import counted
 from raycollect.rank_table import Place, RankTable
+from raycollect.status import GroupStatistics as GroupStatistics
+from raycollect.status import GroupStatus as GroupStatus
+from raycollect.status import MemberStatistics as MemberStatistics
+from raycollect.status import MemberStatus as MemberStatus
+from raycollect.status import member_statistics, member_status
 
 _log = logging.getLogger("raycollect")
-_Statistics = TypeVar("_Statistics", StoreStatistics, ArenaStatistics)
 
+SHOWN_S = 0.5
+"""How long a notebook that shows a group waits for what its members say, in seconds."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberStatus:
-    """One rank, at the moment of asking.
-
-    Attributes:
-        rank: Its rank.
-        actor: What a person calls it.
-        node_id: The Ray node that it runs on.
-        pid: Its process.
-        ordered: True: its methods run one at a time, and collectives take their place among them, or between them
-            where the group's ordering is ``"data"``. False (async and threaded actors): collectives run after their
-            operands' methods and after earlier collectives, and may overlap other methods.
-        plans: The collectives of this controller that it has not ended.
-        steps: For each of them where it is in it: at the door, or in which bundle of calls; of a captured step which
-            call; empty where it has not begun it.
-        awaited_s: How long others have waited for it, from the first arrival at a door to which it has not come, in
-            seconds; 0: nobody waits for it.
-        answers: Whether its process has said what follows; it does while methods run, but not where it is gone, or
-            stopped, or a call in it holds the interpreter's lock.
-        doing: The outermost call of the user's that is under way there: name, file and line; empty for none.
-        stack: From there on a line per frame, the innermost last.
-        ended: The last collective of this controller that it has ended; 0: none.
-        story: The tail of its recorder, oldest first.
-    """
-
-    rank: int
-    actor: str
-    node_id: str
-    pid: int
-    ordered: bool
-    plans: tuple[int, ...]
-    steps: tuple[str, ...]
-    awaited_s: float
-    answers: bool
-    doing: str
-    stack: tuple[str, ...]
-    ended: int
-    story: tuple[str, ...]
-
-    def __str__(self) -> str:
-        text = f"rank {self.rank} ({self.actor}, pid {self.pid}): "
-        if not self.answers:
-            text += "no answer"
-        else:
-            text += f"in {self.doing}" if self.doing else "in no method"
-            text += f", has ended {self.ended}" if self.ended else ""
-        if self.plans:
-            places = zip(self.plans, self.steps, strict=True)
-            text += f", has not ended {', '.join(f'{plan} ({step})' if step else str(plan) for plan, step in places)}"
-        if self.awaited_s:
-            text += f", awaited for {self.awaited_s:.1f} s"
-        return "\n    ".join((text, *(self.stack if self.doing else ())))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class GroupStatus:
-    """A group, at the moment of asking.
-
-    Attributes:
-        state: ``"alive"``, ``"broken"`` or ``"destroyed"``.
-        detail: Why it is broken.
-        members: By rank.
-    """
-
-    state: str
-    detail: str
-    members: tuple[MemberStatus, ...]
-
-    def __repr__(self) -> str:
-        detail = f": {self.detail}" if self.detail else ""
-        return "\n  ".join((f"<GroupStatus {self.state}{detail}", *map(str, self.members))) + ">"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemberStatistics:
-    """What one rank's process holds, for all groups that it is in, at the moment of its answer.
-
-    Attributes:
-        rank: Its rank.
-        actor: What a person calls it.
-        store: The tensors that its methods returned.
-        arena: Its shared memory, and what it has mapped of others'.
-    """
-
-    rank: int
-    actor: str
-    store: StoreStatistics
-    arena: ArenaStatistics
-
-    def __str__(self) -> str:
-        store, arena = self.store, self.arena
-        text = f"rank {self.rank} ({self.actor}): {store.held} refs held, {store.freed} freed, {store.dirty} dirty; "
-        if arena.limit:
-            text += f"arena: {_size(arena.in_use)} in {arena.blocks} blocks, {_size(arena.backed)} backed, "
-            text += f"limit {_size(arena.limit)}"
-        else:
-            text += "no arena"
-        return f"{text}, {_size(arena.mapped)} mapped of others"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class GroupStatistics:
-    """What the members of a group hold, at the moment of asking.
-
-    Attributes:
-        members: By rank; None for one that is gone, or did not answer in time.
-    """
-
-    members: tuple[MemberStatistics | None, ...]
-
-    def __repr__(self) -> str:
-        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
-        return "\n  ".join(("<GroupStatistics", *lines)) + ">"
+MOST_NAMED = 8
+"""How many members, and collectives under way, are named where a group is shown; the others are counted."""
 
 
 class Group:
     """A declared group, in the process that declared it. Holds its actors' handles."""
 
-    def __init__(self, controller: Controller, membership: Membership, actors: Sequence[Any]) -> None:
+    def __init__(
+        self, controller: Controller, membership: Membership, actors: Sequence[Any], asked: str = "auto"
+    ) -> None:
         self._controller = controller
+        self._asked = asked  # for which backend
         self._hold(membership, actors)
 
     def _hold(self, membership: Membership, actors: Sequence[Any]) -> None:
@@ -199,10 +93,15 @@ class Group:
         state, detail = self._state()
         asked = membership.members if timeout_s > 0 else ()
         answers = controller.look(asked, timeout_s) if asked else [None] * self.world_size
-        flights = [flight for flight in controller.flights() if membership in flight.groups and not flight.landed]
+        flights = self._under_way()
         by_actor = dict(zip((m.actor_id for m in membership.members), answers, strict=True))
-        members = tuple(_member_status(m, flights, by_actor) for m in membership.members)
+        members = tuple(member_status(m, flights, by_actor) for m in membership.members)
         return GroupStatus(state=state, detail=detail, members=members)
+
+    def _under_way(self) -> list[Flight]:
+        """Its collectives that not all members have ended."""
+        flights = self._controller.flights()
+        return [flight for flight in flights if self._membership in flight.groups and not flight.landed]
 
     def _state(self) -> tuple[str, str]:
         """Its state, and why it is broken."""
@@ -225,7 +124,7 @@ class Group:
         answers = self._controller.survey(self._membership.members, timeout_s)
         pairs = zip(self._membership.members, answers, strict=True)
         return GroupStatistics(
-            members=tuple(None if one is None else _statistics(member, one) for member, one in pairs)
+            members=tuple(None if one is None else member_statistics(member, one) for member, one in pairs)
         )
 
     def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
@@ -257,41 +156,38 @@ class Group:
         """Ends the group; the actors live on. Collectives of it under way are aborted."""
         self._controller.destroy(self.name)
 
+    def _why(self) -> str:
+        """Why it has the backend that it has."""
+        if self._asked != "auto":
+            return "as it was declared"
+        machines = len({member.machine for member in self._membership.members})
+        where = "alone" if self.world_size == 1 else "on one machine" if machines == 1 else f"on {machines} machines"
+        return f"chosen, as {counted(self.world_size, 'rank')} {'is' if self.world_size == 1 else 'are'} {where}"
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        status = self.status(SHOWN_S if self._state()[0] != groups.DESTROYED else 0.0)
+        flights = self._under_way()
+        listed = [f"{one.plan.name} (plan {one.seq})" for one in flights]
+        told = [
+            ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
+            ("backend", f"{self.backend}, {self._why()}"),
+            ("ordering", f"{self.ordering} order"),
+            ("epoch", f"{self.epoch}, how often it was rebuilt" if self.epoch else ""),
+            ("under way", _named(listed) or "nothing"),
+        ]
+        title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
+        return html.block("group", title, html.pairs(told), status.rows())
+
     def __repr__(self) -> str:
-        members = ", ".join(member.actor for member in self._membership.members)
+        members = _named([member.actor for member in self._membership.members])
         order = f"{self.ordering} order"
         return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
 
 
-def _member_status(member: Member, flights: Sequence[Flight], seen: Mapping[str, Seen | None]) -> MemberStatus:
-    pending = [one for one in flights if one.is_pending(one.plan.positions.get(member.actor_id, -1))]
-    mine = seen[member.actor_id]
-    return MemberStatus(
-        rank=member.rank,
-        actor=member.actor,
-        node_id=member.node_id,
-        pid=member.pid,
-        ordered=member.ordered,
-        plans=tuple(one.seq for one in pending),
-        steps=tuple(diagnosis.step_of(one, mine) for one in pending),
-        awaited_s=max((diagnosis.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
-        **diagnosis.told(mine),
-    )
-
-
-def _statistics(member: Member, answer: Surveyed) -> MemberStatistics:
-    def part(cls: type[_Statistics]) -> _Statistics:
-        return cls(**{field.name: getattr(answer, field.name) for field in fields(cls)})
-
-    return MemberStatistics(
-        rank=member.rank, actor=member.actor, store=part(StoreStatistics), arena=part(ArenaStatistics)
-    )
-
-
-def _size(nbytes: int) -> str:
-    """``1.5 MiB``: for a person."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
-    return f"{nbytes / (1 << 10 * power):.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+def _named(names: Sequence[str]) -> str:
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return ", ".join([*names[:MOST_NAMED], *more])
 
 
 def declare_collective_group(
@@ -357,7 +253,7 @@ def declare_collective_group(
     controller = Controller.current()
     declaration = Declaration.of(actors, **_with_options(asked, options))
     membership = controller.declare(declaration)
-    return Group(controller, membership, declaration.actors)
+    return Group(controller, membership, declaration.actors, declaration.backend)
 
 
 create_collective_group = declare_collective_group

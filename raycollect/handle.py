@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from raycollect import fetch
+from raycollect import fetch, html
 from raycollect.backends import arrays
 from raycollect.backends.device_arrays import put_on_gpu
 from raycollect.model import Address, Key, Structure, TensorInfo
+from raycollect.planner.wording import counted, nbytes_words
 from raycollect.pos import Container
+
+MOST_ROWS = 20
+"""How many tensors of a handle are shown; the others are counted."""
+
+_HEAD = ("where", "shape", "dtype", "bytes", "device", "library")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -94,6 +101,20 @@ class Handle:
         array = np.asarray(self.fetch(), dtype=dtype)
         return array.copy() if copy else array
 
+    @html.shown
+    def _repr_html_(self) -> str:
+        count, kind = len(self.infos), self.structure.kind
+        what = "tensor" if kind == "tensor" else f"{kind} of {counted(count, 'tensor')}"
+        cut = 1 if kind == "tensor" else 0  # a single one is nowhere in anything
+        pairs = zip(_places(self.structure), self.infos, strict=False)
+        rows = ((place, *_cells(info))[cut:] for place, info in pairs)
+        return html.block(
+            "handle",
+            f"{what}, {nbytes_words(self.nbytes)}, kept in {self.actor}",
+            html.table(_HEAD[cut:], rows, right={"bytes"}, count=count, most=MOST_ROWS),
+            html.line("raycollect.get(ref) or numpy.asarray(handle) fetches it"),
+        )
+
     def __repr__(self) -> str:
         what = ", ".join(str(info) for info in self.infos[:3])
         if len(self.infos) > 3:
@@ -105,3 +126,16 @@ class Handle:
         if self.structure.kind != "tensor":
             raise TypeError(f"{self!r} stands for several tensors")
         return self.infos[0]
+
+
+def _cells(info: TensorInfo) -> tuple[object, ...]:
+    return list(info.shape), info.dtype, nbytes_words(info.nbytes), info.device, info.library
+
+
+def _places(structure: Structure) -> Iterator[str]:
+    """Where each tensor is in a value, as one would write it: ``"['layers'][0]"``; empty for a single tensor."""
+    if structure.kind == "tensor":
+        yield ""
+        return
+    for name, item in zip(structure.names or range(len(structure.items)), structure.items, strict=False):
+        yield from (f"[{name!r}]{place}" for place in _places(item))

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from time import monotonic
 from typing import Any
 
+from raycollect import html
 from raycollect.errors import CollectiveTimeoutError
+from raycollect.planner.wording import seconds_words
 from raycollect.seat import Seat
 
 __all__ = ["MemberWork"]
@@ -24,6 +27,7 @@ class MemberWork:
         self._seat = seat
         self._op = op
         self._future = future
+        self._began_s = monotonic()
 
     def done(self) -> bool:
         """True when the outcome is known; never waits, never raises."""
@@ -54,10 +58,26 @@ class MemberWork:
     def __await__(self) -> Generator[Any, None, None]:
         yield from asyncio.wrap_future(self._future).__await__()
 
-    def __repr__(self) -> str:
+    def _outcome(self) -> tuple[str, BaseException | None]:
+        """How it stands, and what it has failed with."""
         if not self._future.done():
-            state = "under way"
-        else:
-            error = self._future.exception()
-            state = "done" if error is None else type(error).__name__
-        return f"<MemberWork {self._op} on group {self._seat.name!r}: {state}>"
+            return f"under way for {seconds_words(monotonic() - self._began_s)}", None
+        if self._future.cancelled():
+            return "cancelled", None
+        error = self._future.exception()
+        return ("done" if error is None else type(error).__name__), error
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        is_known = self._future.done()
+        state, error = self._outcome()
+        seat = self._seat
+        told = [
+            ("rank", f"{seat.rank} of {seat.world_size}, backend {seat.backend}"),
+            ("error", "" if error is None else html.failure(error)),
+        ]
+        far = html.line(html.bar(int(state == "done") if is_known else None, 1))
+        return html.block("work", f"{self._op} on group {seat.name!r}: {state}", far, html.pairs(told))
+
+    def __repr__(self) -> str:
+        return f"<MemberWork {self._op} on group {self._seat.name!r}: {self._outcome()[0]}>"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-from raycollect import backends, costs, ray_internals, rollcall
+from raycollect import backends, costs, posted, ray_internals, rollcall
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -139,8 +139,9 @@ class Memberships:
     # ------------------------------------------------------------------------------------------ declared ones
 
     def add(self, membership: Membership) -> None:
-        """Keeps a group under its name."""
+        """Keeps a group under its name, and tells the cluster of it."""
         self._named[membership.spec.name] = membership
+        posted.post(membership)
 
     def declare(self, declaration: Declaration) -> Membership:
         """Forms a named group; returns when every member has joined.
@@ -319,6 +320,7 @@ class Memberships:
         for one in reversed(membership.tree):
             self._part(one)
         self._gates.close(membership)
+        posted.remove(membership)
 
     def _part(self, membership: Membership) -> None:
         self._peers.part(membership)

@@ -17,9 +17,12 @@ from typing import Any
 
 import ray
 from ray import _raylet
+from ray._private import services
+from ray._private.state import GlobalState
 from ray._private.worker import global_worker
 from ray._raylet import ActorID
 from ray.actor import ActorHandle, ActorMethod
+from ray.experimental import internal_kv
 
 from raycollect.errors import ForkedError, RayClientError
 from raycollect.model import Key
@@ -286,3 +289,31 @@ def on_last_ref(ref: Any, callback: Callable[[], None]) -> bool:
         return False
     register(ref, lambda _: callback())
     return True
+
+
+def cluster_client() -> Any:
+    """This process's client of its cluster's key-value store; None where it is connected to no cluster."""
+    return internal_kv.internal_kv_get_gcs_client()
+
+
+def cluster_address(named: str) -> str:
+    """The ``"host:port"`` of a cluster's control store, of a name for it that `ray.init` takes; asks nobody.
+
+    Raises:
+        ValueError: The name makes no sense.
+        ConnectionError: It is ``"auto"``, and no cluster, or several, run here.
+    """
+    return str(services.canonicalize_bootstrap_address_or_die(named))
+
+
+def read_cluster(address: str) -> tuple[Any, Any]:
+    """A client of a cluster's key-value store, and one of its tables, without becoming a driver there.
+
+    Raises:
+        RayError, RuntimeError: Nobody answers there, or a Ray of another version.
+    """
+    raylet: Any = _raylet  # its types leave out what is used here
+    client, state = raylet.GcsClient(address=address), GlobalState()
+    options = raylet.GcsClientOptions.create(address, None, allow_cluster_id_nil=True, fetch_cluster_id_if_nil=False)
+    state._initialize_global_state(options)
+    return client, state

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
+from time import monotonic
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from raycollect import diagnosis
+from raycollect import diagnosis, html
 from raycollect.controller import Controller
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -26,7 +29,14 @@ from raycollect.flight import ABSENT, Flight
 from raycollect.handle import Handle
 from raycollect.model import Key
 from raycollect.parcel import Parcel
+from raycollect.planner.wording import counted, seconds_words
 from raycollect.runs import RunFlight
+
+MOST_NAMED = 8
+"""How many of those who have not ended are named where a collective is shown; the others are counted."""
+
+MOST_RESULTS = 16
+"""How many results are looked at where a collective is shown."""
 
 
 class _UnderWay:
@@ -36,6 +46,7 @@ class _UnderWay:
         self._controller = controller
         self._flight = flight
         self._is_heard = False  # whether the caller has been told, or does not want to be
+        self._began_s = monotonic()
 
     def _hear(self, timeout_s: float | None, what: str) -> None:
         """Waits for the outcome.
@@ -65,7 +76,39 @@ class _UnderWay:
     @property
     def _state(self) -> str:
         flight = self._flight
-        return "under way" if not flight.resolved else "done" if flight.error is None else type(flight.error).__name__
+        if flight.resolved:
+            return "done" if flight.error is None else type(flight.error).__name__
+        ended, count = self._ended(), len(flight.plan.participants)
+        far = f", {ended} of {count} have ended" if ended else ""  # else the last one may tell of all
+        return f"under way for {seconds_words(monotonic() - self._began_s)}{far}"
+
+    def _ended(self) -> int:
+        """How many participants have said that they have ended."""
+        flight = self._flight
+        return sum(not flight.is_pending(at) for at in range(len(flight.plan.participants)))
+
+    def _html(self, kind: str, title: str, *told: tuple[str, object]) -> html.Markup:
+        """The work as a bar, and what there is to say of it.
+
+        Args:
+            kind: What it is.
+            title: What to call it.
+            told: (name, what), of which those are left out that are empty.
+        """
+        flight, count = self._flight, len(self._flight.plan.participants)
+        state, is_known, error = self._state, flight.resolved, flight.error
+        ended = count if is_known and error is None else self._ended()
+        late = [flight.member(at) for at in range(count) if ended and flight.is_pending(at)]
+        names = [f"rank {one.rank} ({one.actor})" for one in late[:MOST_NAMED]]
+        names += [f"{len(late) - MOST_NAMED} more"] if len(late) > MOST_NAMED else []
+        facts = [
+            ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
+            ("not ended", ", ".join(names)),
+            *told,
+            ("error", "" if error is None else html.failure(error)),
+        ]
+        far = html.bar(ended if ended or is_known else None, count)
+        return html.block(kind, f"{title}: {state}", html.line(far), html.pairs(facts))
 
 
 class Work(_UnderWay):
@@ -83,8 +126,10 @@ class Work(_UnderWay):
         super().__init__(controller, flight)
         self.refs = refs
         sent = self._sent = [] if parcel is None else [parcel]  # which holds the operands, until it went well (P5)
+        ends_s = self._ends_s = list[float]()  # when it ended, where that was seen
 
         def let_go() -> None:
+            ends_s.append(monotonic())
             if flight.error is None:
                 sent.clear()
 
@@ -172,7 +217,8 @@ class Work(_UnderWay):
                 resolved.set_result(None)
 
         def tell() -> None:
-            loop.call_soon_threadsafe(settle)
+            with suppress(RuntimeError):  # the loop is closed: an await that was cancelled left this behind
+                loop.call_soon_threadsafe(settle)
 
         self._flight.when_resolved(tell)
         end_watch = diagnosis.attend(self._controller, self._flight)
@@ -183,6 +229,32 @@ class Work(_UnderWay):
         if self._flight.error is None:
             return self.wait()
         return (yield from asyncio.to_thread(self.wait).__await__())  # others may be asked why
+
+    def _results(self) -> str:
+        """What the results are, of those that say so at once; empty while it is under way, and where it failed."""
+        if not self._flight.resolved or self._flight.error is not None or not ray.is_initialized():
+            return ""
+        refs = list(dict.fromkeys(islice(_refs(self.refs), MOST_RESULTS)))
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
+        try:
+            values = ray.get(ready, timeout=1)
+        except (RayError, GetTimeoutError):
+            return ""
+        told = Counter(", ".join(map(str, one.infos[:3])) for one in values if isinstance(one, Handle))
+        return "; ".join(f"{words}{f' (x {count})' if count > 1 else ''}" for words, count in told.items())
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        flight = self._flight
+        calls = len(flight.plan.requests)
+        return self._html(
+            "work",
+            f"{flight.plan.name} on group {flight.group_name!r}",
+            ("plan", flight.seq),
+            ("calls", calls if calls > 1 else ""),
+            ("took", seconds_words(self._ends_s[0] - self._began_s) if self._ends_s else ""),
+            ("results", self._results()),
+        )
 
     def __repr__(self) -> str:
         flight = self._flight
@@ -246,8 +318,21 @@ class CapturedRun(_UnderWay):
         # The doorbell rings for threads alone; `wait` warns there, too.
         return (yield from asyncio.to_thread(self.wait).__await__())
 
+    @html.shown
+    def _repr_html_(self) -> str:
+        return self._html("run", f"run {self._run.place} of a captured step", ("plan", self._run.seq))
+
     def __repr__(self) -> str:
         return f"<CapturedRun {self._run.seq}: {self._state}>"
+
+
+def _refs(given: Any) -> Iterator[Any]:
+    """The refs of a result, one after the other."""
+    if isinstance(given, ray.ObjectRef):
+        yield given
+    elif isinstance(given, list):
+        for one in given:
+            yield from _refs(one)
 
 
 def _explain(flight: Flight) -> RaycollectError | None:

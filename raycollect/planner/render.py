@@ -7,18 +7,16 @@ escaped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
-from raycollect.planner.report import Invoked, Lane, Memory, Methods, Report, Row, StepReport
+from raycollect.html import Markup, across, block, folded, line, lines, pairs, table
+from raycollect.planner.picture import clipped, course, numbered, traffic
+from raycollect.planner.report import Invoked, Memory, Methods, Report, Row, StepReport
 from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
 
 __all__ = ["html", "step_html", "step_text", "text"]
 
 MOST_ACTS = 8
 """How many different parts of ranks are told for a call; the others are counted."""
-
-MOST_LANES = 16
-"""How many lines of time are drawn."""
 
 MOST_RANKS = 40
 """How many characters a list of ranks may take."""
@@ -66,27 +64,23 @@ def step_text(report: StepReport) -> str:
     return _joined([*lines, *_listed(_step_totals(report))])
 
 
-def html(report: Report) -> str:
-    """An explanation as a fragment of HTML: a table, what the ranks do, and a picture of the time."""
+def html(report: Report) -> Markup:
+    """An explanation as a fragment of HTML: a table, and pictures of who sends to whom, and of the time."""
     return _html(report, _title(report), _totals(report))
 
 
-def step_html(report: StepReport) -> str:
+def step_html(report: StepReport) -> Markup:
     """An explanation of a captured step as a fragment of HTML: its stages, one after the other."""
     parts = []
     for at, stage in enumerate(report.stages):
         fixed = _fixed_lines(report.fixed[at])
         if isinstance(stage, Methods):
             title = f"stage {at}: {counted(len(stage.calls), 'method call')}"
-            lines = "\n".join(f"<li>{escape(line)}</li>" for line in (*_method_lines(stage), *fixed))
-            parts.append(f"<p><b>{escape(title)}</b></p>\n<ul>\n{lines}\n</ul>\n")
+            parts.append(block("methods", title, lines([*_method_lines(stage), *fixed])))
         else:
             parts.append(_html(stage, f"stage {at}: {_title(stage)}", _stage_totals(stage)))
-            parts += [f"<p>{escape(line)}</p>\n" for line in fixed]
-    return (
-        f'<div class="raycollect-step">\n<p><b>{escape(_step_title(report))}</b></p>\n'
-        f"{''.join(parts)}{_html_totals(_step_totals(report))}</div>\n"
-    )
+            parts += map(line, fixed)
+    return block("step", _step_title(report), *parts, pairs(_step_totals(report)))
 
 
 def _joined(lines: Sequence[str]) -> str:
@@ -138,11 +132,7 @@ def _step_title(report: StepReport) -> str:
 
 
 def _calls(rows: Sequence[Row | Invoked]) -> str:
-    return _numbered([row.call for row in rows])
-
-
-def _numbered(calls: Sequence[int]) -> str:
-    return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
+    return numbered([row.call for row in rows])
 
 
 def _method_lines(stage: Methods) -> list[str]:
@@ -164,7 +154,7 @@ def _method_line(calls: Sequence[Invoked]) -> str:
     actors = list(dict.fromkeys(call.actor for call in calls))
     more = f" and {len(actors) - MOST_ACTORS} more" if len(actors) > MOST_ACTORS else ""
     after = sorted({one for call in calls for one in call.after})
-    given = f", with what {_numbered(after)} {'give' if len(after) > 1 else 'gives'}" if after else ""
+    given = f", with what {numbered(after)} {'give' if len(after) > 1 else 'gives'}" if after else ""
     return f"{_calls(calls)}: {calls[0].method} of {', '.join(actors[:MOST_ACTORS])}{more}{given}"
 
 
@@ -181,7 +171,7 @@ def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
         ranks_words([one.call for one in rows]),
         row.op,
         row.group,
-        _clipped(ranks_words(row.ranks)),
+        clipped(ranks_words(row.ranks), MOST_RANKS),
         f"{each}{row.tensors}",
         ", ".join(row.dtypes) or "-",
         f"{each}{nbytes_words(row.nbytes)}",
@@ -201,7 +191,7 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
     made, scratch = sum(one.made_nbytes for one in rows), sum(one.scratch_nbytes for one in rows)
     found = {
         "why": f"{row.algorithm}: {row.why}",
-        "after": after and _numbered(after),
+        "after": after and numbered(after),
         "packed": packed and f"{packed} of {tensors} tensors travel in {kernels} kernel{'s' if kernels > 1 else ''}",
         "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
         "brought": _brought(rows),
@@ -219,8 +209,9 @@ def _brought(rows: Sequence[Row]) -> str:
         there, back = sums.get((one.ranks, one.device, one.memory), (0, 0))
         sums[one.ranks, one.device, one.memory] = there + one.nbytes_there, back + one.nbytes_back
     words = [
-        f"rank{'s' if len(ranks) > 1 else ''} {_clipped(ranks_words(ranks))} from {_MEMORIES.get(device, device)} to "
-        f"{_MEMORIES.get(memory, memory)}: {nbytes_words(there)}, and {nbytes_words(back)} back"
+        f"rank{'s' if len(ranks) > 1 else ''} {clipped(ranks_words(ranks), MOST_RANKS)} "
+        f"from {_MEMORIES.get(device, device)} to {_MEMORIES.get(memory, memory)}: "
+        f"{nbytes_words(there)}, and {nbytes_words(back)} back"
         for (ranks, device, memory), (there, back) in sums.items()
     ]
     more = [f"and {len(words) - MOST_ACTS} more kinds of ranks"] if len(words) > MOST_ACTS else []
@@ -231,7 +222,7 @@ def _acts(row: Row) -> list[str]:
     """What the ranks do, a line for each step."""
     lines = []
     for act in row.acts[:MOST_ACTS]:
-        who = f"rank{'s' if len(act.ranks) > 1 else ''} {_clipped(ranks_words(act.ranks))}"
+        who = f"rank{'s' if len(act.ranks) > 1 else ''} {clipped(ranks_words(act.ranks), MOST_RANKS)}"
         first, *others = act.steps or ("nothing but the door",)
         lines += [f"{who}: {first}", *(f"{'':{len(who)}}  {step}" for step in others)]
     if len(row.acts) > MOST_ACTS:
@@ -288,10 +279,6 @@ def _chunks(memory: Memory) -> str:
     return ", ".join(f"{name} {'unknown' if nbytes < 0 else nbytes_words(nbytes)}" for name, nbytes in memory.chunks)
 
 
-def _clipped(words: str, most: int = MOST_RANKS) -> str:
-    return words if len(words) <= most else f"{words[: most - 5].rpartition(',')[0]}, ..."
-
-
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of columns as wide as need be, with a rule below the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -308,73 +295,15 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- HTML
 
 
-def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> str:
+def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> Markup:
     """The explanation of one plan."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in _HEAD)
-    body = "\n".join(_html_rows(rows) for rows in _bundles(report.rows))
-    return (
-        f'<div class="raycollect-plan">\n<p><b>{escape(title)}</b></p>\n'
-        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>\n"
-        f"{_svg(report)}{_html_totals(totals)}</div>\n"
-    )
+    bundles = _bundles(report.rows)
+    rows = [row for rows in bundles for row in _html_rows(rows)]
+    calls = table(_HEAD, rows, right=_RIGHT, most=len(rows))
+    return block("plan", title, calls, traffic(bundles), course(report), pairs(totals))
 
 
-def _html_totals(totals: Sequence[tuple[str, str]]) -> str:
-    lines = "\n".join(f"<dt>{escape(name)}</dt><dd>{escape(what)}</dd>" for name, what in totals)
-    return f"<dl>\n{lines}\n</dl>\n"
-
-
-def _html_rows(rows: Sequence[Row]) -> str:
+def _html_rows(rows: Sequence[Row]) -> list[tuple[str, ...] | Markup]:
     """The lines of a bundle, and below them what there is to say of it."""
-    lines = [
-        "".join(
-            f'<td style="text-align:right">{escape(cell)}</td>' if name in _RIGHT else f"<td>{escape(cell)}</td>"
-            for cell, name in zip(cells, _HEAD, strict=True)
-        )
-        for cells in _cells(rows)
-    ]
     told = "\n".join([*(f"{name}: {what}" for name, what in _details(rows)), *_acts(rows[0])])
-    lines.append(
-        f'<td></td><td colspan="{len(_HEAD) - 1}" style="text-align:left">'
-        f"<details><summary>{escape(rows[0].why)}</summary><pre>{escape(told)}</pre></details></td>"
-    )
-    return "\n".join(f"<tr>{line}</tr>" for line in lines)
-
-
-_WIDTH, _LINE, _LEFT = 720, 22, 140
-_COLOURS = ("#4878a8", "#d08040", "#5a9a5a", "#b05050", "#8868a8", "#807060")
-
-
-def _svg(report: Report) -> str:
-    """The line of time of each lane; a bar's title says what it is."""
-    lanes = report.lanes[:MOST_LANES]
-    if not report.time_s:
-        return ""
-    height = _LINE * (len(lanes) + 1) + (_LINE if len(report.lanes) > MOST_LANES else 0)
-    parts = [part for at, lane in enumerate(lanes) for part in _lane_parts(lane, at, report.time_s)]
-    if len(report.lanes) > MOST_LANES:
-        parts.append(_label(0, _LINE * len(lanes) + 15, f"and {len(report.lanes) - MOST_LANES} more lines"))
-    foot = height - 6
-    parts += [_label(_LEFT, foot, "0"), _label(_WIDTH, foot, seconds_words(report.time_s), anchor="end")]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'font-family="sans-serif" font-size="11">\n' + "\n".join(parts) + "\n</svg>\n"
-    )
-
-
-def _lane_parts(lane: Lane, at: int, time_s: float) -> list[str]:
-    """The label of a lane, and its bars."""
-    top, scale = _LINE * at, (_WIDTH - _LEFT) / time_s
-    parts = [_label(0, top + 15, f"at {_clipped(ranks_words(lane.participants), 20)}")]
-    for bar in lane.bars:
-        x, wide = _LEFT + bar.begins_s * scale, max(1.0, (bar.ends_s - bar.begins_s) * scale - 0.5)
-        colour = _COLOURS[bar.calls[0] % len(_COLOURS)]
-        parts.append(
-            f'<rect x="{x:.1f}" y="{top + 3}" width="{wide:.1f}" height="{_LINE - 6}" fill="{colour}">'
-            f"<title>{escape(bar.label)}: {seconds_words(bar.ends_s - bar.begins_s)}</title></rect>"
-        )
-    return parts
-
-
-def _label(x: float, y: float, words: str, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>'
+    return [*_cells(rows), across(folded(rows[0].why, told), len(_HEAD))]

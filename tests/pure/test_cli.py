@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 import raycollect
+from raycollect import doctor, posted
 from raycollect.cli import main
+from raycollect.errors import GroupBrokenError
 from raycollect.rank_table import RankTable
 
 ROOT = Path(raycollect.__file__).parents[1]
@@ -64,6 +67,20 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     result = _run("rank-tabel")
     assert result.exit_code == 2
     assert "rank-tabel" in result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_stands_in_the_document_and_in_a_short_list(name: str) -> None:
+    assert f"| `{name}` |" in (ROOT / "docs" / "command-line.md").read_text()
+    [line] = (line for line in _run("--help").output.splitlines() if line.startswith(f"  {name} "))
+    assert not line.endswith("..."), "the list has room for a short line"
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_stands_in_the_document_and_whole_in_the_list(name: str) -> None:
+    assert f"| `{name}` |" in (ROOT / "docs" / "command-line.md").read_text()
+    [line] = (line for line in _run("--help").output.splitlines() if line.startswith(f"  {name} "))
+    assert not line.endswith("..."), line
 
 
 # ---------------------------------------------------------------------------------------------- rank-table
@@ -190,6 +207,16 @@ def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp
     assert "(from RANK_TABLE_FILE) can't be written: Is a directory" in result.stderr
 
 
+def test_a_table_is_shown_as_json(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    RankTable.of_device_ids([[4], [0]]).write(path)
+    result = _run("rank-table", "--check", str(path), "--json")
+    assert json.loads(result.stdout) == [
+        {"rank": 0, "node": 0, "device": 4},
+        {"rank": 1, "node": 1, "device": 0},
+    ]
+
+
 # ---------------------------------------------------------------------------------------------- bench
 
 
@@ -263,3 +290,117 @@ def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert result.exit_code == 1
     assert "the machine is busy" in result.stderr
     assert not (tmp_path / "costs.json").exists()
+
+
+def test_what_was_measured_is_printed_as_json(measured: list[str], tmp_path: Path) -> None:
+    result = _run("bench", "--calibrate", "--json", "--output", str(tmp_path / "costs.json"))
+    assert [(one["place"], one["backend"]) for one in json.loads(result.stdout)] == [
+        ("inside", "shm"),
+        ("inside", "tcp"),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- how a command ends
+
+
+@pytest.fixture
+def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Has `raycollect status` meet an exception where it would connect."""
+
+    def set_up(exception: BaseException) -> None:
+        def fail(address: str | None) -> str:
+            raise exception
+
+        monkeypatch.setattr(posted, "find_cluster", fail)
+
+    return set_up
+
+
+def test_an_error_of_ours_is_told_in_words(ends_with: Callable[[BaseException], None]) -> None:
+    ends_with(GroupBrokenError(group_name="g", detail="rank 1 died"))
+    result = _run("status", environ={"RAYCOLLECT_DEBUG": None})
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: group 'g': rank 1 died\nWhat to do: ")
+
+
+def test_no_cluster_is_no_traceback(ends_with: Callable[[BaseException], None]) -> None:
+    ends_with(ConnectionError("none runs here"))
+    result = _run("status", environ={"RAYCOLLECT_DEBUG": None})
+    assert (result.exit_code, result.stderr) == (1, "Error: none runs here\n")
+
+
+def test_debugging_raises_the_error(ends_with: Callable[[BaseException], None]) -> None:
+    ends_with(GroupBrokenError(group_name="g", detail="rank 1 died"))
+    result = CliRunner().invoke(main, ["status"], env={"RAYCOLLECT_DEBUG": "1"})
+    assert isinstance(result.exception, GroupBrokenError)
+
+
+def test_ctrl_c_ends_with_130(ends_with: Callable[[BaseException], None]) -> None:
+    ends_with(KeyboardInterrupt())
+    result = _run("status")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+
+
+def test_an_error_that_nobody_foresaw_is_raised(ends_with: Callable[[BaseException], None]) -> None:
+    ends_with(ZeroDivisionError())
+    assert isinstance(CliRunner().invoke(main, ["status"]).exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["dokter"], "No such command 'dokter'"),
+        (["doctor", "--colour"], "No such option '--colour'"),
+        (["doctor", "gloo"], "unexpected extra argument"),
+        (["demo", "mnist"], "'mnist'"),
+        (["status", "--watch", "0"], "0"),
+        (["status", "--watch", "often"], "often"),
+    ],
+)
+def test_what_there_is_not_ends_with_2(args: list[str], says: str) -> None:
+    result = _run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr.replace("option: --colour", "option '--colour'")
+
+
+# ---------------------------------------------------------------------------------------------- doctor
+
+
+@pytest.mark.parametrize(("state", "required", "code"), [("ok", True, 0), ("missing", False, 0), ("missing", True, 1)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_doctor_ends_with_1_where_something_required_is_missing(
+    monkeypatch: pytest.MonkeyPatch, state: str, required: bool, code: int, as_json: bool
+) -> None:
+    row = doctor.Finding(check="gears", state=state, found="some", cure="oil", required=required)
+    probe = doctor.Probe(section="clockwork", check="gears", look=lambda machine: row)
+    monkeypatch.setattr(doctor, "examine", lambda machine, examine=doctor.examine: examine(machine, (probe,)))
+    result = _run("doctor", *(["--json"] if as_json else []))
+    assert (result.exit_code, result.stderr) == (code, "")
+    if as_json:
+        told = json.loads(result.stdout)
+        assert told["ok"] == (code == 0)
+        assert told["findings"] == [
+            {"check": "gears", "state": state, "found": "some", "cure": "oil", "required": required}
+            | {"section": "clockwork"}
+        ]
+    else:
+        said = "missing, and required: gears" if code else "nothing is missing that is required"
+        assert result.stdout.splitlines() == ["clockwork", f"  {state:<7}  gears  some", " " * 18 + "-> oil", "", said]
+
+
+def test_doctor_runs_where_there_is_no_numpy_and_no_ray() -> None:
+    code = """
+import sys
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("numpy", "ray"):
+            raise ImportError(name + " is behind the wall")
+sys.meta_path.insert(0, Wall())
+from raycollect import doctor
+def run(code, timeout_s):
+    raise doctor.ChildError("no child here")
+rows = doctor.examine(doctor.Machine(run=run, is_there=lambda name: name not in ("numpy", "ray")))
+print(",".join(doctor.lacking(rows)))
+"""
+    lacking = _python("-c", code).strip().split(",")
+    assert {"ray", "numpy", "shm", "tcp"} <= set(lacking)

@@ -1,0 +1,240 @@
+"""Pictures of a plan: who sends what to whom, and when.
+
+Text takes the colour of the page around it, and areas are half transparent, so that both read on light and dark pages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from raycollect.html import MOST_CELL, Markup, text
+from raycollect.planner.report import Act, Lane, Report, Row
+from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
+
+__all__ = ["clipped", "course", "numbered", "traffic"]
+
+MOST_LANES = 16
+"""How many lines of time are drawn."""
+
+MOST_COLUMNS = 16
+"""How many ranks of a group are drawn."""
+
+MOST_BUNDLES = 12
+"""Of how many bundles of calls it is drawn who sends to whom."""
+
+MOST_MOVES = 14
+"""How many messages and steps of a bundle are drawn, a line each."""
+
+_WIDTH, _LINE = 720, 22
+_COLOURS = ("#4878a8", "#d08040", "#5a9a5a", "#b05050", "#8868a8", "#807060")
+_LETTER = 6.2
+"""About how wide a letter is."""
+
+_LAUNCH = re.compile(r" \(launch (\d+)\)$")
+_MESSAGE = re.compile(r"send(?: piece \d+)? to rank (\d+)$")
+_PIECE = re.compile(r"piece \d+")
+_ROOTED = re.compile(r"(to|from) rank (\d+)")
+_SILENT = ("recv ", "copy", "wait", "nothing")
+"""How steps begin in which nothing is sent; what is received was drawn where it is sent."""
+
+
+def clipped(words: str, most: int) -> str:
+    """A list of ranks that is not too long, and ends with an ellipsis where it is cut."""
+    return words if len(words) <= most else f"{words[: most - 5].rpartition(',')[0]}, ..."
+
+
+def numbered(calls: Sequence[int]) -> str:
+    """Calls by their numbers: ``"calls 0-3"``."""
+    return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
+
+
+def _svg(height: float, parts: Sequence[str]) -> Markup:
+    return Markup(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
+        f'viewBox="0 0 {_WIDTH} {height:g}" style="max-width:100%" fill="currentColor" stroke="none" '
+        f'font-family="sans-serif" font-size="11">\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _label(x: float, y: float, words: str, anchor: str = "start", most: int = MOST_CELL) -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{text(words, most)}</text>'
+
+
+def _colour(call: int) -> str:
+    return _COLOURS[call % len(_COLOURS)]
+
+
+# ---------------------------------------------------------------------------------------------- when
+
+
+_LEFT = 150
+
+
+def course(report: Report) -> Markup:
+    """The line of time of each lane; a bar's title says what it is. Nothing where nothing takes time."""
+    lanes, more = report.lanes[:MOST_LANES], len(report.lanes) - MOST_LANES
+    if not report.time_s:
+        return Markup()
+    height = _LINE * (len(lanes) + 1 + (more > 0))
+    parts = [part for at, lane in enumerate(lanes) for part in _lane(lane, at, report.time_s)]
+    if more > 0:
+        parts.append(_label(0, _LINE * len(lanes) + 15, f"and {more} more lines"))
+    foot = height - 6
+    parts += [_label(_LEFT, foot, "0"), _label(_WIDTH, foot, seconds_words(report.time_s), anchor="end")]
+    return _svg(height, parts)
+
+
+def _lane(lane: Lane, at: int, time_s: float) -> list[str]:
+    """The label of a lane, and its bars."""
+    top, scale = _LINE * at, (_WIDTH - _LEFT) / time_s
+    who = f"participant{'s' if len(lane.participants) > 1 else ''} {ranks_words(lane.participants)}"
+    parts = [_label(0, top + 15, clipped(who, 26))]
+    for bar in lane.bars:
+        x, wide = _LEFT + bar.begins_s * scale, max(1.0, (bar.ends_s - bar.begins_s) * scale - 0.5)
+        parts.append(
+            f'<rect x="{x:.1f}" y="{top + 3}" width="{wide:.1f}" height="{_LINE - 6}" fill="{_colour(bar.calls[0])}" '
+            f'fill-opacity="0.55"><title>{text(bar.label)}: {seconds_words(bar.ends_s - bar.begins_s)}</title></rect>'
+        )
+        words = clipped(ranks_words(bar.calls), 12)
+        if len(words) * _LETTER + 4 <= wide:
+            parts.append(_label(x + wide / 2, top + 15, words, anchor="middle"))
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------- who to whom
+
+
+class _Move(NamedTuple):
+    """A message, or a step of several ranks at once.
+
+    Attributes:
+        launch: When; 0 where the plan has no launches of its own.
+        words: What the ranks do.
+        gives: Who gives something.
+        takes: Who takes something; nobody of both where the words do not name the other end.
+    """
+
+    launch: int
+    words: str
+    gives: tuple[int, ...]
+    takes: tuple[int, ...]
+
+
+def traffic(bundles: Sequence[Sequence[Row]]) -> Markup:
+    """Who sends what to whom: a column per rank, an arrow per message, and for what all do at once a line over them.
+
+    Args:
+        bundles: The calls that run together, in the order in which they do. A picture shows those of one group.
+    """
+    groups: dict[str, list[Sequence[Row]]] = {}
+    for rows in bundles[:MOST_BUNDLES]:
+        groups.setdefault(rows[0].group, []).append(rows)
+    more = len(bundles) - MOST_BUNDLES
+    pictures = [_group(name if len(groups) > 1 else "", found) for name, found in groups.items()]
+    return Markup("".join(pictures) + (f"<p>and {more} more</p>\n" if more > 0 else ""))
+
+
+_NAMES, _WORDS = 280, 225
+"""How wide the texts on the left of the columns are, which say what is drawn, and those on the right, of each line."""
+
+
+def _group(name: str, bundles: Sequence[Sequence[Row]]) -> str:
+    ranks = sorted({rank for rows in bundles for rank in rows[0].ranks})
+    drawn = ranks[:MOST_COLUMNS]
+    step = min((_WIDTH - _NAMES - _WORDS) / max(len(drawn), 1), 45.0)
+    places = {rank: _NAMES + step * at for at, rank in enumerate(drawn)}
+    top: float = _LINE
+    parts = [_label(0, 15, f"group {name}" if name else "who sends to whom", most=44)]
+    parts += [_label(x, 15, str(rank), anchor="middle") for rank, x in places.items()]
+    if len(ranks) > len(drawn):
+        parts.append(_label(_WIDTH - _WORDS, 15, f"and {len(ranks) - len(drawn)} more ranks"))
+    for rows in bundles:
+        made, height = _bundle(rows, places, top)
+        parts += made
+        top += height
+    wires = "".join(f"M{x:g} {_LINE}V{top:g}" for x in places.values())
+    parts.insert(0, f'<path d="{wires}" stroke="currentColor" stroke-opacity="0.25" fill="none"/>')
+    return _svg(top + 4, parts)
+
+
+def _bundle(rows: Sequence[Row], places: dict[int, float], top: float) -> tuple[list[str], float]:
+    """What is drawn of calls that run together, and how high that is."""
+    row = rows[0]
+    moves = _moves(row.acts)
+    shown = moves[:MOST_MOVES]
+    nbytes = nbytes_words(sum(one.nbytes for one in rows))
+    told = [
+        f"{numbered([one.call for one in rows])}: {row.op}",
+        f"{nbytes} per rank, {seconds_words(row.time_s)}",
+    ]
+    inside, between = (sum(getattr(one.way, f"nbytes_{where}") for one in rows) for where in ("inside", "between"))
+    told += [f"{nbytes_words(between)} between hosts, {nbytes_words(inside)} inside"] if between else []
+    if len(moves) > len(shown):
+        told.append(f"and {counted(len(moves) - len(shown), 'more step')}")
+    parts = [_label(0, top + 15 + 14 * at, words, most=48) for at, words in enumerate(told)]
+    for at, move in enumerate(shown):
+        parts += _move(move, nbytes, places, top + 11 + 16 * at, _colour(row.call))
+    height = max(14 * len(told), 16 * len(shown)) + 12
+    rule = f'<path d="M0 {top:g}H{_WIDTH}" stroke="currentColor" stroke-opacity="0.15"/>'
+    return [rule, *parts], height
+
+
+def _moves(acts: Sequence[Act]) -> list[_Move]:
+    """What is sent, in the order of the launches; what ranks do together is one."""
+    found: dict[tuple[int, str, int], set[int]] = {}
+    for act in acts:
+        for step in act.steps:
+            said = _LAUNCH.search(step)
+            launch = int(said[1]) if said else 0
+            words = _LAUNCH.sub("", step).partition(", ")[0]
+            if words.startswith(_SILENT):
+                continue
+            for rank in act.ranks:
+                sender = rank if _MESSAGE.match(words) else -1  # each message is one of its own
+                found.setdefault((launch, words, sender), set()).add(rank)
+    moves = [_ends(launch, words, sorted(ranks)) for (launch, words, _), ranks in found.items()]
+    return sorted(moves, key=lambda move: move.launch)
+
+
+def _ends(launch: int, words: str, ranks: Sequence[int]) -> _Move:
+    """Who gives and who takes."""
+    message, rooted = _MESSAGE.match(words), _ROOTED.search(words)
+    if "the host" in words:  # each host does it by itself, and is told once
+        return _Move(launch, words, tuple(ranks), ())
+    if message:
+        return _Move(launch, words, tuple(ranks), (int(message[1]),))
+    if rooted:
+        root = (int(rooted[2]),)
+        others = tuple(rank for rank in ranks if rank != root[0])
+        return _Move(launch, words, others, root) if rooted[1] == "to" else _Move(launch, words, root, others)
+    return _Move(launch, words, tuple(ranks), tuple(ranks))
+
+
+def _move(move: _Move, nbytes: str, places: dict[int, float], y: float, colour: str) -> list[str]:
+    """A line over those who take part, dots at those who give, and heads at those who take; and what it is."""
+    gives, takes = ([places[rank] for rank in ranks if rank in places] for ranks in (move.gives, move.takes))
+    xs = [*gives, *takes]
+    if not xs:
+        return []
+    title = f"{move.words}{f', launch {move.launch}' if move.launch else ''}"
+    words = move.words
+    if _MESSAGE.match(words):
+        piece = _PIECE.search(words)
+        words = piece[0] if piece else nbytes
+    dash = "" if takes else ' stroke-dasharray="2 4"'  # each host by itself
+    parts = [f"<g><title>{text(title)}</title>"]
+    parts.append(f'<path d="M{min(xs):g} {y:g}H{max(xs):g}" stroke="{colour}" stroke-width="2"{dash}/>')
+    parts += [f'<circle cx="{x:g}" cy="{y:g}" r="3.5" fill="{colour}"/>' for x in gives]
+    parts += [_head(x, gives, y, colour) for x in takes if x not in gives]
+    parts += [_label(max(places.values()) + 14, y + 4, words, most=38), "</g>"]
+    return ["".join(parts)]
+
+
+def _head(x: float, gives: Sequence[float], y: float, colour: str) -> str:
+    """The head of an arrow at one who takes, as it comes from those who give; none is seen from both sides."""
+    left, right = any(one < x for one in gives), any(one > x for one in gives)
+    sides = [side for side, is_there in ((-1, left), (1, right)) if is_there]
+    tips = "".join(f"M{x:g} {y:g}l{8 * side} -4v8z" for side in sides)
+    return f'<path d="{tips}" fill="{colour}"/>'

@@ -1,0 +1,219 @@
+"""What the members of a group do and hold, at the moment of asking; and how that is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+from raycollect import diagnosis, html
+from raycollect.channel.messages import Seen, Surveyed
+from raycollect.flight import Flight
+from raycollect.model import Member
+from raycollect.planner.wording import counted, nbytes_words, seconds_words
+from raycollect.pos import StoreStatistics
+from raycollect.pos.arena import ArenaStatistics
+
+__all__ = ["GroupStatistics", "GroupStatus", "MemberStatistics", "MemberStatus", "member_statistics", "member_status"]
+
+_Statistics = TypeVar("_Statistics", StoreStatistics, ArenaStatistics)
+
+_HEAD = ("rank", "actor", "host", "pid", "device", "state", "collectives under way", "awaited for")
+_RIGHT = frozenset({"rank", "pid", "awaited for"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatus:
+    """One rank, at the moment of asking.
+
+    Attributes:
+        rank: Its rank.
+        actor: What a person calls it.
+        node_id: The Ray node that it runs on.
+        pid: Its process.
+        ordered: True: its methods run one at a time, and collectives take their place among them, or between them
+            where the group's ordering is ``"data"``. False (async and threaded actors): collectives run after their
+            operands' methods and after earlier collectives, and may overlap other methods.
+        plans: The collectives of this controller that it has not ended.
+        steps: For each of them where it is in it: at the door, or in which bundle of calls; of a captured step which
+            call; empty where it has not begun it.
+        awaited_s: How long others have waited for it, from the first arrival at a door to which it has not come, in
+            seconds; 0: nobody waits for it.
+        answers: Whether its process has said what follows; it does while methods run, but not where it is gone, or
+            stopped, or a call in it holds the interpreter's lock.
+        doing: The outermost call of the user's that is under way there: name, file and line; empty for none.
+        stack: From there on a line per frame, the innermost last.
+        ended: The last collective of this controller that it has ended; 0: none.
+        story: The tail of its recorder, oldest first.
+        host: The address of the machine that it runs on.
+        device: The accelerators that Ray gave it: ``"GPU 0"``; ``"CPU"`` where there are none.
+    """
+
+    rank: int
+    actor: str
+    node_id: str
+    pid: int
+    ordered: bool
+    plans: tuple[int, ...]
+    steps: tuple[str, ...]
+    awaited_s: float
+    answers: bool
+    doing: str
+    stack: tuple[str, ...]
+    ended: int
+    story: tuple[str, ...]
+    host: str = ""
+    device: str = ""
+
+    @property
+    def state(self) -> str:
+        """What it does, in words: the method that it is in, that it is in none, or that it gave no answer."""
+        if not self.answers:
+            return "no answer"
+        return f"in {self.doing}" if self.doing else "in no method"
+
+    @property
+    def places(self) -> str:
+        """The collectives that it has not ended, and where it is in each of them, in words."""
+        pairs = zip(self.plans, self.steps, strict=True)
+        return ", ".join(f"{plan} ({step})" if step else str(plan) for plan, step in pairs)
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        title = f"rank {self.rank}: {self.actor}"
+        return html.block("member", title, html.table(_HEAD, [_cells(self)], right=_RIGHT))
+
+    def __str__(self) -> str:
+        text = f"rank {self.rank} ({self.actor}, pid {self.pid}): {self.state}"
+        text += f", has ended {self.ended}" if self.answers and self.ended else ""
+        text += f", has not ended {self.places}" if self.plans else ""
+        if self.awaited_s:
+            text += f", awaited for {self.awaited_s:.1f} s"
+        return "\n    ".join((text, *(self.stack if self.doing else ())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GroupStatus:
+    """A group, at the moment of asking.
+
+    Attributes:
+        state: ``"alive"``, ``"broken"`` or ``"destroyed"``.
+        detail: Why it is broken.
+        members: By rank.
+    """
+
+    state: str
+    detail: str
+    members: tuple[MemberStatus, ...]
+
+    def rows(self) -> html.Markup:
+        """The ranks as a table of HTML; of very many those of which there is most to say."""
+        told = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
+        rows = [_cells(one) for one in sorted(told, key=lambda one: one.rank)]
+        return html.table(_HEAD, rows, right=_RIGHT, count=len(self.members))
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        title = f"group of {counted(len(self.members), 'rank')}: {self.state}"
+        return html.block("status", title, *([html.line(self.detail)] if self.detail else []), self.rows())
+
+    def __repr__(self) -> str:
+        detail = f": {self.detail}" if self.detail else ""
+        return "\n  ".join((f"<GroupStatus {self.state}{detail}", *map(str, self.members))) + ">"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberStatistics:
+    """What one rank's process holds, for all groups that it is in, at the moment of its answer.
+
+    Attributes:
+        rank: Its rank.
+        actor: What a person calls it.
+        store: The tensors that its methods returned.
+        arena: Its shared memory, and what it has mapped of others'.
+    """
+
+    rank: int
+    actor: str
+    store: StoreStatistics
+    arena: ArenaStatistics
+
+    def __str__(self) -> str:
+        store, arena = self.store, self.arena
+        text = f"rank {self.rank} ({self.actor}): {store.held} refs held, {store.freed} freed, {store.dirty} dirty; "
+        if arena.limit:
+            in_use, backed = nbytes_words(arena.in_use), nbytes_words(arena.backed)
+            text += f"arena: {in_use} in {arena.blocks} blocks, {backed} backed, "
+            text += f"limit {nbytes_words(arena.limit)}"
+        else:
+            text += "no arena"
+        return f"{text}, {nbytes_words(arena.mapped)} mapped of others"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class GroupStatistics:
+    """What the members of a group hold, at the moment of asking.
+
+    Attributes:
+        members: By rank; None for one that is gone, or did not answer in time.
+    """
+
+    members: tuple[MemberStatistics | None, ...]
+
+    def __repr__(self) -> str:
+        lines = (str(one or f"rank {rank}: gone, or silent") for rank, one in enumerate(self.members))
+        return "\n  ".join(("<GroupStatistics", *lines)) + ">"
+
+
+def _is_dull(status: MemberStatus) -> tuple[bool, float, bool]:
+    return status.answers, -status.awaited_s, not (status.plans or status.doing)
+
+
+def _cells(status: MemberStatus) -> tuple[object, ...]:
+    node = f" (node {status.node_id[:6]})" if status.node_id else ""
+    return (
+        status.rank,
+        status.actor,
+        f"{status.host}{node}",
+        status.pid,
+        status.device,
+        html.folded(status.state, "\n".join(status.stack)) if status.stack and status.doing else status.state,
+        status.places,
+        seconds_words(status.awaited_s) if status.awaited_s else "",
+    )
+
+
+def member_status(member: Member, flights: Sequence[Flight], seen: Mapping[str, Seen | None]) -> MemberStatus:
+    """What is known of a member.
+
+    Args:
+        member: The member.
+        flights: What its group has under way.
+        seen: What the members have said of themselves, by actor; None: no answer.
+    """
+    pending = [one for one in flights if one.is_pending(one.plan.positions.get(member.actor_id, -1))]
+    mine = seen[member.actor_id]
+    return MemberStatus(
+        rank=member.rank,
+        actor=member.actor,
+        node_id=member.node_id,
+        pid=member.pid,
+        ordered=member.ordered,
+        plans=tuple(one.seq for one in pending),
+        steps=tuple(diagnosis.step_of(one, mine) for one in pending),
+        awaited_s=max((diagnosis.awaited_s(one, member.actor_id, seen) for one in pending), default=0.0),
+        host=member.address.host,
+        device=", ".join(f"{kind} {', '.join(ids)}" for kind, ids in member.accelerators) or "CPU",
+        **diagnosis.told(mine),
+    )
+
+
+def member_statistics(member: Member, answer: Surveyed) -> MemberStatistics:
+    """What a member has answered about what it holds."""
+
+    def part(cls: type[_Statistics]) -> _Statistics:
+        return cls(**{field.name: getattr(answer, field.name) for field in fields(cls)})
+
+    return MemberStatistics(
+        rank=member.rank, actor=member.actor, store=part(StoreStatistics), arena=part(ArenaStatistics)
+    )

@@ -1,0 +1,385 @@
+"""A session in a notebook: what values show of themselves, `await` in a cell, and the key that interrupts one.
+
+A cell is run as ipykernel runs it: in a loop that runs all the time, and awaited there if it awaits.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from raycollect.captured import SHOWN_S
+from raycollect.runs import Runs
+from tests.pure.test_html import progress, read
+from tests.ray.capturing import Learner
+from tests.ray.test_refusals import Gate
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Worker, block
+
+SOON_S = SHOWN_S + 3
+"""How long showing something may take here, where a machine is shared with other tests, in seconds."""
+
+
+def shown(value):
+    """The text of what a notebook shows of a value, and the HTML; it comes soon."""
+    began_s = time.monotonic()
+    fragment = value._repr_html_()
+    assert time.monotonic() - began_s < SOON_S
+    assert "can't be shown" not in fragment
+    return read(fragment), fragment
+
+
+def refs_of(workers):
+    return [worker.get_buffer.remote() for worker in workers]
+
+
+@pytest.fixture
+def workers(actors):
+    return actors(Worker, 2)
+
+
+@pytest.fixture
+def group(workers):
+    return col.declare_collective_group(workers)
+
+
+@pytest.fixture
+def held(actors, workers, group):
+    """A work that waits for rank 1, which is in a method until the gate opens."""
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    refs = refs_of(workers)
+    blocked = block(workers[1], gate)
+    work = col.allreduce_refs(refs, async_op=True)
+    yield work, gate
+    ray.get([gate.open.remote(), blocked])
+    assert wait_until(work.done)
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+def test_a_group_is_shown_by_its_ranks(group):
+    told, _ = shown(group)
+    for member in group.status().members:
+        assert member.actor in told
+        assert str(member.pid) in told
+        assert f"{member.host} (node {member.node_id[:6]})" in told
+        assert member.device == "CPU"
+    for expected in ("group 'default': 2 ranks, alive", "chosen, as 2 ranks are on one machine", "nothing"):
+        assert expected in told
+    assert "epoch" not in told
+    group.destroy()
+    told, _ = shown(group)
+    assert "2 ranks, destroyed" in told
+
+
+def test_what_a_group_does_is_shown(held, group):
+    work, _ = held
+    assert wait_until(lambda: "Buffers.call (" in group.status().members[1].doing)
+    told, fragment = shown(group)
+    number = re.search(r"plan (\d+)", repr(work))[1]
+    assert f"allreduce (plan {number})" in told
+    assert "<summary>in Buffers.call (" in fragment
+    assert f"{number} (at the door" in told
+    told, _ = shown(group.status())
+    assert "group of 2 ranks: alive" in told
+
+
+def test_a_group_whose_member_died_is_shown(group, workers):
+    ray.kill(workers[1])
+    assert wait_until(lambda: group.status(timeout_s=0).state == "broken")
+    told, _ = shown(group)
+    for expected in ("2 ranks, broken", "died", "no answer", "in no method"):
+        assert expected in told
+    group.rebuild()
+    told, _ = shown(group)
+    assert "1 rank, alive" in told
+    assert "1, how often it was rebuilt" in told
+
+
+def test_a_member_that_is_stopped_holds_up_no_cell(group):
+    pid = group.status().members[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        told, _ = shown(group)
+        assert "no answer" in told
+        assert "alive" in told
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert wait_until(lambda: "no answer" not in shown(group)[0])
+
+
+# ---------------------------------------------------------------------------------------------- works
+
+
+def test_a_work_is_shown_while_it_is_under_way_and_after(held):
+    work, gate = held
+    told, fragment = shown(work)
+    assert "allreduce on group 'default': under way for" in told
+    assert progress(fragment)[0] == "2"
+    assert progress(fragment)[1] != "2"
+    assert "under way for" in repr(work)
+    ray.get(gate.open.remote())
+    work.wait()
+    told, fragment = shown(work)
+    assert progress(fragment) == ("2", "2")
+    assert "float32[10] on cpu (x 2)" in told
+    assert "took" in told
+
+
+def test_a_work_that_failed_is_shown_with_its_reasons(group, workers):
+    ray.get(workers[1].set_buffer.remote(np.ones(3, np.float32)))
+    refs = refs_of(workers)
+    work = col.allreduce_refs(refs, async_op=True)
+    with pytest.raises(errors.RefusedError) as caught:
+        work.wait()
+    told, fragment = shown(work)
+    name = type(caught.value).__name__
+    assert f"default': {name}" in told
+    assert all(line.strip() in told for line in str(caught.value).splitlines()[:3])
+    assert ("<details>" in fragment) == ("\n" in str(caught.value))
+    assert name in repr(work)
+
+
+def test_a_batch_without_results_is_shown(group, workers):
+    with col.batch(async_op=True) as batch:
+        col.barrier()
+        col.barrier()
+    batch.work.wait()
+    told, _ = shown(batch.work)
+    assert "batch on group" in told
+    assert "calls\n2" in told
+
+
+def test_a_handle_is_shown(workers):
+    told, _ = shown(ray.get(workers[0].get_buffer.remote()))
+    assert "tensor, 40 B, kept in Buffers(" in told
+    assert "[10]" in told
+    many = ray.get(workers[0].make.remote(lambda self: {"<a>": np.ones(2), "b": [np.ones((3, 4))]}))
+    told, _ = shown(many)
+    assert "dict of 2 tensors, 112 B" in told
+    assert "['<a>']" in told
+    assert "['b'][0]" in told
+
+
+# ---------------------------------------------------------------------------------------------- captured steps
+
+
+@pytest.fixture
+def learners(actors):
+    return actors(Learner, 2)
+
+
+@pytest.fixture
+def digits(learners):
+    return col.declare_collective_group(learners)
+
+
+def learning(learners):
+    with col.capture() as step:
+        gradients = [step.call(one, "gradient") for one in learners]
+        col.allreduce_refs(gradients)
+        for one, gradient in zip(learners, gradients, strict=True):
+            step.call(one, "apply", gradient)
+    return step
+
+
+def test_a_captured_step_is_shown_in_each_of_its_states(digits, learners):
+    step = col.capture()
+    assert "its block was not entered" in shown(step)[0]
+    step = learning(learners)
+    told, _ = shown(step)  # what methods return shows in the first run
+    for expected in ("1 collective and 4 method calls: ready", "gradient (x 2)", "apply (x 2)", "0 begun"):
+        assert expected in told
+    assert "allreduce sum on group 'default'" in told
+    assert "20 B" not in told
+    for _ in range(3):
+        step.run()
+    told, fragment = shown(step)
+    assert "3 begun" in told
+    assert "20 B" in told
+    assert "what each run does" in told
+    assert step.explain()._repr_html_() in fragment
+    step.close()
+    assert "it was closed" in shown(step)[0]
+
+
+def test_a_captured_step_with_a_busy_actor_is_shown_without_bytes(actors, digits, learners):
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    step = learning(learners)
+    step.run()
+    blocked = block(learners[0], gate)
+    told, _ = shown(step)
+    assert "allreduce sum" in told
+    assert "20 B" not in told
+    ray.get([gate.open.remote(), blocked])
+    assert "20 B" in shown(step)[0]
+    step.close()
+
+
+def test_a_run_and_a_step_that_broke_are_shown(digits, learners):
+    with col.capture() as step:
+        tensors = [step.call(one, "fail_at", 2) for one in learners]
+        col.allreduce_refs(tensors)
+    first = step.run(async_op=True)
+    first.wait()
+    told, fragment = shown(first)
+    assert "run 1 of a captured step: done" in told
+    assert progress(fragment) == ("2", "2")
+    work = step.run(async_op=True)
+    with pytest.raises(errors.MethodError):
+        work.wait()
+    assert "call 2 of them" in shown(work)[0]
+    told, _ = shown(step)
+    assert "broken by MethodError" in told
+    assert "call 2 of them" in told
+
+
+# ---------------------------------------------------------------------------------------------- cells
+
+
+def run_cells(*cells, names):
+    """Runs cells one after the other in a loop that runs; gives the value of the last one, an expression."""
+
+    async def session():
+        value = None
+        for cell in cells:
+            code = compile(cell, "<cell>", "single" if "\n" in cell else "eval", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            value = eval(code, names)
+            if inspect.isawaitable(value):
+                value = await value
+        return value
+
+    return asyncio.run(session())
+
+
+@pytest.mark.parametrize("made", ["before", "there"])
+def test_await_in_a_cell_gives_the_refs(group, workers, made):
+    refs = refs_of(workers)
+    names = {"col": col, "refs": refs, "work": col.allreduce_refs(refs, async_op=True)}
+    cell = "await work" if made == "before" else "await col.allreduce_refs(refs, async_op=True)"
+    assert run_cells(cell, names=names) == refs
+    count = 2 if made == "before" else 4
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, count))
+
+
+def test_calls_that_wait_work_in_a_cell_too(group, workers):
+    names = {"col": col, "refs": refs_of(workers)}
+    cells = ("col.allreduce_refs(refs)", "await col.allreduce_refs(refs, async_op=True)", "col.get(refs[1])")
+    np.testing.assert_array_equal(run_cells(*cells, names=names), np.full(10, 4))
+
+
+def test_await_of_a_run_in_a_cell(learners):
+    with col.capture() as step:
+        step.returns([step.call(one, "loss") for one in learners])
+    assert run_cells("await step.run(async_op=True)", names={"step": step}) == [5.0, 5.0]
+    step.close()
+
+
+def test_an_error_of_an_awaited_work_is_the_cells(group, workers):
+    ray.get(workers[0].set_buffer.remote(np.ones(3)))
+    names = {"work": col.allreduce_refs(refs_of(workers), async_op=True)}
+    with pytest.raises(errors.MismatchError):
+        run_cells("await work", names=names)
+
+
+def interrupted_cell(work):
+    """Awaits a work in a task that SIGINT cancels, as ipykernel has it; the key is hit when it waits."""
+
+    async def session():
+        cell = asyncio.ensure_future(_awaited(work))
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, cell.cancel)
+        try:
+            await asyncio.sleep(0)  # now it waits
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(asyncio.CancelledError):
+                await cell
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    asyncio.run(session())
+
+
+async def _awaited(work):
+    return await work
+
+
+@pytest.fixture
+def ctrl_c():
+    """SIGINT as in a terminal, after the loop has given it back."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_in_an_await_ends_the_await_alone(ctrl_c, held, group, workers):
+    work, gate = held
+    interrupted_cell(work)
+    assert not work.done()
+    assert "under way" in shown(work)[0]
+    ray.get(gate.open.remote())
+    assert work.wait(30) == work.refs
+    assert "no answer" not in shown(group)[0]
+    more = col.allreduce_refs(work.refs, async_op=True)  # the loop of the first await is closed by now
+    assert asyncio.run(_awaited(more)) == work.refs
+    np.testing.assert_array_equal(col.get(work.refs[0]), np.full(10, 4))
+
+
+def test_a_work_that_outlives_the_loop_of_its_await_is_cancelled_as_any(ctrl_c, held):
+    work, _ = held
+    interrupted_cell(work)
+    assert work.cancel()
+    with pytest.raises(errors.PlanAbortedError):
+        work.wait()
+    assert "PlanAbortedError" in shown(work)[0]
+
+
+def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, digits, learners):
+    """The run that was waited for goes on, and the next one comes after it."""
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    with col.capture() as step:
+        step.returns([step.call(one, "note") for one in learners])
+    assert step.run() == [1, 1]
+    blocked = block(learners[1], gate)
+    assert wait_until(lambda: "Buffers.call (" in digits.status().members[1].doing)
+    thread = interrupt_a_run()
+    with pytest.raises(KeyboardInterrupt):
+        step.run()
+    thread.join()
+    assert "2 begun, some under way" in shown(step)[0]
+    ray.get([gate.open.remote(), blocked])
+    assert step.run() == [3, 3]
+    assert "3 begun" in shown(step)[0]
+    step.close()
+
+
+def interrupt_a_run():
+    """Sends this process a SIGINT, as Ctrl-C does, once this thread waits for a run of a captured step."""
+    target = threading.get_ident()
+
+    def waits():
+        frame = sys._current_frames().get(target)
+        return any(one.f_code is Runs._sleep.__code__ for one, _ in traceback.walk_stack(frame))
+
+    def watch():
+        assert wait_until(waits)
+        signal.pthread_kill(target, signal.SIGINT)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
