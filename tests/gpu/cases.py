@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -13,20 +13,23 @@ from raycollect.backends import arrays
 from raycollect.backends._nccl_ops import folds, reduction_of
 from raycollect.contracts import Communicator
 from raycollect.errors import UnsupportedError
-from raycollect.model import Kernel, Launch, OpKind
+from raycollect.model import Launch
 from tests.pure.communicators import Team
 from tests.pure.conformance import (
     NARROW,
     REDUCTIONS,
     Case,
-    _checksum,
-    _in_place,
-    _listed,
-    _other,
-    _wrong,
-    run_launch,
-    run_staged,
+    as_read,
+    check_outcomes,
+    checksum_of,
+    how_far,
+    listed,
+    other_values,
+    put_in_place,
+    ranks_of,
+    run_kernel,
     sides,
+    what_is_wrong,
 )
 
 from . import devices
@@ -44,9 +47,6 @@ LAYOUTS: dict[str, Callable[[Make, int], Any]] = {
     "reversed": lambda make, size: make((size,))[::-1],
 }
 """How elements lie in memory -> a tensor of so many; of torch there is none in reverse."""
-
-FAR = {"bfloat16": 0.02, "float8_e4m3fn": 0.15, "float8_e5m2": 0.3}
-"""How far a sum of short floats may be off, per rank: NCCL rounds behind each step."""
 
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -103,7 +103,7 @@ def _made(values: Any, how: str, library: str, *, blank: bool = False) -> Any:
         return None
     if type(values) is tuple:
         return tuple(_made(piece, how, library, blank=blank) for piece in values)
-    return seen(placed(_other(values) if blank else values, how, library))
+    return seen(placed(other_values(values) if blank else values, how, library))
 
 
 # ------------------------------------------------------------------------------- what each rank does
@@ -148,9 +148,9 @@ def run_case(communicator: Communicator, launch: Launch, case: Case, library: st
     if refused:
         return "neither NCCL nor cupy has that reduction, and it was not refused", 0
     if case.kind in REDUCTIONS and case.dtype in NARROW and world > 1:
-        return _far(case, ran.expected, ran.dst, world), _checksum(ran.dst)
-    wrong = _wrong(case, ran.given, ran.src, ran.expected, ran.dst, ran.shared, is_bitwise=False)
-    return wrong, _checksum(ran.dst)
+        return how_far(case, ran.expected, ran.dst, world), checksum_of(ran.dst)
+    wrong = what_is_wrong(case, ran.given, ran.src, ran.expected, ran.dst, ran.shared, is_bitwise=False)
+    return wrong, checksum_of(ran.dst)
 
 
 def run_once(
@@ -163,17 +163,10 @@ def run_once(
     dst = _made(expected, case.layout, library, blank=True)
     shared: tuple[Any, ...] = ()
     if case.inplace:
-        dst, shared = _in_place(case.kind, rank, src, dst)
-    kind, peer = case.kind, case.root
-    if kind is OpKind.SEND:
-        kind, peer = (OpKind.SEND, case.peer) if rank == case.root else (OpKind.RECV, case.root)
-    kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
-    if staged:
-        run_staged(communicator, launch, kernel, most)
-    else:
-        run_launch(communicator, launch, replace(kernel, most=most))
-    host = {id(one): to_host(one.tensor, np.dtype(case.dtype)) for one in (*_listed(src), *_listed(dst))}
-    return Ran(given, expected, *(_hosts(side, host) for side in (src, dst, shared)))
+        dst, shared = put_in_place(case.kind, rank, src, dst)
+    run_kernel(communicator, launch, case, (src, dst, most), staged=staged)
+    host = {id(one): to_host(one.tensor, np.dtype(case.dtype)) for one in (*listed(src), *listed(dst))}
+    return Ran(given, expected, *(as_read(side, host) for side in (src, dst, shared)))
 
 
 def is_refused(case: Case) -> bool:
@@ -183,41 +176,13 @@ def is_refused(case: Case) -> bool:
     return reduction_of(case.op, case.dtype, devices.nccl_version()) is None and not folds(case.op, case.dtype)
 
 
-def _hosts(side: Any, host: dict[int, np.ndarray]) -> Any:
-    if side is None:
-        return None
-    return tuple(host[id(one)] for one in side) if type(side) is tuple else host[id(side)]
-
-
-def _far(case: Case, expected: Any, dst: Any, world: int) -> str:
-    if dst is None:
-        return ""
-    found, wanted = (values.astype(np.float32) for values in (dst, expected))
-    most = FAR[case.dtype] * world
-    if np.allclose(found, wanted, rtol=most, atol=most):
-        return ""
-    at = int(np.abs(found - wanted).argmax())
-    return f"is far off: {found[at]} at {at}, not {wanted[at]}"
-
-
 def check(team: Team, library: str, cases: Sequence[Case], *, staged: bool = False, timeout_s: float = 60.0) -> None:
     """Runs cases on all ranks, compares their results and names every case that failed."""
     assert cases
-    launches = [team.launch(_ranks(case, team), timeout_s) for case in cases]
+    launches = [team.launch(ranks_of(case, team), timeout_s) for case in cases]
     try:
         results = team.must(body_cases, launches, list(cases), library, staged)
     except BaseException:
         team.spoiled = True  # type: ignore[attr-defined]  # its communicators have ended: the next test needs another
         raise
-    found = []
-    for case, *outcomes in zip(cases, *results, strict=True):
-        said = {f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text}
-        if case.kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
-            said.add("ranks have different bits")
-        if said:
-            found.append(f"{case}: {'; '.join(sorted(said))}")
-    assert not found, "\n".join([f"{len(found)} of {len(cases)} cases, {library}, {team.world_size} ranks:", *found])
-
-
-def _ranks(case: Case, team: Team) -> tuple[int, ...]:
-    return tuple(sorted((case.root, case.peer))) if case.kind is OpKind.SEND else team.everyone
+    check_outcomes(cases, [case.kind for case in cases], results, f"of {library}, {team.world_size} ranks")

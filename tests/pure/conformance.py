@@ -55,6 +55,10 @@ TOLERANCE = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12, "complex64": 1e
 """How far a backend that does not promise the left fold may be from it; whatever is not here is exact everywhere."""
 
 
+FAR = {"bfloat16": 0.02, "float8_e4m3fn": 0.15, "float8_e5m2": 0.3}
+"""How far a sum of short floats may be off, per rank, where the library rounds behind each step, as NCCL does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One launch of one kernel.
@@ -280,6 +284,21 @@ def run_staged(communicator: Communicator, launch: Launch, kernel: Kernel, most:
         communicator.end(launch, ok)
 
 
+def run_kernel(
+    communicator: Communicator, launch: Launch, case: Case, given: tuple[Any, Any, int], *, staged: bool
+) -> None:
+    """One whole launch of a case, with what its kernel reads, what it writes, and the size of the largest piece."""
+    src, dst, most = given
+    kind, peer = case.kind, case.root
+    if kind is OpKind.SEND:
+        kind, peer = (OpKind.SEND, case.peer) if communicator.rank == case.root else (OpKind.RECV, case.root)
+    kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
+    if staged:
+        run_staged(communicator, launch, kernel, most)
+    else:
+        run_launch(communicator, launch, replace(kernel, most=most))
+
+
 def body_cases(
     communicator: Communicator, launches: Sequence[Launch], cases: Sequence[Case], is_bitwise: bool, staged: bool
 ) -> list[tuple[str, int]]:
@@ -298,19 +317,12 @@ def run_case(communicator: Communicator, launch: Launch, case: Case, is_bitwise:
     dst = _made(expected, case.layout if case.layout != "read-only" else "plain", blank=True)
     shared = ()
     if case.inplace:
-        dst, shared = _in_place(case.kind, rank, src, dst)
+        dst, shared = put_in_place(case.kind, rank, src, dst)
     if case.layout == "read-only":
-        for array in _listed(src):
+        for array in listed(src):
             array.flags.writeable = any(array is other for other in shared)
-    kind, peer = case.kind, case.root
-    if kind is OpKind.SEND:
-        kind, peer = (OpKind.SEND, case.peer) if rank == case.root else (OpKind.RECV, case.root)
-    kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
-    if staged:
-        run_staged(communicator, launch, kernel, most)
-    else:
-        run_launch(communicator, launch, replace(kernel, most=most))
-    return _wrong(case, given, src, expected, dst, shared, is_bitwise), _checksum(dst)
+    run_kernel(communicator, launch, case, (src, dst, most), staged=staged)
+    return what_is_wrong(case, given, src, expected, dst, shared, is_bitwise), checksum_of(dst)
 
 
 def _made(values: Any, how: str, *, blank: bool = False) -> Any:
@@ -319,19 +331,19 @@ def _made(values: Any, how: str, *, blank: bool = False) -> Any:
         return None
     if type(values) is tuple:
         return tuple(_made(piece, how, blank=blank) for piece in values)
-    return layout(how, _other(values) if blank else values)
+    return layout(how, other_values(values) if blank else values)
 
 
-def _other(values: np.ndarray) -> np.ndarray:
+def other_values(values: np.ndarray) -> np.ndarray:
     """As many values of which none is the same."""
     return ~values if values.dtype.kind == "b" else (values.view(np.uint8) ^ 0x55).view(values.dtype)
 
 
-def _listed(side: Any) -> list[np.ndarray]:
+def listed(side: Any) -> list[np.ndarray]:
     return [] if side is None else list(side) if type(side) is tuple else [side]
 
 
-def _in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
+def put_in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tuple[np.ndarray, ...]]:
     """What is written becomes what is read wherever the kernel allows it; second, the arrays in both places."""
     if dst is None:
         return None, ()
@@ -346,16 +358,16 @@ def _in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tuple[n
     return (src, tuple(src)) if kind is OpKind.ALLTOALL else (dst, ())
 
 
-def _wrong(
+def what_is_wrong(
     case: Case, given: Any, src: Any, expected: Any, dst: Any, shared: tuple[np.ndarray, ...], is_bitwise: bool
 ) -> str:
     """Says what is not as it must be."""
-    for values, array in zip(_listed(given), _listed(src), strict=True):
+    for values, array in zip(listed(given), listed(src), strict=True):
         if not any(array is other for other in shared) and bits(flat(array)) != bits(values):
             return "what was only to be read was written"
-    wanted = _listed(expected) if dst is not None else []
+    wanted = listed(expected) if dst is not None else []
     exact = is_bitwise or case.op in (None, ReduceOp.MIN, ReduceOp.MAX) or case.dtype not in TOLERANCE
-    for piece, (values, array) in enumerate(zip(wanted, _listed(dst), strict=True)):
+    for piece, (values, array) in enumerate(zip(wanted, listed(dst), strict=True)):
         found = flat(array)
         if exact and bits(found) != bits(values):
             at = np.flatnonzero(found != values)
@@ -368,29 +380,62 @@ def _wrong(
     return ""
 
 
-def _checksum(side: Any) -> int:
+def as_read(side: Any, host: dict[int, np.ndarray]) -> Any:
+    """A side of device arrays as what was read of them, by their ids."""
+    if side is None:
+        return None
+    return tuple(host[id(one)] for one in side) if type(side) is tuple else host[id(side)]
+
+
+def how_far(case: Case, expected: Any, dst: Any, world: int) -> str:
+    """Says how far a reduction of short floats is off which their library rounds behind each step."""
+    if dst is None:
+        return ""
+    found, wanted = (values.astype(np.float32) for values in (dst, expected))
+    most = FAR[case.dtype] * world
+    if np.allclose(found, wanted, rtol=most, atol=most):
+        return ""
+    at = int(np.abs(found - wanted).argmax())
+    return f"is far off: {found[at]} at {at}, not {wanted[at]}"
+
+
+def checksum_of(side: Any) -> int:
     total = 0
-    for array in _listed(side):
+    for array in listed(side):
         total = zlib.crc32(bits(flat(array)), total)
     return total
 
 
 def check_cases(team: Team, cases: Sequence[Case], *, staged: bool = False, timeout_s: float = 60.0) -> None:
     """Runs cases on all ranks, compares their results and names every case that failed."""
-    launches = [team.launch(_ranks(case, team), timeout_s) for case in cases]
+    launches = [team.launch(ranks_of(case, team), timeout_s) for case in cases]
     is_bitwise = backends.get(team.backend).bitwise
     results = team.must(body_cases, launches, list(cases), is_bitwise, staged)
+    check_outcomes(cases, [case.kind for case in cases], results, f"on {team.backend} x {team.world_size}")
+
+
+def check_outcomes(
+    cases: Sequence[Any], kinds: Sequence[OpKind], results: Sequence[Sequence[tuple[str, int]]], where: str
+) -> None:
+    """Names every case that failed on some rank, or after which ranks have different bits.
+
+    Args:
+        cases: What was run.
+        kinds: The kind of each.
+        results: By rank, and by case: what is wrong, and a checksum of the result.
+        where: For the message.
+    """
     found = []
-    for case, *outcomes in zip(cases, *results, strict=True):
+    for case, kind, *outcomes in zip(cases, kinds, *results, strict=True):
         said = {f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text}
-        if case.kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
+        if kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
             said.add("ranks have different bits")
         if said:
             found.append(f"{case}: {'; '.join(sorted(said))}")
-    assert not found, "\n".join([f"{len(found)} of {len(cases)} cases on {team.backend} x {team.world_size}:", *found])
+    assert not found, "\n".join([f"{len(found)} of {len(cases)} cases {where}:", *found])
 
 
-def _ranks(case: Case, team: Team) -> tuple[int, ...]:
+def ranks_of(case: Case, team: Team) -> tuple[int, ...]:
     return tuple(sorted((case.root, case.peer))) if case.kind is OpKind.SEND else team.everyone
 
 

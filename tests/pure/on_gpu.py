@@ -19,18 +19,30 @@ from raycollect.backends import arrays, streams
 from raycollect.backends._nccl_ops import reduction_of
 from raycollect.backends.device_arrays import DeviceArray, device_id
 from raycollect.contracts import Communicator
-from raycollect.model import Kernel, Launch, OpKind
+from raycollect.model import Launch
 from tests.fake_cupy import Fake, installed
+from tests.gpu.cases import LAYOUTS as ON_DEVICE
 
 from .communicators import MemoryExchange, ThreadTeam
-from .conformance import NARROW, Case, _checksum, _in_place, _listed, _other, _wrong, run_launch, run_staged, sides
+from .conformance import (
+    NARROW,
+    Case,
+    as_read,
+    check_outcomes,
+    checksum_of,
+    how_far,
+    listed,
+    other_values,
+    put_in_place,
+    ranks_of,
+    run_kernel,
+    sides,
+    what_is_wrong,
+)
 
-LAYOUTS = ("plain", "offset", "every other", "reversed", "transposed", "column")
+LAYOUTS = tuple(ON_DEVICE)
 LIBRARIES = ("cupy", "torch")
 STREAMS = ("default", "blocking", "non-blocking")
-
-FAR = {"bfloat16": 0.02, "float8_e4m3fn": 0.15, "float8_e5m2": 0.3}
-"""How far a sum of short floats may be off, per rank: NCCL rounds behind each step."""
 
 # ------------------------------------------------------------------------------- teams
 
@@ -116,29 +128,15 @@ class TorchLike:
         return int(self.array.data.ptr)
 
 
-Make = Callable[[Any], Any]
-
-_MADE: dict[str, Callable[[Make, int], Any]] = {
-    "plain": lambda make, size: make(size),
-    "offset": lambda make, size: make(size + 1)[1:],
-    "every other": lambda make, size: make(2 * size)[::2],
-    "reversed": lambda make, size: make(size)[::-1],
-    "transposed": lambda make, size: make((_rows(size), size // _rows(size))).T,
-    "column": lambda make, size: make((size, 3))[:, 1],
-    "0-d": lambda make, _: make(()),
-}
+_MADE = {**ON_DEVICE, "0-d": lambda make, _: make(())}
 """Layout -> an array of so many elements that lie so, given how arrays of a shape are made."""
-
-
-def _rows(size: int) -> int:
-    return next((rows for rows in (4, 7, 101) if size and size % rows == 0), 1)
 
 
 def pending(values: np.ndarray, how: str = "plain", library: str = "cupy") -> DeviceArray:
     """An array on the current device, [n]; its elements are written by work that the caller's stream has yet to do."""
     cupy = import_module("cupy")
     made = _MADE[how](lambda shape: cupy.empty(shape, values.dtype), values.size)
-    made[...] = cupy.asarray(_other(np.ascontiguousarray(values))).reshape(made.shape)
+    made[...] = cupy.asarray(other_values(np.ascontiguousarray(values))).reshape(made.shape)
     cupy.cuda.get_current_stream().synchronize()
     made[...] = cupy.asarray(values).reshape(made.shape)
     if library == "torch":
@@ -211,24 +209,17 @@ def _run(communicator: Communicator, launch: Launch, found: GpuCase, caller: Cal
         src, dst = _made(given, found), _made(expected, found, blank=True)
         shared: tuple[Any, ...] = ()
         if case.inplace:
-            dst, shared = _in_place(case.kind, rank, src, dst)
-        kind, peer = case.kind, case.root
-        if kind is OpKind.SEND:
-            kind, peer = (OpKind.SEND, case.peer) if rank == case.root else (OpKind.RECV, case.root)
-        kernel = Kernel(kind=kind, src=src, dst=dst, op=case.op, peer=peer)
+            dst, shared = put_in_place(case.kind, rank, src, dst)
         try:
-            if found.staged:
-                run_staged(communicator, launch, kernel, most)
-            else:
-                run_launch(communicator, launch, replace(kernel, most=most))
+            run_kernel(communicator, launch, case, (src, dst, most), staged=found.staged)
         except Exception as exc:
             raise AssertionError(f"{found} on rank {rank}: {exc!r}") from exc
-    host = {id(one): read_elsewhere(one, caller.other) for one in (*_listed(src), *_listed(dst))}
-    src, dst, shared = (_of(side, host) for side in (src, dst, shared))
+    host = {id(one): read_elsewhere(one, caller.other) for one in (*listed(src), *listed(dst))}
+    src, dst, shared = (as_read(side, host) for side in (src, dst, shared))
     is_folded = case.op is not None and reduction_of(case.op, case.dtype, _version()) is None
     if case.op is not None and case.dtype in NARROW and world > 1:
-        return _far(case, expected, dst, world), _checksum(dst)
-    return _wrong(case, given, src, expected, dst, shared, is_folded or world == 1), _checksum(dst)
+        return how_far(case, expected, dst, world), checksum_of(dst)
+    return what_is_wrong(case, given, src, expected, dst, shared, is_folded or world == 1), checksum_of(dst)
 
 
 def _version() -> int:
@@ -240,40 +231,12 @@ def _made(values: Any, found: GpuCase, *, blank: bool = False) -> Any:
         return None
     if type(values) is tuple:
         return tuple(_made(piece, found, blank=blank) for piece in values)
-    return pending(_other(values) if blank else values, found.case.layout, found.library)
-
-
-def _of(side: Any, host: dict[int, np.ndarray]) -> Any:
-    if side is None:
-        return None
-    return tuple(host[id(one)] for one in side) if type(side) is tuple else host[id(side)]
-
-
-def _far(case: Case, expected: Any, dst: Any, world: int) -> str:
-    if dst is None:
-        return ""
-    found, wanted = (values.astype(np.float32) for values in (dst, expected))
-    most = FAR[case.dtype] * world
-    if np.allclose(found, wanted, rtol=most, atol=most):
-        return ""
-    at = int(np.abs(found - wanted).argmax())
-    return f"is far off: {found[at]} at {at}, not {wanted[at]}"
+    return pending(other_values(values) if blank else values, found.case.layout, found.library)
 
 
 def check(team: GpuTeam, cases: Sequence[GpuCase], *, timeout_s: float = 30.0) -> None:
     """Runs cases on all ranks, compares their results and names every case that failed."""
     assert cases
-    launches = [team.launch(_ranks(one.case, team), timeout_s) for one in cases]
+    launches = [team.launch(ranks_of(one.case, team), timeout_s) for one in cases]
     results = team.must(body_cases, launches, list(cases))
-    wrong = []
-    for case, *outcomes in zip(cases, *results, strict=True):
-        said = {f"rank {rank}: {text}" for rank, (text, _) in enumerate(outcomes) if text}
-        if case.case.kind is OpKind.ALLREDUCE and len({checksum for _, checksum in outcomes}) > 1:
-            said.add("ranks have different bits")
-        if said:
-            wrong.append(f"{case}: {'; '.join(sorted(said))}")
-    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)} cases with {team.world_size} ranks:", *wrong])
-
-
-def _ranks(case: Case, team: GpuTeam) -> tuple[int, ...]:
-    return tuple(sorted((case.root, case.peer))) if case.kind is OpKind.SEND else team.everyone
+    check_outcomes(cases, [one.case.kind for one in cases], results, f"with {team.world_size} ranks")
