@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.fake_cupy import Fake
+
 from .fleet import Fleet, MakeFleet
+from .mixed import Mixed, faked, mixing
 
 
 @pytest.fixture
@@ -22,6 +25,20 @@ def fleet() -> Iterator[MakeFleet]:
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def fake(request: pytest.FixtureRequest) -> Iterator[Fake]:
+    """GPUs that there are not, one for each rank; the parameter is the seed of their order."""
+    with faked(getattr(request, "param", 0)) as made:
+        yield made
+
+
+@pytest.fixture
+def mixed(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
+    """Makes fleets on a backend, whose tensors lie on devices of different kinds."""
+    with mixing(fake) as make:
+        yield make
 
 
 def _has_ray() -> bool:

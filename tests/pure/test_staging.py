@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from raycollect.model import OpKind, ReduceOp
-from tests.fake_cupy import Fake
 
 from .meaning import gives_of, meaning, takers
 from .mixed import (
@@ -26,27 +25,12 @@ from .mixed import (
     collective,
     devices_of,
     empty_like,
-    faked,
     is_on_gpu,
-    mixing,
     named,
     numbers,
     same,
     seeds,
 )
-
-
-@pytest.fixture
-def fake(request: pytest.FixtureRequest) -> Iterator[Fake]:
-    with faked(getattr(request, "param", 0)) as made:
-        yield made
-
-
-@pytest.fixture
-def mixed(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
-    with mixing(fake) as make:
-        yield make
-
 
 # ---------------------------------------------------------------------------------------------- every operation
 

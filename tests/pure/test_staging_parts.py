@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,25 +26,10 @@ from .mixed import (
     DTYPES,
     WORLD,
     Mixed,
-    faked,
-    mixing,
     same,
     seeds,
 )
 from .rosters import roster
-
-
-@pytest.fixture
-def fake(request: pytest.FixtureRequest) -> Iterator[Fake]:
-    with faked(getattr(request, "param", 0)) as made:
-        yield made
-
-
-@pytest.fixture
-def mixed(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
-    with mixing(fake) as make:
-        yield make
-
 
 # ---------------------------------------------------------------------------------------------- how it is known
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -32,24 +32,9 @@ from .mixed import (
     ROOT,
     WORLD,
     Mixed,
-    faked,
-    mixing,
     same,
     seeds,
 )
-
-
-@pytest.fixture
-def fake(request: pytest.FixtureRequest) -> Iterator[Fake]:
-    with faked(getattr(request, "param", 0)) as made:
-        yield made
-
-
-@pytest.fixture
-def mixed(fake: Fake) -> Iterator[Callable[[str], Mixed]]:
-    with mixing(fake) as make:
-        yield make
-
 
 # ---------------------------------------------------------------------------------------------- streams
 
