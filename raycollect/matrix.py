@@ -55,8 +55,7 @@ def support_matrix(lines: Sequence[Capabilities] = tuple(BUILT_IN.values())) -> 
     rows += [[f"`{kind.value}`", *(_mark(kind, line, notes) for line, _ in columns)] for kind in OpKind]
     text = [*_table(rows), "", f"{_RUNS} the backend runs it. {_REFUSED} refused before anything runs, by name."]
     text += [f"({number}) made by the planner, as {made}." for made, number in notes.items()]
-    text += [f"`{line.name}`: {line.absent}." for line in lines if line.absent]
-    untested = ", ".join(f"`{line.name}`" for line in lines if not line.tested and not line.absent)
+    untested = ", ".join(f"`{line.name}`" for line in lines if not line.tested)
     if untested:
         text.append(f"Not tested here, for want of the hardware or the library: {untested}.")
     return "\n".join(_paragraphs(text)) + "\n"

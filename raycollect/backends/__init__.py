@@ -67,10 +67,10 @@ def get(name: str, group_name: str = "default") -> Capabilities:
     """
     key = canonical(name)
     line = BACKENDS.get(key)
-    if line is None or line.absent:
+    if line is None:
         if offered := _offered(key):
             line = _adopt_entry_point(key, offered, group_name)
-        elif line is None and key.startswith(TORCH_PREFIX):
+        elif key.startswith(TORCH_PREFIX):
             line = _torch_line(key)
     if line is None:
         detail = (
@@ -114,7 +114,7 @@ def load(name: str, group_name: str = "default") -> CommunicatorFactory:
     backend = get(name, group_name)
     if missing := _missing(backend):
         cure = f". Install it: {backend.install}" if backend.install else ""
-        why = backend.absent or f"it needs what is not there ({missing}){cure}"
+        why = f"it needs what is not there ({missing}){cure}"
         raise BackendNotInstalledError(group_name=group_name, detail=f"backend {backend.name!r}: {why}")
     if backend.factory is not None:
         return backend.factory
@@ -191,9 +191,7 @@ def register(capabilities: Capabilities) -> None:
     name = capabilities.name
     if name.startswith(TORCH_PREFIX) or canonical(name) != name:
         raise ValueError(f"the name {name!r} is taken: it means {canonical(name)!r} or a backend of torch.distributed")
-    if name in BACKENDS and BACKENDS[name].absent:
-        BACKENDS[name] = capabilities
-    elif BACKENDS.setdefault(name, capabilities) != capabilities:
+    if BACKENDS.setdefault(name, capabilities) != capabilities:
         raise ValueError(f"backend {name!r} is registered already, and is another one")
 
 
@@ -239,8 +237,6 @@ def _package(point: EntryPoint) -> str:
 
 def _missing(backend: Capabilities) -> str:
     """What this backend lacks here, or ""."""
-    if backend.absent:
-        return backend.absent
     said = []
     for library in backend.libraries:
         try:

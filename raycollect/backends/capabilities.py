@@ -26,7 +26,6 @@ class Capabilities:
         name: What users call it, in lower case.
         module: The module with its factory `create`; or
         factory: the factory itself.
-        absent: Why there is neither: a name that is known, and what to use meanwhile.
         libraries: Modules of which it needs one; empty where it needs none.
         install: The command that installs what is missing, or what to install.
         probe: Says what else is missing on this machine, or "".
@@ -46,7 +45,6 @@ class Capabilities:
     name: str
     module: str = ""
     factory: CommunicatorFactory | None = None
-    absent: str = ""
     libraries: tuple[str, ...] = ()
     install: str = ""
     probe: Callable[[], str] | None = field(default=None, compare=False)
@@ -64,8 +62,8 @@ class Capabilities:
             raise ValueError(
                 f"{self.name!r} can't name a backend: lower-case letters, digits, '_', '-', '.'; not 'auto'"
             )
-        if bool(self.module) + (self.factory is not None) + bool(self.absent) != 1:
-            raise ValueError(f"backend {self.name!r} has a module, or a factory, or a reason why it has neither")
+        if bool(self.module) == (self.factory is not None):
+            raise ValueError(f"backend {self.name!r} has a module, or a factory")
 
 
 def torch_line(name: str) -> Capabilities:

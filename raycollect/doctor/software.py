@@ -103,7 +103,7 @@ def all_backends(machine: Machine) -> list[Finding]:
 def _backend(machine: Machine, name: str, names: tuple[str, ...]) -> Finding:
     """One backend, loaded in a child process together with those that need the same libraries."""
     line = backends.BACKENDS.get(name)
-    required = line is not None and not line.libraries and not line.absent and line.factory is None
+    required = line is not None and not line.libraries and line.factory is None
     try:
         problem = str(machine.ask(_LOADS.format(names=names)).get(name, "it was not loaded"))
     except ChildError as exc:

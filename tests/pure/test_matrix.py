@@ -47,7 +47,7 @@ def test_what_a_vendor_lacks_is_made_or_refused() -> None:
         "recv": "✘",
     }
     assert "(1) made by the planner, as `reduce` and `scatter`." in text
-    assert "for want of the hardware or the library: `torch:mpi`" in text
+    assert "for want of the hardware or the library: `nccl`, `torch:mpi`" in text
 
 
 def test_marks_follow_the_table() -> None:
