@@ -182,9 +182,11 @@ def memory_domain() -> str:
         return socket.gethostname()
 
 
-@lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Equal for processes of one host: those of one memory domain, and of one Ray node where there is Ray."""
+    """Equal for processes of one host: those of one memory domain, and of one Ray node where there is Ray.
+
+    Not remembered: a process may have used groups without Ray before it started Ray, or have left one for another.
+    """
     if not ray.is_initialized():
         return memory_domain()
     # Nodes of a test cluster share a machine and yet stand for hosts of their own.

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors
+from raycollect import errors, ray_internals
 from raycollect.channel.messages import Run
 from raycollect.controller import Controller
 from raycollect.doorbell import IN_FLIGHT, INLINE_NBYTES
@@ -254,6 +254,18 @@ def test_arguments_and_results_of_every_length(trio, mailed, request, carrier):
                 np.testing.assert_array_equal(one, value)
         is_inline = carrier == "doorbell" and 8 * count < INLINE_NBYTES
         assert len(mailed) == (0 if is_inline else 9)
+
+
+def test_a_process_that_had_groups_before_ray_began_knows_its_machine(trio, mailed, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: False)
+        before = ray_internals.machine_id()
+    assert ray_internals.machine_id() != before
+    assert ray.get(trio[0].call.remote(lambda self: ray_internals.machine_id())) == ray_internals.machine_id()
+    with col.capture() as step:
+        step.returns(step.call(trio[0], "echo", 1))
+    assert step.run() == 1
+    assert mailed == [], "it goes by the doorbell"
 
 
 # ---------------------------------------------------------------------------------------------- runs
