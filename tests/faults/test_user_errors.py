@@ -59,7 +59,9 @@ def in_child(self, function, *args):
         finally:
             os._exit(0)
     os.close(write)
-    ready, _, _ = select.select([read], [], [], PATIENT_S)
+    poller = select.poll()  # not select: the number may be above 1,024, as Ray keeps a socket to each dead actor
+    poller.register(read, select.POLLIN)
+    ready = poller.poll(1000 * PATIENT_S)
     text = os.read(read, 1 << 16).decode() if ready else "nothing"
     os.close(read)
     if not ready:
