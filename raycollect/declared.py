@@ -12,7 +12,7 @@ from raycollect.controller import Controller
 from raycollect.errors import InvalidGroupError, UnknownGroupError
 from raycollect.flight import Flight
 from raycollect.group import Declaration, Membership
-from raycollect.planner.wording import counted
+from raycollect.planner.wording import counted, named
 from raycollect.rank_table import Place, RankTable
 from raycollect.status import GroupStatistics as GroupStatistics
 from raycollect.status import GroupStatus as GroupStatus
@@ -174,20 +174,15 @@ class Group:
             ("backend", f"{self.backend}, {self._why()}"),
             ("ordering", f"{self.ordering} order"),
             ("epoch", f"{self.epoch}, how often it was rebuilt" if self.epoch else ""),
-            ("under way", _named(listed) or "nothing"),
+            ("under way", named(listed, MOST_NAMED) or "nothing"),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
         return html.block("group", title, html.pairs(told), status.rows())
 
     def __repr__(self) -> str:
-        members = _named([member.actor for member in self._membership.members])
+        members = named([member.actor for member in self._membership.members], MOST_NAMED)
         order = f"{self.ordering} order"
         return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
-
-
-def _named(names: Sequence[str]) -> str:
-    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
-    return ", ".join([*names[:MOST_NAMED], *more])
 
 
 def declare_collective_group(

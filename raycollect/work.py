@@ -29,7 +29,7 @@ from raycollect.flight import ABSENT, Flight
 from raycollect.handle import Handle
 from raycollect.model import Key
 from raycollect.parcel import Parcel
-from raycollect.planner.wording import counted, seconds_words
+from raycollect.planner.wording import counted, named, seconds_words
 from raycollect.runs import RunFlight
 
 MOST_NAMED = 8
@@ -99,11 +99,9 @@ class _UnderWay:
         state, is_known, error = self._state, flight.resolved, flight.error
         ended = count if is_known and error is None else self._ended()
         late = [flight.member(at) for at in range(count) if ended and flight.is_pending(at)]
-        names = [f"rank {one.rank} ({one.actor})" for one in late[:MOST_NAMED]]
-        names += [f"{len(late) - MOST_NAMED} more"] if len(late) > MOST_NAMED else []
         facts = [
             ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
-            ("not ended", ", ".join(names)),
+            ("not ended", named([f"rank {one.rank} ({one.actor})" for one in late], MOST_NAMED)),
             *told,
             ("error", "" if error is None else html.failure(error)),
         ]

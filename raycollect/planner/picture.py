@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from raycollect.html import MOST_CELL, Markup, text
 from raycollect.planner.report import Act, Lane, Report, Row
-from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
+from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
 
-__all__ = ["clipped", "course", "numbered", "traffic"]
+__all__ = ["course", "traffic"]
 
 MOST_LANES = 16
 """How many lines of time are drawn."""
@@ -38,16 +38,6 @@ _PIECE = re.compile(r"piece \d+")
 _ROOTED = re.compile(r"(to|from) rank (\d+)")
 _SILENT = ("recv ", "copy", "wait", "nothing")
 """How steps begin in which nothing is sent; what is received was drawn where it is sent."""
-
-
-def clipped(words: str, most: int) -> str:
-    """A list of ranks that is not too long, and ends with an ellipsis where it is cut."""
-    return words if len(words) <= most else f"{words[: most - 5].rpartition(',')[0]}, ..."
-
-
-def numbered(calls: Sequence[int]) -> str:
-    """Calls by their numbers: ``"calls 0-3"``."""
-    return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
 
 
 def _svg(height: float, parts: Sequence[str]) -> Markup:

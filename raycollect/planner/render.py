@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raycollect.html import Markup, across, block, folded, line, lines, pairs, table
-from raycollect.planner.picture import clipped, course, numbered, traffic
+from raycollect.planner.picture import course, traffic
 from raycollect.planner.report import Invoked, Memory, Methods, Report, Row, StepReport
-from raycollect.planner.wording import counted, nbytes_words, ranks_words, seconds_words
+from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
 
 __all__ = ["html", "step_html", "step_text", "text"]
 

@@ -112,13 +112,9 @@ class Sizes:
 
     def _memory(self, number: int, rank: int, step: Step) -> str:
         """Where a step's kernel works; empty where it takes tensors wherever they are."""
-        part = self._plan.parts[number]
         if not isinstance(step.kind, OpKind):
             return ""
-        if not step.level:
-            return part.request.group.memory
-        inner = (group_id for group_id, ranks in part.levels[step.level - 1] if rank in ranks)
-        return self._plan.rosters[number].memory_of(next(inner, ""))
+        return self._plan.parts[number].domains(rank, self._plan.rosters[number])[step.level].memory
 
     def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
         """The tensors of a buffer that don't lie where a kernel works."""

@@ -10,7 +10,17 @@ from raycollect.planner.report import Act
 from raycollect.planner.template import Local, Step, Template
 from raycollect.planner.topology import Roster
 
-__all__ = ["acts", "counted", "nbytes_words", "op_words", "ranks_words", "seconds_words"]
+__all__ = [
+    "acts",
+    "clipped",
+    "counted",
+    "named",
+    "nbytes_words",
+    "numbered",
+    "op_words",
+    "ranks_words",
+    "seconds_words",
+]
 
 _PEER: dict[OpKind | Local, str] = {
     OpKind.REDUCE: "to",
@@ -64,6 +74,22 @@ def ranks_words(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs)
+
+
+def clipped(words: str, most: int) -> str:
+    """A list of ranks that is not too long, and ends with an ellipsis where it is cut."""
+    return words if len(words) <= most else f"{words[: most - 5].rpartition(',')[0]}, ..."
+
+
+def numbered(calls: Sequence[int]) -> str:
+    """Calls by their numbers: ``"calls 0-3"``."""
+    return f"call{'s' if len(calls) > 1 else ''} {ranks_words(calls)}"
+
+
+def named(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are."""
+    more = [f"{len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])
 
 
 def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from raycollect import staging
-from raycollect.backends import arrays, nccl, streams
+from raycollect.backends import arrays, nccl
 from raycollect.backends.arrays import DeviceArray
 from raycollect.contracts import Communicator
 from raycollect.model import OpKind, ReduceOp
@@ -47,12 +47,10 @@ Device = int | None
 def faked(seed: int = 0) -> Iterator[Fake]:
     """A fake of cupy, with a GPU for each rank."""
     staging._idle.clear()
-    streams._free.clear()
     with installed(WORLD, seed=seed) as made:
         yield made
         made.drain()
     staging._idle.clear()
-    streams._free.clear()
 
 
 class Mixed:

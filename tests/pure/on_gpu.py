@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raycollect import backends
-from raycollect.backends import arrays, streams
+from raycollect.backends import arrays
 from raycollect.backends._nccl_ops import reduction_of
 from raycollect.backends.device_arrays import DeviceArray, device_id
 from raycollect.contracts import Communicator
@@ -49,13 +49,9 @@ STREAMS = ("default", "blocking", "non-blocking")
 
 @contextmanager
 def gpus(count: int, *, seed: int = 0, nccl_version: int = 22803) -> Iterator[Fake]:
-    """So many GPUs; events that were used on those before are forgotten."""
-    streams._free.clear()
+    """So many GPUs."""
     with installed(count, nccl_version=nccl_version, seed=seed) as fake:
-        try:
-            yield fake
-        finally:
-            streams._free.clear()
+        yield fake
 
 
 class GpuTeam(ThreadTeam):
