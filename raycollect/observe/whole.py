@@ -1,0 +1,228 @@
+"""A whole timeline: the spans of all processes, by the clock of the one that began it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raycollect.observe.clocks import Alignment
+from raycollect.observe.trace import Place, Recorded, Span
+
+__all__ = ["Missing", "Process", "Slice", "Thread", "Trace", "process_of"]
+
+
+class Slice(NamedTuple):
+    """A span, with what its process knows of its group.
+
+    Attributes:
+        kind: See `Span`, as the next ones.
+        name: See there.
+        begin_s: By the clock of the timeline.
+        end_s: By the clock of the timeline.
+        thread: See `Span`.
+        seq: See there.
+        op: See `Label`, as the next ones.
+        group_id: See there.
+        rank: See there.
+        ranks: See there.
+        nbytes: See there.
+        calls: See there.
+        meeting: See there.
+        error: See `Span`.
+        group: What the user calls the group, or the groups.
+        backend: Its backend; empty: not known.
+    """
+
+    kind: str
+    name: str
+    begin_s: float
+    end_s: float
+    thread: int
+    seq: int = 0
+    op: str = ""
+    group_id: str = ""
+    rank: int = -1
+    ranks: int = 0
+    nbytes: int = 0
+    calls: int = 0
+    meeting: str = ""
+    error: str = ""
+    group: str = ""
+    backend: str = ""
+
+
+class Thread(NamedTuple):
+    """A thread: its id in the system, and its name."""
+
+    native: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process of a timeline.
+
+    Attributes:
+        name: What a person calls it: ``"Worker(3f2a91)"``, ``"driver"``.
+        host: Where it runs.
+        pid: Its id there.
+        clock: What names its clock; see `clocks.clock_id`.
+        leader: The id of the controller whose plans it runs, or which it is; empty: it makes calls of its own.
+        leads: Whether it is that controller.
+        ranks: (group, rank) of all that it is a member of.
+        uncertainty_s: By how much its times may be wrong beside the timeline's clock, either way.
+        dropped: How many entries its ring has overwritten.
+        threads: Thread -> what it is.
+        slices: What it did.
+    """
+
+    name: str
+    host: str
+    pid: int
+    clock: str = ""
+    leader: str = ""
+    leads: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    uncertainty_s: float = 0.0
+    dropped: int = 0
+    threads: Mapping[int, Thread] = field(default_factory=dict, repr=False)
+    slices: tuple[Slice, ...] = field(default=(), repr=False)
+
+    @property
+    def title(self) -> str:
+        """Its name, its ranks, where it runs."""
+        ranks = ", ".join(f"rank {rank} of {group}" for group, rank in self.ranks)
+        return f"{self.name}{f': {ranks}' if ranks else ''} ({self.host}, pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """A participant of which nothing was recorded, or not all.
+
+    Attributes:
+        name: What a person calls it.
+        host: Where it ran.
+        pid: Its id there.
+        why: Why it is missing.
+    """
+
+    name: str
+    host: str
+    pid: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.host}, pid {self.pid}): {self.why}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """A whole timeline.
+
+    Attributes:
+        began_s: When it was begun, by `time.monotonic` of the process that did.
+        ended_s: When it ended.
+        clock: What names that clock.
+        processes: Those that have recorded; the one that began it comes first.
+        missing: Those that have not, or whose spans did not come.
+    """
+
+    began_s: float
+    ended_s: float
+    clock: str
+    processes: tuple[Process, ...]
+    missing: tuple[Missing, ...] = ()
+
+    @property
+    def dropped(self) -> int:
+        """How many entries were overwritten, in all rings."""
+        return sum(one.dropped for one in self.processes)
+
+    def __repr__(self) -> str:
+        spans = sum(len(one.slices) for one in self.processes)
+        told = f", {len(self.missing)} missing" if self.missing else ""
+        return f"<Trace of {self.ended_s - self.began_s:.3f} s: {spans} spans of {len(self.processes)} processes{told}>"
+
+    @staticmethod
+    def merged(traces: Sequence[Trace]) -> Trace:
+        """Several timelines of one clock as one.
+
+        Raises:
+            ValueError: They are of several clocks.
+        """
+        clocks = {one.clock for one in traces}
+        if len(clocks) != 1 or (len(traces) > 1 and clocks == {""}):
+            raise ValueError("they are of different hosts, or of different boots of one, so that no clock is theirs")
+        return Trace(
+            began_s=min(one.began_s for one in traces),
+            ended_s=max(one.ended_s for one in traces),
+            clock=traces[0].clock,
+            processes=tuple(process for one in traces for process in one.processes),
+            missing=tuple(missing for one in traces for missing in one.missing),
+        )
+
+
+def process_of(
+    recorded: Recorded,
+    *,
+    name: str,
+    host: str,
+    pid: int,
+    clock: str,
+    leader: str = "",
+    leads: bool = False,
+    alignment: Alignment | None = None,
+) -> Process:
+    """A process, from what its ring held.
+
+    Args:
+        recorded: That.
+        name: See `Process`, as the next ones.
+        host: See there.
+        pid: See there.
+        clock: See there.
+        leader: See there.
+        leads: See there.
+        alignment: How its clock is to the timeline's; None: they are one.
+    """
+    aligned = alignment or Alignment()
+    groups = recorded.groups
+    places = sorted({(place.name, place.rank) for place in groups.values() if place.rank >= 0})
+    return Process(
+        name=name,
+        host=host,
+        pid=pid,
+        clock=clock,
+        leader=leader,
+        leads=leads,
+        ranks=tuple(places),
+        uncertainty_s=aligned.uncertainty_s,
+        dropped=recorded.dropped,
+        threads={ident: Thread(*thread) for ident, thread in recorded.threads.items()},
+        slices=tuple(_slice(span, groups, aligned) for span in recorded.spans),
+    )
+
+
+def _slice(span: Span, groups: Mapping[str, Place], aligned: Alignment) -> Slice:
+    op, group_id, rank, ranks, nbytes, calls, meeting = span.label
+    places = [groups[one] for one in group_id.split(",") if one in groups] if group_id else []
+    begin_s = aligned.local(span.begin_s)
+    return Slice(
+        kind=span.kind,
+        name=span.name,
+        begin_s=begin_s,
+        end_s=max(aligned.local(span.end_s), begin_s),
+        thread=span.thread,
+        seq=span.seq,
+        op=op,
+        group_id=group_id,
+        rank=rank,
+        ranks=ranks,
+        nbytes=nbytes,
+        calls=calls,
+        meeting=meeting,
+        error=span.error,
+        group=", ".join(dict.fromkeys(one.name for one in places)),
+        backend=", ".join(dict.fromkeys(one.backend for one in places)),
+    )
