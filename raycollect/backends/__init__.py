@@ -8,10 +8,10 @@ case-insensitive. Lines come with this package, by `register`, and from installe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import cast
+from typing import NamedTuple, cast
 
 from raycollect.contracts import CommunicatorFactory
 from raycollect.errors import (
@@ -24,11 +24,15 @@ from raycollect.errors import (
 from raycollect.model import OpKind
 
 from .capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
+from .gpus import Gpu, sharing
+from .gpus import why_not as gpus_meet
 
 __all__ = [
     "BACKENDS",
     "ENTRY_POINTS",
     "Capabilities",
+    "Choice",
+    "Gpu",
     "canonical",
     "check_op",
     "check_placement",
@@ -47,6 +51,8 @@ BACKENDS: dict[str, Capabilities] = dict(BUILT_IN)
 
 ENTRY_POINTS = "raycollect.backends"
 """The entry point group in which installed packages offer backends."""
+
+_NCCL_OPTIONS = {"device", "graphs"}
 
 _ALIASES = {"torch_gloo": "gloo"}
 """Other names that Ray knows, in lower case."""
@@ -149,15 +155,39 @@ def check_op(name: str, kind: OpKind, group_name: str = "default", rank: int = -
         raise refusal(kind.value, group_name, (violation,))
 
 
-def choose(machines: Sequence[str]) -> str:
-    """Picks the backend for ``"auto"``.
+class Choice(NamedTuple):
+    """What ``"auto"`` picks.
+
+    Attributes:
+        backend: The backend's name.
+        why: What decided it: "2 ranks are on one machine".
+    """
+
+    backend: str
+    why: str
+
+
+def choose(machines: Sequence[str], gpus: Sequence[Gpu | None] = (), options: Collection[str] = ()) -> Choice:
+    """Picks the backend for ``"auto"``: ``"nccl"`` where all of several members have a GPU and can meet there.
 
     Args:
         machines: One machine id per member, as in `Member.machine`.
+        gpus: What each member has, as `gpus.here` says; empty where nobody was asked.
+        options: The names of the options that the backend is given.
     """
-    if len(machines) == 1:
-        return "local"
-    return "shm" if len(set(machines)) == 1 else "tcp"
+    count, places = len(machines), len(set(machines))
+    if count == 1:
+        return Choice("local", "1 rank is alone")
+    where = f"{count} ranks are on {'one machine' if places == 1 else f'{places} machines'}"
+    chosen = "shm" if places == 1 else "tcp"
+    if not gpus or None in gpus:
+        return Choice(chosen, where)
+    strange = sorted(set(options) - _NCCL_OPTIONS)
+    why_not = f"nccl has no option {strange[0]!r}" if strange else gpus_meet(machines, gpus)
+    if why_not:
+        return Choice(chosen, f"{where}; each has a GPU, but {why_not}")
+    shared = sharing(machines, gpus)
+    return Choice("nccl", f"{count} ranks share a GPU, {shared}" if shared else f"each of {count} ranks has a GPU")
 
 
 def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:

@@ -16,7 +16,7 @@ class Exchanged:
 
     def __init__(self, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         self.rank = rank
-        self.world_size = spec.world_size
+        self.world_size: int = spec.world_size
         self._group_name = spec.name
         self._exchange = exchange
         self._aborted: set[int] = set()

@@ -68,8 +68,8 @@ class GlooLibrary:
     def __init__(self, name: str, module: Any) -> None:
         self.name = name
         self.module = module
-        self.dtypes = getattr(module, "glooDataType_t", None) or module.GlooDataType_t
-        self.ring = (getattr(module, "allreduceAlgorithm", None) or module.AllreduceAlgorithm).RING
+        self.dtypes: Any = getattr(module, "glooDataType_t", None) or module.GlooDataType_t
+        self.ring: Any = (getattr(module, "allreduceAlgorithm", None) or module.AllreduceAlgorithm).RING
 
     @classmethod
     def load(cls, group_name: str) -> GlooLibrary:

@@ -34,12 +34,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from raycollect.meters import LENT, here
 from raycollect.model import Kernel, Launch, OpKind
 
 from ._directory import Listing
 from ._meeting import Meeting
 from .arrays import Array, Flat
-from .completion import chunks, keep_own, movement, reduce_op, transfers
+from .completion import chunks, keep_own, metered, movement, reduce_op, transfers
 from .folds import fold
 
 __all__ = ["Blocks", "Work", "root_of"]
@@ -128,6 +129,8 @@ class Work:
         self._rank = rank
         self._folds = folds
         self._until_s = until_s
+        self._meter = here()
+        self._at = 0  # which of the kernels is under way, where they run one by one
         self._me = launch.ranks.index(rank)
         self._kernel = kernels[0]
         self._root = root_of(kernels[0], rank)
@@ -139,11 +142,14 @@ class Work:
             self._reduce()
         else:
             for at, kernel in enumerate(self._kernels):
-                self._kernel = kernel
+                self._kernel, self._at = kernel, at
+                self._meter.cover(at, 1.0)
                 self._one([listing.arrays[at :: len(self._kernels)] for listing in self._listings])
         lenders, waiting, waits_for = _loan(_paired(kind), self._way, self._root, self._launch.ranks, self._rank)
         if lenders:
             self._meeting.check(self._launch, lenders, self._until_s)  # what was read was what they lent
+        if waits_for and not waiting:
+            self._meter.part = LENT
         self._meeting.arrive(self._launch, waiting, waits_for, self._until_s)
 
     def _one(self, shown: Shown) -> None:
@@ -172,10 +178,11 @@ class Work:
             if len(self._folds) >= _FOLDS_KEPT:
                 self._folds.clear()
             blocks = self._folds[key] = list(self._cut())
-        op = reduce_op(kernel)
+        op, each = reduce_op(kernel), len(self._kernels) / max(len(blocks), 1)
         for at, block in enumerate(blocks):
             if at % FOLDS_PER_LOOK == FOLDS_PER_LOOK - 1:
                 self._look()
+                self._meter.part = at * each
             parts = block.parts
             if block.later:
                 parts = [part.copy() if i == block.later else part for i, part in enumerate(parts)]
@@ -201,7 +208,7 @@ class Work:
     def _fold_into(self, dst: Flat, srcs: Sequence[Array]) -> None:
         """Folds whole arrays; `dst` may be one of them."""
         op, later = reduce_op(self._kernel), _later(srcs, dst.address)
-        for lo, hi in chunks(dst.size, FOLD_NBYTES // dst.dtype.itemsize):
+        for lo, hi in metered(dst.size, FOLD_NBYTES // dst.dtype.itemsize):
             if lo:
                 self._look()
             out = dst.target(lo, hi)
@@ -225,10 +232,11 @@ class Work:
                 self._copy(shown[ranks.index(self._root)][0], dst)
             return
         give, take = transfers(kernel, ranks, self._rank)
-        for rank, dst in take.items():
-            if rank != self._rank:
-                arrays = shown[ranks.index(rank)]
-                self._copy(arrays[self._me if kernel.kind in _CUT else 0], dst)
+        others = {rank: dst for rank, dst in take.items() if rank != self._rank}
+        for at, (rank, dst) in enumerate(others.items()):
+            arrays = shown[ranks.index(rank)]
+            self._meter.cover(self._at + at / len(others), 1.0 / len(others))
+            self._copy(arrays[self._me if kernel.kind in _CUT else 0], dst)
         keep_own(give, take, self._rank, COPY_NBYTES)
 
     def _push(self, shown: Shown) -> None:
@@ -247,7 +255,7 @@ class Work:
 
     def _copy(self, src: Array | Flat, dst: Flat) -> None:
         source = src if isinstance(src, Flat) else Flat(src.view(dst.dtype))
-        for lo, hi in chunks(dst.size, COPY_NBYTES // dst.dtype.itemsize):
+        for lo, hi in metered(dst.size, COPY_NBYTES // dst.dtype.itemsize):
             if lo:
                 self._look()
             dst.write(lo, hi, source.read(lo, hi))

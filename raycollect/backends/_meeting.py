@@ -281,9 +281,16 @@ class Meeting:
         """Waits until each rank's word is at least its target."""
         until_asleep_s, mine, is_announced, has_yielded = 0.0, self.rank * _WORD_STRIDE, False, False
         absent: Iterable[int] = targets
+        words = self._words
         while True:
-            self._check_aborted(launch)
-            absent = [rank for rank in absent if not self._has_come(rank, targets[rank])]  # who has come has come
+            if self._aborted or self._closed:
+                self._check_aborted(launch)
+            absent = [
+                rank
+                for rank in absent  # who has come has come
+                if not targets[rank] <= words[rank * _WORD_STRIDE] < targets[rank] | CLOSED  # at it, in its launch
+                and not self._has_come(rank, targets[rank])
+            ]
             if not absent:
                 if is_announced:
                     self._words[mine + _ASLEEP] = 0

@@ -16,13 +16,14 @@ from raycollect.contracts import Rendezvous
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidGroupError
 from raycollect.model import GroupSpec
 
-__all__ = ["HINT", "Joined", "join", "said"]
+from .gpus import SHARING, SHARING_FROM
+
+__all__ = ["GRAPHS_FROM", "HINT", "Joined", "join", "said"]
 
 HINT = "NCCL_DEBUG=INFO in the environment of the actors makes NCCL tell more"
 
-SHARING_FROM = 23000
-"""The NCCL that takes several ranks on one GPU, where `SHARING` is set before it is first used."""
-SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
+GRAPHS_FROM, _CUDA_GRAPHS_FROM = 20900, 11030
+"""The NCCL and the CUDA from which on kernels of NCCL can be recorded in CUDA graphs."""
 
 _STATUSES = {6: "a remote rank has failed or is gone", 7: "an operation is still in progress"}
 """Status -> what it means, where cupy has no words for it."""
@@ -35,16 +36,20 @@ class Joined:
     """A rank's end of NCCL.
 
     Attributes:
-        communicator: cupy's.
+        communicator: cupy's; None where NCCL can't bring the ranks together, and they share memory instead.
         device: The number of its device in this process.
         version: NCCL's, as 22803 for 2.28.3.
         capability: What all GPUs of the group can do, as 90 for sm_90.
+        records: Whether kernels may become CUDA graphs here.
+        shared: Why they share memory; empty where NCCL brings them together.
     """
 
     communicator: Any
     device: int
     version: int
     capability: int
+    records: bool = False
+    shared: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +72,8 @@ class _Place:
 def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Joined:
     """Makes this rank's communicator, on the device that the group's options name, or the calling thread's current one.
 
+    The options are ``device`` and ``graphs``.
+
     Args:
         spec: The group.
         rank: This process's rank.
@@ -83,20 +90,23 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     cupy = import_module("cupy")
     nccl = import_module("cupy.cuda.nccl")
     device = _device(cupy, spec)
+    version = int(nccl.get_version())
+    records = _records(cupy, spec, version)
     gpu = f"{host}/{cupy.cuda.runtime.deviceGetPCIBusId(device)}"
     may_share = os.environ.get(SHARING, "1") == "1"
     capability = int(cupy.cuda.Device(device).compute_capability)
-    here = _Place(gpu=gpu, version=int(nccl.get_version()), may_share=may_share, capability=capability)
+    here = _Place(gpu=gpu, version=version, may_share=may_share, capability=capability)
     rendezvous.put(f"nccl.place.{rank}", json.dumps(asdict(here)).encode())
     told = [rendezvous.get(f"nccl.place.{peer}", timeout_s) for peer in range(spec.world_size)]
     places = [_Place(**json.loads(one)) for one in told]
-    _check(spec, places)
+    least = min(place.capability for place in places)
+    if why := _check(spec, places):
+        return Joined(communicator=None, device=device, version=version, capability=least, shared=why)
     if rank == 0:
         rendezvous.put("nccl.id", json.dumps(nccl.get_unique_id()).encode())  # C's chars, which have signs or not
     unique = tuple(json.loads(rendezvous.get("nccl.id", timeout_s)))
     made = _Making(cupy, nccl, device, (spec.world_size, unique, rank)).wait(spec, rank, timeout_s)
-    least = min(place.capability for place in places)
-    return Joined(communicator=made, device=device, version=here.version, capability=least)
+    return Joined(communicator=made, device=device, version=version, capability=least, records=records)
 
 
 def said(exc: BaseException) -> str:
@@ -110,8 +120,8 @@ def _device(cupy: Any, spec: GroupSpec) -> int:
     """The number of the device that this rank works on."""
     options = dict(spec.options)
     chosen = options.pop("device", None)
-    if options:
-        detail = f"backend 'nccl' takes the option 'device', and got {', '.join(sorted(options))}"
+    if unknown := sorted(options.keys() - {"graphs"}):
+        detail = f"backend 'nccl' takes the options 'device' and 'graphs', and got {', '.join(unknown)}"
         raise InvalidGroupError(group_name=spec.name, detail=detail)
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
@@ -124,8 +134,21 @@ def _device(cupy: Any, spec: GroupSpec) -> int:
     return found
 
 
-def _check(spec: GroupSpec, places: Sequence[_Place]) -> None:
-    """Refuses what NCCL would not take, or would take and hang on; lets ranks share a GPU where that can be."""
+def _records(cupy: Any, spec: GroupSpec, version: int) -> bool:
+    """Whether kernels may become CUDA graphs here: unless the options say no, or NCCL or CUDA are too old for it."""
+    chosen = dict(spec.options).get("graphs", True)
+    if type(chosen) is not bool:
+        detail = f"backend 'nccl': the option 'graphs' is True or False, and got {chosen!r}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    return chosen and version >= GRAPHS_FROM and int(cupy.cuda.runtime.runtimeGetVersion()) >= _CUDA_GRAPHS_FROM
+
+
+def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
+    """Refuses what NCCL would not take, or would take and hang on; lets ranks share a GPU where that can be.
+
+    Returns:
+        Why all of them have to share memory instead; empty where NCCL takes them.
+    """
 
     def refuse(why: str) -> BackendUnavailableError:
         return BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': {why}")
@@ -135,10 +158,13 @@ def _check(spec: GroupSpec, places: Sequence[_Place]) -> None:
         raise refuse(f"the members have different releases of NCCL: {releases}")
     shared = [gpu for gpu, count in Counter(place.gpu for place in places).items() if count > 1]
     if not shared:
-        return
+        return ""
     ranks = [rank for rank, place in enumerate(places) if place.gpu == shared[0]]
     if places[0].version < SHARING_FROM:
         why = f"ranks {ranks} share the GPU {shared[0]}, which NCCL takes from 2.30 on, and this is {places[0].version}"
+        if len(ranks) == len(places):
+            _log.info("group %r works in the memory of its GPU by CUDA IPC: %s", spec.name, why)
+            return why
         raise refuse(f"{why}. Give each member a GPU of its own, or use 'shm' or 'tcp', through the memory of the host")
     unwilling = [rank for rank, place in enumerate(places) if not place.may_share]
     if unwilling:
@@ -146,6 +172,7 @@ def _check(spec: GroupSpec, places: Sequence[_Place]) -> None:
         raise refuse(f"{why}: it has to be 1, or not set")
     os.environ[SHARING] = "1"
     _log.info("ranks %s of group %r share the GPU %s; %s=1 lets NCCL do that", ranks, spec.name, shared[0], SHARING)
+    return ""
 
 
 class _Making:

@@ -1,8 +1,9 @@
 """Kernels as calls of NCCL: which of its operations each is, on which pointers, and what is copied around them.
 
-A kernel becomes a `Script`: calls of NCCL, and copies and folds to go behind them, all on one stream, on which copies
-that go before have been put already. The calls of all scripts that run together stand in one group of NCCL, so that the
-GPU is given one piece of work.
+A kernel becomes a `Script`: copies, calls of NCCL, and copies and folds to go behind them, all on one stream. The calls
+of all scripts that run together stand in one group of NCCL, so that the GPU is given one piece of work. A script can be
+enqueued again as long as the arrays of its kernel lie where they did; one that has no memory of its own may be kept for
+that, or be recorded in a CUDA graph (`_nccl_again`).
 
 Every rank has to make the same calls. So what is chosen here follows from what all ranks know alike: the kind, the op,
 the dtype and the sizes; never from where a rank's arrays lie. Those that don't lie as NCCL wants them are copied.
@@ -37,19 +38,26 @@ class Script:
     """What one kernel does on its stream.
 
     Attributes:
+        before: Copies of what is given.
         calls: Calls of NCCL.
         after: Copies and folds of what has come.
         kept: Memory that is used until the end.
+        is_bare: Whether that is the kernel's alone, and nothing that is enqueued allocates any.
     """
 
+    before: list[Callable[[], object]] = field(default_factory=list)
     calls: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
     kept: list[Any] = field(default_factory=list)
+    is_bare: bool = True
 
 
 def enqueue(scripts: Sequence[Script]) -> None:
-    """Puts scripts on their stream: their calls in one group of NCCL."""
+    """Puts scripts on their stream, which is current: their calls in one group of NCCL."""
     nccl = import_module("cupy.cuda.nccl")
+    for script in scripts:
+        for copy in script.before:
+            copy()
     nccl.groupStart()
     try:
         for script in scripts:
@@ -65,7 +73,7 @@ def enqueue(scripts: Sequence[Script]) -> None:
 def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> list[Script]:
     """What a kernel does: scripts to be enqueued one after the other, of which all but folds have one.
 
-    Called with the stream current: it is given the copies that go before.
+    Called with the stream current: memory is allocated on it.
 
     Args:
         kernel: The kernel; its arrays lie on the communicator's device.
@@ -93,7 +101,7 @@ class _Writer:
 
     def barrier(self, kernel: Kernel) -> list[Script]:
         """A reduction of one byte."""
-        word = self._keep(self._cupy.zeros(1, np.uint8)).data.ptr
+        word = self._own_memory(self._cupy.zeros(1, np.uint8)).data.ptr
         self._call("allReduce", word, word, 1, BYTES, 0)
         return [self._script]
 
@@ -149,8 +157,8 @@ class _Writer:
         line, itemsize, combine = self._line(src), src.dtype.itemsize, combiner(op, src.dtype)
         target = None if dst is None else self._folded_into(dst)
         step = self._step(src.size, itemsize)
-        everyone = self._cupy.empty(len(self._ranks) * step, src.dtype)  # for all chunks: they come one by one
-        self._script.kept += (line, everyone)
+        size = len(self._ranks) * step
+        everyone = self._own_memory(self._cupy.empty(size, src.dtype))  # for all chunks: they come one by one
         for lo, hi in chunks(src.size, step):
             script = self._next(scripts)
             nbytes = (hi - lo) * itemsize
@@ -166,8 +174,7 @@ class _Writer:
         lines, itemsize, most = [self._line(one) for one in pieces], dst.dtype.itemsize, max(one.size for one in pieces)
         target, combine = self._folded_into(dst), combiner(op, dst.dtype)
         step = self._step(most, itemsize)
-        everyone = self._cupy.empty(len(self._ranks) * min(step, dst.size), dst.dtype)
-        self._script.kept += (lines, everyone)
+        everyone = self._own_memory(self._cupy.empty(len(self._ranks) * min(step, dst.size), dst.dtype))
         for lo, hi in chunks(most, step):
             script = self._next(scripts)
             first, last = _part(dst.size, lo, hi)
@@ -292,14 +299,17 @@ class _Writer:
 
     def _own(self, src: DeviceArray, dst: DeviceArray) -> None:
         """What a rank gives itself."""
-        if src.size and src.address != dst.address:
-            _assign(bits_view(dst), bits_view(src))
+        if not src.size or src.address == dst.address:
+            return
+        self._script.before.append(partial(_assign, bits_view(dst), bits_view(src)))
+        if not (src.shadow.flags.c_contiguous and dst.shadow.flags.c_contiguous):
+            self._script.is_bare = False  # cupy may take memory to bring one into the other's shape
 
     # ------------------------------------------------------------------------------------------ where arrays lie
 
     def _read(self, array: DeviceArray) -> int:
         """Where NCCL shall read an array: where it lies, or in a copy without gaps."""
-        return int(self._keep(self._line(array)).data.ptr)
+        return int(self._line(array).data.ptr)
 
     def _written(self, array: DeviceArray) -> int:
         """Where NCCL shall write an array: where it lies, or in memory from which it is copied."""
@@ -319,7 +329,7 @@ class _Writer:
     def _room(self, array: DeviceArray) -> int:
         """Memory for as many elements, which are copied to an array behind the calls."""
         target = bits_view(array)
-        room = self._keep(self._cupy.empty(array.size, target.dtype))
+        room = self._own_memory(self._cupy.empty(array.size, target.dtype))
         self._script.after.append(lambda: _assign(target, room))
         return int(room.data.ptr)
 
@@ -330,23 +340,33 @@ class _Writer:
         if whole and all(before[1] == behind[0] for before, behind in pairwise(ends)):
             return pieces[0].address
         size, views = pieces[0].size, [bits_view(piece) for piece in pieces]
-        row = self._keep(self._cupy.empty(size * len(pieces), views[0].dtype))
+        row = self._own_memory(self._cupy.empty(size * len(pieces), views[0].dtype))
         for at, view in enumerate(views):
             part = row[at * size : (at + 1) * size]
             if is_read:
-                _assign(part, view)
+                self._script.before.append(partial(_assign, part.reshape(view.shape), view))
             else:
                 self._script.after.append(partial(_assign, view, part))
         return int(row.data.ptr)
 
     def _line(self, array: DeviceArray) -> Any:
-        """The bits of an array as one row without gaps: a view of it where it has none, else a copy."""
-        return self._cupy.ascontiguousarray(bits_view(array)).reshape(-1)
+        """The bits of an array as one row without gaps: a view of it where it has none, else a copy to be made."""
+        view = bits_view(array)
+        if array.shadow.flags.c_contiguous:
+            return self._keep(view.reshape(-1))
+        line = self._own_memory(self._cupy.empty(array.size, view.dtype))
+        self._script.before.append(partial(_assign, line.reshape(view.shape), view))
+        return line
 
     def _pieces(self, side: Any) -> tuple[DeviceArray, ...]:
         if type(side) is not tuple or len(side) != len(self._ranks):
             raise InternalError(detail=f"a kernel among {len(self._ranks)} ranks without a piece for each")
         return side
+
+    def _own_memory(self, memory: Any) -> Any:
+        """Memory that the kernel's arrays are not."""
+        self._script.is_bare = False
+        return self._keep(memory)
 
     def _keep(self, memory: Any) -> Any:
         self._script.kept.append(memory)

@@ -37,13 +37,14 @@ import numpy as np
 
 from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
+from ._direct import DIRECT_FROM_NBYTES
 from ._joined import Joined
 from ._meeting import Meeting
 from .arrays import Array, Flat
 from .completion import (
-    chunks,
     clipped,
     keep_own,
+    metered,
     movement,
     pieces,
     reduce_op,
@@ -82,7 +83,9 @@ def slots_nbytes(world_size: int) -> int:
 
 
 class _Once(NamedTuple):
-    """An allreduce of one chunk, of which each rank folds all, as it was run before: the common case in few steps.
+    """A small allreduce, of which each rank folds all, as it was run before: the common case in few steps.
+
+    One that is large enough for kernels in place is none: the next run of it may be one.
 
     Attributes:
         ranks: The ranks of its launch.
@@ -137,7 +140,7 @@ class Staged:
         return True
 
     def fold_again(self, launch: Launch, kernel: Kernel) -> bool:
-        """Runs a kernel that was run before and is staged, if it is an allreduce of one chunk; else gives False."""
+        """Runs a kernel that was run before and is staged, if it is a small allreduce; else gives False."""
         once: _Once | None = kernel.memo.get("once")
         if once is None or once.ranks != launch.ranks:
             return False
@@ -195,7 +198,7 @@ class Staged:
         src, dst = reduction(kernel) if is_taker else (source(kernel), None)
         op, ranks = reduce_op(kernel), launch.ranks
         me, step = ranks.index(self._rank), CHUNK_NBYTES // src.dtype.itemsize
-        for lo, hi in chunks(src.size, step):
+        for lo, hi in metered(src.size, step):
             width = hi - lo
             staging = self._staging(src.dtype, width)
             parts = [staging[rank] for rank in ranks]
@@ -217,12 +220,14 @@ class Staged:
                     array.commit(start, stop, out)
 
     def _fold_once(self, launch: Launch, kernel: Kernel) -> bool:
-        """Folds an allreduce of one staged chunk, of which each rank folds all, and keeps how."""
+        """Folds a small staged allreduce, of which each rank folds all, and keeps how."""
         if kernel.kind is not OpKind.ALLREDUCE or isinstance(kernel.src, Joined):
             return False
         src, dst = reduction(kernel)
         ranks, size = launch.ranks, src.size
-        if not dst.direct or size * src.dtype.itemsize > CHUNK_NBYTES or _is_sliced(len(ranks), src.dtype, size):
+        nbytes = size * src.dtype.itemsize
+        is_small = nbytes < DIRECT_FROM_NBYTES and nbytes <= CHUNK_NBYTES
+        if not dst.direct or not is_small or _is_sliced(len(ranks), src.dtype, size):
             return False
         kernel.memo["once"] = _Once(ranks, reduce_op(kernel), src, dst.target(0, size))
         return self.fold_again(launch, kernel)
@@ -233,7 +238,7 @@ class Staged:
         src, dst = scattered_reduction(kernel, ranks, self._rank)
         op, me, step = reduce_op(kernel), ranks.index(self._rank), _step(dst.dtype, len(ranks))
         outgoing = dict(enumerate(src))
-        for lo, hi in chunks(max(piece.size for piece in src), step):
+        for lo, hi in metered(max(piece.size for piece in src), step):
             staging = self._staging(dst.dtype, len(ranks) * step)
             if lo or not staged:
                 _fill(staging[self._rank], outgoing, lo, hi, step)
@@ -247,7 +252,7 @@ class Staged:
         """Moves the root's `src` to everybody's `dst`: a broadcast, or the two ends of a send."""
         root = self._root(kernel)
         src, dst, whole = movement(kernel, is_root=self._rank == root)
-        for lo, hi in chunks(whole.size, CHUNK_NBYTES // whole.dtype.itemsize):
+        for lo, hi in metered(whole.size, CHUNK_NBYTES // whole.dtype.itemsize):
             slot = self._staging(whole.dtype, hi - lo)[root]
             if lo or not staged:
                 if src is not None:
@@ -263,7 +268,7 @@ class Staged:
         dtype, parts = next(iter((give or take).values())).dtype, _parts(kernel, launch)
         step, outgoing = _step(dtype, parts), self._outgoing(launch, kernel)
         at = ranks.index(self._rank) * step if parts > 1 else 0
-        for lo, hi in chunks(kernel.most, step):
+        for lo, hi in metered(kernel.most, step):
             staging = self._staging(dtype, parts * step)
             if lo or not staged:
                 _fill(staging[self._rank], outgoing, lo, hi, step)

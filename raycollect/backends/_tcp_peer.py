@@ -52,7 +52,7 @@ class Batch:
     __slots__ = ("left",)
 
     def __init__(self) -> None:
-        self.left = 0
+        self.left: int = 0
 
 
 @dataclass(slots=True, eq=False)

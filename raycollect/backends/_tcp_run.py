@@ -13,9 +13,9 @@ from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 from ._tcp_link import Batch, Link
 from .arrays import Array, Flat
 from .completion import (
-    chunks,
     clipped,
     keep_own,
+    metered,
     movement,
     reduce_op,
     reduction,
@@ -120,7 +120,8 @@ class Run:
         op, is_small = reduce_op(kernel), self._is_small(src)
         fold_chunk, share = (self._whole, len(self._others)) if is_small else (self._sliced, 1)
         step = self._step(src.dtype, share)
-        self._go(fold_chunk(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in enumerate(chunks(src.size, step)))
+        spans = enumerate(metered(src.size, step))
+        self._go(fold_chunk(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in spans)
 
     def _whole(
         self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
@@ -168,7 +169,7 @@ class Run:
         src, dst = scattered_reduction(kernel, self._ranks, self._me)
         op, give, step = reduce_op(kernel), dict(zip(self._ranks, src, strict=True)), self._step(dst.dtype, len(src))
         most = max(piece.size for piece in src)
-        self._go(self._scattered(op, give, dst, turn, lo, hi) for turn, (lo, hi) in enumerate(chunks(most, step)))
+        self._go(self._scattered(op, give, dst, turn, lo, hi) for turn, (lo, hi) in enumerate(metered(most, step)))
 
     def _scattered(self, op: ReduceOp, give: dict[int, Flat], dst: Flat, turn: int, lo: int, hi: int) -> Steps:
         """A chunk of each piece."""
@@ -214,7 +215,7 @@ class Run:
             self._move(give, take, whole, len(self._others))
             return
         rest = tuple(rank for rank in self._ranks if rank != root)
-        self._go(self._spread(root, rest, whole, lo, hi) for lo, hi in chunks(whole.size, self._step(whole.dtype)))
+        self._go(self._spread(root, rest, whole, lo, hi) for lo, hi in metered(whole.size, self._step(whole.dtype)))
 
     def _spread(self, root: int, rest: Sequence[int], whole: Flat, lo: int, hi: int) -> Steps:
         """A chunk of which each rank but the root gets a slice, and sends it on."""
@@ -257,7 +258,7 @@ class Run:
         """Moves arrays between ranks, in chunks of which `share` take the memory of one."""
         give, take = ({rank: flat for rank, flat in side.items() if rank != self._me} for side in (give, take))
         most = max((flat.size for flat in (*give.values(), *take.values())), default=0)
-        self._go(self._moved(give, take, lo, hi) for lo, hi in chunks(most, self._step(like.dtype, share)))
+        self._go(self._moved(give, take, lo, hi) for lo, hi in metered(most, self._step(like.dtype, share)))
 
     def _moved(self, give: dict[int, Flat], take: dict[int, Flat], lo: int, hi: int) -> Steps:
         """A chunk of each array."""

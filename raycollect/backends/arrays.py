@@ -51,6 +51,8 @@ OVERLAP_WORK = 10_000
 
 
 _DLPACK_CPU = 1
+_TORCH_MODULES = "torch", "torch.nn.parameter"
+"""Where the classes of torch's own tensors say that they are from."""
 _DLPACK_VIEW: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
 """Before 2.1 numpy could not ask for a copy, nor forbid one."""
 
@@ -253,7 +255,7 @@ def place_of(tensor: object) -> tuple[Any, ...]:
         TypeError: It has no memory any more; see `memory`.
     """
     if type(tensor) is not np.ndarray:
-        return place(memory(tensor))
+        return _place_of_torch(tensor) if _is_plain_torch(tensor) else place(memory(tensor))
     if tensor.base is not None:  # only an array that owns its memory can move it (`ndarray.resize`)
         return tensor.shape, tensor.strides, tensor.dtype, tensor.flags.num
     try:
@@ -261,6 +263,38 @@ def place_of(tensor: object) -> tuple[Any, ...]:
     except (TypeError, ValueError):  # read-only, empty, with gaps, or of a type that buffers do not know
         address = tensor.__array_interface__["data"]
     return address, tensor.shape, tensor.strides, tensor.dtype
+
+
+def _place_of_torch(tensor: Any) -> tuple[Any, ...]:
+    """The same for torch, with all that assigning to `tensor.data` can change."""
+    if not tensor.data_ptr():  # empty, or its storage was given back
+        return place(memory(tensor))
+    where = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    return *where, tensor.is_conj(), tensor.is_neg()
+
+
+def _is_plain_torch(tensor: object) -> bool:
+    """Whether it is a tensor of torch's own, of no subclass but that for parameters; told at once."""
+    kind = type(tensor)
+    if kind.__module__ not in _TORCH_MODULES:
+        return False
+    torch: Any = sys.modules["torch"]
+    return kind is torch.Tensor or kind is torch.nn.Parameter
+
+
+def has_version(tensor: object) -> bool:
+    """Whether torch counts how often a tensor was written, so that it can tell that a gradient would be wrong."""
+    return _is_plain_torch(tensor) and not cast("Any", tensor).is_inference()
+
+
+def raise_versions(tensors: Sequence[Any]) -> None:
+    """Tells torch that tensors were written, as its own operations do; see `has_version`."""
+    raise_version: Any = sys.modules["torch"].autograd.graph.increment_version
+    try:
+        raise_version(tensors)
+    except TypeError:  # older ones take them one by one
+        for tensor in tensors:
+            raise_version(tensor)
 
 
 def is_writeable(array: Array | DeviceArray) -> bool:
@@ -335,9 +369,9 @@ class Flat:
 
     def __init__(self, array: Array) -> None:
         base = array.view(np.ndarray)
-        self.size = base.size
-        self.dtype = native(base.dtype)
-        self.direct = base.flags.c_contiguous and base.flags.aligned and base.dtype.isnative
+        self.size: int = base.size
+        self.dtype: np.dtype[Any] = native(base.dtype)
+        self.direct: bool = base.flags.c_contiguous and base.flags.aligned and base.dtype.isnative
         self._array = base
         self._line = base.reshape(-1) if self.direct else base[:0] if base.ndim else base.reshape(1)[:0]
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from raycollect.contracts import CommunicatorFactory
 from raycollect.model import OpKind, ReduceOp
 
-__all__ = ["BUILT_IN", "TORCH_PREFIX", "Capabilities", "torch_line"]
+__all__ = ["BUILT_IN", "TORCH_PREFIX", "Capabilities", "no_gpu", "torch_line"]
 
 TORCH_PREFIX = "torch:"
 """What stands before the name of a `torch.distributed` backend."""
@@ -116,7 +116,7 @@ def _not_in_torch(name: str) -> str:
     return "" if distributed.is_backend_available(name) else f"this torch has no distributed backend {name!r}"
 
 
-def _no_gpu() -> str:
+def no_gpu() -> str:
     """Why NCCL can't be used here though cupy is installed, or ""."""
     try:
         cupy, nccl = import_module("cupy"), import_module("cupy.cuda.nccl")
@@ -173,7 +173,7 @@ _LINES = (
         libraries=("cupy.cuda.nccl",),
         # cupy's wheels are by the CUDA of the driver.
         install="pip install 'raycollect[cuda12]' or 'raycollect[cuda13]'",
-        probe=lambda: _no_gpu(),
+        probe=lambda: no_gpu(),
         devices=_CUDA,
         interruptible=True,
         bitwise=False,

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from raycollect.errors import InternalError, KernelError, RaycollectError, Violation, refusal
+from raycollect.meters import here
 from raycollect.model import Kernel, OpKind, ReduceOp
 
 from .arrays import Array, Flat
@@ -21,6 +22,7 @@ __all__ = [
     "chunks",
     "clipped",
     "keep_own",
+    "metered",
     "movement",
     "pieces",
     "reduce_op",
@@ -66,6 +68,23 @@ def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:
     step = max(1, step)
     for lo in range(0, size, step):
         yield lo, min(lo + step, size)
+
+
+def metered(size: int, step: int) -> Iterator[tuple[int, int]]:
+    """Cuts as `chunks` does; who asks for the next range has done the one before, and this thread's meter shows it."""
+    return chunks(size, step) if size <= step else _metered(size, max(1, step))
+
+
+def _metered(size: int, step: int) -> Iterator[tuple[int, int]]:
+    meter = here()
+    base, each = meter.base, meter.span / size
+    lo = 0
+    for hi in range(step, size, step):
+        yield lo, hi
+        meter.part = base + hi * each
+        lo = hi
+    yield lo, size
+    meter.part = base + size * each
 
 
 def clipped(flat: Flat, lo: int, hi: int) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class LocalWorld:
     def __init__(self, world_size: int, group_name: str = "local") -> None:
         self.world_size = world_size
         self.group_name = group_name
-        self.changed = threading.Condition()
+        self.changed: threading.Condition = threading.Condition()
         self._given: dict[tuple[int, int], dict[int, Any]] = {}  # (seq, phase) -> rank -> value
         self._taken: dict[tuple[int, int], set[int]] = {}
         self._left: list[dict[int, int]] = [{} for _ in range(world_size)]  # rank -> seq -> phases got through
@@ -142,7 +142,7 @@ class LocalCommunicator:
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
-        self.world_size = world.world_size
+        self.world_size: int = world.world_size
         self._world = world
         self._seq = 0
         self._phase = 0

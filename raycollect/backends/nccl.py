@@ -16,10 +16,13 @@ Failure. Waiting sees the launch's deadline, an abort, and the errors that NCCL 
 NCCL's communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. A call of NCCL that
 blocks while it is enqueued (it connects to ranks when it first needs them) is ended from another thread in the same
 way: by whoever aborts, or by the guard, if it lasts longer than its launch may.
+
+Again. Kernels that come again, as in a captured step, run as CUDA graphs where all ranks can (`_nccl_again`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -40,11 +43,13 @@ from raycollect.errors import (
 from raycollect.model import GroupSpec, Kernel, Launch, OpKind
 
 from ._exchanged import Exchanged
+from ._ipc_group import IpcCommunicator, share
+from ._nccl_again import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
 from ._nccl_group import HINT, Joined, join, said
 from ._nccl_ops import folds, reduction_of
-from ._nccl_run import FOLD_NBYTES, enqueue, write
-from .device_arrays import DeviceArray
-from .streams import GroupStream
+from ._nccl_run import FOLD_NBYTES, Script, enqueue, write
+from .device_arrays import stray_device
+from .streams import GroupStream, captured
 
 __all__ = ["FOLD_NBYTES", "NcclCommunicator", "create"]
 
@@ -66,6 +71,8 @@ _DRAIN_S = 5.0
 GUARD_S = 0.25
 """How often somebody looks whether a rank blocks while it enqueues."""
 
+_log = logging.getLogger("raycollect")
+
 
 def create(
     spec: GroupSpec,
@@ -75,12 +82,15 @@ def create(
     *,
     host: str = "127.0.0.1",
     segments: SegmentSource | None = None,
-) -> NcclCommunicator:
+) -> NcclCommunicator | IpcCommunicator:
     """Joins the group; returns when this rank has met all others.
+
+    Where all of them share one GPU and NCCL is too old for that, they work in each other's memory (`_ipc_group`).
 
     Args:
         spec: The group. It takes the option ``device``, the number of the GPU in each member's process; without it, it
-            is the one that is current in the calling thread: 0 where nobody has chosen.
+            is the one that is current in the calling thread: 0 where nobody has chosen. ``graphs=False`` lets kernels
+            that come again run as the others do.
         rank: This process's rank.
         rendezvous: How the members find each other.
         exchange: Carries arrivals.
@@ -94,6 +104,8 @@ def create(
         KernelError: NCCL can't connect to a member.
     """
     joined = join(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+    if joined.shared:
+        return share(spec, rank, rendezvous, exchange, device=joined.device, why=joined.shared)
     made = NcclCommunicator(joined, spec, rank, exchange)
     first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
     made.launch(first, Kernel(kind=OpKind.BARRIER)).wait(JOIN_TIMEOUT_S)  # NCCL connects at its first operation
@@ -112,8 +124,13 @@ class NcclCommunicator(Exchanged):
         self._nccl = joined.communicator
         self._version = joined.version
         self._capability = joined.capability
-        self.device = f"cuda:{joined.device}"
+        self.device: str = f"cuda:{joined.device}"
+        self._device = joined.device
         self._stream = GroupStream(joined.device)
+        self._replays = Replays(records=joined.records)
+        self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
+        self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
+        self._may_block = False  # whether a graph may be left that nobody has, and for which NCCL's end waits
         self._kept: Any = None  # the memory that the kernels under way use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # until when it may
@@ -129,12 +146,9 @@ class NcclCommunicator(Exchanged):
         """
         if kernel.memo.get("nccl") == self.device:
             return  # it was looked at before
-        for side in (kernel.src, kernel.dst):
-            for array in side if type(side) is tuple else (() if side is None else (side,)):
-                device = array.device if isinstance(array, DeviceArray) else "cpu"
-                if device != self.device:
-                    expected = f"{self.device}, where this rank of the group works; others go by shm and tcp"
-                    raise self._refused(kernel, "device", device, expected)
+        if stray := stray_device(kernel, self.device):
+            expected = f"{self.device}, where this rank of the group works; others go by shm and tcp"
+            raise self._refused(kernel, "device", stray, expected)
         if kernel.op is not None and kernel.sample is not None:
             dtype = kernel.sample.dtype.name
             is_reduced = reduction_of(kernel.op, dtype, self._version) is not None
@@ -145,13 +159,52 @@ class NcclCommunicator(Exchanged):
                 raise self._refused(kernel, "reduce op", f"{kernel.op.name} of {dtype}", expected)
         kernel.memo["nccl"] = self.device
 
+    @property
+    def graphs(self) -> GraphCounts:
+        """What became of the kernels that came again."""
+        return self._replays.counts
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Brings `launch.ranks` together over the exchange, so that no kernel waits on a GPU for somebody."""
+        self._next = None
+        return [parted(bytes(one))[0] for one in super().agree(launch, arrival + PLAIN)]
+
+    def again(
+        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        """Does what `stage` and `agree` do; the ranks agree besides how they run the kernel. See `contracts.Again`."""
+        self._next = None
+        self._check_going(launch)
+        self.stage(launch, kernel)
+        word = self._replays.word(kernel, expected)
+        told = [parted(bytes(one)) for one in super().agree(launch, arrival + word.pack())]
+        brought = [one for one, _ in told]
+        words = [one for _, one in told]
+        if brought != list(expected):
+            return brought
+        way = way_of(words)
+        if way is Way.PLAIN and all(one.expected == word.expected for one in words):
+            self._replays.forget(kernel)  # somebody who came the same way has none
+        self._next = kernel, way
+        return None
+
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Enqueues a kernel behind what the caller has enqueued."""
-        self._start(launch, (kernel,))
+        agreed, self._next, self._to_record = self._next, None, None
+        if agreed is None or not is_same(agreed[0], kernel):
+            self._start(launch, (kernel,))
+            return _UnderWay(self, launch, kernel)
+        came, way = agreed
+        if way is Way.GRAPH:
+            self._start_graph(launch, kernel, came)
+        else:
+            self._start(launch, (kernel,), came)
+            self._to_record = (came, kernel) if way is Way.RECORD else None
         return _UnderWay(self, launch, kernel)
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Runs kernels as one group of NCCL; see `contracts.Together`."""
+        self._next = self._to_record = None
         self._start(launch, kernels)
         self.finish(launch, kernels[0])
         return len(kernels)
@@ -179,6 +232,9 @@ class NcclCommunicator(Exchanged):
             self._check_going(launch)  # the kernels of an aborted communicator end as well
             self._ask()
         self._kept = None
+        if self._to_record is not None and self._to_record[1] is kernel:
+            (came, _), self._to_record = self._to_record, None
+            self._record(launch, kernel, came)
 
     def abort(self, seq: int) -> None:
         """Wakes this rank, wherever it waits."""
@@ -191,12 +247,12 @@ class NcclCommunicator(Exchanged):
         self._broken = self._broken or "the communicator was closed"
         self._end()
 
-    def _start(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+    def _start(self, launch: Launch, kernels: Sequence[Kernel], came: Kernel | None = None) -> None:
         self._check_going(launch)
         for kernel in kernels:
             self.stage(launch, kernel)
         with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
-            found = [self._written(kernel) for kernel in kernels]
+            found = [self._written(kernel, came) for kernel in kernels]
             self._kept = found
             if all(len(scripts) == 1 for scripts in found):
                 enqueue([script for (script,) in found])
@@ -204,8 +260,36 @@ class NcclCommunicator(Exchanged):
                 for script in (script for scripts in found for script in scripts):
                     enqueue((script,))
 
-    def _written(self, kernel: Kernel) -> Any:
-        return write(kernel, self._nccl, self.rank, self.world_size, self._version, self._stream.pointer)
+    def _start_graph(self, launch: Launch, kernel: Kernel, came: Kernel) -> None:
+        self._check_going(launch)
+        with self._failing(kernel, launch), self._watched(launch), self._stream.entered():
+            self._kept = came  # not the graph, which has to go before NCCL can be ended
+            self._replays.launch(came, self._stream.stream)
+
+    def _record(self, launch: Launch, kernel: Kernel, came: Kernel) -> None:
+        """Records a kernel that all ranks have just run; where that fails, it goes on plain."""
+
+        def calls(stream: int) -> None:
+            enqueue(write(kernel, self._nccl, self.rank, self.world_size, self._version, stream))
+
+        with self._failing(kernel, launch):
+            with self._watched(launch):
+                error = self._replays.record(came, launch.seq, lambda: captured(self._device, calls))
+            if error is None:
+                _log.debug("%s of group %r is a CUDA graph from now on", kernel.kind.value, self._group_name)
+                return
+            self._may_block = True
+            self._check_going(launch)
+            if self._is_over:  # by the guard: it has lasted too long
+                raise error
+            self._ask()
+        _log.warning("%s of group %r is no CUDA graph: %s", kernel.kind.value, self._group_name, said(error))
+
+    def _written(self, kernel: Kernel, came: Kernel | None) -> list[Script]:
+        def made() -> list[Script]:
+            return write(kernel, self._nccl, self.rank, self.world_size, self._version, self._stream.pointer)
+
+        return made() if came is None else self._replays.scripts(came, made)
 
     @contextmanager
     def _watched(self, launch: Launch) -> Iterator[None]:
@@ -237,7 +321,14 @@ class NcclCommunicator(Exchanged):
     def _end(self) -> None:
         with self._lock:
             is_over, self._is_over = self._is_over, True
-        if not is_over:  # not under the lock: it may last
+        self._replays.drop()
+        if is_over:
+            return
+        if self._may_block:
+            aside = threading.Thread(target=self._nccl.abort, name="raycollect-nccl-abort", daemon=True)
+            aside.start()
+            aside.join(_DRAIN_S)
+        else:  # not under the lock: it may last
             self._nccl.abort()
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:

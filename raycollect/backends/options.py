@@ -22,7 +22,7 @@ __all__ = [
     "unset_timeout_ms",
 ]
 
-unset_timeout_ms = timedelta(milliseconds=-1)
+unset_timeout_ms: timedelta = timedelta(milliseconds=-1)
 """Stands for no timeout. A `timedelta` for all its name, as in Ray."""
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from raycollect.contracts import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
+from raycollect.meters import here
 from raycollect.model import PIECES, GroupSpec, Kernel, Launch
 
 from ._direct import ALIKE, TOGETHER, Direct
@@ -74,7 +75,7 @@ class ShmCommunicator:
 
     def __init__(self, spec: GroupSpec, rank: int, segment: mmap.mmap, segments: SegmentSource) -> None:
         self.rank = rank
-        self.world_size = spec.world_size
+        self.world_size: int = spec.world_size
         self._group_name = spec.name
         self._begun = 0  # the launch that `stage` or `agree` has begun
         self._staged = 0  # the launch whose first kernel was staged, and has not run
@@ -130,8 +131,8 @@ class ShmCommunicator:
         parts = self._entered = self._entered or self._come_in()
         parts.meeting.enter(launch, until_s)
         self._begin(parts, launch)
-        # A large kernel is listed, whatever it was before: another rank may come with memory that can be reached.
-        if not parts.direct.is_worth(_nbytes(kernel)) and parts.staged.stage_again(launch, kernel):
+        # Any other is listed, whatever it was before: another rank may come with memory that can be reached.
+        if parts.staged.stage_again(launch, kernel):
             self._staged = launch.seq
         else:
             self._stage(parts, launch, kernel, until_s)
@@ -152,10 +153,9 @@ class ShmCommunicator:
         until_s = time.monotonic() + launch.timeout_s
         with translated(kernel.kind, self._group_name, self.rank):
             is_first, self._staged = self._staged == launch.seq, 0
-            is_worth = direct.is_worth(_nbytes(kernel))
-            if is_first and not is_worth and staged.fold_again(launch, kernel):
+            if is_first and staged.fold_again(launch, kernel):
                 return
-            if is_worth:
+            if direct.is_worth(_nbytes(kernel)):
                 has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
                 if has_run:
                     return
@@ -170,7 +170,9 @@ class ShmCommunicator:
         with _Inside(self) as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
-            for kernel in () if has_run else joined(some):
+            rows = () if has_run else joined(some)
+            for at, kernel in enumerate(rows):
+                here().cover(at * len(some) / len(rows), len(some) / len(rows))
                 staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
         return len(some)
 

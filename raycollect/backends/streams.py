@@ -9,6 +9,9 @@ A call that another thread makes for its caller follows the caller's mark instea
 leaves on a stream of its own is joined to the default stream when its tensors are kept (`settle`). What goes from one
 device to another follows the caller's streams on both (`follow`).
 
+What is to run again and again as one piece is recorded on a stream of its own (`captured`), so that one that fails
+leaves the communicator's as it was.
+
 Events are used again: no call makes one. Where cupy was not imported there are no streams to follow.
 """
 
@@ -18,8 +21,8 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
@@ -27,7 +30,7 @@ from raycollect.model import TensorInfo
 
 from .device_arrays import device_id
 
-__all__ = ["GroupStream", "Mark", "after", "follow", "mark", "settle"]
+__all__ = ["GroupStream", "Mark", "after", "captured", "follow", "mark", "settle"]
 
 DEFAULT = 0
 """The pointer of the default stream, which waits for all others that do not say that they are independent of it."""
@@ -46,7 +49,7 @@ class Mark:
     __slots__ = ("__weakref__", "events")
 
     def __init__(self, events: dict[int, list[Any]]) -> None:
-        self.events = events
+        self.events: dict[int, list[Any]] = events
         # No `__del__`: where a mark is in a cycle, those of its events would be called with it, and end them.
         weakref.finalize(self, _give_back, _free, events).atexit = False
 
@@ -73,7 +76,7 @@ class GroupStream:
         self._cuda = import_module("cupy").cuda
         self._device = device
         with self._cuda.Device(device):
-            self.stream = self._cuda.Stream(non_blocking=True)
+            self.stream: Any = self._cuda.Stream(non_blocking=True)
             self._before = self._cuda.Event(disable_timing=True)
             self._after = self._cuda.Event(disable_timing=True)
 
@@ -114,6 +117,36 @@ class GroupStream:
         for pointer in _current(self._device):
             runtime.eventRecord(self._before.ptr, pointer)  # a wait stays as it was when the event is recorded again
             runtime.streamWaitEvent(self.stream.ptr, self._before.ptr)
+
+
+def captured(device: int, enqueue: Callable[[int], object]) -> Any:
+    """Records work as a CUDA graph, and runs none of it.
+
+    Args:
+        device: The number of the device.
+        enqueue: Puts the work on a stream, which is current and whose pointer it is given. It must neither wait for
+            anything nor allocate memory.
+
+    Returns:
+        cupy's graph.
+
+    Raises:
+        Exception: The driver did not take it; cupy's own.
+    """
+    cuda = import_module("cupy").cuda
+    with cuda.Device(device):
+        stream = cuda.Stream(non_blocking=True)
+        with stream:
+            # Relaxed: what other threads do meanwhile, such as asking events or allocating, neither fails by it nor
+            # spoils it.
+            stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
+            try:
+                enqueue(int(stream.ptr))
+            except BaseException:
+                with suppress(Exception):  # it was spoilt
+                    stream.end_capture()
+                raise
+            return stream.end_capture()
 
 
 def mark(tensors: Iterable[TensorInfo]) -> Mark | None:

@@ -100,7 +100,7 @@ class TcpCommunicator:
 
     def __init__(self, spec: GroupSpec, rank: int, link: Link) -> None:
         self.rank = rank
-        self.world_size = spec.world_size
+        self.world_size: int = spec.world_size
         self._group_name = spec.name
         self._link = link
         self._staging = Staging()
