@@ -16,6 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raycollect import errors as errors
+    from raycollect import types as types
     from raycollect.api import allgather_refs as allgather_refs
     from raycollect.api import allreduce_refs as allreduce_refs
     from raycollect.api import alltoall_refs as alltoall_refs
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from raycollect.api import scatter_refs as scatter_refs
     from raycollect.api import send_ref as send_ref
     from raycollect.backends.adopted import register_collective_backend as register_collective_backend
+    from raycollect.bars import ProgressBars as ProgressBars
+    from raycollect.bars import progress as progress
     from raycollect.batches import Batch as Batch
     from raycollect.batches import batch as batch
     from raycollect.bulletin import DirectoryBulletin as DirectoryBulletin
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
     from raycollect.declared import declare_collective_group as declare_collective_group
     from raycollect.declared import destroy_collective_group as destroy_collective_group
     from raycollect.declared import destroy_group as destroy_group
+    from raycollect.gauge import Progress as Progress
+    from raycollect.gauge import RankProgress as RankProgress
     from raycollect.handle import Handle as Handle
     from raycollect.imperative import allgather as allgather
     from raycollect.imperative import allreduce as allreduce
@@ -70,6 +76,8 @@ if TYPE_CHECKING:
     from raycollect.multigpu import reducescatter_multigpu as reducescatter_multigpu
     from raycollect.multigpu import send_multigpu as send_multigpu
     from raycollect.multigpu import synchronize as synchronize
+    from raycollect.observe.summary import Summary as Summary
+    from raycollect.observe.summary import SummaryRow as SummaryRow
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.participant import by_value as by_value
     from raycollect.pending import Pending as Pending
@@ -83,6 +91,9 @@ if TYPE_CHECKING:
     from raycollect.tensors import full as full
     from raycollect.tensors import ones as ones
     from raycollect.tensors import zeros as zeros
+    from raycollect.timelines import Timeline as Timeline
+    from raycollect.timelines import summary as summary
+    from raycollect.timelines import timeline as timeline
     from raycollect.values import free as free
     from raycollect.values import get as get
     from raycollect.work import CapturedRun as CapturedRun
@@ -104,8 +115,14 @@ _HOMES: dict[str, str] = {
     "MemberStatistics": "declared",
     "MemberStatus": "declared",
     "Pending": "pending",
+    "Progress": "gauge",
+    "ProgressBars": "bars",
+    "RankProgress": "gauge",
     "RankTable": "rank_table",
     "ReduceOp": "model",
+    "Summary": "observe.summary",
+    "SummaryRow": "observe.summary",
+    "Timeline": "timelines",
     "Work": "work",
     "allgather": "imperative",
     "allgather_multigpu": "multigpu",
@@ -146,6 +163,7 @@ _HOMES: dict[str, str] = {
     "nccl_available": "imperative",
     "ones": "tensors",
     "plan": "planned",
+    "progress": "bars",
     "recv": "imperative",
     "recv_multigpu": "multigpu",
     "recv_ref": "api",
@@ -161,7 +179,9 @@ _HOMES: dict[str, str] = {
     "send": "imperative",
     "send_multigpu": "multigpu",
     "send_ref": "api",
+    "summary": "timelines",
     "synchronize": "multigpu",
+    "timeline": "timelines",
     "types": "types",
     "zeros": "tensors",
 }

@@ -228,7 +228,11 @@ class CaptureAgenda(Agenda):
 
     def clear(self) -> None:
         """Lets go of all that was recorded; what stands for values still says whose they are."""
-        self.asked, self.memberships, self.results, self.refs, self._places = [], [], [], {}, {}
+        self.asked: list[Asked] = []
+        self.memberships: list[Membership] = []
+        self.results: list[Any] = []
+        self.refs: dict[Any, Any] = {}
+        self._places = {}
         self.calls, self.made, self.steps, self.firsts = [], {}, [], []
 
     def rewind(self, count: int, refs: int, why: str) -> None:

@@ -68,7 +68,7 @@ class Agreement:
     """
 
     def __init__(self, program: Program) -> None:
-        self.conflict = False
+        self.conflict: bool = False
         self.verdicts: dict[int, Verdict] = {}
         self._program = program
         self._brought: list[dict[int, bytes]] = [{} for _ in program.door.ranks]

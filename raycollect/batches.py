@@ -191,23 +191,25 @@ class Batch:
         work = self.work
         return work is None or work.done()
 
-    def wait(self, timeout_s: float | None = None) -> list[Any]:
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> list[Any]:
         """Waits for the outcome; see `Work.wait`.
 
         Args:
             timeout_s: How long this call waits, in seconds; None: as long as the calls' own limits allow.
+            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
 
         Returns:
             `refs`.
 
         Raises:
             BatchError: The block has not ended, or failed.
+            ProgressError: A progress bar is wanted, and tqdm is not installed.
             CollectiveTimeoutError: The outcome was not known in time; the plan goes on.
             RaycollectError: The plan failed; the error says on which rank and why.
         """
         work = self.work
         if work is not None:
-            work.wait(timeout_s)
+            work.wait(timeout_s, progress=progress)
         return self.refs
 
     def cancel(self) -> bool:

@@ -359,7 +359,7 @@ class Capture:
 
     def __repr__(self) -> str:
         verbs, calls = self._counts
-        return f"<Capture of {verbs} collectives and {calls} method calls: {self._told_state}>"
+        return f"<Capture of {counted(verbs, 'collective')} and {counted(calls, 'method call')}: {self._told_state}>"
 
 
 def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:

@@ -37,9 +37,12 @@ from raycollect.errors import (
 from raycollect.executor import ABSENCES
 from raycollect.handle import Handle
 from raycollect.ledger import Ledger
-from raycollect.model import Segment
+from raycollect.model import Key, Segment
+from raycollect.observe import Tracer
+from raycollect.observe.trace import PART
 from raycollect.planner import Program
 from raycollect.pos import Container, Store
+from raycollect.reach import Reach
 from raycollect.rendezvous import StarExchange
 from raycollect.replay import Replay
 from raycollect.routine import Routine, decode_routine
@@ -56,7 +59,7 @@ __all__ = [
     "pinned",
 ]
 
-log = logging.getLogger("raycollect")
+log: logging.Logger = logging.getLogger("raycollect")
 
 MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 """The longest results of a run that a message can carry."""
@@ -109,11 +112,12 @@ def open_post(segment: Segment | None, seat: int, *, keeps_core: bool) -> Post |
         return None
 
 
-def pinned(value: Any, store: Store, actor_id: str, actor: str) -> Any:
+def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any:
     """What a captured step keeps of the value of a ref.
 
     Args:
         value: What Ray made of the ref.
+        key: The ref's id.
         store: One's own tensors.
         actor_id: One's own actor id.
         actor: What a person calls it.
@@ -122,7 +126,8 @@ def pinned(value: Any, store: Store, actor_id: str, actor: str) -> Any:
         RefusedError: It is a tensor that is not here.
     """
     if not isinstance(value, Handle):
-        return value
+        here = store.look(key)  # tensors that Ray moves itself come as what they are
+        return here if isinstance(here, Container) else value
     found = store.look(value.key) if value.actor_id == actor_id else None
     if isinstance(found, Container):
         return found
@@ -130,8 +135,8 @@ def pinned(value: Any, store: Store, actor_id: str, actor: str) -> Any:
     if found is not None:
         kind, text, expected = ABSENCES[found.state]
         text = text.format(found.detail or "a value that is not kept")
-    key = value.key.hex()
-    wrong = Violation(kind=kind, rank=-1, field="value", found=text, expected=expected, actor=actor, ref=key)
+    ref = value.key.hex()
+    wrong = Violation(kind=kind, rank=-1, field="value", found=text, expected=expected, actor=actor, ref=ref)
     raise refusal("capture", "", (wrong,))
 
 
@@ -188,6 +193,7 @@ class Captured:
         self._desk = desk
         self._post = post
         self._turn = threading.Lock() if desk.turn is None else desk.turn
+        self._tracer = Tracer.current()
         self._busy = threading.Lock()  # held while the values are in use
         self._changed = threading.Condition()  # guards what follows
         self._came: deque[Run] = deque()
@@ -235,6 +241,10 @@ class Captured:
         """The door that the controller keeps for launch `seq`, where a run is at it."""
         door = self._door
         return door[1] if door is not None and door[0] == seq else None
+
+    def reach(self, seq: int) -> Reach | None:
+        """How far a run is; None: it is not under way here."""
+        return self._replay.reach(seq)
 
     def look(self) -> list[Any]:
         """See `Replay.look`."""
@@ -323,6 +333,10 @@ class Captured:
         """Does a run in its turn, and answers it."""
         desk = self._desk
         reason = desk.ledger.start(seq, predecessor)
+        ring = self._tracer.ring
+        if ring is not None and self._replay.is_single:  # the plan notes all that there is to say
+            ring = None
+        came_s = 0.0 if ring is None else ring.clock()
         self._count += 1
         error: RaycollectError | None = None
         is_answered = False
@@ -353,6 +367,9 @@ class Captured:
             error = InternalError(detail=f"{type(exc).__name__}: {exc}")
         finally:
             self._door = None
+            if ring is not None:
+                name = "" if error is None else type(error).__name__
+                ring.add(PART, "captured step", came_s, ring.clock(), seq, error=name)
             if error is not None:  # before the next one may begin
                 self._broken = self._broken or f"run {self._count} of this captured step failed before"
             desk.ledger.end(seq)  # whatever happened, what comes after goes on
@@ -365,11 +382,16 @@ class Captured:
         Raises:
             PlanAbortedError: The run was aborted meanwhile.
         """
-        turn = self._turn
+        turn, ring = self._turn, self._tracer.ring
+        if turn.acquire(blocking=False):
+            return turn
+        began_s = 0.0 if ring is None else ring.clock()
         while not turn.acquire(timeout=_SLICE_S):
             reason = self._closed or self._desk.ledger.reason(seq)
             if reason:
                 raise PlanAbortedError(detail=reason)
+        if ring is not None:
+            ring.waited("a method", began_s, seq)
         return turn
 
     def _run(self, seq: int, payload: bytes, answer: Callable[[bytes], None]) -> bytes:
@@ -456,3 +478,7 @@ class Captures:
     def door(self, seq: int) -> StarExchange | None:
         """The door that the controller keeps for launch `seq` of a run under way."""
         return next(filter(None, (one.door(seq) for one in list(self._living.values()))), None)
+
+    def reach(self, seq: int) -> Reach | None:
+        """How far a run is; None: none of that number is under way."""
+        return next((found for one in list(self._living.values()) if (found := one.reach(seq)) is not None), None)

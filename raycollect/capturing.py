@@ -289,7 +289,7 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
     violations, cause = [], None
     for call, one in strangers:
         try:
-            value: Any = ray.get(one.ref, timeout=max(deadline_s - monotonic(), 0))
+            value: Any = ray_internals.get(one.ref, max(deadline_s - monotonic(), 0))
         except ray.exceptions.GetTimeoutError:
             detail = f"{one.where}: its method has not returned within {timeout_s:g} s"
             raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None

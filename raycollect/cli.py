@@ -1,9 +1,9 @@
 """The command line: ``raycollect COMMAND``, or ``python -m raycollect COMMAND``.
 
-A command is a function under `main`. Ray takes a second to import, so none of it is imported here: a command that needs
-Ray imports its module when it is called. Exit codes: 0; 1 where something was refused, or is missing; 2 for a wrong
-command line; 130 where the user has stopped it (Ctrl-C). A mistake of the user's is told in words; with
-`RAYCOLLECT_DEBUG` set it is raised.
+A command is a function under `main`; `bench` is in a module of its own. Ray takes a second to import, so none of it is
+imported here: a command that needs Ray imports its module when it is called. Exit codes: 0; 1 where something was
+refused, or is missing; 2 for a wrong command line; 130 where the user has stopped it (Ctrl-C). A mistake of the user's
+is told in words; with `RAYCOLLECT_DEBUG` set it is raised.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 import raycollect
+from raycollect.cli_bench import bench
+from raycollect.cli_options import ADDRESS_HELP, as_json, print_json
 from raycollect.errors import InvalidGroupError, RaycollectError
 from raycollect.rank_table import ENVIRONMENT_VARIABLE, RankTable
 
@@ -55,13 +59,6 @@ class _Commands(click.Group):
             raise click.ClickException(str(exc)) from exc
 
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON instead, for a program to read.")
-
-
-def _print_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2))
-
-
 _EXAMPLES = """\b
 Examples:
   raycollect doctor
@@ -74,6 +71,9 @@ Examples:
 @click.version_option(raycollect.__version__, prog_name="raycollect")
 def main() -> None:
     """Collective communication between Ray actors, said once, by the driver."""
+
+
+main.add_command(bench)
 
 
 # ---------------------------------------------------------------------------------------------- rank-table
@@ -106,7 +106,7 @@ Examples:
 @click.option(
     "--check", "checked", metavar="FILE", help="Read a table and say what is wrong with it, or what it holds."
 )
-@_as_json
+@as_json
 @click.pass_context
 def rank_table(
     context: click.Context, device_ids: str | None, output: str | None, checked: str | None, as_json: bool
@@ -138,7 +138,7 @@ def _parsed(device_ids: str) -> Any:
 def _show(table: RankTable, path: str, as_json: bool) -> None:
     if as_json:
         places = enumerate(table.chip_map)
-        _print_json([{"rank": rank, "node": table.node_of(rank), "device": device} for rank, device in places])
+        print_json([{"rank": rank, "node": table.node_of(rank), "device": device} for rank, device in places])
         return
     click.echo(f"{path}: {table}")
     for rank, device_id in enumerate(table.chip_map):
@@ -157,56 +157,6 @@ def _write(table: RankTable, path: str, origin: str) -> None:
     click.echo(f"{table}, written to {path}{origin}", err=True)
 
 
-# ---------------------------------------------------------------------------------------------- bench
-
-_BENCH_EXAMPLES = """\b
-Examples:
-  raycollect bench --calibrate
-  raycollect bench --calibrate --between 50 25
-  raycollect bench --calibrate --output costs.json
-"""
-
-
-@main.command(
-    "bench", short_help="Measures this machine for the planner.", epilog=_BENCH_EXAMPLES, no_args_is_help=True
-)
-@click.option("--calibrate", is_flag=True, help="Measure what moving bytes costs on this host; takes a few seconds.")
-@click.option(
-    "--between",
-    metavar="MICROSECONDS GBIT/S",
-    nargs=2,
-    type=click.FloatRange(min=0, min_open=True),
-    help="The latency and the bandwidth between hosts, as you know them: one host can't measure them.",
-)
-@click.option("--output", metavar="FILE", help="Where to write it, instead of where the planner reads it.")
-@_as_json
-def bench(calibrate: bool, between: tuple[float, float] | None, output: str | None, as_json: bool) -> None:
-    """Measures this machine for the planner, which chooses algorithms and predicts times by what is found.
-
-    The planner of a driver reads the file that RAYCOLLECT_COSTS names, else raycollect/costs.json under XDG_CONFIG_HOME
-    (~/.config). The link between hosts keeps its default unless --between says what it is.
-    """
-    if not calibrate:
-        raise click.UsageError("Give --calibrate: there is nothing else yet.")
-    from raycollect import calibrate as measuring  # with numpy
-    from raycollect import costs
-
-    found = [measuring.measure(backend) for backend in measuring.BACKENDS]
-    if between is not None:
-        found.append(costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
-    if as_json:
-        _print_json([asdict(one) for one in found])
-    else:
-        click.echo("\n".join(costs.table(found)))
-    path = output or str(costs.default_path())
-    try:
-        costs.write(path, found)
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise click.BadParameter(f"{path!r} can't be written: {reason}.", param_hint="--output") from exc
-    click.echo(f"written to {path}", err=True)
-
-
 # ---------------------------------------------------------------------------------------------- doctor
 
 _DOCTOR_EXAMPLES = """\b
@@ -219,7 +169,7 @@ _COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
 
 
 @main.command("doctor", short_help="What is here, what is missing, what installs it.", epilog=_DOCTOR_EXAMPLES)
-@_as_json
+@as_json
 @click.pass_context
 def doctor(context: click.Context, as_json: bool) -> None:
     """Says what this machine has of what raycollect can use, what is missing, and the line that installs it.
@@ -232,7 +182,7 @@ def doctor(context: click.Context, as_json: bool) -> None:
     findings = examining.examine(examining.Machine())
     lacking = examining.lacking(findings)
     if as_json:
-        _print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
+        print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
     else:
         for line in examining.table(findings, shutil.get_terminal_size((120, 24)).columns):
             state = line.split(" ")[2] if line.startswith("  ") else ""  # in the second column, where it is one
@@ -252,13 +202,11 @@ Examples:
   raycollect demo --address 10.0.0.1:6379
 """
 
-_ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default what RAY_ADDRESS says, else the one on this host"
-
 
 @main.command("demo", short_help="Shows a collective at work.", epilog=_DEMO_EXAMPLES)
 @click.argument("name", required=False, type=click.Choice(["allreduce", "digits"]))
-@click.option("--address", metavar="HOST:PORT", help=f"{_ADDRESS_HELP}, else one is started.")
-@_as_json
+@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
+@as_json
 @click.pass_context
 def demo(context: click.Context, name: str | None, address: str | None, as_json: bool) -> None:
     """Shows a collective at work; takes less than half a minute.
@@ -276,7 +224,7 @@ def demo(context: click.Context, name: str | None, address: str | None, as_json:
         result = showing.allreduce(lambda line: click.echo(line, err=as_json))
         found = {**asdict(result), "ok": result.ok}
     if as_json:
-        _print_json({"demo": chosen, **found})
+        print_json({"demo": chosen, **found})
     elif not found["ok"]:
         click.echo("NOT OK: that is not what was expected", err=True)
     context.exit(0 if found["ok"] else 1)
@@ -296,7 +244,7 @@ _NOT_KNOWN = "What they are doing only the process that declared the group can a
 
 @main.command("status", short_help="The declared groups of a running Ray cluster.", epilog=_STATUS_EXAMPLES)
 @click.argument("group", required=False)
-@click.option("--address", metavar="HOST:PORT", help=f"{_ADDRESS_HELP}.")
+@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}.")
 @click.option(
     "--watch",
     "every_s",
@@ -304,7 +252,7 @@ _NOT_KNOWN = "What they are doing only the process that declared the group can a
     type=click.FloatRange(min=0.1),
     help="Look again and again, until Ctrl-C; with --json one line each time.",
 )
-@_as_json
+@as_json
 def status(group: str | None, address: str | None, every_s: float | None, as_json: bool) -> None:
     """Lists the declared groups of a running Ray cluster, or those of one name, and the state of their members.
 
@@ -358,3 +306,114 @@ def _ago(seconds: float) -> str:
         if seconds >= length:
             return f"{int(seconds // length)} {name}"
     return f"{max(int(seconds), 0)} s"
+
+
+# ---------------------------------------------------------------------------------------------- timeline
+
+_TIMELINE_EXAMPLES = """\b
+Examples:
+  raycollect timeline record -o training.json.gz -- python train.py --epochs 3
+  raycollect timeline show training.json.gz
+  raycollect timeline show driver.json driver.4711.json -o merged.json
+"""
+
+_RECORDED = "raycollect-timeline.json"
+
+KILLED = 128
+"""What a shell adds to the number of the signal that has ended a program."""
+
+
+@main.group("timeline", short_help="Records where time goes, and shows it.", epilog=_TIMELINE_EXAMPLES)
+def timeline() -> None:
+    """Records where the time of a program's collectives goes, and shows what was recorded.
+
+    The files open in https://ui.perfetto.dev. In a program itself it is `with raycollect.timeline(FILE):`.
+    """
+
+
+@timeline.command(
+    "record", short_help="Runs a program and records it.", context_settings={"ignore_unknown_options": True}
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    default=_RECORDED,
+    show_default=True,
+    help="Where to write it; packed, where the name ends with .gz.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def timeline_record(context: click.Context, output: str, command: tuple[str, ...]) -> None:
+    """Runs COMMAND with RAYCOLLECT_TIMELINE set, and ends as it does.
+
+    It records from the first group, or call, to the end of the process. Processes that make calls of their own (groups
+    by init_collective_group) write files of their own, with their process ids in the names.
+    """
+    target = Path(output).absolute()
+    if not target.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(target.parent)!r}.", param_hint="--output")
+    before = _written(target)
+    try:
+        program = subprocess.Popen(command, env={**os.environ, "RAYCOLLECT_TIMELINE": str(target)})
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{command[0]!r} can't be run: {reason}.", param_hint="COMMAND") from exc
+    code = _awaited(program)
+    if _written(target) == before:
+        click.echo(f"no timeline in {output}: the program declared no group, or did not come to its end", err=True)
+    else:
+        click.echo(f"written to {output}", err=True)
+    context.exit(code if code >= 0 else KILLED - code)
+
+
+def _awaited(program: subprocess.Popen[bytes]) -> int:
+    """Waits for a program; Ctrl-C goes to it as well, and it says how it ends."""
+    while True:
+        try:
+            return program.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _written(target: Path) -> tuple[int, int]:
+    """What tells one state of a file from another; zeros where there is none."""
+    try:
+        found = target.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
+
+
+@timeline.command("show", short_help="Shows what was recorded, as a table.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("-o", "--output", metavar="FILE", help="Write all files there as one, too.")
+@as_json
+def timeline_show(files: tuple[str, ...], output: str | None, as_json: bool) -> None:
+    """Shows calls, bytes, times, bandwidths and waits, by group, operation and backend.
+
+    Several files of one host, and of one boot of it, are shown as one timeline.
+    """
+    from raycollect.observe import chrome
+    from raycollect.observe.summary import summarize
+    from raycollect.observe.whole import Trace
+
+    try:
+        found = Trace.merged([chrome.read(one) for one in files])
+    except ValueError as exc:
+        raise click.ClickException(str(exc)) from exc
+    except OSError as exc:
+        raise click.ClickException(f"{exc.filename!r} can't be read: {exc.strerror}") from exc
+    summary = summarize(found)
+    if as_json:
+        print_json(summary.to_dict())
+    else:
+        click.echo(str(summary))
+    if output is None:
+        return
+    try:
+        chrome.write(found, output)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{output!r} can't be written: {reason}.", param_hint="--output") from exc
+    click.echo(f"written to {output}", err=True)

@@ -222,8 +222,8 @@ class CommunicatorFactory(Protocol):
         rendezvous: Rendezvous,
         exchange: Exchange,
         *,
-        host: str = ...,
-        segments: SegmentSource = ...,
+        host: str = "",
+        segments: SegmentSource | None = None,
     ) -> Communicator:
         """Joins a group; waits for the other members.
 

@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from raycollect import fetch, ray_internals
@@ -19,6 +20,7 @@ from raycollect.channel.messages import (
     Done,
     Drop,
     Joined,
+    Measured,
     Meet,
     Publish,
     Ran,
@@ -44,9 +46,11 @@ from raycollect.group import Declaration, Membership
 from raycollect.handle import Handle
 from raycollect.memberships import Memberships
 from raycollect.model import Key, Member
+from raycollect.observe import Tracer
 from raycollect.peer import Peer
 from raycollect.peers import Peers
 from raycollect.runs import RunFlight, Runs
+from raycollect.tracing import Tracing, begin_from_environment
 
 _Flight = TypeVar("_Flight", bound=Flight)
 
@@ -74,10 +78,18 @@ class Controller:
                 cls._current = cls(session)
             return cls._current
 
+    @classmethod
+    def drives(cls, name: str) -> bool:
+        """Whether this process has declared a group of that name; starts nothing."""
+        current = cls._current
+        if current is None or not ray_internals.is_connected():
+            return False
+        return current.session is ray_internals.session() and current._groups.is_declared(name)
+
     def __init__(self, session: object) -> None:
         self.session = session
-        self.dispatching = threading.Lock()
-        self.revision = object()
+        self.dispatching: threading.Lock = threading.Lock()
+        self.revision: object = object()
         self._is_closed = False
         self._seq = itertools.count(1)
         self._flights: dict[int, Flight] = {}
@@ -85,6 +97,16 @@ class Controller:
         self._peers = Peers(self, secrets.token_hex(8))
         self._gates = Gates(self._peers)
         self._groups = Memberships(self._peers, self._gates, self._ending)
+        self._tracer = Tracer.current()
+        begin_from_environment()
+        self.observed(Tracing.current())
+
+    def observed(self, tracing: Tracing | None) -> None:
+        """Lets a timeline hear of all participants, now and later; None: no more."""
+        self._peers.observer = tracing
+        if tracing is not None:
+            for peer in self._peers.all():
+                tracing.leased(peer)
 
     def close(self) -> None:
         """Gives back all leases."""
@@ -167,6 +189,10 @@ class Controller:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
         return self._peers.look(members, timeout_s)
 
+    def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
+        """Asks a member how far it is in a plan, and does not wait; None for one that is gone."""
+        return self._peers.measure(member, seq)
+
     def _ending(self, membership: Membership) -> None:
         """A group is dissolved: plans of it are aborted."""
         self.revision = object()
@@ -181,6 +207,9 @@ class Controller:
         if self._forsaken:
             self._close_forsaken()
         flight = make(next(self._seq))
+        ring = self._tracer.ring
+        if ring is not None:
+            flight.ring, flight.began_s = ring, ring.clock()
         for _ in itertools.islice(self._seq, width - 1):
             pass
         self._flights[flight.seq] = flight
@@ -322,7 +351,7 @@ class Controller:
             violation = Violation(kind="lost", rank=rank, field="operand", found="not there", ref=ref.hex(), call=call)
             self.send(flight, flight.fail(refusal(flight.plan.name, flight.group_name, (violation,))))
 
-        ref._on_completed(settled)
+        ray_internals.on_completed(ref, settled)
 
 
 _HANDLERS: dict[type, Callable[[Controller, Peer, Any], None]] = {

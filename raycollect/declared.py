@@ -160,9 +160,7 @@ class Group:
         """Why it has the backend that it has."""
         if self._asked != "auto":
             return "as it was declared"
-        machines = len({member.machine for member in self._membership.members})
-        where = "alone" if self.world_size == 1 else "on one machine" if machines == 1 else f"on {machines} machines"
-        return f"chosen, as {counted(self.world_size, 'rank')} {'is' if self.world_size == 1 else 'are'} {where}"
+        return f"chosen, as {self._membership.chosen}"
 
     @html.shown
     def _repr_html_(self) -> str:
@@ -208,7 +206,8 @@ def declare_collective_group(
         actors: The actor handles.
         world_size: The number of actors, if given.
         ranks: The rank of each actor, a permutation of 0 to n-1; by default their order.
-        backend: ``"auto"`` takes shared memory where all members share a host and sockets otherwise; others by name.
+        backend: ``"auto"`` takes `nccl` where Ray gave each of several members a GPU and they have cupy, else shared
+            memory where all members share a host and sockets otherwise; others by name.
         group_name: What to call it; the verbs use ``"default"`` unless told otherwise.
         gloo_timeout: How long imperative calls of the members wait for each other where they do not say, in
             milliseconds; on every backend, for all its name.

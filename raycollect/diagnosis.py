@@ -7,8 +7,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from raycollect import bars
 from raycollect.channel.messages import Seen
 from raycollect.controller import Controller
 from raycollect.course import Course
@@ -37,20 +38,28 @@ LOOK_S = 2.0
 """How long participants may take to say what they are doing, in seconds; who takes longer is unresponsive."""
 
 
-def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> bool:
+def wait(controller: Controller, flight: Flight, timeout_s: float | None, *, progress: bool | None = None) -> bool:
     """Waits for a flight's outcome, with `Attention`; in the thread of its caller.
 
     Args:
         controller: Whose it is.
         flight: The flight.
         timeout_s: How long to wait, in seconds; None: for ever.
+        progress: Whether to show a progress bar; None: if the caller is in a block that shows them.
 
     Returns:
         False where the outcome is not known in time.
+
+    Raises:
+        ProgressError: A progress bar is wanted, and can't be had.
     """
+    bar = bars.wanted(controller, flight, progress)
     if flight.resolved:
         return True
     left_s = math.inf if timeout_s is None else timeout_s
+    if bar is not None:
+        with bar:
+            return _wait_watched(flight, left_s, (Attention(controller, flight), bar))
     first_s = min(FIRST_S, QUIET_S, left_s)
     if flight.wait(first_s):
         return True
@@ -60,6 +69,31 @@ def wait(controller: Controller, flight: Flight, timeout_s: float | None) -> boo
             return True
         if time.monotonic() < until_s:
             attention.look()
+    return flight.resolved
+
+
+class _Watch(Protocol):
+    """What is done now and then while a flight is waited for."""
+
+    @property
+    def left_s(self) -> float:
+        """In how many seconds to look."""
+        ...
+
+    def look(self) -> None:
+        """Looks, and does what is due."""
+        ...
+
+
+def _wait_watched(flight: Flight, left_s: float, watches: Sequence[_Watch]) -> bool:
+    """Waits for a flight's outcome as long as is given, and looks whenever it is time; False: it is not known."""
+    until_s = time.monotonic() + left_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if flight.wait(_finite(max(min(left_s, *(one.left_s for one in watches)), 0.0))):
+            return True
+        for one in watches:
+            if one.left_s <= 0 and time.monotonic() < until_s:
+                one.look()
     return flight.resolved
 
 

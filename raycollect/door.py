@@ -260,6 +260,9 @@ _FLOW_FIELDS: dict[str, Callable[[Side], Any]] = {
 
 _LOOSE_FIELDS = {**_FLOW_FIELDS, "shape": lambda side: [t.size for t in side.tensors]}
 
+_NONE = ("", -1)
+"""A reduce op and a root where the operation has none."""
+
 _LONGEST = 400
 """How many characters of a value a message shows."""
 
@@ -356,7 +359,7 @@ def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str]
 def _show(value: Any, other: Any) -> str:
     """Writes a value for a person; a long list from the first place on where it differs from another."""
     if not isinstance(value, list):
-        return str(value)
+        return "none" if value in _NONE else str(value)
     text = ", ".join(map(str, value))
     if len(text) <= _LONGEST:
         return text
@@ -397,7 +400,7 @@ class Door:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._blobs: dict[int, bytes] = {}
-        self.state = DoorState.OPEN
+        self.state: DoorState = DoorState.OPEN
 
     @property
     def missing(self) -> tuple[int, ...]:

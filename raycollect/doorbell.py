@@ -159,7 +159,7 @@ class Doorbell:
         self._closing = weakref.finalize(self, _close, fd, os.getpid())
         os.posix_fallocate(fd, 0, nbytes)  # a lack of memory shows here, not as SIGBUS later
         mapped = mmap.mmap(fd, nbytes)
-        self.segment = Segment(os.getpid(), fd, secrets.token_bytes(memfd.TOKEN_NBYTES), nbytes)
+        self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(memfd.TOKEN_NBYTES), nbytes)
         self._memory = _Memory(mapped, seats, init=True)
         mapped[: memfd.TOKEN_NBYTES] = self.segment.token
         self._number = 0
@@ -273,6 +273,7 @@ class Post:
         self._woken = False
         is_crowded = seats > 1 and len(os.sched_getaffinity(0)) <= seats
         self._berth = Berth() if keeps_core and is_crowded else None
+        self._cores: list[int] = []  # on which cores all were when it found its own
         self._show(current_core())
 
     def take(self, timeout_s: float) -> Entry | None:
@@ -284,7 +285,7 @@ class Post:
         memory, number = self._memory, self._number
         words, cell = memory.words, memory.run(self._seat, number)
         awake_until_s, until_s = self._awake_until_s, 0.0
-        berth = self._berth
+        is_unsettled = self._berth is not None
         while words[cell] != number:
             if self._woken:
                 self._woken = False
@@ -294,9 +295,9 @@ class Post:
             if now_s >= until_s:
                 return None
             if now_s < awake_until_s:
-                if berth is not None:
-                    self._show(berth.take([max(core - _PRESENT, 0) for core in memory.present], self._seat))
-                    berth = None  # once is enough
+                if is_unsettled:
+                    is_unsettled = False  # once is enough
+                    self._settle()
                 os.sched_yield()
             else:
                 self._leave()
@@ -336,8 +337,17 @@ class Post:
         """Says that the seat is taken, and on which core."""
         self._memory.present[self._seat] = _PRESENT + core
 
+    def _settle(self) -> None:
+        """Finds a core to keep to, where somebody has moved since it was found last."""
+        present = self._memory.present
+        cores = present.tolist()
+        if cores != self._cores and self._berth is not None:
+            self._show(self._berth.take([max(core - _PRESENT, 0) for core in cores], self._seat))
+            self._cores = present.tolist()
+
     def _leave(self) -> None:
         if self._berth is not None:
+            self._cores = []
             self._berth.leave()
 
 

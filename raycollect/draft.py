@@ -97,12 +97,12 @@ class Draft:
         self._capture = capture
         self._agenda = agenda
         self._handles = list(agenda.refs)  # a key, or what stands for a captured value
-        self.keys = tuple(map(_key_of, self._handles))
+        self.keys: tuple[Key, ...] = tuple(map(_key_of, self._handles))
         self._prepared = self._plan(staging, words)
         found = [one for prepared in self._prepared for one in prepared.plan.participants]
         called = dict.fromkeys(call.made.actor_id for call in agenda.calls)
-        self.idle = tuple(one for one in called if one not in found)
-        self.participants = tuple(dict.fromkeys((*found, *self.idle)))
+        self.idle: tuple[str, ...] = tuple(one for one in called if one not in found)
+        self.participants: tuple[str, ...] = tuple(dict.fromkeys((*found, *self.idle)))
         self._sheets = {actor_id: _Sheet() for actor_id in self.participants}
 
     # ------------------------------------------------------------------------------------------ planning

@@ -24,15 +24,18 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.launches import Launches
+from raycollect.meters import Meter, here
 from raycollect.model import Kernel, Key, Launch, TensorInfo
-from raycollect.observe import Recorder
+from raycollect.observe import Recorder, Tracer
 from raycollect.packing import Block, Pool
 from raycollect.planner import Domain, Program
 from raycollect.pos import Absence, Container, State, Store
 from raycollect.prepared import Prepared, places_of
+from raycollect.reach import NOWHERE, Extent, Reach
 from raycollect.script import Move, Script, Stretch, Writer
 from raycollect.staging import Patience, home_of, transfer
 from raycollect.tasks import Missing, Tasks
+from raycollect.timing import timed
 
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "before_commit", "after_commit", "end")
 """Where faults can be injected."""
@@ -61,6 +64,7 @@ class Instruments:
         faults: Where tests make things go wrong.
         allocate: Makes an output, a scratch tensor or staging; raises MemoryError where there is no memory.
         staging: Where small tensors are packed.
+        tracer: Whether a timeline is recorded.
     """
 
     store: Store
@@ -69,6 +73,7 @@ class Instruments:
     faults: Faults = field(default_factory=NoFaults)
     allocate: Callable[[TensorInfo], Any] = arrays.empty
     staging: Pool = field(default_factory=Pool)
+    tracer: Tracer = field(default_factory=Tracer.current)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +109,7 @@ class Execution:
         held: What is under the keys, where that is not in the store: the values of a captured step, as long as it has
             them.
         met: What an earlier run on these operands found out, and what all have now brought to the door: see `Repeat`.
+        meeting: Of a member's own call, what its launches are known by in timelines; see `Label`.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class Execution:
         exchange: Exchange | None = None,
         held: Sequence[Container | Missing] | None = None,
         met: tuple[Prepared, tuple[bytes, ...]] | None = None,
+        meeting: str = "",
     ) -> None:
         self._program = program
         self._keys = keys
@@ -130,6 +137,7 @@ class Execution:
         self._given = operands
         self._held = held
         self._met = met
+        self._timed = timed(instruments.tracer.ring, program, seq, meeting)
         self._seq = seq
         self._launches = Launches(program, communicators, exchange, seq=seq, aborted=aborted)
         self._operands: Sequence[Container | Missing] = ()
@@ -146,10 +154,20 @@ class Execution:
         self._packs = False  # whether a kernel has worked in the staging
         self._is_loaded = False  # whether the stand-ins of the first kernel hold what it reads
         self._writes = False  # whether what the stretch under way writes may not be as it was
+        self._meter: Meter | None = None  # of the thread that runs it
+        self._extent: Extent | None = None  # once somebody has asked how far it is
 
     def run(self) -> Outcome:
         """Runs it; a failure is an outcome, never an exception."""
+        self._timed.begin()
+        outcome = self._run_all()
+        self._timed.end(outcome.error)
+        return outcome
+
+    def _run_all(self) -> Outcome:
         self._record("start", self._program.name)
+        self._meter = here()
+        self._meter.clear()
         ended: tuple[int, ...] = ()
         ok = False
         try:
@@ -157,9 +175,11 @@ class Execution:
             self._at("start")
             self._prepare()
             self._at("before_door")
-            script = self._script = self._agree()
+            with self._timed.door():
+                script = self._script = self._agree()
             self._at("after_door")
-            self._run(script)
+            with self._timed.calls(script):
+                self._run(script)
             self._at("end")
             ok = True
         except RaycollectError as exc:
@@ -179,6 +199,17 @@ class Execution:
         """Ends its waits, now and from now on; any thread may call it."""
         self._launches.abort()
         self._instruments.store.wake()
+
+    def reach(self) -> Reach:
+        """How far it is; any thread may call it."""
+        script, meter = self._script, self._meter
+        if script is None or meter is None:
+            return NOWHERE
+        if self._extent is None:
+            self._extent = Extent(script)
+        move = self._move  # before how many are left: the other way round, a move would seem done as it begins
+        left = self._left
+        return self._extent.at(move, left, meter.part)
 
     # ------------------------------------------------------------------------------------------ before the door
 
@@ -275,7 +306,8 @@ class Execution:
         stand_ins = self._tasks.stand_ins if self._tasks is not None else None
         carriage = stand_ins.carriage([(kernel.src, kernel.dst)]) if stand_ins is not None else None
         if carriage is not None:
-            carriage.load(self._patience())
+            with self._timed.staging("load stand-ins"):
+                carriage.load(self._patience())
             self._is_loaded = True
         communicator, launch = opened
         try:
@@ -295,7 +327,8 @@ class Execution:
         if type(found) is Absence and found.state is State.ABSENT and self._waiting:
             self._waiting(key)
             self._record("waiting", key.hex())
-            found = store.wait(key, lambda: self._launches.reason is not None)
+            with self._timed.waiting("an operand"):
+                found = store.wait(key, lambda: self._launches.reason is not None)
             if isinstance(found, Absence) and found.state is State.ABSENT:
                 raise PlanAbortedError(detail=self._launches.reason or "aborted while waiting for an operand")
         if isinstance(found, Container):
@@ -380,7 +413,8 @@ class Execution:
                 self._under_way = stretch
                 if len(script.stretches) > 1:
                     self._record("bundle", f"{stretch.share.op} of {stretch.tasks}")
-                self._run_stretch(stretch)
+                with self._timed.bundle(stretch):
+                    self._run_stretch(stretch)
                 self._under_way = None
 
     def _run_stretch(self, stretch: Stretch) -> None:
@@ -397,9 +431,10 @@ class Execution:
                     continue
                 if not move.kernels:
                     self._writes = True
-                    patience = self._patience()
-                    for target, source in move.copies:
-                        transfer(target, source, patience)
+                    with self._timed.staging("copy"):
+                        patience = self._patience()
+                        for target, source in move.copies:
+                            transfer(target, source, patience)
                     continue
                 communicator, launch = self._launches.at(move.number, move.group_id, move.ranks)
                 if move.carriage is None:
@@ -411,6 +446,9 @@ class Execution:
             if self._writes:
                 store.mark_dirty(stretch.ranges, stretch.owners)
             raise
+        finally:
+            if stretch.versioned and self._writes:
+                arrays.raise_versions(stretch.versioned)
         store.mark_written(stretch.dense)
 
     def _carry(self, communicator: Communicator, launch: Launch, move: Move, *, is_kept: bool) -> None:
@@ -418,13 +456,15 @@ class Execution:
         carriage = move.carriage
         assert carriage is not None  # as the caller has seen
         self._writes = not is_kept and (self._writes or not carriage.is_whole)
-        self._move, self._left = move, len(move.kernels)
+        self._left, self._move = len(move.kernels), move
         if not self._is_loaded:
-            carriage.load(self._patience())
+            with self._timed.staging("load stand-ins"):
+                carriage.load(self._patience())
         self._is_loaded = False
         self._launch(communicator, launch, move)
         self._writes = not is_kept
-        carriage.unload(self._patience())
+        with self._timed.staging("unload stand-ins"):
+            carriage.unload(self._patience())
 
     def _patience(self) -> Patience:
         return Patience(lambda: self._launches.reason, self._program.timeout_s)
@@ -432,12 +472,13 @@ class Execution:
     def _launch(self, communicator: Communicator, launch: Launch, move: Move) -> None:
         """Runs the kernels of a move: together where the backend can, else by what is to be done instead."""
         kernels = move.kernels
-        self._move, self._left = move, len(kernels)
+        self._left, self._move = len(kernels), move
         if len(kernels) > 1 and isinstance(communicator, Together):
             self._at("before_kernel")
-            while kernels and (count := communicator.launch_together(launch, kernels)):
-                kernels = kernels[count:]
-                self._left = len(kernels)
+            with self._timed.kernels(self._under_way, move):
+                while kernels and (count := communicator.launch_together(launch, kernels)):
+                    kernels = kernels[count:]
+                    self._ended(len(kernels))
             if not kernels:
                 self._at("after_kernel")
                 return
@@ -449,12 +490,21 @@ class Execution:
             self._at("before_kernel")
             if move.packed is not None:
                 self._packs = True
-                move.packed.load()
-            communicator.launch(launch, kernel).wait(self._program.timeout_s)
-            self._left -= 1
+                with self._timed.staging("pack"):
+                    move.packed.load()
+            with self._timed.kernels(self._under_way, move, first=len(move.kernels) - self._left, count=1):
+                communicator.launch(launch, kernel).wait(self._program.timeout_s)
+            self._ended(self._left - 1)
             if move.packed is not None:
-                move.packed.unload()
+                with self._timed.staging("unpack"):
+                    move.packed.unload()
             self._at("after_kernel")
+
+    def _ended(self, left: int) -> None:
+        """Notes that kernels have ended, and how many of the move are left."""
+        if self._meter is not None:
+            self._meter.clear()
+        self._left = left
 
     def _is_owing(self) -> bool:
         """Whether others may wait in a kernel of the launch that is open, for one that is not run here."""

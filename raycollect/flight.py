@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from raycollect.channel.messages import Abort, Arrivals, Arrive
 from raycollect.door import OUTPUT, Door, DoorState
@@ -32,10 +32,12 @@ from raycollect.errors import (
 )
 from raycollect.group import Membership
 from raycollect.model import Key, Member
+from raycollect.observe import Label, Place, Ring
+from raycollect.observe.trace import PLAN
 from raycollect.planner import Made, Plan
 from raycollect.planner.ir import Operands
 
-log = logging.getLogger("raycollect")
+log: logging.Logger = logging.getLogger("raycollect")
 
 Orders = list[tuple[int, Any]]
 """(position, message): what to send, in order."""
@@ -69,15 +71,21 @@ class Flight:
         groups: The groups of its requests, each once.
         made: (request, position) -> the ref of what the request makes there.
         error: Why it failed.
+        ring: The timeline that it is noted in, where one is recorded.
+        began_s: When it was dispatched, by that one's clock.
     """
+
+    kind: ClassVar[str] = PLAN  # what timelines call it
 
     def __init__(self, seq: int, plan: Plan, memberships: Sequence[Membership], refs: dict[Key, Any]) -> None:
         self.seq = seq
         self.plan = plan
         self.refs: Mapping[Key, Any] = refs
-        self.groups = tuple(dict.fromkeys(memberships))
+        self.groups: tuple[Membership, ...] = tuple(dict.fromkeys(memberships))
         self.made: dict[tuple[int, int], Any] = {}
         self.error: RaycollectError | None = None
+        self.ring: Ring | None = None
+        self.began_s: float = 0.0
         self._memberships = memberships
         self._keys = tuple(refs)
         self._is_explained = False  # whether the refs have told what they know of the failure
@@ -266,10 +274,40 @@ class Flight:
         if known:
             return
         self._unresolved.release()
+        if self.ring is not None:
+            self._time(self.ring)
         for call in watchers:
             call()
         if self._abandoned:
             self._log_failure()
+
+    def _time(self, ring: Ring) -> None:
+        """Notes in a timeline that the outcome is known."""
+        plan, error = self.plan, self.error
+        known = ring.labelled.get(id(plan))
+        label = ring.remember(plan, self._label(ring)) if known is None else known[1]
+        ring.entries.append(
+            (
+                next(ring.numbers),
+                self.kind,
+                "",
+                self.began_s,
+                ring.clock(),
+                ring.meet(),
+                self.seq,
+                label,
+                "" if error is None else type(error).__name__,
+                0.0,
+            )
+        )
+
+    def _label(self, ring: Ring) -> Label:
+        """What a timeline says of its plan; the groups are noted, too."""
+        specs = [one.spec for one in self.groups]
+        for spec in specs:
+            ring.groups.setdefault(spec.group_id, Place(spec.name, spec.backend, -1, spec.world_size))
+        plan, groups = self.plan, ",".join([spec.group_id for spec in specs])
+        return Label(plan.name, groups, -1, len(plan.participants), 0, len(plan.requests))
 
     def _note(self, error: RaycollectError | None) -> None:
         """The outcome, just before anybody knows it; called under the lock."""

@@ -53,7 +53,7 @@ class Making:
 
     def __init__(self, lane: FormingLane, generation: str, spec: GroupSpec, deadline_s: float) -> None:
         self.generation = generation
-        self.settled = False
+        self.settled: bool = False
         self._lane = lane
         self._spec = spec
         self._deadline_s = deadline_s

@@ -40,6 +40,7 @@ class Membership:
         is_derived: Whether refs have led to it: it has a name that nobody gave.
         epoch: How often the group was rebuilt.
         costs: What moving bytes between the members costs.
+        chosen: Why ``"auto"`` has picked its backend; empty where nobody had to pick one.
         roster: What the planner sees; members are named by their actors' ids.
     """
 
@@ -49,6 +50,7 @@ class Membership:
     is_derived: bool = False
     epoch: int = 0
     costs: Costs = field(default_factory=Costs, repr=False)
+    chosen: str = ""
     roster: Roster = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -57,6 +59,11 @@ class Membership:
     def rank_of(self, actor_id: str) -> int:
         """The rank of an actor; -1 where it is no member."""
         return self.roster.rank_of(actor_id)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether Ray gave each member a GPU."""
+        return all("GPU" in dict(member.accelerators) for member in self.members)
 
     @property
     def tree(self) -> tuple[Membership, ...]:
@@ -75,6 +82,7 @@ class Membership:
             hosts=tuple(inner[:-1]),
             leaders=inner[-1] if inner else None,
             bitwise=backends.get(self.spec.backend, self.spec.name).bitwise,
+            chosen=self.chosen if self.has_gpus else "",
         )
 
     def _topology(self) -> Topology:
@@ -172,7 +180,7 @@ def _absent(rank: int, actor: str) -> Violation:
 def _outsider(one: Operand, membership: Membership) -> Violation:
     stranger = strangers([one])
     if stranger:
-        return stranger[0]
+        return replace(stranger[0], rank=-1)  # it has none in a group of others
     actor = ray_internals.describe_actor(ray_internals.actor_handle(one.actor_id))
     expected = f"one of {', '.join(member.actor for member in membership.members)}"
     return Violation(kind="not_member", rank=-1, field="actor", found=actor, expected=expected, ref=_hex(one))
@@ -358,6 +366,9 @@ def _actor_problems(actors: Any) -> list[str]:
 def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> list[str]:
     if not isinstance(actors, (list, tuple)):
         return []
+    if isinstance(world_size, str) and ranks is None and not backends.is_known(world_size):
+        said = "here, as in ray.util.collective, the world size stands"
+        return [f"world_size is {world_size!r}: {said}; a name is given as group_name={world_size!r}"]
     if isinstance(world_size, str):
         name = f", group_name={ranks!r}" if isinstance(ranks, str) else ""
         said = "the second argument of ray.experimental.collective.create_collective_group is the backend"

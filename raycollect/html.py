@@ -1,7 +1,8 @@
 """Pieces of HTML for notebooks: values in, a fragment out that needs nothing else.
 
 Whatever is not `Markup` is escaped. There are no scripts, and no colour is given to any text: a fragment reads as the
-page around it does, be that light or dark. Cells say how they are aligned, as notebooks align them otherwise.
+page around it does, be that light or dark. Cells say how they are aligned, as notebooks align them otherwise; numbers
+stay in one line with their units; and text that opens takes the background of its row.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def lines(values: Iterable[object]) -> Markup:
 
 def folded(summary: object, whole: str) -> Markup:
     """A line of text that opens to a longer one, or to a fragment."""
-    inside = whole if isinstance(whole, Markup) else f"<pre>{text(whole, MOST_WHOLE)}</pre>"
+    inside = whole if isinstance(whole, Markup) else f'<pre style="background:none">{text(whole, MOST_WHOLE)}</pre>'
     return Markup(f"<details><summary>{text(summary)}</summary>{inside}</details>")
 
 
@@ -140,4 +141,5 @@ def shown(make: Callable[[_T], str]) -> Callable[[_T], str]:
 
 
 def _cell(tag: str, value: object, is_right: bool = False) -> str:
-    return f'<{tag} style="text-align:{"right" if is_right else "left"}">{text(value)}</{tag}>'
+    side = f"{'right' if is_right else 'left'}{';white-space:nowrap' if is_right and tag == 'td' else ''}"
+    return f'<{tag} style="text-align:{side}">{text(value)}</{tag}>'

@@ -9,6 +9,8 @@ late rank calls is matched with what the others call next.
 A tensor is a numpy array, a torch tensor, anything with DLPack or the array interface; or a list, tuple or dict of
 them, which counts as one. Where a list with one tensor per rank is asked for, one contiguous tensor that the number of
 ranks divides does as well.
+
+A verb returns None, and with ``async_op=True`` a `MemberWork`; ``| Any`` spares type checkers the question which.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def allreduce(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Reduces a tensor elementwise over all ranks; afterwards all hold the result, in place.
 
     Args:
@@ -91,7 +93,7 @@ def reduce(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Reduces a tensor elementwise over all ranks into that of one rank; the others' stay as they are.
 
     See `allreduce`.
@@ -107,7 +109,7 @@ def broadcast(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
     call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -120,7 +122,7 @@ def allgather(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Gives every rank the tensors of all ranks, whose sizes may differ.
 
     Args:
@@ -142,7 +144,7 @@ def reducescatter(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
 
     Args:
@@ -165,7 +167,7 @@ def gather(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Gives one rank the tensors of all ranks, whose sizes may differ.
 
     Args:
@@ -189,7 +191,7 @@ def scatter(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Gives each rank its item of one rank's list, whose sizes may differ.
 
     Args:
@@ -212,7 +214,7 @@ def alltoall(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
 
     Args:
@@ -234,7 +236,7 @@ def send(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
     seat = get_group_handle(group_name)
     call = MemberCall(OpKind.SEND, group_name, root=seat.rank, peer=dst_rank)
@@ -248,15 +250,13 @@ def recv(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | None:
+) -> MemberWork | Any:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
     seat = get_group_handle(group_name)
     call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=seat.rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
-def barrier(
-    group_name: str = "default", *, async_op: bool = False, timeout_s: float | None = None
-) -> MemberWork | None:
+def barrier(group_name: str = "default", *, async_op: bool = False, timeout_s: float | None = None) -> MemberWork | Any:
     """Waits until all ranks have called it. See `allreduce`."""
     return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

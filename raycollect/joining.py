@@ -49,6 +49,7 @@ class Claim:
         backend: A backend's name, or ``"auto"``.
         who: What a person calls this process: ``Worker(3f2a91)``.
         machine: Equal for processes that can share memory.
+        gpu: What this process has for a group on GPUs, where the backend is yet to be chosen.
         timeout_s: How long to wait for the others, in seconds; and later calls for each other.
         options: What the backend is given besides (`GroupSpec.options`).
     """
@@ -61,6 +62,7 @@ class Claim:
     machine: str
     timeout_s: float
     options: tuple[tuple[str, Any], ...] = ()
+    gpu: backends.Gpu | None = None
 
     @property
     def hello(self) -> dict[str, Any]:
@@ -319,10 +321,14 @@ def _make_seat(
 
 def _agree(seat: Seat, claim: Claim) -> None:
     """Learns who the others are, and where; all come to the same backend."""
-    words = seat.confer("join", json.dumps({"who": claim.who, "machine": claim.machine}).encode())
+    gpu = None if claim.gpu is None else asdict(claim.gpu)
+    words = seat.confer("join", json.dumps({"who": claim.who, "machine": claim.machine, "gpu": gpu}).encode())
     said = [json.loads(word) for word in words]
     machines = [one["machine"] for one in said]
-    backend = backends.choose(machines) if claim.backend == "auto" else claim.backend
+    backend = claim.backend
+    if backend == "auto":
+        gpus = [None if one["gpu"] is None else backends.Gpu(**one["gpu"]) for one in said]
+        backend = backends.choose(machines, gpus, dict(claim.options)).backend
     backends.check_placement(backend, machines, claim.name)
     spec = replace(seat.spec, backend=backend, ops=backends.ops_of(backend), memory=memory_of(backend))
     seat.settle(spec, tuple(one["who"] for one in said))

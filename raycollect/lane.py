@@ -41,6 +41,7 @@ from raycollect.errors import (
     InternalError,
     KernelError,
     PlanAbortedError,
+    RankReport,
     RaycollectError,
     RefusedError,
     from_wire,
@@ -50,6 +51,8 @@ from raycollect.executor import Outcome
 from raycollect.forming import LaneExchange, LaneRendezvous, Making
 from raycollect.gate import ranks_of
 from raycollect.model import GroupSpec
+from raycollect.observe import Label, Place, Ring, Tracer
+from raycollect.observe.trace import CALL
 from raycollect.pos.segments import Segments
 from raycollect.turn import Turn
 
@@ -103,6 +106,10 @@ class LaneOwner(Protocol):
         """A call has begun; it may last. Never waits."""
         ...
 
+    def reports(self, lane: Lane, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
+        """Asks what ranks are doing that have not come in time; see `Vigil.reports`."""
+        ...
+
 
 class Standing(NamedTuple):
     """How far a rank has come on a lane.
@@ -136,9 +143,9 @@ class Lane:
 
     def __init__(self, owner: LaneOwner, name: str) -> None:
         self.name = name
-        self.ranks = ranks_of(name, owner.spec.world_size)
-        self.op = ""
-        self.since_s = 0.0
+        self.ranks: tuple[int, ...] = ranks_of(name, owner.spec.world_size)
+        self.op: str = ""
+        self.since_s: float = 0.0
         self._owner = owner
         self._turn = threading.Lock()  # held by the call that uses the lane
         self._changed = threading.Condition()  # guards everything below
@@ -150,6 +157,7 @@ class Lane:
         self._generation = ""
         self._communicator: Communicator | None = None
         self._seq = 0
+        self._stood = Standing("", 0)  # how far this rank had come where its last attempt failed
         self._agreed = False
         self._stale = False  # another rank has left this generation
         self._cause: tuple[int, RaycollectError] | None = None  # why it left
@@ -160,6 +168,11 @@ class Lane:
         self._queue: deque[tuple[Future[Outcome], str, Attempt, float]] = deque()
         self._pending = 0
         self._worker: threading.Thread | None = None
+
+    @property
+    def generation(self) -> str:
+        """The nonce of its communicator; empty: it has none."""
+        return self._generation
 
     @property
     def call(self) -> int:
@@ -219,13 +232,24 @@ class Lane:
                     self._pending -= 1
 
     def _run(self, op: str, attempt: Attempt, timeout_s: float) -> Outcome:
-        since_s = time.monotonic()
+        ring, since_s = Tracer.current().ring, time.monotonic()
         deadline_s = since_s + timeout_s
-        with self._under_way(op, timeout_s, since_s):
-            while True:
-                outcome = self._attempt(attempt, deadline_s)
-                if outcome is not None:
-                    return outcome
+        try:
+            with self._under_way(op, timeout_s, since_s):
+                while True:
+                    outcome = self._attempt(attempt, deadline_s)
+                    if outcome is not None:
+                        return outcome
+        finally:
+            if ring is not None:
+                self._note(ring, op, since_s)
+
+    def _note(self, ring: Ring, op: str, since_s: float) -> None:
+        """Notes a call in the timeline."""
+        spec, rank = self._owner.spec, self._owner.rank
+        if spec.group_id not in ring.groups:
+            ring.groups[spec.group_id] = Place(spec.name, spec.backend, rank, spec.world_size)
+        ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
         """Gives one's word to all ranks of the lane and gets everybody's, in rank order, before anything is formed.
@@ -234,6 +258,7 @@ class Lane:
             RaycollectError: As `run`.
         """
         with self._under_way(op, timeout_s, time.monotonic()):
+            self._stood = Standing(op, 0)
             return self.meet(op, blob, timeout_s)
 
     @contextmanager
@@ -326,6 +351,7 @@ class Lane:
             error.timeout_s = error.timeout_s or timeout_s
             names = ", ".join(map(owner.describe, error.missing))
             error.detail = f"after {error.timeout_s:g} s these had not come: {names}"
+            error.reports = error.reports or owner.reports(self, error.missing, self._stood)
         return error
 
     # ------------------------------------------------------------------------------------------ forming
@@ -335,6 +361,7 @@ class Lane:
         owner = self._owner
         with self._changed:
             self._stale, self._cause, self._agreed, self._generation = False, None, False, ""
+            self._stood = Standing(_FORM, 0)
         # The generation is set by `answered`, in the hub's thread, so that what follows on the link finds it.
         self.meet(_FORM, secrets.token_hex(8).encode(), deadline_s - time.monotonic())
         spec = replace(
@@ -364,6 +391,8 @@ class Lane:
             communicator, self._communicator = self._communicator, None
             generation, seq = self._generation, self._seq + between if communicator is not None else 0
             told = self._stale or error is None
+            if communicator is not None:
+                self._stood = Standing(generation, self._seq)
             if error is not None:
                 self._generation = ""
         if communicator is not None:

@@ -21,6 +21,8 @@ from raycollect.channel import Link
 from raycollect.channel.messages import (
     Abort,
     Arrivals,
+    Collect,
+    Collected,
     Deny,
     Depart,
     Done,
@@ -32,17 +34,22 @@ from raycollect.channel.messages import (
     Joined,
     Leave,
     Look,
+    Measure,
+    Measured,
     Message,
     Met,
     Missed,
     Order,
     Publish,
+    Record,
     Run,
     Seen,
     Stored,
     Stuck,
     Survey,
     Surveyed,
+    Tick,
+    Ticked,
     Waiting,
 )
 from raycollect.contracts import Communicator
@@ -63,12 +70,17 @@ from raycollect.executor import Execution, Instruments, Outcome
 from raycollect.handle import Handle
 from raycollect.lane import Lane
 from raycollect.ledger import Ledger, arrivals
+from raycollect.metrics import Publisher
 from raycollect.model import Key, task_key
+from raycollect.observe import Place, Ring, Tracer
+from raycollect.observe.clocks import clock_id
+from raycollect.observe.trace import MOST, encode_recorded
 from raycollect.orders import Orders
 from raycollect.participation import Participation, invited
 from raycollect.planner import Program, decode_order
 from raycollect.pos import Container
 from raycollect.pos.segments import Segments
+from raycollect.reach import NOWHERE
 from raycollect.rendezvous import StarExchange
 from raycollect.replay import Invoke, Replay
 from raycollect.routine import Invocation
@@ -78,11 +90,17 @@ from raycollect.watch import Watch
 
 __all__ = ["MOST_VIOLATIONS", "Lease", "Premises"]
 
-log = logging.getLogger("raycollect")
+log: logging.Logger = logging.getLogger("raycollect")
 
 MOST_VIOLATIONS = 500
 """How many reasons of a refusal the controller is told: thousands of calls, each wrong on all ranks, would be too many
 for a message."""
+
+SETTLE_S = 0.25
+"""How long what is recorded waits for the end of plans under way, in seconds."""
+
+PART_NBYTES = 512 << 10
+"""How much of what was recorded goes into one message."""
 
 
 class Premises(Protocol):
@@ -141,10 +159,14 @@ class Lease:
         self._running: dict[int, _Running] = {}
         self._begun = 0  # the latest plan that has begun here
         self._captures = Captures()
+        self._tracer = Tracer.current()
+        self._publisher: Publisher | None = None
         self._orders = Orders(self._store, premises.turn, self._tell, self._run_ordered)
 
     def end(self, reason: str) -> None:
         """Ends all that it drives. Never waits."""
+        self._tracer.end(self.controller)
+        self._end_publishing()
         for seq in self._ledger.close(reason):
             self._wake(seq)
         self._captures.close(reason)
@@ -173,6 +195,7 @@ class Lease:
         groups = [self._groups.get(group_id) for group_id in {share.group_id for share in program.shares}]
         # A method may be late if one group says so. Of one that was destroyed nothing runs: the plan takes its turn.
         is_ordered = all(one is None or one.ordered for one in groups)
+        ring = self._tracer.ring
         reason = self._ledger.start(ticket.seq, ticket.predecessor)
         self._begun = max(self._begun, ticket.seq)
         handles = []
@@ -181,9 +204,12 @@ class Lease:
                 raise PlanAbortedError(detail=reason)
             between: AbstractContextManager[Any] = nullcontext()
             if order is not None:
+                came_s = 0.0 if ring is None else ring.clock()
                 between = self._orders.between_methods(
                     order, ticket.seq, keys, self._ledger, program.timeout_s, is_ordered=is_ordered
                 )
+                if ring is not None:
+                    ring.waited("operands, and the others", came_s, ticket.seq)
             with between:
                 outcome = self._run(ticket.seq, keys, program, is_ordered)
             if task is not None:
@@ -291,7 +317,8 @@ class Lease:
         """
         routine, segment, seat = decode_capture(payload)
         here = self._here
-        refs = [pinned(value, self._store, here.actor_id, here.actor) for value in values]
+        pairs = zip(values, routine.keys, strict=False)  # those of the refs come first
+        refs = [pinned(value, key, self._store, here.actor_id, here.actor) for value, key in pairs]
         methods = [action.method for action in routine.actions if isinstance(action, Invocation)]
         invoke = invoker(methods)
         replay = Replay(routine, refs, invoke, here.instruments, self._communicator)
@@ -394,6 +421,9 @@ class Lease:
         """Forgets a group, and gives up what it holds; plans of it that still come fail."""
         participation = self._groups.pop(message.group_id, None)
         if participation is not None:
+            ring = self._tracer.of(self.controller)
+            if ring is not None:
+                ring.groups[message.group_id] = _place(participation)
             participation.close("the group was destroyed")
 
     def _abort(self, message: Abort) -> None:
@@ -485,9 +515,71 @@ class Lease:
             )
         )
 
+    def _measure(self, message: Measure) -> None:
+        seq, ledger = message.seq, self._ledger
+        running = self._running.get(seq)
+        reach = self._captures.reach(seq) if running is None else running.execution.reach()
+        has_ended = ledger.has_ended(seq)
+        has_begun = has_ended or reach is not None or seq in ledger.running()
+        self._tell(
+            Measured(request=message.request, has_begun=has_begun, has_ended=has_ended, **(reach or NOWHERE)._asdict())
+        )
+
     def _survey(self, message: Survey) -> None:
         store, arena = self._store.statistics(), Segments.current().statistics()
         self._tell(Surveyed(request=message.request, **asdict(store), **asdict(arena)))
+
+    # ------------------------------------------------------------------------------------------ timelines
+
+    def _record(self, message: Record) -> None:
+        """Begins to record for the controller, unless this process records a timeline of its own."""
+        ring = self._tracer.begin(self.controller, min(max(message.limit, 1), MOST))
+        self._end_publishing()
+        if ring is not None and message.metrics:
+            self._publisher = Publisher(ring, self._places)
+        self._tell_time(message.request, "" if ring is not None else "it records a timeline of its own")
+
+    def _tick(self, message: Tick) -> None:
+        self._tell_time(message.request, "")
+
+    def _tell_time(self, request: int, refusal: str) -> None:
+        at_s = self._here.instruments.clock()
+        self._tell(Ticked(request=request, at_s=at_s, clock=clock_id(), refusal=refusal))
+
+    def _collect(self, message: Collect) -> None:
+        ring = self._tracer.end(self.controller) if message.ends else self._tracer.of(self.controller)
+        if message.ends:
+            self._end_publishing()
+        # Packing takes a while, and this is the thread that hears of aborts.
+        threading.Thread(
+            target=self._send_recorded, args=(message.request, ring), name="raycollect-trace", daemon=True
+        ).start()
+
+    def _end_publishing(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def _send_recorded(self, request: int, ring: Ring | None) -> None:
+        """Tells the controller what was recorded, in parts."""
+        packed = b""
+        if ring is not None:
+            self._ledger.settle(SETTLE_S)  # what has answered early may yet have to note its end
+            found = ring.read()
+            packed = encode_recorded(found._replace(groups={**found.groups, **self._places()}))
+        for at in range(0, max(len(packed), 1), PART_NBYTES):
+            part = packed[at : at + PART_NBYTES]
+            self._tell(Collected(request=request, payload=part, more=at + PART_NBYTES < len(packed)))
+
+    def _places(self) -> dict[str, Place]:
+        """The groups that it has a part in."""
+        return {group_id: _place(one) for group_id, one in list(self._groups.items())}
+
+
+def _place(participation: Participation) -> Place:
+    """What a timeline says of a group; in one inside another the user has no rank."""
+    spec = participation.spec
+    return Place(spec.name, spec.backend, -1 if spec.parent else participation.rank, spec.world_size)
 
 
 def _shortened(error: RaycollectError) -> RaycollectError:
@@ -504,11 +596,15 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     Arrivals: Lease._arrivals,
     Stored: Lease._stored,
     Survey: Lease._survey,
+    Measure: Lease._measure,
     Look: Lease._look,
     Run: Lease._run_came,
     Forget: Lease._forget_capture,
     Order: Lease._order,
     Go: Lease._go,
+    Record: Lease._record,
+    Tick: Lease._tick,
+    Collect: Lease._collect,
     Gone: Lease._gone,
     **dict.fromkeys((Deny, Depart, Drop, Met, Missed, Publish), Lease._for_seat),
 }

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from raycollect.observe.recorder import Event
+from raycollect.observe.trace import Tracer
 
 __all__ = ["ARRIVALS", "Ledger", "arrivals"]
 
@@ -55,10 +56,8 @@ class Ledger:
             None; or, for an aborted plan, the reason why it must not run.
         """
         with self._lock:
-            while not self._has_ended(predecessor) and not self._closed:
-                self._waiting += 1
-                self._changed.wait()
-                self._waiting -= 1
+            if not self._has_ended(predecessor) and not self._closed:
+                self._wait(seq, predecessor)
             if self._closed:
                 return self._closed
             self._settled = max(self._settled, predecessor)
@@ -68,6 +67,17 @@ class Ledger:
             if reason is None:
                 self._running.add(seq)
             return reason
+
+    def _wait(self, seq: int, predecessor: int) -> None:
+        """Waits for the predecessor's end, and notes that in the timeline, where one is recorded."""
+        ring = Tracer.current().ring
+        began_s = 0.0 if ring is None else ring.clock()
+        while not self._has_ended(predecessor) and not self._closed:
+            self._waiting += 1
+            self._changed.wait()
+            self._waiting -= 1
+        if ring is not None:
+            ring.waited("earlier plans", began_s, seq)
 
     def end(self, seq: int) -> None:
         """Notes that a plan has ended, however."""
@@ -113,10 +123,25 @@ class Ledger:
         with self._lock:
             return max(self._ended, default=self._settled)
 
+    def has_ended(self, seq: int) -> bool:
+        """Whether a plan has ended here, however; all before one that has begun have."""
+        with self._lock:
+            return self._has_ended(seq)
+
     def running(self) -> tuple[int, ...]:
         """The plans that run now."""
         with self._lock:
             return tuple(sorted(self._running))
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the plans that run now have ended; False where they have not in time."""
+        with self._lock:
+            under_way = set(self._running)
+            self._waiting += 1
+            try:
+                return self._changed.wait_for(lambda: not under_way & self._running, timeout_s)
+            finally:
+                self._waiting -= 1
 
     def _has_ended(self, seq: int) -> bool:
         return seq <= self._settled or seq in self._ended

@@ -20,7 +20,7 @@ from raycollect.member_work import MemberWork
 from raycollect.members import get_group_handle
 from raycollect.model import TENSOR, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.planner import Program, Request, brought, plan
-from raycollect.pos import Container
+from raycollect.pos import Container, obstacle
 from raycollect.seats import Seats
 
 __all__ = ["MemberCall"]
@@ -87,7 +87,7 @@ class MemberCall:
             return found
         what = "missing" if value is None else f"a {type(value).__name__}"
         if isinstance(value, (list, tuple, dict)):
-            what += " that is empty, or holds other things than tensors"
+            what += f" ({obstacle(value, arrays.is_tensor)})"
         self._violate("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")
         return _NOTHING
 
@@ -103,6 +103,7 @@ class MemberCall:
                 seq=seq,
                 aborted=lambda: None,
                 operands=tuple(operands),
+                meeting=getattr(communicator, "meeting", "") or "-",
             )
             with streams.after(mark):  # another thread may run it
                 return execution.run()

@@ -7,12 +7,15 @@ import os
 from typing import Any
 
 from raycollect import backends, options, ray_internals
+from raycollect.backends import gpus
 from raycollect.bulletin import Bulletin, bulletin_at
+from raycollect.controller import Controller
 from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError, UnknownGroupError
 from raycollect.joining import Claim, follow, lead
 from raycollect.ray_bulletin import RayBulletin
 from raycollect.seat import Seat
 from raycollect.seats import Seats
+from raycollect.tracing import begin_from_environment
 
 __all__ = [
     "destroy_collective_group",
@@ -50,7 +53,8 @@ def init_collective_group(
     Args:
         world_size: The number of members.
         rank: This member's rank, from 0.
-        backend: ``"auto"`` takes shared memory where all members share a machine and gloo otherwise; or a name.
+        backend: ``"auto"`` takes `nccl` where each of several members has a GPU and cupy, else shared memory where all
+            members share a machine and sockets otherwise; or a name.
         group_name: What to call it.
         gloo_timeout: How long members wait for each other, here and in every later call that does not say, in
             milliseconds; on every backend.
@@ -82,7 +86,9 @@ def init_collective_group(
         machine=ray_internals.machine_id(),
         timeout_s=gloo_timeout / 1000,
         options=given,
+        gpu=gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
     )
+    begin_from_environment()
     seats = Seats.current()
     with seats.claim(group_name):
         if rank > 0:
@@ -170,7 +176,7 @@ def get_collective_group_size(group_name: str = "default") -> int:
     return -1 if seat is None else seat.world_size
 
 
-def get_group_handle(group_name: str = "default") -> Seat:
+def get_group_handle(group_name: Any = "default") -> Seat:
     """This process's place in a group.
 
     It waits for nobody, but for a group that only the environment names (`collective_group_name`, `collective_rank`,
@@ -187,8 +193,12 @@ def get_group_handle(group_name: str = "default") -> Seat:
         seat = Seats.current().find(group_name)
         if seat is not None:
             return seat
-    detail = "this process is no member of it: call init_collective_group here, in every member"
-    raise UnknownGroupError(group_name=group_name, detail=detail)
+    detail = "this process is no member of it"
+    if not isinstance(group_name, str):
+        detail = f"a {type(group_name).__name__} is no group's name; look at the order of the arguments, or name them"
+    elif Controller.drives(group_name):
+        detail = "this process drives it and is no member of it: the driver's verbs take refs, as allreduce_refs(refs)"
+    raise UnknownGroupError(group_name=str(group_name), detail=detail)
 
 
 def _init_from_environment(group_name: str) -> None:

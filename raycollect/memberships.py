@@ -278,8 +278,16 @@ class Memberships:
         rollcall.check(declaration)
         infos = rollcall.describe(declaration, deadline_s)
         members = declaration.ranked(infos)
-        spec = declaration.spec(secrets.token_hex(8), _choose_backend(declaration, members))
-        membership = Membership(spec=spec, members=members, is_derived=is_derived, epoch=epoch, costs=costs.current())
+        choice = _choose_backend(declaration, members, deadline_s)
+        spec = declaration.spec(secrets.token_hex(8), choice.backend)
+        membership = Membership(
+            spec=spec,
+            members=members,
+            is_derived=is_derived,
+            epoch=epoch,
+            costs=costs.current(),
+            chosen=choice.why,
+        )
         actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
         self._gates.open(membership)
         try:
@@ -327,8 +335,11 @@ class Memberships:
         self._broken.pop(membership.spec.group_id, None)
 
 
-def _choose_backend(declaration: Declaration, members: tuple[Member, ...]) -> str:
+def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:
     machines = [member.machine for member in members]
-    chosen = backends.choose(machines) if declaration.backend == "auto" else declaration.backend
-    backends.check_placement(chosen, machines, declaration.name)
-    return chosen
+    choice = backends.Choice(declaration.backend, "")
+    if declaration.backend == "auto":
+        gpus = rollcall.gpus(declaration, members, deadline_s)
+        choice = backends.choose(machines, gpus, dict(declaration.options))
+    backends.check_placement(choice.backend, machines, declaration.name)
+    return choice

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NewType
+from typing import TYPE_CHECKING, Any, NewType
 
 Key = NewType("Key", bytes)
 """The id of a real ObjectRef: 24 bytes of its task, then the index of the return (little endian, 4 bytes)."""
@@ -40,7 +40,11 @@ class OpKind(enum.Enum):
     RECV = "recv"
     BARRIER = "barrier"
 
-    __hash__ = object.__hash__  # members are unique; that of `Enum` is a call
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = object.__hash__  # members are unique; that of `Enum` is a call
 
 
 PIECES: dict[OpKind, tuple[bool, bool]] = {
@@ -65,7 +69,11 @@ class ReduceOp(enum.Enum):
     BOR = 6
     BXOR = 7
 
-    __hash__ = object.__hash__
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = object.__hash__
 
     @classmethod
     def coerce(cls, op: Any) -> ReduceOp:

@@ -81,6 +81,7 @@ class Operands:
         written: The memory that the task writes.
         ranges: Its addresses.
         owners: For each, the object that lives as long as it.
+        versioned: The written tensors whose library counts how often they were.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Operands:
         self.written: list[Any] = []
         self.ranges: list[Range] = []
         self.owners: list[object] = []
+        self.versioned: list[object] = []
         self._known_touched: tuple[set[int], set[int]] | None = None
         self._pairs: dict[int, list[tuple[Any, Any]]] = {}
         self._template = share.template
@@ -251,6 +253,7 @@ class Operands:
         """Notes that the plan writes a buffer, which lies at these addresses."""
         self.written += bound.arrays
         self.owners += bound.owners
+        self.versioned += [tensor for tensor in bound.container.tensors if arrays.has_version(tensor)]
         self.ranges += ranges
 
     def dense(self) -> list[Range]:

@@ -23,7 +23,7 @@ from raycollect.pos import Absence, State, Store
 
 __all__ = ["Orders"]
 
-log = logging.getLogger("raycollect")
+log: logging.Logger = logging.getLogger("raycollect")
 
 
 class Orders:

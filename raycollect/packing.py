@@ -107,7 +107,7 @@ class Block:
     __slots__ = ("__weakref__", "_lock", "memory")
 
     def __init__(self, memory: Array) -> None:
-        self.memory = memory
+        self.memory: Array = memory
         self._lock = threading.Lock()
 
     def take(self) -> bool:
@@ -206,7 +206,7 @@ class Packed:
         writes = [item.dst for item in items if item.dst is not None]
         src, loads, dst, unloads = _laid_out(kind, reads, writes, me, rows)
         most = sum(item.most for item in items)
-        self.kernel = Kernel(kind=kind, src=src, dst=dst, op=op, peer=peer, most=most)
+        self.kernel: Kernel = Kernel(kind=kind, src=src, dst=dst, op=op, peer=peer, most=most)
         plain = [_is_plain(array) and array.size > 0 for array, _ in unloads]
         self._unloads = [
             (array, part.reshape(array.shape)) for (array, part), flat in zip(unloads, plain, strict=True) if not flat

@@ -17,7 +17,9 @@ from raycollect.backends import arrays
 from raycollect.errors import RefusedError, Violation, refusal
 from raycollect.handle import Handle
 from raycollect.model import task_key
-from raycollect.pos import Container
+from raycollect.observe import Tracer
+from raycollect.observe.trace import METHOD
+from raycollect.pos import Container, obstacle
 from raycollect.replay import Invoke
 from raycollect.runtime import Runtime
 
@@ -124,7 +126,7 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         task = _outermost(name)
         if task is None:
             return method(self, *args, **kwargs)
-        with _called_by_ray(task):
+        with _called_by_ray(task, name):
             args, kwargs = _resolve(args, kwargs)
             with Runtime.turn_of_methods():
                 value = method(self, *args, **kwargs)
@@ -139,7 +141,7 @@ def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]
         task = _outermost(name)
         if task is None:
             return await method(self, *args, **kwargs)
-        with _called_by_ray(task):
+        with _called_by_ray(task, name):
             args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
             value = await method(self, *args, **kwargs)
         return _keep(method, task, value)
@@ -154,13 +156,13 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
         if task is None:
             yield from method(self, *args, **kwargs)
             return
-        with _called_by_ray(task):
+        with _called_by_ray(task, name):
             args, kwargs = _resolve(args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method, sys._getframe())
         with Runtime.turn_of_methods():
             while True:
-                with _called_by_ray(task):
+                with _called_by_ray(task, name):
                     try:
                         value = next(items)
                     except StopIteration:
@@ -179,12 +181,12 @@ def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[...
             async for value in method(self, *args, **kwargs):
                 yield value
             return
-        with _called_by_ray(task):
+        with _called_by_ray(task, name):
             args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method, sys._getframe())
         while True:
-            with _called_by_ray(task):
+            with _called_by_ray(task, name):
                 try:
                     value = await anext(items)
                 except StopAsyncIteration:
@@ -283,9 +285,10 @@ def _outermost(name: str) -> bytes | None:
 
 
 @contextmanager
-def _called_by_ray(task: bytes) -> Iterator[None]:
-    """The time in which a method runs; an exception of it is noted under its task."""
-    token = _inside.set(True)
+def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
+    """The time in which a method runs; an exception of it is noted under its task, and the time in the timeline."""
+    token, ring = _inside.set(True), Tracer.current().ring
+    began_s = 0.0 if ring is None else ring.clock()
     try:
         yield
     except SystemExit:
@@ -296,6 +299,8 @@ def _called_by_ray(task: bytes) -> Iterator[None]:
         raise
     finally:
         _inside.reset(token)
+        if ring is not None:
+            ring.ended(METHOD, name, began_s)
 
 
 def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -319,9 +324,14 @@ def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:
 def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *, streamed: bool = False) -> Any:
     container = None if hasattr(method, _BY_VALUE) else Container.of(value, arrays.is_tensor)
     if container is not None and index != _UNKNOWN:
-        return Runtime.current().keep(task_key(task, index), container, streamed=streamed)
+        handle = Runtime.current().keep(task_key(task, index), container, streamed=streamed)
+        return ray_internals.Returned(handle, value, {type(tensor) for tensor in container.tensors})
     if not isinstance(value, Handle):
-        found = _type_name(value) if container is None else _NOT_DECLARED
+        found = _NOT_DECLARED
+        if container is None:
+            found = _type_name(value)
+            if type(value) in (list, tuple, dict) and not hasattr(method, _BY_VALUE):
+                found += f" ({obstacle(value, arrays.is_tensor)})"
         Runtime.current().store.pass_by(task, found)
     return value
 

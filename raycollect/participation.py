@@ -19,7 +19,7 @@ from raycollect.seats import Seats
 
 __all__ = ["Participation", "invited"]
 
-log = logging.getLogger("raycollect")
+log: logging.Logger = logging.getLogger("raycollect")
 
 
 def invited(message: Join) -> GroupSpec:
@@ -76,9 +76,9 @@ class Participation:
 
         self.spec = spec
         self.rank = rank
-        self.ordered = bool(members[rank]["ordered"])
-        self.rendezvous = ChannelRendezvous(spec.group_id, tell)
-        self.exchange = StarExchange(spec.group_id, rank, tell)
+        self.ordered: bool = bool(members[rank]["ordered"])
+        self.rendezvous: ChannelRendezvous = ChannelRendezvous(spec.group_id, tell)
+        self.exchange: StarExchange = StarExchange(spec.group_id, rank, tell)
         self.seat: Seat | None = None
         self._seats = seats
         self._communicator: Communicator | None = None

@@ -10,18 +10,35 @@ from typing import Any, Protocol
 
 from raycollect.channel import Link
 from raycollect.channel.messages import (
+    Collect,
+    Collected,
     Go,
     Look,
+    Measure,
+    Measured,
     Message,
     Order,
     Ready,
+    Record,
     Refused,
     Seen,
     Survey,
     Surveyed,
+    Tick,
+    Ticked,
     Welcome,
 )
-from raycollect.errors import ChannelError, CollectiveTimeoutError, ConnectionLostError, RaycollectError, from_wire
+from raycollect.errors import (
+    ChannelError,
+    CollectiveTimeoutError,
+    ConnectionLostError,
+    ProtocolError,
+    RaycollectError,
+    from_wire,
+)
+
+MOST_COLLECTED_NBYTES = 128 << 20
+"""How much a participant may have recorded: more than the largest ring takes."""
 
 
 class PeerOwner(Protocol):
@@ -102,6 +119,7 @@ class Peer:
         self._submits: dict[int, Any] = {}
         self._requests = itertools.count(1)
         self._asked: dict[int, Future[Any]] = {}
+        self._collected: dict[int, bytearray] = {}  # parts of answers that have not come to their end
         self._lost = False
         self._run = () if info["participant"] else (run,)
 
@@ -141,25 +159,58 @@ class Peer:
 
     def survey(self) -> Future[Surveyed | None]:
         """Asks what it holds; the result is None where its connection ends before it says so."""
-        return self._ask(Survey)
+        return self._ask(lambda request: Survey(request=request))
 
     def look(self) -> Future[Seen | None]:
         """Asks what it is doing; the result is None where its connection ends before it says so."""
-        return self._ask(Look)
+        return self._ask(lambda request: Look(request=request))
 
-    def _ask(self, question: type[Survey | Look]) -> Future[Any]:
+    def measure(self, seq: int) -> Future[Measured | None]:
+        """Asks how far it is in a plan; the result is None where its connection ends before it says so."""
+        return self._ask(lambda request: Measure(request=request, seq=seq))
+
+    def record(self, limit: int, *, metrics: bool) -> Future[Ticked | None]:
+        """Lets it record a timeline, see `Record`; the result is None where its connection ends before it answers."""
+        return self._ask(lambda request: Record(request=request, limit=limit, metrics=metrics))
+
+    def tick(self) -> Future[Ticked | None]:
+        """Asks what its clock shows; the result is None where its connection ends before it says so."""
+        return self._ask(lambda request: Tick(request=request))
+
+    def collect(self, *, ends: bool) -> Future[bytes | None]:
+        """Asks what it has recorded, see `Collect`; the result is None where its connection ends before it is told."""
+        return self._ask(lambda request: Collect(request=request, ends=ends))
+
+    def _ask(self, question: Callable[[int], Message]) -> Future[Any]:
         request, asked = next(self._requests), Future[Any]()
         self._asked[request] = asked
-        self.send(question(request=request))
+        self.send(question(request))
         if self._lost:
             self._end_questions()
         return asked
 
     def _end_questions(self) -> None:
+        self._collected.clear()
         for request in list(self._asked):
             self._answered_by(request, None)
 
-    def _answered_by(self, request: int, answer: Surveyed | Seen | None) -> None:
+    def _collect_part(self, message: Collected) -> None:
+        """A part of what was recorded came.
+
+        Raises:
+            ProtocolError: It is more than any ring holds.
+        """
+        if message.request not in self._asked:
+            return
+        parts = self._collected.setdefault(message.request, bytearray())
+        parts += message.payload
+        if len(parts) > MOST_COLLECTED_NBYTES:
+            raise ProtocolError(detail=f"a timeline of more than {MOST_COLLECTED_NBYTES} bytes")
+        if not message.more:
+            del self._collected[message.request]
+            self._answered_by(message.request, bytes(parts))
+
+    def _answered_by(self, request: int, answer: Surveyed | Seen | Measured | Ticked | bytes | None) -> None:
         asked = self._asked.pop(request, None)
         if asked is not None:
             asked.set_result(answer)
@@ -169,8 +220,10 @@ class Peer:
         if isinstance(message, (Welcome, Refused)):
             self._answer = from_wire(message.error) if isinstance(message, Refused) else None
             self._answered.set()
-        elif isinstance(message, (Surveyed, Seen)):
+        elif isinstance(message, (Surveyed, Seen, Measured, Ticked)):
             self._answered_by(message.request, message)
+        elif isinstance(message, Collected):
+            self._collect_part(message)
         elif isinstance(message, Ready):
             muster = self.musters.get(message.seq)
             if muster is not None:  # else the plan has failed meanwhile

@@ -9,11 +9,11 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from raycollect import plain, ray_internals
 from raycollect.channel import Hub
-from raycollect.channel.messages import Bye, Join, Joined, Leave, Seen, Store, Stored, Surveyed
+from raycollect.channel.messages import Bye, Join, Joined, Leave, Measured, Seen, Store, Stored, Surveyed
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -28,7 +28,19 @@ from raycollect.group import Membership
 from raycollect.model import Member
 from raycollect.peer import Peer, PeerOwner
 
-__all__ = ["Peers"]
+__all__ = ["Peers", "PeersObserver"]
+
+
+class PeersObserver(Protocol):
+    """Who is told of leases; see `tracing.Tracing`."""
+
+    def leased(self, peer: Peer) -> None:
+        """A participant was leased; never waits."""
+        ...
+
+    def leaving(self, peer: Peer) -> None:
+        """A participant is about to be given back; may wait for what it has to say."""
+        ...
 
 
 class _Joining:
@@ -46,9 +58,13 @@ class Peers:
     Args:
         owner: Who hears what they say.
         controller_id: Who leases them, as they know it.
+
+    Attributes:
+        observer: Who is told of leases, if anybody is.
     """
 
     def __init__(self, owner: PeerOwner, controller_id: str) -> None:
+        self.observer: PeersObserver | None = None
         self._owner = owner
         self._controller_id = controller_id
         self._hub = Hub()
@@ -70,6 +86,10 @@ class Peers:
     def get(self, actor_id: str) -> Peer | None:
         """The leased participant behind an actor; None: there is none."""
         return self._peers.get(actor_id)
+
+    def all(self) -> tuple[Peer, ...]:
+        """Those that are leased now."""
+        return tuple(self._peers.values())
 
     def leased(self, actor_id: str, memberships: Iterable[Membership]) -> Peer:
         """The leased participant behind an actor, which is a member of one of these groups.
@@ -128,6 +148,8 @@ class Peers:
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
         self.add(peer)
+        if self.observer is not None:
+            self.observer.leased(peer)
         return peer
 
     def part(self, membership: Membership) -> None:
@@ -140,6 +162,8 @@ class Peers:
             peer.group_ids.discard(group_id)
             peer.send(Leave(group_id=group_id))
             if not peer.group_ids:
+                if self.observer is not None:
+                    self.observer.leaving(peer)
                 peer.send(Bye())
                 del self._peers[member.actor_id]
                 if peer.link is not None:
@@ -236,11 +260,17 @@ class Peers:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
         return self._ask(members, Peer.look, timeout_s)
 
+    def measure(self, member: Member, seq: int) -> Future[Measured | None] | None:
+        """Asks a member how far it is in a plan, and does not wait; None for one that is gone."""
+        peer = self._peer_of(member)
+        return None if peer is None else peer.measure(seq)
+
+    def _peer_of(self, member: Member) -> Peer | None:
+        """The participant that a member is; None where it is gone."""
+        peer = self._peers.get(member.actor_id)
+        return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
+
     def _ask(self, members: Sequence[Member], question: Callable[[Peer], Future[Any]], timeout_s: float) -> list[Any]:
-        pairs = [(member, self._peers.get(member.actor_id)) for member in members]
-        asked = [
-            question(peer) if peer is not None and peer.info["incarnation"] == member.incarnation else None
-            for member, peer in pairs
-        ]
+        asked = [None if peer is None else question(peer) for peer in map(self._peer_of, members)]
         answered = wait_for(filter(None, asked), timeout_s).done
         return [one.result() if one in answered else None for one in asked]

@@ -28,13 +28,17 @@ class _StandIn:
     def _refuse(self, *_: Any) -> Any:
         raise self._misused()
 
-    # Not `__eq__` and `__hash__`: it is itself, wherever it is looked up.
-    __bool__ = __iter__ = __len__ = __getitem__ = __contains__ = __call__ = _refuse
-    __int__ = __float__ = __complex__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = __matmul__ = _refuse
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = __rmatmul__ = _refuse
-    __neg__ = __pos__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = __rand__ = __ror__ = __rxor__ = _refuse
     __array_ufunc__ = None  # so that numpy's operators leave it to those here
+
+
+# Not `eq` and `hash`: it is itself, wherever it is looked up. Set like this, type checkers refuse them, too.
+_REFUSED = (
+    "bool iter len getitem contains call int float complex index lt le gt ge add sub mul truediv floordiv "
+    "mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul neg pos abs invert and or xor "
+    "rand ror rxor"
+)
+for _name in _REFUSED.split():
+    setattr(_StandIn, f"__{_name}__", _StandIn._refuse)
 
 
 class Pending(_StandIn):
@@ -56,10 +60,10 @@ class Pending(_StandIn):
     __slots__ = ("_agenda", "_ref", "_why", "actor_id", "key", "request", "step")
 
     def __init__(self, agenda: object, request: int, actor_id: str, *, step: int = -1, key: Key | None = None) -> None:
-        self.actor_id = actor_id
-        self.request = request
-        self.step = step
-        self.key = key
+        self.actor_id: str = actor_id
+        self.request: int = request
+        self.step: int = step
+        self.key: Key | None = key
         self._agenda: object | None = agenda
         self._ref: Any = None
         self._why = _OPEN
@@ -124,10 +128,10 @@ class Argument(_StandIn):
     __slots__ = ("default", "has_default", "name", "owner")
 
     def __init__(self, owner: object, name: str, *, default: Any, has_default: bool) -> None:
-        self.owner = owner
-        self.name = name
-        self.default = default
-        self.has_default = has_default
+        self.owner: object = owner
+        self.name: str = name
+        self.default: Any = default
+        self.has_default: bool = has_default
 
     def _misused(self) -> RaycollectError:
         return CaptureError(detail=f"{self!r} stands for a value of each run: compute with it in a method")

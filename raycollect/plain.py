@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 from raycollect import ray_internals
+from raycollect.backends import Gpu, gpus
 from raycollect.runtime import Runtime
 
 
@@ -21,6 +22,15 @@ def describe(actor: Any) -> dict[str, Any]:
     """
     methods = (inspect.getattr_static(type(actor), name) for name in dir(type(actor)))
     return Runtime.current().describe(ordered=not any(hasattr(m, "__ray_concurrency_group__") for m in methods))
+
+
+def gpu(actor: Any) -> Gpu | None:
+    """What this actor, to which Ray gave a GPU, has for a group on GPUs; asked as `describe` is. Runs inside the actor.
+
+    Args:
+        actor: The instance of the user's class.
+    """
+    return gpus.here()
 
 
 def run_program(actor: Any, payload: bytes) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raycollect import door
+from raycollect import door, ray_internals
 from raycollect.batches import Recorded, record
 from raycollect.dispatch import explained, prepare
 from raycollect.door import Arrival, Side, Spec
@@ -94,7 +94,7 @@ def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
     for ref, source in sources.items():
         number, rank = _user(plan, source)
         try:
-            value: Any = ray.get(ref)
+            value: Any = ray_internals.get(ref)
         except RayError as exc:
             value = exc
         if isinstance(value, Handle):

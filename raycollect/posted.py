@@ -217,6 +217,8 @@ class Cluster:
             self._client, self._state = ray_internals.read_cluster(address)
         except (RayError, RuntimeError) as exc:
             detail = str(exc).partition(". ")[0]
+            if "AuthToken" in detail:
+                detail += " (set RAY_AUTH_MODE, and the token, as for the cluster)"
             raise ConnectionError(f"{address} refuses, or is no Ray cluster of this version: {detail}") from exc
 
     def alive_nodes(self) -> int:

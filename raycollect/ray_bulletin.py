@@ -14,7 +14,7 @@ class RayBulletin:
     """See `raycollect.bulletin.Bulletin`. Names of two jobs never meet."""
 
     def __init__(self) -> None:
-        self.host = ray_internals.node_address()
+        self.host: str = ray_internals.node_address()
         self._job = ray.get_runtime_context().get_job_id()
 
     def post(self, name: str, record: bytes) -> bool:

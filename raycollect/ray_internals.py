@@ -5,31 +5,36 @@ What is used, and why it holds, stands in docs/adr/0002-ray-internals.md.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import os
 import socket
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
-from ray import _raylet
+from ray import _raylet, cloudpickle
 from ray._private import services
 from ray._private.state import GlobalState
 from ray._private.worker import global_worker
 from ray._raylet import ActorID
 from ray.actor import ActorHandle, ActorMethod
+from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from raycollect.errors import ForkedError, RayClientError
+from raycollect.errors import ForkedError, RayClientError, RaycollectError, Violation, refusal
 from raycollect.model import Key
 
 _FIRST_PUT = 100_000_000
 _NOBODY = b"\xff" * 12
 
+_UNMADE = 0, 1  # DEPENDENCIES_UNREADY and PENDING_CREATION in Ray's ActorTableData
 _NO_METHODS = "__", "_raycollect_"
 """What the names of methods begin with that are none of the actor's author."""
 
@@ -169,6 +174,123 @@ def _frame_of(generator: Any) -> FrameType | None:
     return frame if isinstance(frame, FrameType) else None
 
 
+# ---------------------------------------------------------------------------------------------- direct transport
+
+
+class Returned:
+    """A kept value on its way to Ray, which takes the handle of it.
+
+    Where the method has a `tensor_transport`, Ray takes the tensors themselves, not copies of them, into a store of its
+    own, and moves them when another actor gets the ref. The handle travels with what is left: it says where the tensors
+    lie, and its token is counted with the ref as ever.
+
+    Args:
+        handle: The handle.
+        value: What the method returned.
+        types: The types of its tensors.
+    """
+
+    __slots__ = ("_handle", "_types", "_value")
+
+    def __init__(self, handle: Any, value: Any, types: Collection[type]) -> None:
+        self._handle = handle
+        self._value = value
+        self._types = types
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        taken = _taken_types()
+        if taken and all(one in taken for one in self._types):
+            # Pickled by itself: Ray counts the token, and only who looks for the handle unpickles it. Where the actor
+            # that owns the token did, as it gets its own tensors back, Ray 2.60 would count it for ever.
+            return _arrived, (self._value, cloudpickle.dumps(self._handle))
+        return _arrived, (self._handle, b"")
+
+
+def _taken_types() -> Collection[type]:
+    """The types of tensors that Ray takes as they are out of what this thread pickles now; none where it copies all."""
+    context = global_worker.get_serialization_context()
+    if not getattr(getattr(context, "_thread_local", None), "use_external_transport", False):
+        return ()
+    registered = getattr(context, "_rdt_custom_serializer_registered", {})
+    return [kind for kind, is_registered in registered.items() if is_registered]
+
+
+class _Peek(threading.local):
+    """Whether this thread wants the handles of what it unpickles, and the last that it met."""
+
+    wanted = False
+    found: Any = None
+
+
+_peek = _Peek()
+
+
+def _arrived(value: Any, handle: bytes) -> Any:
+    """What Ray makes of a `Returned` where it is used: its value, or its handle where Ray has not taken the tensors."""
+    if _peek.wanted:
+        _peek.found = cloudpickle.loads(handle) if handle else value
+    return value
+
+
+class _Untouched:
+    """In the place of the tensors of an object that is only looked into: any number of Nones."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> None:
+        return None
+
+
+def is_direct(ref: Any) -> bool:
+    """True for the ref of a method with a `tensor_transport`: Ray keeps its tensors in the actor that made them."""
+    transport = getattr(ref, "tensor_transport", None)
+    return callable(transport) and transport() is not None
+
+
+def get(ref: Any, timeout_s: float | None = None) -> Any:
+    """As `ray.get`, but of kept tensors that Ray would move by a `tensor_transport`, the handle; no tensor moves.
+
+    Raises:
+        UnsupportedError: This Ray does not let one look into such an object.
+    """
+    if not is_direct(ref):
+        return ray.get(ref, timeout=timeout_s)
+    worker: Any = global_worker
+    if "rdt_objects" not in inspect.signature(worker.deserialize_objects).parameters:
+        found, expected = f"Ray {ray.__version__}", "Ray 2.57 to 2.60, or a method without tensor_transport"
+        wrong = Violation(kind="unsupported", rank=-1, field="tensor_transport", found=found, expected=expected)
+        raise refusal("get", "", (wrong,))
+    timeout_ms = -1 if timeout_s is None else int(timeout_s * 1000)
+    serialized = worker.core_worker.get_objects([ref], timeout_ms)
+    _peek.wanted, _peek.found = True, None
+    try:
+        worker.deserialize_objects(serialized, [ref], rdt_objects={ref.hex(): _Untouched()})
+        found = _peek.found
+    finally:
+        _peek.wanted, _peek.found = False, None
+    if found is not None:
+        return found
+    of_any: Any = ray.get  # its types leave out what is used here: not every transport reaches this process
+    return of_any(ref, timeout=timeout_s, _use_object_store=True)
+
+
+def on_completed(ref: Any, callback: Callable[[Any], object]) -> None:
+    """Calls back with the value of a ref, as `get` has it, or with the exception, on another thread."""
+    if not is_direct(ref):
+        ref._on_completed(callback)
+        return
+
+    def wait() -> None:  # Ray's own callback would wait there for the tensors, which never come
+        try:
+            value = get(ref)
+        except (RayError, RaycollectError) as exc:
+            value = exc
+        callback(value)
+
+    threading.Thread(target=wait, name="raycollect-direct", daemon=True).start()
+
+
 # ---------------------------------------------------------------------------------------------- processes
 
 
@@ -204,6 +326,38 @@ def is_worker() -> bool:
     return bool(global_worker.connected) and global_worker.mode == ray.WORKER_MODE and not is_forked()
 
 
+def has_gpu() -> bool | None:
+    """Whether Ray gave this actor or task a GPU; None where it is neither."""
+    return bool(ray.get_runtime_context().get_accelerator_ids().get("GPU")) if is_worker() else None
+
+
+def is_connected() -> bool:
+    """True where this process is in a Ray session."""
+    return bool(global_worker.connected) and not is_forked()
+
+
+def before_shutdown(call: Callable[[], None]) -> Callable[[], None]:
+    """Makes a call before `ray.shutdown()` ends this process's actors; gives what undoes that.
+
+    Ray has no hook for it, so that its function is replaced. Whoever has imported the function itself goes past this,
+    and so does Ray at the end of the interpreter.
+    """
+    before = ray.shutdown
+
+    @functools.wraps(before)
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        if is_connected():
+            call()
+        before(*args, **kwargs)
+
+    def undo() -> None:
+        if ray.shutdown is shutdown:
+            ray.shutdown = before
+
+    ray.shutdown = shutdown
+    return undo
+
+
 def session() -> Any:
     """Equal as long as this process stays in its Ray session: another one after ray.shutdown() and ray.init()."""
     return core_worker()
@@ -235,6 +389,11 @@ def actor_handle(actor_id: str) -> Any:
         return None
     serialized, _ = core_worker().serialize_actor_handle(ActorID(bytes.fromhex(actor_id)))
     return ActorHandle._deserialization_helper(serialized, True)
+
+
+def is_pending(handle: Any) -> bool:
+    """Whether Ray has not begun to make an actor yet, for want of what it depends on or of resources."""
+    return core_worker().get_local_actor_state(handle._actor_id) in _UNMADE
 
 
 def describe_actor(handle: Any) -> str:

@@ -50,9 +50,9 @@ class Recording(Batch):
 
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
         super().__init__(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-        self.recorded = CaptureAgenda(capture)
-        self.agenda = self.recorded
-        self.parameters = Parameters()
+        self.recorded: CaptureAgenda = CaptureAgenda(capture)
+        self.agenda: CaptureAgenda = self.recorded
+        self.parameters: Parameters = Parameters()
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
         self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity

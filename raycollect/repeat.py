@@ -8,16 +8,23 @@ the start, at the door with what all have brought.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 
+from raycollect.backends import arrays
 from raycollect.contracts import Communicator, NoFaults
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError
 from raycollect.executor import Execution, Instruments, Outcome, given_up, located
 from raycollect.launches import meet_again
+from raycollect.meters import Meter, here
 from raycollect.model import Kernel, Key, Launch
+from raycollect.observe import Ring
+from raycollect.observe.trace import AGAIN, DOOR
 from raycollect.planner import Program
 from raycollect.pos import Container
 from raycollect.prepared import Prepared, places_of
+from raycollect.reach import Extent, Reach
 from raycollect.script import Stretch
+from raycollect.timing import label_of_stretch
 
 __all__ = ["Repeat"]
 
@@ -56,6 +63,11 @@ class Repeat:
         self._communicator: Communicator | None = None  # while a run is under way
         self._full: Execution | None = None
         self._until_s = 0.0  # when to give up waiting for readers
+        self._tracer = instruments.tracer
+        self._ring: Ring | None = None  # that has seen a run
+        self._label = 0  # the number of the label there
+        self._meter: Meter | None = None  # of the thread that runs it
+        self._extent: Extent | None = None  # once somebody has asked how far it is
 
     @staticmethod
     def of(
@@ -107,23 +119,35 @@ class Repeat:
         program, seq, self._aborted = self._program, self._seq, aborted
         self._instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
+        self._meter = here()
+        self._meter.clear()
         communicator, stretch, ok = None, None, False
+        error: RaycollectError | None = None
+        ring = self._tracer.ring
+        began_s = agreed_s = ended_s = 0.0
+        if ring is not None:
+            began_s = ring.clock()
         try:
             communicator = self._communicator = self._communicators(program.door.group_id)
             reason = self._reason()  # an abort from here on finds the communicator
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
             full = self._met(communicator, launch, keys)
+            if ring is not None:
+                agreed_s = ring.clock()
             if full is not None:
                 communicator = None  # it ends the launch
                 return full.run()
             stretch = self._stretch
             self._work(communicator, launch, stretch)
+            if ring is not None:
+                ended_s = ring.clock()
             ok = True
             if landed is not None:
                 landed()
         except RaycollectError as exc:
-            return Outcome(error=located(exc, program, stretch, self._instruments.recorder, seq))
+            error = exc
+            return Outcome(error=located(error, program, stretch, self._instruments.recorder, seq))
         except MemoryError as exc:
             error = KernelError(detail=f"out of memory: {exc}")
             return Outcome(error=located(error, program, stretch, self._instruments.recorder, seq))
@@ -131,6 +155,23 @@ class Repeat:
             self._communicator = self._full = None
             if communicator is not None:
                 communicator.end(launch, ok)
+            if ring is not None:
+                label = self._label if ring is self._ring else self._met_ring(ring)
+                kind = DOOR if agreed_s and stretch is None else AGAIN  # what goes on in full notes the rest itself
+                ring.entries.append(
+                    (
+                        next(ring.numbers),
+                        kind,
+                        program.name,
+                        began_s,
+                        (ended_s or ring.clock()) if kind is AGAIN else agreed_s,
+                        get_ident(),
+                        seq,
+                        label,
+                        "" if error is None else type(error).__name__,
+                        agreed_s,
+                    )
+                )
         return Outcome()
 
     def abort(self) -> None:
@@ -142,6 +183,21 @@ class Repeat:
         if communicator is not None:  # besides: `full` may not have begun
             communicator.abort(self._seq)
             self._instruments.store.wake()
+
+    def reach(self) -> Reach:
+        """How far the run under way is; any thread may call it."""
+        full, meter = self._full, self._meter
+        if full is not None:
+            return full.reach()
+        if self._extent is None:
+            self._extent = Extent(self._known.script)
+        return self._extent.at(self._stretch.moves[0], 1, 0.0 if meter is None else meter.part)
+
+    def _met_ring(self, ring: Ring) -> int:
+        """Gets ready for a timeline: names the thread, and gives the number of the label."""
+        ring.meet()
+        self._ring, self._label = ring, ring.label(label_of_stretch(self._stretch))
+        return self._label
 
     def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
         """Meets the others; gives how to go on where something is not as it was after all."""
@@ -160,6 +216,9 @@ class Repeat:
             except BaseException:
                 store.mark_dirty(stretch.ranges, stretch.owners)
                 raise
+            finally:
+                if stretch.versioned:
+                    arrays.raise_versions(stretch.versioned)
             store.mark_written(stretch.dense)
 
     def _reason(self) -> str | None:

@@ -31,9 +31,12 @@ from raycollect.errors import (
 )
 from raycollect.executor import Execution, Instruments, Outcome
 from raycollect.model import TENSOR, Key, TensorInfo
+from raycollect.observe import Tracer
+from raycollect.observe.trace import METHOD
 from raycollect.payload import pack_values, unpack_value, unpack_values
 from raycollect.planner import Program, decode_program
 from raycollect.pos import Container
+from raycollect.reach import NOWHERE, Reach
 from raycollect.repeat import Repeat
 from raycollect.routine import CAPTURE_NBYTES, Collective, Given, Invocation, Routine
 from raycollect.stacks import is_on_the_way
@@ -65,6 +68,9 @@ class Replay:
         invoke: Calls a method of the actor.
         instruments: See `Instruments`.
         communicators: Gives this participant's end of a group, by the group's id; raises GroupBrokenError.
+
+    Attributes:
+        is_single: Whether a run is one plan, and nothing else.
     """
 
     def __init__(
@@ -77,22 +83,25 @@ class Replay:
     ) -> None:
         if len(refs) != routine.refs:
             raise ProtocolError(detail=f"{len(refs)} values for a routine of {routine.refs} refs")
-        self.routine = routine
+        self.routine: Routine = routine
         self.slots: list[Any] = [*refs, *[None] * (routine.slots - routine.refs)]
-        self.invoke = invoke
+        self.invoke: Invoke = invoke
         self.instruments = instruments
         self.communicators = communicators
-        self.run8 = b""  # the run's number, as keys have it
+        self.run8: bytes = b""  # the run's number, as keys have it
+        self.tracer: Tracer = Tracer.current()
         self._known = _Known(routine.slots)
         self._runs = 0
         self._lock = threading.Lock()  # guards what follows
         self._seq = 0  # the run under way; 0: none
         self._stopped = False
         self._execution: Execution | Repeat | None = None
+        self._at = 0  # which action is under way
         self._actions: list[_Call | _Plan] = [
             _Call(one, self) if isinstance(one, Invocation) else _Plan(one, self) for one in routine.actions
         ]
         self._final = self._actions[-1] if self._actions else None
+        self.is_single: bool = len(self._actions) == 1 and type(self._final) is _Plan
 
     def run(
         self,
@@ -127,7 +136,8 @@ class Replay:
         try:
             if routine.arguments or arguments:
                 self._take(arguments)
-            for action in self._actions:
+            for at, action in enumerate(self._actions):
+                self._at = at
                 reason = aborted()
                 if reason is not None or self._stopped:
                     raise PlanAbortedError(detail=reason or "the run was aborted")
@@ -153,6 +163,19 @@ class Replay:
     def look(self) -> list[tuple[TensorInfo, ...] | None]:
         """How the tensors of each slot look, as the last run left them; None where there are none."""
         return [_infos(value) for value in self.slots]
+
+    def reach(self, seq: int) -> Reach | None:
+        """How far a run is, less the plans that no run has come to yet; None: it is not under way."""
+        with self._lock:
+            if not seq or seq != self._seq:
+                return None
+            at, execution, actions = self._at, self._execution, self._actions
+        now = NOWHERE if execution is None else execution.reach()
+        plans = [(place, one.nbytes) for place, one in enumerate(actions) if type(one) is _Plan]
+        before = sum(nbytes for place, nbytes in plans if place < at)
+        after = sum(nbytes for place, nbytes in plans if place > at)
+        mine = now.total or sum(nbytes for place, nbytes in plans if place == at)
+        return Reach(before + now.done, before + mine + after, now.lent)
 
     def close(self) -> None:
         """Lets go of all values; no run may follow."""
@@ -260,11 +283,16 @@ class _Call:
         args = [value_of(slots[slot]) for slot in self._args]
         kwargs = {name: value_of(slots[slot]) for name, slot in self._kwargs}
         slots[self._slot] = None
+        ring = replay.tracer.ring
+        began_s = 0.0 if ring is None else ring.clock()
         try:
             slots[self._slot] = replay.invoke(self._method, args, kwargs)
             return
         except BaseException as exc:  # noqa: BLE001 - whatever it is, it ends the run, and not this thread
             error = _method_error(self._method, self._step, exc)
+        finally:
+            if ring is not None:
+                ring.ended(METHOD, self._method, began_s, seq)
         raise error  # here, where the exception and with it the method's frames are gone
 
 
@@ -283,6 +311,7 @@ class _Plan:
         "_repeat",
         "_replay",
         "_same",
+        "nbytes",
     )
 
     def __init__(self, one: Collective, replay: Replay) -> None:
@@ -296,6 +325,7 @@ class _Plan:
         self._outputs = one.outputs
         self._last: tuple[int, ...] = ()  # the operands of the last run, by identity
         self._repeat: Repeat | None = None
+        self.nbytes = 0  # in its first run; 0: it had none
         if self._program.keys != len(one.inputs):
             raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
         keys = [routine.keys[slot] for slot in one.inputs]
@@ -362,9 +392,11 @@ class _Plan:
         )
         replay.begin(execution)
         try:
-            return execution.run()
+            outcome = execution.run()
         finally:
             replay.end()
+        self.nbytes = self.nbytes or execution.reach().total
+        return outcome
 
     def _keys_now(self) -> tuple[Key, ...]:
         run8 = self._replay.run8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
@@ -10,12 +11,16 @@ import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
 
 from raycollect import backends, plain, ray_internals
+from raycollect.backends import Gpu
 from raycollect.errors import ActorGoneError, CollectiveTimeoutError, GroupBrokenError, SelfDrivenError
 from raycollect.group import Declaration, is_participant
+from raycollect.model import Member
 
-__all__ = ["check", "describe", "who_answers"]
+__all__ = ["check", "describe", "gpus", "who_answers"]
 
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
+_PENDING = "still waiting to be made (`ray status` tells what resources there are)"
+_BUSY = "still busy with a method, or being made"
 
 
 def check(declaration: Declaration) -> None:
@@ -41,14 +46,30 @@ def describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]
         CollectiveTimeoutError: Some are still pending or busy.
     """
     infos = []
-    for rank, info in enumerate(_ask(declaration, deadline_s)):
-        if info is None:
+    for rank, info in enumerate(_described(declaration, deadline_s)):
+        if isinstance(info, RayActorError):
             actor = ray_internals.describe_actor(declaration.actors[rank])
-            name = declaration.name
-            raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail="the actor is dead")
+            name, detail = declaration.name, _fate(info)
+            raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail=detail) from info
         in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
         infos.append({**info, "ordered": info["ordered"] and in_order})
     return infos
+
+
+def gpus(declaration: Declaration, members: Sequence[Member], deadline_s: float) -> list[Gpu | None]:
+    """What each of several members, by rank, has for a group on GPUs.
+
+    Nobody is asked unless Ray gave all of them one: the answer takes the import of cupy.
+
+    Raises:
+        CollectiveTimeoutError: Some are still busy.
+    """
+    if len(members) < 2 or not all("GPU" in dict(member.accelerators) for member in members):
+        return []
+    answers = _ask(declaration, deadline_s, lambda actor: actor.__ray_call__.remote(plain.gpu))
+    found = {actor._actor_id.hex(): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
+    told = [found[member.actor_id] for member in members]
+    return [None if isinstance(one, RayActorError) else one for one in told]
 
 
 def who_answers(declaration: Declaration, deadline_s: float, *, all_must: bool) -> list[Any]:
@@ -62,47 +83,60 @@ def who_answers(declaration: Declaration, deadline_s: float, *, all_must: bool) 
     if all_must:
         describe(declaration, deadline_s)
         return list(declaration.actors)
-    answers = _ask(declaration, deadline_s)
-    alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if info is not None]
+    answers = _described(declaration, deadline_s)
+    alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if isinstance(info, dict)]
     if not alive:
         raise GroupBrokenError(group_name=declaration.name, detail="no member is alive")
     return alive
 
 
-def _ask(declaration: Declaration, deadline_s: float) -> list[dict[str, Any] | None]:
-    """Asks every member who it is: an actor task each, so a member that is busy or pending is waited for.
+def _described(declaration: Declaration, deadline_s: float) -> list[dict[str, Any] | RayActorError]:
+    answers = _ask(declaration, deadline_s, _who)
+    return [answer if isinstance(answer, RayActorError) else dict(answer) for answer in answers]
+
+
+def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], Any]) -> list[Any]:
+    """Asks every member something: an actor task each, so a member that is busy or pending is waited for.
 
     Returns:
-        What each says; None for one that is dead.
+        What each says; of one that is dead what Ray says.
 
     Raises:
         CollectiveTimeoutError: Some are still pending or busy.
     """
-    answers, late = list[dict[str, Any] | None](), list[int]()
-    refs = list(map(_question, declaration.actors))
+    answers, late = list[Any](), list[int]()
+    refs = list(map(question, declaration.actors))
     for rank, (ref, actor) in enumerate(zip(refs, declaration.actors, strict=True)):
         try:
-            answers.append(_answer(ref, actor, deadline_s))
+            answers.append(_answer(ref, actor, deadline_s, question))
         except GetTimeoutError:
             late.append(rank)
     if late:
-        names = [f"rank {rank} ({ray_internals.describe_actor(declaration.actors[rank])})" for rank in late]
         raise CollectiveTimeoutError(
             op="declare",
             group_name=declaration.name,
-            detail=f"after {declaration.timeout_s:g} s still pending or busy: {', '.join(names)}",
+            detail=f"after {declaration.timeout_s:g} s {_told(declaration.actors, late)}",
             missing=tuple(late),
             timeout_s=declaration.timeout_s,
         )
     return answers
 
 
-def _question(actor: Any) -> Any:
+def _told(actors: Sequence[Any], late: Sequence[int]) -> str:
+    """What those who have not answered do."""
+    found: dict[str, list[str]] = {}
+    for rank in late:
+        what = _PENDING if ray_internals.is_pending(actors[rank]) else _BUSY
+        found.setdefault(what, []).append(f"rank {rank} ({ray_internals.describe_actor(actors[rank])})")
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in found.items())
+
+
+def _who(actor: Any) -> Any:
     return actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(plain.describe)
 
 
-def _answer(ref: Any, actor: Any, deadline_s: float) -> dict[str, Any] | None:
-    """What an actor said; None where it is dead. It is asked again: Ray may not have known yet, or restart it.
+def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], Any]) -> Any:
+    """What an actor said; where it is dead what Ray says. It is asked again: Ray may not have known yet, or restart it.
 
     Raises:
         GetTimeoutError: It has not answered in time.
@@ -110,13 +144,20 @@ def _answer(ref: Any, actor: Any, deadline_s: float) -> dict[str, Any] | None:
     was_lost = False
     while True:
         try:
-            return dict(ray.get(ref, timeout=max(deadline_s - monotonic(), 0)))
+            return ray.get(ref, timeout=max(deadline_s - monotonic(), 0))
         except ActorUnavailableError as exc:
             if monotonic() > deadline_s:
                 raise GetTimeoutError from exc
             time.sleep(_RETRY_S)
-        except RayActorError:
+        except RayActorError as exc:
             if was_lost:
-                return None
+                return exc
             was_lost = True
-        ref = _question(actor)
+        ref = question(actor)
+
+
+def _fate(error: RayActorError) -> str:
+    """What became of an actor, in words."""
+    if not error.actor_init_failed:
+        return "the actor is dead"
+    return f"the actor is dead, as it could not be made: {str(error).strip().splitlines()[-1]}"

@@ -33,6 +33,7 @@ from raycollect.errors import (
 from raycollect.flight import Flight, Orders
 from raycollect.group import Membership
 from raycollect.model import Key, Member
+from raycollect.observe.trace import RUN
 from raycollect.peer import Peer
 
 __all__ = ["RunFlight", "Runs", "RunsOwner"]
@@ -84,13 +85,14 @@ class RunFlight(Flight):
     """
 
     plan: Course
+    kind = RUN
 
     def __init__(self, seq: int, runs: Runs, place: int, number: int, timeout_s: float = _FOREVER) -> None:
         super().__init__(seq, runs.course, runs.memberships, runs.refs)
         self._keys = runs.keys
         self.place = place
         self.number = number
-        self.until_s = _FOREVER if timeout_s == _FOREVER else monotonic() + timeout_s
+        self.until_s: float = _FOREVER if timeout_s == _FOREVER else monotonic() + timeout_s
         self._timeout_s = timeout_s
         self.results: list[bytes | None] = [None] * len(runs.course.participants)
         self.is_fenced = False
@@ -282,18 +284,18 @@ class Runs:
         told: Callable[[RaycollectError], RaycollectError] = lambda error: error,
     ) -> None:
         self.course = course
-        self.memberships = tuple(memberships)
-        self.keys = tuple(keys)
+        self.memberships: tuple[Membership, ...] = tuple(memberships)
+        self.keys: tuple[Key, ...] = tuple(keys)
         self.refs: dict[Key, Any] = dict(refs)
         self.failure: RaycollectError | None = None
-        self.is_closed = False
+        self.is_closed: bool = False
         self.told = told
-        self.writes = {self.keys[source]: written for source, written in course.uses().items()}  # type: ignore[call-overload]
+        self.writes: dict[Key, bool] = {self.keys[source]: written for source, written in course.uses().items()}  # type: ignore[call-overload]
         self._owner = owner
         self._capture = capture
         self._doorbell = doorbell
         self._seats = tuple(seats) if doorbell is not None else (-1,) * len(course.participants)
-        self.seated = tuple((at, seat) for at, seat in enumerate(self._seats) if seat >= 0)
+        self.seated: tuple[tuple[int, int], ...] = tuple((at, seat) for at, seat in enumerate(self._seats) if seat >= 0)
         self._revision: object = None
         self._crew: list[tuple[Peer, int]] = list(zip(peers, self._seats, strict=False))
         self._under_way: deque[RunFlight] = deque()

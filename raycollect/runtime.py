@@ -26,11 +26,13 @@ from raycollect.errors import (
     ProtocolError,
     to_wire,
 )
+from raycollect.executor import Instruments
 from raycollect.handle import Handle
 from raycollect.lease import Lease
 from raycollect.model import Key
+from raycollect.observe import Recorder
 from raycollect.planner import decode_order
-from raycollect.pos import Container
+from raycollect.pos import Container, Store
 from raycollect.replay import Invoke
 from raycollect.seats import Seats
 from raycollect.tokens import TokenPool
@@ -94,18 +96,21 @@ class Runtime:
 
     def __init__(self) -> None:
         self._tokens = TokenPool(self._forget)
-        self.seats = Seats.current()
-        self.instruments = self.seats.instruments
-        self.store = self.instruments.store
+        self.seats: Seats = Seats.current()
+        self.instruments: Instruments = self.seats.instruments
+        self.store: Store = self.instruments.store
         self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
-        self.recorder = self.instruments.recorder
-        self.kernel_threads = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="raycollect-kernel")
-        self.actor_id = ray_internals.current_actor_id()
-        self.actor = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
+        self.recorder: Recorder = self.instruments.recorder
+        self.kernel_threads: ThreadPoolExecutor = ThreadPoolExecutor(
+            MOST_WAITING, thread_name_prefix="raycollect-kernel"
+        )
+        self.actor_id: str = ray_internals.current_actor_id()
+        self.actor: str = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
-        self.is_ordered = False  # whether methods of this actor come one by one; known when it is described
-        self.turn = threading.Lock()  # held, on ordered participants, by a method of Ray's or by what must not meet one
-        self.watch = Watch()
+        self.is_ordered: bool = False  # whether methods of this actor come one by one; known when it is described
+        # Held, on ordered participants, by a method of Ray's or by what must not meet one.
+        self.turn: threading.Lock = threading.Lock()
+        self.watch: Watch = Watch()
         self._lease: Lease | None = None
         self._lock = threading.Lock()  # guards it
         secret = secrets.token_bytes(32)

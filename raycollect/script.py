@@ -61,6 +61,8 @@ class Stretch(NamedTuple):
         ranges: The addresses that it writes.
         owners: For each, the object that lives as long as it.
         dense: Those that it writes whole.
+        agreed: What all have agreed on for each task.
+        versioned: See `Operands`.
     """
 
     share: Share
@@ -69,6 +71,8 @@ class Stretch(NamedTuple):
     ranges: Sequence[Range]
     owners: Sequence[object]
     dense: Sequence[Range]
+    agreed: tuple[Verdict, ...] = ()
+    versioned: Sequence[object] = ()
 
 
 class Script(NamedTuple):
@@ -137,7 +141,8 @@ class Writer:
             moves += self._moves(step, run.base[chosen] + step.at, together, agreed)
         if len(together) == 1:
             (only,) = together
-            return Stretch(share, 1, tuple(moves), only.ranges, only.owners, only.dense())
+            dense, versioned = only.dense(), only.versioned
+            return Stretch(share, 1, tuple(moves), only.ranges, only.owners, dense, tuple(agreed), versioned)
         return Stretch(
             share,
             len(together),
@@ -145,6 +150,8 @@ class Writer:
             ranges=[span for operands in together for span in operands.ranges],
             owners=[owner for operands in together for owner in operands.owners],
             dense=[span for operands in together for span in operands.dense()],
+            agreed=tuple(agreed),
+            versioned=[tensor for operands in together for tensor in operands.versioned],
         )
 
     def _moves(

@@ -19,11 +19,12 @@ from raycollect.errors import (
     GroupBrokenError,
     ParticipantDiedError,
     ProtocolError,
+    RankReport,
     RaycollectError,
 )
 from raycollect.executor import Outcome
 from raycollect.gate import ALL, ranks_of
-from raycollect.lane import Attempt, Lane
+from raycollect.lane import Attempt, Lane, Standing
 from raycollect.model import GroupSpec
 from raycollect.vigil import Vigil
 
@@ -97,8 +98,8 @@ class Seat:
     def settle(self, spec: GroupSpec, members: Sequence[str]) -> None:
         """Notes what the members have agreed on."""
         self.spec = spec
-        self.members = tuple(members)
-        self.planned = replace(spec, options=())  # what plans depend on: hashable, so that they are remembered
+        self.members: tuple[str, ...] = tuple(members)
+        self.planned: GroupSpec = replace(spec, options=())  # what plans depend on: hashable, for caches
 
     @property
     def name(self) -> str:
@@ -208,6 +209,10 @@ class Seat:
     def begun(self) -> None:
         """A call has begun; it may last."""
         self._vigil.begun()
+
+    def reports(self, lane: Lane, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
+        """Asks what ranks are doing that have not come in time; see `Vigil.reports`."""
+        return self._vigil.reports(lane, ranks, mine)
 
     # ------------------------------------------------------------------------------------------ hub's thread
 

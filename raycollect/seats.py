@@ -36,7 +36,7 @@ class Seats:
             return cls._current
 
     def __init__(self) -> None:
-        self.instruments = Instruments(
+        self.instruments: Instruments = Instruments(
             store=Store(),
             recorder=Recorder(time.monotonic),
             clock=time.monotonic,
@@ -61,6 +61,11 @@ class Seats:
     def find(self, name: str) -> Seat | None:
         """This process's place in a group; None where it has none."""
         return self._seats.get(name)
+
+    def all(self) -> tuple[Seat, ...]:
+        """The places of this process in all its groups."""
+        with self._lock:
+            return tuple(self._seats.values())
 
     @contextmanager
     def claim(self, name: str) -> Iterator[None]:

@@ -25,10 +25,12 @@ MOST_CALLS = 6
 """How many calls of a bundle are named."""
 
 _HERE = str(Path(__file__).parent)
-_ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/"
-"""Parts of files through which methods are called besides: what waits for coroutines, and Ray's hooks in methods."""
-_BEFORE_THAT = "/ray/_private/", "/threading.py"
-"""Those of a process of Ray's in which no method runs."""
+_ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/", "/raycollect/participant.py"
+"""Parts of files through which methods are called besides: what waits for coroutines, Ray's hooks in methods, and what
+the mixin puts around them, which comes with its class from where the driver has it."""
+_BEFORE_THAT = "/ray/_private/", "/threading.py", "/selectors.py", "/socket.py"
+"""Those of a process of Ray's in which no method runs; in the last two, event loops and raycollect's own threads wait
+for what comes. Where a method calls them, it is told."""
 
 
 class Doing(NamedTuple):

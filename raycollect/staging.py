@@ -78,9 +78,9 @@ def memory_of(backend: str) -> str:
         UnknownBackendError: There is no such backend.
     """
     line = backends.get(backend)
-    known = len(line.devices) == 1 and not line.name.startswith(TORCH_PREFIX)  # torch looks after its own
-    (only,) = line.devices if known else ("",)
-    return only if only in (CPU, CUDA) else ""
+    (only,) = line.devices if len(line.devices) == 1 else ("",)
+    # On the devices of its own torch takes tensors of its own alone, so that stand-ins would not serve all.
+    return only if only == CPU or (only == CUDA and not line.name.startswith(TORCH_PREFIX)) else ""
 
 
 def home_of(memory: str, communicator: object) -> str:

@@ -37,10 +37,10 @@ class Star:
     """
 
     def __init__(self, host: str, name: str, claim: dict[str, Any]) -> None:
-        self.group_id = secrets.token_hex(8)
+        self.group_id: str = secrets.token_hex(8)
         self.name = name
         self.complete = False  # whether all have joined
-        self.all_told = threading.Event()  # of a failure, all who were to join
+        self.all_told: threading.Event = threading.Event()  # of a failure, all who were to join
         self._claim = claim
         self._world_size: int = claim["world_size"]
         self._gate = Gate(self.group_id, self._world_size, name)

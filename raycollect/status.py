@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypeVar
@@ -9,6 +10,7 @@ from typing import TypeVar
 from raycollect import diagnosis, html
 from raycollect.channel.messages import Seen, Surveyed
 from raycollect.flight import Flight
+from raycollect.group import DESTROYED
 from raycollect.model import Member
 from raycollect.planner.wording import counted, nbytes_words, seconds_words
 from raycollect.pos import StoreStatistics
@@ -20,6 +22,15 @@ _Statistics = TypeVar("_Statistics", StoreStatistics, ArenaStatistics)
 
 _HEAD = ("rank", "actor", "host", "pid", "device", "state", "collectives under way", "awaited for")
 _RIGHT = frozenset({"rank", "pid", "awaited for"})
+
+_NOW = frozenset({"state", "collectives under way", "awaited for"})
+"""The columns of what a member does; who is in a group that was destroyed is not asked."""
+
+_SELDOM = frozenset({"collectives under way", "awaited for"})
+"""The columns that are left out where there is nothing in them."""
+
+_CELL = re.compile(r"[^\s(]*/ipykernel_\d+/\d+\.py:(\d+)")
+"""Where the code of a notebook's cell is said to be: a file that there is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +118,14 @@ class GroupStatus:
     members: tuple[MemberStatus, ...]
 
     def rows(self) -> html.Markup:
-        """The ranks as a table of HTML; of very many those of which there is most to say."""
+        """The ranks as a table of HTML, less what there is nothing to say of; of very many ranks the least dull."""
         told = sorted(self.members, key=_is_dull)[: html.MOST_ROWS]
         rows = [_cells(one) for one in sorted(told, key=lambda one: one.rank)]
-        return html.table(_HEAD, rows, right=_RIGHT, count=len(self.members))
+        idle = {name for name, *column in zip(_HEAD, *rows, strict=True) if not any(column)}
+        left_out = _NOW if self.state == DESTROYED else _SELDOM & idle
+        kept = [at for at, name in enumerate(_HEAD) if name not in left_out]
+        shown = [[row[at] for at in kept] for row in rows]
+        return html.table([_HEAD[at] for at in kept], shown, right=_RIGHT, count=len(self.members))
 
     @html.shown
     def _repr_html_(self) -> str:
@@ -171,13 +186,14 @@ def _is_dull(status: MemberStatus) -> tuple[bool, float, bool]:
 
 def _cells(status: MemberStatus) -> tuple[object, ...]:
     node = f" (node {status.node_id[:6]})" if status.node_id else ""
+    state, stack = (_CELL.sub(r"a cell, line \1", words) for words in (status.state, "\n".join(status.stack)))
     return (
         status.rank,
         status.actor,
         f"{status.host}{node}",
         status.pid,
         status.device,
-        html.folded(status.state, "\n".join(status.stack)) if status.stack and status.doing else status.state,
+        html.folded(state, stack) if stack and status.doing else state,
         status.places,
         seconds_words(status.awaited_s) if status.awaited_s else "",
     )

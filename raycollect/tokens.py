@@ -32,7 +32,7 @@ class TokenPool:
         self._changed = threading.Condition()
         self._filler: threading.Thread | None = None
         first = self._make()
-        self.supported = first is not None
+        self.supported: bool = first is not None
         """False where this Ray can't tell when a ref is gone."""
         if first is not None:
             self._ready.append(first)

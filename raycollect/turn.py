@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from raycollect.contracts import Communicator, Completion, Together
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError
@@ -18,6 +18,11 @@ class TurnLane(Protocol):
     """What a turn needs of its lane."""
 
     ranks: tuple[int, ...]
+
+    @property
+    def generation(self) -> str:
+        """The nonce of its communicator."""
+        ...
 
     def is_off(self) -> bool:
         """Whether the launch that waits at the door has to stop."""
@@ -32,9 +37,10 @@ class Turn:
     """The communicator of a lane as one call sees it: by the group's ranks, within the call's time."""
 
     def __init__(self, lane: TurnLane, communicator: Communicator, deadline_s: float) -> None:
-        self.rank = lane.ranks[communicator.rank]
-        self.world_size = communicator.world_size
-        self.device = getattr(communicator, "device", "")  # where it says on which one it works
+        self.rank: int = lane.ranks[communicator.rank]
+        self.world_size: int = communicator.world_size
+        self.device: Any = getattr(communicator, "device", "")  # where it says on which one it works
+        self.meeting: str = lane.generation  # what tells its launches from those of other lanes, in timelines
         self._lane = lane
         self._communicator = communicator
         self._deadline_s = deadline_s

@@ -37,7 +37,7 @@ def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> 
         return [get(ref, timeout_s, ordered=ordered) for ref in refs]
     refs = plain(refs)
     _wait_for_writers(refs, timeout_s)
-    value: Any = ray.get(refs, timeout=timeout_s)
+    value: Any = ray_internals.get(refs, timeout_s)
     if not isinstance(value, Handle):
         return value
     if ordered:
@@ -64,7 +64,7 @@ def free(refs: Any) -> int:
     count = 0
     for ref in map(plain, refs if isinstance(refs, (list, tuple)) else [refs]):
         _wait_for_writers(ref, None, readers=True)
-        value: Any = ray.get(ref)
+        value: Any = ray_internals.get(ref)
         if not isinstance(value, Handle):
             found = f"a {type(value).__name__}"
             violation = Violation(kind="not_tensor", rank=-1, field="ref", found=found, ref=ref.hex())

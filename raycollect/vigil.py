@@ -1,8 +1,8 @@
-"""Who has not come to a call that members make themselves: asked where it lasts, and warned of, once per call.
+"""Who has not come to a call that members make themselves: asked where it lasts, and where it has failed by that.
 
 The backends only know when the time is over. So the members tell each other: the one that waits asks, over the hub, and
 each answers how far it has come, and what it does. A thread per process looks at the calls under way; it asks, answers
-and warns, and ends where there are none.
+and warns, once per call, and ends where there are none. A call whose time is over asks in its own thread.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from raycollect.channel.messages import Message, Publish
 from raycollect.channel.packing import pack, unpack
-from raycollect.errors import ConnectionLostError, ProtocolError
+from raycollect.errors import ConnectionLostError, ProtocolError, RankReport
 from raycollect.lane import Lane, Standing
 from raycollect.model import GroupSpec
-from raycollect.stacks import what_runs
+from raycollect.stacks import Doing, what_runs
 
 __all__ = ["QUIET_S", "WARNING_VARIABLE", "Place", "Vigil", "wake", "warn_after_s"]
 
@@ -48,6 +47,8 @@ QUIET_S = warn_after_s()
 
 ANSWER_S = 1.0
 """How long members may take to say how far they have come, in seconds; who takes longer is unresponsive."""
+LATE_ANSWER_S = 0.5
+"""The same where a call's time is over: for so long its error is held back at most."""
 
 _QUESTION, _ANSWER = "?standing", "!standing"
 """The names under which members ask each other, and answer, beside the values of rendezvous."""
@@ -59,11 +60,13 @@ class Place(Protocol):
     Attributes:
         spec: Its group.
         rank: Its rank.
+        members: What a person calls each rank, in rank order; empty: it is being joined.
         send: Sends to the group's hub; raises ConnectionLostError where that is gone.
     """
 
     spec: GroupSpec
     rank: int
+    members: tuple[str, ...]
     send: Callable[[Message], None]
 
     def lane(self, name: str) -> Lane:
@@ -75,9 +78,16 @@ class Place(Protocol):
         """Those that there are."""
         ...
 
-    def describe(self, rank: int) -> str:
-        """What a person calls a rank."""
+    def actor(self, rank: int) -> str:
+        """What a person calls the actor of a rank; empty: unknown."""
         ...
+
+
+class _Answer(NamedTuple):
+    """What a rank says of itself: how far it has come on a lane, and what its process is doing."""
+
+    standing: Standing
+    doing: Doing
 
 
 class _Inquiry:
@@ -85,20 +95,29 @@ class _Inquiry:
 
     Args:
         call: The call.
+        ranks: Who is asked.
         until_s: How long to wait for the answers, by `time.monotonic`.
     """
 
-    __slots__ = ("answers", "call", "told", "until_s")
+    __slots__ = ("answers", "call", "ranks", "told", "until_s")
 
-    def __init__(self, call: int, until_s: float) -> None:
+    def __init__(self, call: int, ranks: Sequence[int], until_s: float) -> None:
         self.call = call
+        self.ranks = ranks
         self.until_s = until_s
-        self.answers: dict[int, tuple[Standing, str]] = {}
+        self.answers: dict[int, _Answer] = {}
         self.told = False  # whether the warning is out
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have answered."""
+        return all(rank in self.answers for rank in self.ranks)
 
 
 class Vigil:
-    """What is asked and answered at one seat. `begun` by any thread; `received` by the hub's; `look` by the watcher's.
+    """What is asked and answered at one seat.
+
+    `begun` and `reports` by any thread; `received` by the hub's; `look` by the watcher's.
 
     Args:
         place: The seat.
@@ -111,8 +130,9 @@ class Vigil:
         self.is_unwatched = True
         self._place = place
         self._asked: set[str] = set()  # the lanes of which others want to know
-        self._inquiries: dict[str, _Inquiry] = {}  # what this rank has asked last, by lane
-        self._lock = threading.Lock()
+        self._inquiries: dict[str, _Inquiry] = {}  # what this rank has asked last of calls that last, by lane
+        self._late: dict[str, _Inquiry] = {}  # of calls whose time is over
+        self._changed = threading.Condition()
 
     def begun(self) -> None:
         """A call has begun; it may last."""
@@ -122,8 +142,7 @@ class Vigil:
     def received(self, message: Publish) -> bool:
         """Takes a question, or an answer, of another member; False where it is neither."""
         if message.name == _QUESTION:
-            with self._lock:
-                self._asked.add(message.lane)
+            self._wanted(message)
         elif message.name == _ANSWER:
             self._heard(message)
         else:
@@ -131,16 +150,68 @@ class Vigil:
         _watcher.watch(self)  # which answers: the hub may be this very thread
         return True
 
+    def _wanted(self, message: Publish) -> None:
+        """Another rank asks; the hub tells it to all of the lane."""
+        try:
+            asked = [int(rank) for rank in unpack(message.value)]
+        except (TypeError, ValueError, OverflowError):
+            raise ProtocolError(detail="a member does not say whom it asks") from None
+        if self._place.rank in asked:
+            with self._changed:
+                self._asked.add(message.lane)
+
     def _heard(self, message: Publish) -> None:
         """Another rank says how far it has come."""
         try:
-            rank, place, seq, doing = unpack(message.value)
-            told = int(rank), Standing(str(place), int(seq)), str(doing)
+            rank, place, seq, what, stack = unpack(message.value)
+            known = int(rank)
+            answer = _Answer(Standing(str(place), int(seq)), Doing(str(what), tuple(map(str, stack))))
         except (TypeError, ValueError, OverflowError):
             raise ProtocolError(detail="a member does not say how far it has come") from None
-        inquiry = self._inquiries.get(message.lane)
-        if inquiry is not None and told[0] in self._place.lane(message.lane).ranks:
-            inquiry.answers[told[0]] = told[1:]
+        with self._changed:
+            for inquiry in (self._inquiries.get(message.lane), self._late.get(message.lane)):
+                if inquiry is not None and known in inquiry.ranks:
+                    inquiry.answers[known] = answer
+            self._changed.notify_all()
+
+    def reports(self, lane: Lane, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
+        """Asks what ranks are doing that have not come in time; waits `LATE_ANSWER_S` for them at most.
+
+        Args:
+            lane: Where the call was made whose time is over.
+            ranks: Who was awaited in it.
+            mine: How far this rank had come in it.
+
+        Returns:
+            A report of each; none while the group is being joined, as those who have not come can't be asked.
+        """
+        asked = [rank for rank in ranks if rank in lane.ranks and rank != self._place.rank]
+        if not asked or not self._place.members:
+            return ()
+        awaited_s = time.monotonic() - lane.since_s
+        inquiry = _Inquiry(lane.call, asked, math.inf)
+        with self._changed:
+            self._late[lane.name] = inquiry
+        if self._ask(lane, asked):
+            with self._changed:
+                self._changed.wait_for(lambda: inquiry.is_complete, LATE_ANSWER_S)
+        with self._changed:
+            del self._late[lane.name]  # one call at a time is under way on a lane
+            return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
+
+    def _report(self, rank: int, answer: _Answer | None, mine: Standing, awaited_s: float) -> RankReport:
+        """What a rank has said, for whoever waits for it."""
+        return RankReport(
+            rank=rank,
+            actor=self._place.actor(rank),
+            answers=answer is not None,
+            has_begun=answer is not None and answer.standing.is_with(mine),
+            doing=answer.doing.what if answer is not None else "",
+            stack=answer.doing.stack if answer is not None else (),
+            ended=0,
+            story=(),
+            awaited_s=awaited_s,
+        )
 
     # ------------------------------------------------------------------------------------------ the watcher's thread
 
@@ -150,11 +221,11 @@ class Vigil:
         Returns:
             When to look again, by `time.monotonic`.
         """
-        with self._lock:
+        with self._changed:
             asked, self._asked = self._asked, set()
         for name in asked:
             lane = self._place.lane(name)
-            self._publish(lane, _ANSWER, (self._place.rank, *lane.standing, what_runs().what))
+            self._publish(lane, _ANSWER, (self._place.rank, *lane.standing, *what_runs()))
         return min((self._look_at(lane, now_s) for lane in self._place.lanes), default=math.inf)
 
     def _look_at(self, lane: Lane, now_s: float) -> float:
@@ -164,37 +235,45 @@ class Vigil:
         if inquiry is None or inquiry.call != call:
             if now_s < due_s:
                 return due_s
-            inquiry = self._inquiries[lane.name] = _Inquiry(call, now_s + ANSWER_S)
-            self._publish(lane, _QUESTION, (self._place.rank,))
+            others = [rank for rank in lane.ranks if rank != self._place.rank]
+            inquiry = self._inquiries[lane.name] = _Inquiry(call, others, now_s + ANSWER_S)
+            self._ask(lane, others)
         if inquiry.told:
             return math.inf
-        others = [rank for rank in lane.ranks if rank != self._place.rank]
-        if now_s < inquiry.until_s and not all(rank in inquiry.answers for rank in others):
+        if now_s < inquiry.until_s and not inquiry.is_complete:
             return inquiry.until_s
         inquiry.told = True
         if lane.call == call:
-            self._warn(lane, inquiry.answers, others)
+            self._warn(lane, inquiry)
         return math.inf
 
-    def _warn(self, lane: Lane, answers: Mapping[int, tuple[Standing, str]], others: Sequence[int]) -> None:
+    def _warn(self, lane: Lane, inquiry: _Inquiry) -> None:
         """Says who has not come to a call, and what they do."""
-        place, mine, late = self._place, lane.standing, []
-        for rank in others:
-            standing, doing = answers.get(rank, (None, ""))
-            if standing is None:
-                late.append(f"{place.describe(rank)} gives no answer")
-            elif not standing.is_with(mine):
-                late.append(f"{place.describe(rank)} {f'is in {doing}' if doing else 'does nothing'}")
+        place, mine, awaited_s = self._place, lane.standing, time.monotonic() - lane.since_s
+        late = []
+        for rank in inquiry.ranks:
+            report = self._report(rank, inquiry.answers.get(rank), mine, awaited_s)
+            if not report.answers and not place.members:
+                late.append(f"rank {rank} has not joined")
+            elif not report.has_begun:
+                late.append(str(report))
         listed = "\n  - ".join(("these have not come to it:", *late)) if late else "all have come to it"
         text = "%s on group %r, here rank %d, is still under way after %g s; %s"
         _log.warning(text, lane.op, place.spec.name, place.rank, QUIET_S, listed)
 
-    def _publish(self, lane: Lane, name: str, value: tuple[Any, ...]) -> None:
+    def _ask(self, lane: Lane, ranks: Sequence[int]) -> bool:
+        return self._publish(lane, _QUESTION, ranks)
+
+    def _publish(self, lane: Lane, name: str, value: Sequence[Any]) -> bool:
+        """Tells all of a lane; False where the hub is gone."""
         told = Publish(
             group_id=self._place.spec.group_id, lane=lane.name, generation="", name=name, value=pack(list(value))
         )
-        with suppress(ConnectionLostError):  # whoever is gone ends its calls
+        try:
             self._place.send(told)
+        except ConnectionLostError:  # whoever is gone ends its calls
+            return False
+        return True
 
 
 class _Watcher:
@@ -252,5 +331,5 @@ class _Watcher:
 
 _watcher = _Watcher()
 
-wake = _watcher.wake
+wake: Callable[[], None] = _watcher.wake
 """Lets this process look again at the calls under way, as something has changed; any thread may call it."""

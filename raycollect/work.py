@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from raycollect import diagnosis, html
+from raycollect import diagnosis, html, ray_internals
 from raycollect.controller import Controller
 from raycollect.errors import (
     CollectiveTimeoutError,
@@ -26,6 +27,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.flight import ABSENT, Flight
+from raycollect.gauge import Gauge, Progress
 from raycollect.handle import Handle
 from raycollect.model import Key
 from raycollect.parcel import Parcel
@@ -38,6 +40,12 @@ MOST_NAMED = 8
 MOST_RESULTS = 16
 """How many results are looked at where a collective is shown."""
 
+SHOWN_S = 0.5
+"""How long participants may take to say how far they are where a collective is shown, in seconds."""
+
+AWAKE_S = 0.1
+"""How often the loop of an await looks around, in seconds."""
+
 
 class _UnderWay:
     """A flight, and whether its caller has been told the outcome."""
@@ -47,15 +55,36 @@ class _UnderWay:
         self._flight = flight
         self._is_heard = False  # whether the caller has been told, or does not want to be
         self._began_s = monotonic()
+        self._gauge: Gauge | None = None  # once somebody has asked how far it is
+        self._gauging = threading.Lock()
 
-    def _hear(self, timeout_s: float | None, what: str) -> None:
+    def progress(self, timeout_s: float = SHOWN_S) -> Progress:
+        """Asks the participants how far it is; does not wait for its outcome, and changes nothing.
+
+        Args:
+            timeout_s: How long they may take to answer, in seconds. Who takes longer counts as where it was when it
+                last answered.
+
+        Returns:
+            How far it is, in bytes; where the outcome is known, how far it came, as far as anybody had asked.
+        """
+        with self._gauging:
+            if self._gauge is None:
+                self._gauge = Gauge(self._controller, self._flight, self._began_s)
+            if not self._flight.resolved:
+                self._gauge.ask()
+            self._gauge.hear(timeout_s)
+            return self._gauge.read()
+
+    def _hear(self, timeout_s: float | None, what: str, progress: bool | None) -> None:
         """Waits for the outcome.
 
         Raises:
             CollectiveTimeoutError: It was not known in time.
+            ProgressError: A progress bar is wanted, and can't be had.
         """
         flight = self._flight
-        if not diagnosis.wait(self._controller, flight, timeout_s):
+        if not diagnosis.wait(self._controller, flight, timeout_s, progress=progress):
             over = CollectiveTimeoutError(
                 op=flight.plan.name,
                 group_name=flight.group_name,
@@ -87,6 +116,14 @@ class _UnderWay:
         flight = self._flight
         return sum(not flight.is_pending(at) for at in range(len(flight.plan.participants)))
 
+    def _far(self) -> Progress | None:
+        """How far it is in bytes, where that can be known soon."""
+        try:
+            far = self.progress()
+        except Exception:  # noqa: BLE001 - a group that is gone meanwhile: it is shown without
+            return None
+        return far if far.total_nbytes else None
+
     def _html(self, kind: str, title: str, *told: tuple[str, object]) -> html.Markup:
         """The work as a bar, and what there is to say of it.
 
@@ -98,15 +135,20 @@ class _UnderWay:
         flight, count = self._flight, len(self._flight.plan.participants)
         state, is_known, error = self._state, flight.resolved, flight.error
         ended = count if is_known and error is None else self._ended()
+        far = self._far()
         late = [flight.member(at) for at in range(count) if ended and flight.is_pending(at)]
         facts = [
+            ("bytes", far or ""),
             ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
             ("not ended", named([f"rank {one.rank} ({one.actor})" for one in late], MOST_NAMED)),
             *told,
             ("error", "" if error is None else html.failure(error)),
         ]
-        far = html.bar(ended if ended or is_known else None, count)
-        return html.block(kind, f"{title}: {state}", html.line(far), html.pairs(facts))
+        if far is not None and not is_known:
+            shown = html.bar(far.done_nbytes, far.total_nbytes)
+        else:
+            shown = html.bar(ended if ended or is_known else None, count)
+        return html.block(kind, f"{title}: {state}", html.line(shown), html.pairs(facts))
 
 
 class Work(_UnderWay):
@@ -138,20 +180,22 @@ class Work(_UnderWay):
         """True when the outcome is known; never waits, never raises."""
         return self._flight.resolved
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
         """Waits for the outcome.
 
         Args:
             timeout_s: How long this call waits, in seconds; None: as long as the collective's own limits allow.
+            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
 
         Returns:
             `refs`.
 
         Raises:
+            ProgressError: A progress bar is wanted, and tqdm is not installed.
             CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
             RaycollectError: The collective failed; the error says on which rank and why.
         """
-        self._hear(timeout_s, "collective")
+        self._hear(timeout_s, "collective", progress)
         error = _explain(self._flight)
         if error is not None:
             for ref in self._flight.made.values():
@@ -221,7 +265,8 @@ class Work(_UnderWay):
         self._flight.when_resolved(tell)
         end_watch = diagnosis.attend(self._controller, self._flight)
         try:
-            yield from resolved.__await__()
+            with _awake(loop):
+                yield from resolved.__await__()
         finally:
             end_watch()
         if self._flight.error is None:
@@ -235,7 +280,7 @@ class Work(_UnderWay):
         refs = list(dict.fromkeys(islice(_refs(self.refs), MOST_RESULTS)))
         ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
         try:
-            values = ray.get(ready, timeout=1)
+            values = [ray_internals.get(ref, 1) for ref in ready]
         except (RayError, GetTimeoutError):
             return ""
         told = Counter(", ".join(map(str, one.infos[:3])) for one in values if isinstance(one, Handle))
@@ -280,20 +325,22 @@ class CapturedRun(_UnderWay):
             self._run.lapse()
         return self._run.resolved
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
         """Waits for the outcome.
 
         Args:
             timeout_s: How long this call waits, in seconds; None: as long as the run's own limits allow.
+            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
 
         Returns:
             What `Capture.run` returns: the values that the step returns; None where it returns none.
 
         Raises:
+            ProgressError: A progress bar is wanted, and tqdm is not installed.
             CollectiveTimeoutError: The outcome was not known in time; the run goes on.
             RaycollectError: The run failed; the error says where and why.
         """
-        self._hear(timeout_s, "run")
+        self._hear(timeout_s, "run", progress)
         if not self._values:
             self._values = (self._collect(self._run),)
         return self._values[0]
@@ -314,7 +361,8 @@ class CapturedRun(_UnderWay):
         if self.done() and self._run.error is None:
             return self.wait()
         # The doorbell rings for threads alone; `wait` warns there, too.
-        return (yield from asyncio.to_thread(self.wait).__await__())
+        with _awake(asyncio.get_running_loop()):
+            return (yield from asyncio.to_thread(self.wait, progress=False).__await__())
 
     @html.shown
     def _repr_html_(self) -> str:
@@ -322,6 +370,21 @@ class CapturedRun(_UnderWay):
 
     def __repr__(self) -> str:
         return f"<CapturedRun {self._run.seq}: {self._state}>"
+
+
+@contextmanager
+def _awake(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Around an await: the loop looks around now and then, as the handler of Ctrl-C in a notebook does not wake it."""
+    beats: list[asyncio.TimerHandle] = []
+
+    def beat() -> None:
+        beats[:] = [loop.call_later(AWAKE_S, beat)]
+
+    beat()
+    try:
+        yield
+    finally:
+        beats[0].cancel()
 
 
 def _refs(given: Any) -> Iterator[Any]:
@@ -357,7 +420,7 @@ def _explain(flight: Flight) -> RaycollectError | None:
 def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
     """Says what became of the method that should have made a ref's value, and the exception that tells so."""
     try:
-        value = ray.get(ref, timeout=5)
+        value = ray_internals.get(ref, 5)
     except RayTaskError as exc:
         found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
         return replace(violation, kind="producer_failed", found=found, expected="a value"), exc
@@ -365,6 +428,6 @@ def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException 
         return replace(violation, found=f"lost ({type(exc).__name__})"), exc
     if isinstance(value, Handle):
         return violation, None
-    found = f"a {type(value).__name__}"
-    expected = "a tensor, or a list, tuple or dict of tensors"
+    found = f"a {type(value).__name__}, returned by value"
+    expected = "a tensor, or a list, tuple or dict of tensors, of a method whose name begins with no underscore"
     return replace(violation, kind="not_tensor", found=found, expected=expected), None

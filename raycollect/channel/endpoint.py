@@ -64,7 +64,7 @@ class Link:
             hello: What the client said of itself.
         """
         self.hello = hello
-        self.peer = sockets.peer_of(sock)
+        self.peer: str = sockets.peer_of(sock)
         self._loop = loop
         self._sock = sock
         self._connection = connection

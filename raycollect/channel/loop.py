@@ -63,7 +63,7 @@ class Loop:
         self._order = itertools.count()
         self._lock = threading.Lock()
         self._stopping = False
-        self.buffer = memoryview(bytearray(256 * 1024))  # what all sockets of this thread are read into
+        self.buffer: memoryview = memoryview(bytearray(256 * 1024))  # what all sockets of this thread are read into
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -5,7 +5,9 @@ A message on the wire is a msgpack map of its fields plus ``"t"``, its name. To 
 
 ==========  ===============================================================
 control     controller -> participant: Join Leave Abort Arrivals Stored Survey Look Order Go Run Forget Bye
+            Record Tick Collect Measure
 control     participant -> controller: Welcome Refused Joined Arrive Waiting Ready Store Done Ran Surveyed Seen
+            Ticked Collected Measured
 control     member -> hub: Meet Withdraw Depart Stuck; hub -> member: Met Missed Gone Deny
 control     member -> hub -> other members: Drop Publish
 data        client -> server: Fetch Copied Free; server -> client: Fetched Freed Failed
@@ -36,6 +38,8 @@ __all__ = [
     "Arrivals",
     "Arrive",
     "Bye",
+    "Collect",
+    "Collected",
     "Copied",
     "Deny",
     "Depart",
@@ -53,6 +57,8 @@ __all__ = [
     "Joined",
     "Leave",
     "Look",
+    "Measure",
+    "Measured",
     "Meet",
     "Message",
     "Met",
@@ -61,6 +67,7 @@ __all__ = [
     "Publish",
     "Ran",
     "Ready",
+    "Record",
     "Refused",
     "Run",
     "Store",
@@ -69,6 +76,8 @@ __all__ = [
     "Stuck",
     "Survey",
     "Surveyed",
+    "Tick",
+    "Ticked",
     "Waiting",
     "Welcome",
     "Withdraw",
@@ -310,6 +319,45 @@ class Look(Message):
 
 @_message
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Measure(Message):
+    """Tell how far you are in plan `seq`, or in that run of a captured step; answered by `Measured`."""
+
+    request: int
+    seq: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record(Message):
+    """Record a timeline, with so many entries at most; answered by `Ticked` with the same `request`.
+
+    `metrics`: publish what is recorded to Ray's metrics, too.
+    """
+
+    request: int
+    limit: int
+    metrics: bool
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick(Message):
+    """Tell what your clock shows; answered by `Ticked` with the same `request`."""
+
+    request: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collect(Message):
+    """Tell what you have recorded; answered by `Collected` with the same `request`. `ends`: and record no more."""
+
+    request: int
+    ends: bool
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Order(Message):
     """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
 
@@ -486,6 +534,46 @@ class Seen(Message):
     doors_ms: list[int]
     ended: int
     story: list[str]
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Message):
+    """Answers `Measure`: whether the plan has begun and has ended there, and the fields of `reach.Reach`, in bytes."""
+
+    request: int
+    has_begun: bool
+    has_ended: bool
+    done: int
+    total: int
+    lent: int
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticked(Message):
+    """Answers `Record` and `Tick`: what `time.monotonic` shows, and what names that clock.
+
+    `refusal`: why nothing is recorded for this controller, in words.
+    """
+
+    request: int
+    at_s: float
+    clock: str
+    refusal: str
+
+
+@_message
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected(Message):
+    """Answers `Collect`: what `observe.trace.encode_recorded` made, or nothing where nothing was recorded.
+
+    It comes in as many parts as frames need; `more`: another one follows.
+    """
+
+    request: int
+    payload: bytes
+    more: bool
 
 
 # ---------------------------------------------------------------------------------------------- members and their hub

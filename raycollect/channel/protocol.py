@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 MAGIC = b"RCOL"
-VERSION = 9
+VERSION = 11
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
 TAG_NBYTES = 16
@@ -175,9 +175,9 @@ class Connection:
             raise ValueError(f"no such connection: {role} {purpose}")
         if len(secret) < MIN_SECRET_NBYTES or len(nonce) != NONCE_NBYTES:
             raise ValueError(f"secret of {len(secret)} bytes, nonce of {len(nonce)} bytes")
-        self.state = State.NEW
+        self.state: State = State.NEW
         self.purpose = purpose
-        self.farewell = b""
+        self.farewell: bytes = b""
         self._role = role
         self._secret = secret
         self._nonce = nonce

@@ -44,7 +44,7 @@ class DataLink:
     def __init__(self, stream: Stream, hello: dict[str, Any]) -> None:
         """Serves a connection whose handshake is done; `hello` is what the client said of itself."""
         self.hello = hello
-        self.peer = stream.peer
+        self.peer: str = stream.peer
         self._stream = stream
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
@@ -107,7 +107,7 @@ class Server:
         self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
         self._data: dict[Stream, threading.Thread] = {}
         self._data_lock = threading.Lock()
-        self.address = Address(host=host, port=self._listener.getsockname()[1], secret=secret)
+        self.address: Address = Address(host=host, port=self._listener.getsockname()[1], secret=secret)
         self._loop = Loop("raycollect-server")
         self._refusals = Refusals(self._loop.call_later)
         self._loop.call_soon(self._begin)

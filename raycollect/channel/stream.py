@@ -28,8 +28,8 @@ class Stream:
         """Takes over a socket in blocking mode, with `events` that were received already."""
         self.sock = sock
         self.connection = connection
-        self.peer = sockets.peer_of(sock)
-        self.blob_left = 0
+        self.peer: str = sockets.peer_of(sock)
+        self.blob_left: int = 0
         self._events = deque(events)
 
     def send(self, message: Message, blobs: Sequence[memoryview] = (), timeout_s: float | None = None) -> None:

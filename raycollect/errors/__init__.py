@@ -35,6 +35,8 @@
     ├── CaptureError              a captured step was used where it can't be
     │   └── CaptureBrokenError        one of its runs failed: there will be no others
     ├── RetryError                a collective can't be run again as it was
+    ├── TimelineError             a timeline was asked for where there can't be one
+    ├── ProgressError             a progress bar was asked for, and tqdm is not installed
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
     └── InternalError             our bug: please report it
@@ -83,8 +85,10 @@ from raycollect.errors._others import (
     CaptureBrokenError,
     CaptureError,
     InternalError,
+    ProgressError,
     RetryError,
     StoreFullError,
+    TimelineError,
 )
 from raycollect.errors._refused import REFUSALS as REFUSALS
 from raycollect.errors._refused import (
@@ -147,6 +151,7 @@ __all__ = [
     "ParticipantDiedError",
     "PlanAbortedError",
     "ProducerFailedError",
+    "ProgressError",
     "ProtocolError",
     "RankReport",
     "RayClientError",
@@ -158,6 +163,7 @@ __all__ = [
     "TensorDirtyError",
     "TensorFreedError",
     "TensorLostError",
+    "TimelineError",
     "UnknownBackendError",
     "UnknownGroupError",
     "UnsupportedError",

@@ -18,7 +18,7 @@ class FaultError(RaycollectError):
         rank: The rank at fault; -1 where there is none.
         actor: The actor of that rank.
         detail: What happened.
-        story: The tail of the participant's recorder, oldest first.
+        story: The tail of the recorder of the participant that reported it, oldest first.
     """
 
     op: str = ""
@@ -28,6 +28,7 @@ class FaultError(RaycollectError):
     detail: str = ""
     story: tuple[str, ...] = ()
     cure: ClassVar[str] = ""
+    _tells_story: ClassVar[bool] = True
 
     def __str__(self) -> str:
         where = self.op or "a plan"
@@ -36,7 +37,8 @@ class FaultError(RaycollectError):
         who = f", rank {self.rank}" if self.rank >= 0 else ""
         who += f" ({self.actor})" if self.actor else ""
         text = f"{where}{who}: {self.detail or summary(type(self))}"
-        if self.story:
+        if self.story and self._tells_story:
+            text += "\nWhat the rank that reported it did last:"
             text += "".join(f"\n  | {line}" for line in self.story)
         return f"{text}\nWhat to do: {self.cure}." if self.cure else text
 
@@ -44,13 +46,13 @@ class FaultError(RaycollectError):
 class ParticipantDiedError(FaultError):
     """The process of a participant ended."""
 
-    cure = "destroy the group and declare it again over living actors; the survivors are unharmed"
+    cure = "group.rebuild(), or declare the group again, over the members that live; these are unharmed"
 
 
 class ActorGoneError(FaultError):
     """An actor is dead already, often because its last handle was dropped."""
 
-    cure = "keep a handle of the actor as long as its refs are used"
+    cure = "make a new actor, and keep a handle of it as long as its refs are used"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,9 @@ class RankReport:
             seconds; 0: nobody did.
         doing: The outermost call of the user's that was under way there: name, file and line; empty for none.
         stack: From there on a line per frame, the innermost last.
-        ended: The last collective, or run, of this controller that it had ended; 0: none.
-        story: The tail of its recorder, oldest first.
+        ended: The last collective, or run, of this controller that it had ended; 0: none, or members' own calls are
+            concerned.
+        story: The tail of its recorder, oldest first; empty where members' own calls are concerned.
     """
 
     rank: int
@@ -88,13 +91,13 @@ class RankReport:
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
     def __str__(self) -> str:
-        who = f"rank {self.rank} ({self.actor})"
+        who = f"rank {self.rank} ({self.actor})" if self.actor else f"rank {self.rank}"
         if not self.answers:
             silent = "its process is stopped, or a call in it holds the interpreter's lock"
             return f"{who} gives no answer: {silent}{self._awaited}"
         what = "is in it" if self.has_begun else "has not begun it"
         step = f" ({self.step})" if self.step else ""
-        place = f", and is in {self.doing}" if self.doing else "" if self.has_begun else ", and does nothing"
+        place = f", and is in {self.doing}" if self.doing else "" if self.has_begun else ", and is in no method"
         last = f"; the last that it has ended is {self.ended}" if self.ended else ""
         told = f"{who} {what}{step}{place}{last}{self._awaited}"
         return "\n    ".join((told, *(() if self.has_begun and not self.doing else self.stack)))
@@ -118,6 +121,7 @@ class CollectiveTimeoutError(FaultError):
     timeout_s: float = 0.0
     reports: tuple[RankReport, ...] = ()
     cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
+    _tells_story: ClassVar[bool] = False  # of one that waited; what matters is in the reports
 
     def __str__(self) -> str:
         text, cure, rest = FaultError.__str__(self).partition("\nWhat to do: ")

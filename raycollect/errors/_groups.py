@@ -30,8 +30,8 @@ class UnknownGroupError(GroupError):
     """No group of that name is declared in this process."""
 
     cure = (
-        "declare_collective_group(actors, group_name=...) first; on the driver group_name may be left out, to derive a "
-        "group from the refs; inside the members init_collective_group does as well"
+        "on the driver: declare_collective_group(actors, group_name=...), or leave group_name out to derive a group "
+        "from the refs; in a member: init_collective_group(...), or a declaration of the driver's that holds this actor"
     )
 
 

@@ -72,6 +72,34 @@ class RetryError(RaycollectError):
 
 
 @dataclass(eq=False, kw_only=True)
+class TimelineError(RaycollectError):
+    """A timeline was asked for where there can't be one; what was recorded before goes on.
+
+    Attributes:
+        detail: What is in the way, and what to do.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+@dataclass(eq=False, kw_only=True)
+class ProgressError(RaycollectError):
+    """A progress bar was asked for where there can't be one; nothing was waited for because of it.
+
+    Attributes:
+        detail: What is in the way, and what to do.
+    """
+
+    detail: str
+
+    def __str__(self) -> str:
+        return self.detail
+
+
+@dataclass(eq=False, kw_only=True)
 class StoreFullError(RaycollectError):
     """The Python Object Store can't take more.
 

@@ -288,6 +288,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         op=op_words(part.request),
         group=roster.spec.name,
         backend=roster.spec.backend,
+        chosen=roster.chosen,
         ranks=part.ranks,
         tensors=len(given),
         dtypes=tuple(dict.fromkeys(info.dtype for info in given)),

@@ -190,6 +190,7 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
     after = sorted({call for one in rows for call in one.after})
     made, scratch = sum(one.made_nbytes for one in rows), sum(one.scratch_nbytes for one in rows)
     found = {
+        "backend": row.chosen and f"{row.backend}: chosen, as {row.chosen}",
         "why": f"{row.algorithm}: {row.why}",
         "after": after and numbered(after),
         "packed": packed and f"{packed} of {tensors} tensors travel in {kernels} kernel{'s' if kernels > 1 else ''}",
@@ -305,5 +306,6 @@ def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> Mark
 
 def _html_rows(rows: Sequence[Row]) -> list[tuple[str, ...] | Markup]:
     """The lines of a bundle, and below them what there is to say of it."""
-    told = "\n".join([*(f"{name}: {what}" for name, what in _details(rows)), *_acts(rows[0])])
-    return [*_cells(rows), across(folded(rows[0].why, told), len(_HEAD))]
+    why, *details = _details(rows)
+    told = "\n".join([*(f"{name}: {what}" for name, what in details), *_acts(rows[0])])
+    return [*_cells(rows), across(folded(" ".join(why), told), len(_HEAD))]

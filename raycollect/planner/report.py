@@ -67,6 +67,7 @@ class Row:
         op: The operation, with its reduce op and root.
         group: The group's name.
         backend: Its backend.
+        chosen: See `Roster.chosen`.
         ranks: The ranks that take part.
         tensors: How many tensors a rank gives.
         dtypes: Their distinct dtypes.
@@ -92,6 +93,7 @@ class Row:
     op: str
     group: str
     backend: str
+    chosen: str
     ranks: tuple[int, ...]
     tensors: int
     dtypes: tuple[str, ...]

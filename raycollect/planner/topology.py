@@ -114,6 +114,7 @@ class Roster:
         hosts: For each host the group of its ranks, by the number of the host; empty where there are none.
         leaders: The group of each host's lowest rank, by the number of the host; None where there is none.
         bitwise: Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise.
+        chosen: Why the group has its backend, where nobody named one and another could have been; or empty.
     """
 
     spec: GroupSpec
@@ -122,6 +123,7 @@ class Roster:
     hosts: tuple[Inner, ...] = ()
     leaders: Inner | None = None
     bitwise: bool = True
+    chosen: str = ""
     _ranks: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -87,9 +87,9 @@ class Arena:
         nbytes = _up(limit)
         self._pid = os.getpid()
         self._fd = memfd.create(NAME, nbytes)
-        self.root = map_file(self._fd, nbytes)
-        self.address = int(self.root.ctypes.data)
-        self.segment = Segment(self._pid, self._fd, secrets.token_bytes(memfd.TOKEN_NBYTES), nbytes)
+        self.root: np.ndarray[Any, np.dtype[np.uint8]] = map_file(self._fd, nbytes)
+        self.address: int = int(self.root.ctypes.data)
+        self.segment: Segment = Segment(self._pid, self._fd, secrets.token_bytes(memfd.TOKEN_NBYTES), nbytes)
         self._spare = spare
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()

@@ -76,6 +76,28 @@ def _take_apart(value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any]
     return Structure(kind, names, tuple(items))
 
 
+def obstacle(value: Any, is_tensor: Callable[[Any], bool]) -> str:
+    """What first keeps a value from being kept, where `Container.of` gives None: ``['layers'][2] is a NoneType``."""
+    return _obstacle(value, is_tensor, "")
+
+
+def _obstacle(value: Any, is_tensor: Callable[[Any], bool], path: str, depth: int = 0) -> str:
+    here = path or "it"
+    if type(value) not in (list, tuple) and not isinstance(value, Mapping):
+        return f"{here} is a {type(value).__qualname__}"
+    if not value:
+        return f"{here} is empty"
+    if depth == DEEPEST:
+        return f"{here} is nested more than {DEEPEST} deep"
+    is_named = isinstance(value, Mapping)
+    for name, child in value.items() if is_named else enumerate(value):
+        if is_named and not _can_travel(name):
+            return f"{here} has the key {name!r}, and keys are strings or integers"
+        if not is_tensor(child) and (found := _obstacle(child, is_tensor, f"{path}[{name!r}]", depth + 1)):
+            return found
+    return ""
+
+
 def _can_travel(name: Any) -> bool:
     """Whether messages can carry the key of a dict."""
     if type(name) is int:

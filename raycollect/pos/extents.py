@@ -18,7 +18,7 @@ class Extents:
     def __init__(self, *ranges: tuple[int, int]) -> None:
         self._los: list[int] = []
         self._his: list[int] = []
-        self.total = 0
+        self.total: int = 0
         for lo, hi in ranges:
             self.add(lo, hi)
 
