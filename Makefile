@@ -6,6 +6,8 @@
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
 #   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
+#   make docs    the documentation as a site, in site/
+#   make wheel   sdist and wheel, tried on each Python that is found
 #   make clean   removes the environments and caches
 
 PYTHON ?= python3
@@ -19,10 +21,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full soak lint bench clean install-%
+.PHONY: help demo test test-full soak lint bench docs wheel clean install-%
 
 help:
-	@sed -n '3,9s/^# *//p' Makefile
+	@sed -n '3,11s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -44,6 +46,13 @@ lint: $(VENV)/.installed-lint
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python -m benchmarks $(ARGS)
+	$(BIN)/python docs/results.py --write
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+wheel:
+	bash tests/wheel.sh $(ARGS)
 
 install-%: $(VENV)/.installed-% ;
 
@@ -59,5 +68,5 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf .venv .venv310 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv310 build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -2,6 +2,9 @@
 
 Device memory is memory of the host. What is enqueued on streams runs later, in an order that depends on the seed
 wherever nothing orders it; ranks of NCCL are threads of this process. What no program may do is a violation.
+
+Threads may stand for other processes (`Fake.as_process`), as far as a device's memory is concerned. The driver's own
+functions are called without cupy; so they are replaced in the room that calls them.
 """
 
 from __future__ import annotations
@@ -10,16 +13,16 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from raycollect.backends import streams
+from raycollect.backends import _ipc_driver, streams
 
 from . import _functions, _nccl, _pointers, _runtime, _state, _streams, _world
 from ._machine import Machine
 from ._queues import Queue
 
-__all__ = ["Fake", "installed"]
+__all__ = ["Fake", "as_process", "installed"]
 
 
 class Fake:
@@ -64,6 +67,24 @@ class Fake:
         """Gives a device so much memory and no more."""
         self._machine.heap.limits[device] = nbytes
 
+    @property
+    def opened(self) -> int:
+        """How many allocations of other processes are open."""
+        return sum(one.count for one in self._machine.heap.opened.values())
+
+    def as_process(self, number: int) -> AbstractContextManager[None]:
+        """Lets the calling thread stand for a process; without that it stands for process 0."""
+        return as_process(number)
+
+    @contextmanager
+    def without_handles(self) -> Iterator[None]:
+        """Lets what any thread allocates meanwhile be of a kind that can't be shown to other processes."""
+        self._machine.heap.unshown = True
+        try:
+            yield
+        finally:
+            self._machine.heap.unshown = False
+
     def hold(self, stream: Any) -> None:
         """Stops a stream (cupy's, or a pointer), until it is released."""
         self._queue(stream).held = True
@@ -86,9 +107,29 @@ class Fake:
         """Lets a communicator's next operation fail: the call itself, or when it runs, by an async error; it hangs."""
         comm._there().failing = (status, at_call)
 
+    def spoil_captures(self, count: int, device: int = 0) -> None:
+        """Lets the next captures on a device come to nothing, when they end."""
+        self._machine.spoils[device] = count
+
+    @property
+    def graphs(self) -> int:
+        """How many graphs there are."""
+        return len(self._machine.graphs)
+
     def _queue(self, stream: Any) -> Queue:
         device = getattr(stream, "device_id", -1)
         return self._machine.queue(int(getattr(stream, "ptr", stream)), None if device == -1 else device)
+
+
+@contextmanager
+def as_process(number: int) -> Iterator[None]:
+    """Lets the calling thread stand for a process of the fake that is installed."""
+    thread = _state.current().thread
+    before, thread.process = thread.process, number
+    try:
+        yield
+    finally:
+        thread.process = before
 
 
 @contextmanager
@@ -108,6 +149,9 @@ def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> 
     modules = _modules()
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
+    driver = {name: getattr(_ipc_driver, name) for name in ("allocation", "process")}
+    _ipc_driver.allocation = machine.heap.allocation
+    _ipc_driver.process = lambda: machine.thread.process.to_bytes(_ipc_driver.PROCESS_NBYTES, "little")
     _state.install(machine)
     _world.install(_world.World(machine, nccl_version, seed))
     sys.modules.update(modules)
@@ -118,6 +162,7 @@ def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> 
         try:
             machine.close()
         finally:
+            _ipc_driver.__dict__.update(driver)
             _state.remove()
             _world.install(None)
             for name, module in before.items():

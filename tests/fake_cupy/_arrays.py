@@ -173,7 +173,8 @@ class ndarray:
 
     def _derive(self, seen: Host) -> ndarray:
         """An array over what numpy made of `_host`."""
-        offset = seen.__array_interface__["data"][0] - self.data.mem.ptr if seen.size else 0
+        base = self.data.mem.bytes().ctypes.data if seen.size else 0  # not its pointer, where another process has it
+        offset = seen.__array_interface__["data"][0] - base if seen.size else 0
         made = ndarray(seen.shape, seen.dtype, MemoryPointer(self.data.mem, offset), seen.strides)
         made.base = self if self.base is None else self.base
         return made

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from ._errors import CUDARuntimeError, Status
 from ._memory import Heap, Span
-from ._queues import Item, Mark, Queue, Work, merge
+from ._queues import Capture, Item, Mark, Queue, Work, merge
 
 TICK_S = 0.001
 """How long nothing has to happen until the background thread runs what nobody waits for."""
@@ -29,10 +30,11 @@ _handles = itertools.count(0x5000_0000, 0x40)
 
 
 class Thread(threading.local):
-    """What each host thread has chosen: its device, and on each device a stream."""
+    """What each host thread has chosen: its device, on each device a stream; and the process that it stands for."""
 
     def __init__(self) -> None:
         self.device = 0
+        self.process = 0
         self.streams: dict[int, Any] = {}
         self.stack: list[tuple[int, Any]] = []
 
@@ -45,6 +47,8 @@ class Machine:
         counts: What was called how often, by the runtime's names.
         violations: What no program may do, and this one did.
         thread: What the calling thread has chosen.
+        graphs: Those that there are.
+        spoils: By device, how many captures are yet to be spoilt.
     """
 
     def __init__(self, devices: int, seed: int) -> None:
@@ -63,6 +67,8 @@ class Machine:
         self._random = random.Random(seed)
         for queue in self.null:
             queue.priority = self._random.random()
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.spoils: Counter[int] = Counter()
         self._graveyard: deque[Callable[[], None]] = deque()
         self._steps = 0
         self._open = True
@@ -158,6 +164,8 @@ class Machine:
             self.check_open()
             self.bury()
             if queue.capture is not None:
+                if queue.capture.spoilt:
+                    raise CUDARuntimeError(Status.CAPTURE_INVALIDATED)
                 queue.capture.add(queue, work)
                 return
             self._check_implicit(queue)
@@ -175,8 +183,23 @@ class Machine:
             self._idle.notify()
 
     def _check_implicit(self, queue: Queue) -> None:
-        if queue.handle == 0 and any(other.capture is not None and queue.fences(other) for other in self.queues):
-            raise CUDARuntimeError(Status.CAPTURE_IMPLICIT)
+        fenced = [other.capture for other in self.queues if other.capture is not None and queue.fences(other)]
+        if queue.handle == 0 and fenced:
+            self.spoil(fenced[0], Status.CAPTURE_IMPLICIT)
+
+    # ------------------------------------------------------------------------------------------ capturing
+
+    def spoil(self, capture: Capture, status: Status) -> NoReturn:
+        """Refuses what a capture forbids, which ends it for all that is useful."""
+        capture.spoilt = True
+        raise CUDARuntimeError(status)
+
+    def check_unsafe(self) -> None:
+        """Refuses a call that some thread's capture forbids to this one, such as an allocation."""
+        with self.lock:
+            for capture in {id(one.capture): one.capture for one in self.queues if one.capture is not None}.values():
+                if capture.forbids():
+                    self.spoil(capture, Status.CAPTURE_UNSUPPORTED)
 
     # -------------------------------------------------------------------------------------------- running
 

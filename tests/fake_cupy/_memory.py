@@ -3,6 +3,9 @@
 As in cupy's pool, freed memory is for whoever comes next on the stream that it was allocated on. Work on another
 stream must have come before that: else it is a violation, at once and in each order of things. The bytes are poisoned
 when the streams have come there.
+
+Threads may stand for processes. Memory of another process is reached where its handle was opened, at another address
+than its own, and nowhere else; a process can't open its own handles.
 """
 
 from __future__ import annotations
@@ -50,9 +53,11 @@ class Block:
         uses: By stream, the number of the last item there that touches it.
         freed: Its last owner is gone.
         dead: It is poisoned.
+        process: Whose it is.
+        has_handle: Whether it can be shown to other processes.
     """
 
-    def __init__(self, nbytes: int, device: int, home: Queue) -> None:
+    def __init__(self, nbytes: int, device: int, home: Queue, process: int, *, has_handle: bool) -> None:
         raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
         skipped = -raw.ctypes.data % _ALIGNMENT
         self.bytes: Bytes = raw[skipped : skipped + nbytes]
@@ -64,9 +69,29 @@ class Block:
         self.uses: dict[Queue, int] = {}
         self.freed = False
         self.dead = False
+        self.process = process
+        self.has_handle = has_handle
 
     def __repr__(self) -> str:
         return f"{self.nbytes} bytes at {self.start:#x} of device {self.device}"
+
+
+class Opened:
+    """An allocation of another process, where this one has it.
+
+    Attributes:
+        block: What it is.
+        process: Who has opened it.
+        start: Where; nothing else is ever there.
+        count: How often it was opened, and not closed.
+    """
+
+    def __init__(self, block: Block, process: int) -> None:
+        self.block = block
+        self.process = process
+        self._reserved = np.empty(block.nbytes + _ALIGNMENT, np.uint8)
+        self.start = -(-self._reserved.ctypes.data // _ALIGNMENT) * _ALIGNMENT
+        self.count = 0
 
 
 class Heap:
@@ -75,6 +100,8 @@ class Heap:
     Attributes:
         limits: By device, how many bytes there are.
         allocated: By device, how many bytes are in use.
+        opened: Where processes have opened allocations of others, closed ones too, by their addresses.
+        unshown: Whether what is allocated from now on has no handle, as memory of CUDA's own pools.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -85,7 +112,9 @@ class Heap:
         self._quarantined = 0
         self.limits: dict[int, int] = {}
         self.allocated: dict[int, int] = dict.fromkeys(range(machine.devices), 0)
-        self.opened: dict[int, int] = {}
+        self.opened: dict[int, Opened] = {}
+        self._opened_starts: list[int] = []
+        self.unshown = False
 
     def allocate(self, nbytes: int) -> Block:
         """Allocates on the calling thread's device and stream.
@@ -100,7 +129,7 @@ class Heap:
             if limit is not None and self.allocated[device] + nbytes > limit:
                 raise OutOfMemoryError(nbytes, self.allocated[device], limit)
             self._machine.contexts.add(device)
-            block = Block(nbytes, device, home)
+            block = Block(nbytes, device, home, self._machine.thread.process, has_handle=not self.unshown)
             self.allocated[device] += nbytes
             self._blocks[block.start] = block
             bisect.insort(self._starts, block.start)
@@ -137,10 +166,20 @@ class Heap:
 
     def find(self, ptr: int) -> Block | None:
         """Finds the allocation that an address is in; None: it is not the fake's."""
+        opened = self.find_opened(ptr)
+        if opened is not None:
+            return opened.block
         with self._machine.lock:
             at = bisect.bisect_right(self._starts, ptr) - 1
             block = self._blocks[self._starts[at]] if at >= 0 else None
         return block if block is not None and ptr < block.start + max(1, block.nbytes) else None
+
+    def find_opened(self, ptr: int) -> Opened | None:
+        """Finds what was opened at an address."""
+        with self._machine.lock:
+            at = bisect.bisect_right(self._opened_starts, ptr) - 1
+            found = self.opened[self._opened_starts[at]] if at >= 0 else None
+        return found if found is not None and ptr < found.start + max(1, found.block.nbytes) else None
 
     def blocks(self, what: str, spans: Iterable[Span]) -> list[Block]:
         """Finds the allocations that work touches; notes what it must not."""
@@ -149,8 +188,14 @@ class Heap:
             block = self.find(ptr) if nbytes else None
             if block is None:
                 continue
-            if ptr + nbytes > block.start + block.nbytes:
-                self._machine.violate(f"{what} goes {ptr + nbytes - block.start - block.nbytes} bytes beyond {block}")
+            opened = self.find_opened(ptr)
+            start, process = (block.start, block.process) if opened is None else (opened.start, opened.process)
+            if ptr + nbytes > start + block.nbytes:
+                self._machine.violate(f"{what} goes {ptr + nbytes - start - block.nbytes} bytes beyond {block}")
+            elif process != self._machine.thread.process:
+                self._machine.violate(f"{what} is given {block}, at an address of process {process}")
+            elif opened is not None and not opened.count:
+                self._machine.violate(f"{what} is given {block}, which was closed")
             elif block.freed:
                 self._machine.violate(f"{what} is given {block}, which was freed")
             found.append(block)
@@ -160,31 +205,51 @@ class Heap:
         """Gives the bytes at an address; those of others have to be there as long as they are looked at."""
         if not nbytes:
             return np.empty(0, np.uint8)
-        block = self.find(ptr)
-        if block is not None and ptr + nbytes <= block.start + block.nbytes:
-            return block.bytes[ptr - block.start : ptr - block.start + nbytes]
+        block, opened = self.find(ptr), self.find_opened(ptr)
+        if block is not None:
+            at = ptr - (block.start if opened is None else opened.start)
+            if at + nbytes <= block.nbytes:
+                return block.bytes[at : at + nbytes]
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(ptr))
 
     # ---------------------------------------------------------------------------------- between processes
 
+    def allocation(self, ptr: int) -> tuple[int, int] | None:
+        """Tells where the allocation that a pointer is in begins, and its length, as the driver does."""
+        block, opened = self.find(ptr), self.find_opened(ptr)
+        if block is None or block.freed:
+            return None
+        return (block.start if opened is None else opened.start), block.nbytes
+
     def handle(self, ptr: int) -> bytes:
         """Makes a handle of the allocation that a pointer is in: of all of it, as the runtime does."""
         block = self.find(ptr)
-        if block is None or block.freed:
+        if block is None or block.freed or not block.has_handle or block.process != self._machine.thread.process:
             raise CUDARuntimeError(Status.INVALID_VALUE)
         return b"fake-ipc" + block.start.to_bytes(8, "little") + id(block).to_bytes(8, "little") + bytes(40)
 
     def open(self, handle: bytes) -> int:
-        """Gives the start of the allocation that a handle was made of."""
+        """Gives where this process has the allocation that a handle was made of; the same for each time."""
         start = int.from_bytes(handle[8:16], "little")
         block = self._blocks.get(start)
         known = len(handle) == 64 and handle[:8] == b"fake-ipc" and block is not None
         if not known or block is None or block.freed or id(block) != int.from_bytes(handle[16:24], "little"):
             raise CUDARuntimeError(Status.INVALID_VALUE)
-        self.opened[start] = self.opened.get(start, 0) + 1
-        return start
+        process = self._machine.thread.process
+        if block.process == process:
+            raise CUDARuntimeError(Status.INVALID_CONTEXT)
+        with self._machine.lock:
+            here = [one for one in self.opened.values() if one.block is block and one.process == process and one.count]
+            found = here[0] if here else Opened(block, process)
+            if not here:
+                self.opened[found.start] = found
+                bisect.insort(self._opened_starts, found.start)
+            found.count += 1
+        return found.start
 
     def close(self, ptr: int) -> None:
-        if not self.opened.get(ptr):
+        """Closes what was opened there."""
+        found = self.opened.get(ptr)
+        if found is None or not found.count or found.process != self._machine.thread.process:
             raise CUDARuntimeError(Status.INVALID_VALUE)
-        self.opened[ptr] -= 1
+        found.count -= 1

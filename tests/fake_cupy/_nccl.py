@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -26,6 +27,9 @@ _ID_LENGTH = 128
 _FLOAT8_FROM = 22400
 
 _CUDA_ERROR, _INVALID_ARGUMENT = 1, 4
+
+_GRAPH_WAITS = 500
+"""How many milliseconds the end of a communicator waits for graphs, before that is told."""
 
 _DTYPES: dict[int, tuple[Any, int]] = {
     **{code: (dtype, 0) for code, dtype in enumerate((np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64))},
@@ -184,6 +188,7 @@ class NcclCommunicator:
             seat.clique.machine.counts["nccl.destroy"] += 1
             seat.clique.machine.wait(lambda: not seat.open)
             seat.ended = True
+            _await_graphs(seat.clique.machine, seat)
 
     def abort(self) -> None:
         """Ends it, and what it has enqueued: its streams go on. The other ranks wait on."""
@@ -194,6 +199,7 @@ class NcclCommunicator:
                 machine.counts["nccl.abort"] += 1
                 seat.ended = True
                 seat.clique.withdraw(machine, seat)
+            _await_graphs(machine, seat)
 
     # ------------------------------------------------------------------------------------------ operations
 
@@ -298,6 +304,16 @@ class NcclCommunicator:
         if not ptr or any(block.device != self._there().device for block in blocks):
             self._refuse(_INVALID_ARGUMENT)
         return machine.heap.view(ptr, nbytes).view(dtype), blocks
+
+
+def _await_graphs(machine: Machine, seat: Seat) -> None:
+    """Waits for the end of the graphs with a rank's kernels, as the real one does; it would do so for ever."""
+    pause = threading.Event()
+    for _ in range(_GRAPH_WAITS):
+        if not any(seat in graph.seats for graph in list(machine.graphs)):
+            return
+        pause.wait(0.001)
+    machine.violate(f"NCCL: rank {seat.rank} ends its communicator while there are graphs with its kernels")
 
 
 def _itemsize(datatype: int) -> int:

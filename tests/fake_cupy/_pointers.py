@@ -20,6 +20,7 @@ class Memory:
     def __init__(self, size: int) -> None:
         machine = current()
         machine.counts["alloc"] += 1
+        machine.check_unsafe()
         self.size = size
         self.device_id = machine.current_device()
         if size:

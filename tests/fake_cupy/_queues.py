@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,10 @@ class Work:
     Attributes:
         name: What it is, for violations.
         blocks: The allocations that it touches.
+        is_recorded: Whether it is in a graph, which alone runs it.
     """
+
+    is_recorded = False
 
     def __init__(
         self, name: str, run: Callable[[], None] | None, blocks: Sequence[Block] = (), keep: Any = None
@@ -128,15 +132,33 @@ class CaptureMark:
     clock: dict[Queue, int]
 
 
+GLOBAL, THREAD_LOCAL, RELAXED = range(3)
+"""What threads may not call during a capture that began so: any thread, the one that began it, none."""
+
+
 @dataclass(slots=True)
 class Capture:
-    """What is being recorded from one stream, and those that joined it by its events."""
+    """What is being recorded from one stream, and those that joined it by its events.
+
+    Attributes:
+        mode: Who may not make calls that are unsafe in a capture.
+        thread: Who began it.
+        spoilt: Something was tried that a capture forbids; all that can be done with it is to end it.
+    """
 
     origin: Queue
+    mode: int = RELAXED
+    thread: int = field(default_factory=threading.get_ident)
+    spoilt: bool = False
     works: list[Work] = field(default_factory=list)
     clocks: dict[Queue, dict[Queue, int]] = field(default_factory=dict)
 
+    def forbids(self) -> bool:
+        """Whether the calling thread may make no unsafe call."""
+        return self.mode == GLOBAL or (self.mode == THREAD_LOCAL and self.thread == threading.get_ident())
+
     def add(self, queue: Queue, work: Work) -> None:
+        work.is_recorded = True
         self.works.append(work)
         clock = self.clocks[queue]
         clock[queue] = clock.get(queue, 0) + 1

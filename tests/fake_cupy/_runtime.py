@@ -15,6 +15,7 @@ memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, 
 streamDefault, streamNonBlocking = 0, 1
 streamLegacy, streamPerThread = 1, 2
 eventDisableTiming = 2
+streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ def _event(machine: Machine, ptr: int) -> EventState:
 
 def _uncaptured(queue: Queue) -> None:
     if queue.capture is not None:
-        raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
+        current().spoil(queue.capture, Status.CAPTURE_UNSUPPORTED)
 
 
 # ------------------------------------------------------------------------------------------------- devices
@@ -62,6 +63,7 @@ def setDevice(device: int) -> None:
 @counted
 def deviceSynchronize() -> None:
     machine = current()
+    machine.check_unsafe()
     device = machine.current_device()
     with machine.lock:
         queues = [queue for queue in machine.queues if queue.device == device]
@@ -124,6 +126,7 @@ def streamSynchronize(ptr: int) -> None:
     machine = current()
     queue = machine.queue(ptr)
     _uncaptured(queue)
+    machine.check_unsafe()
     machine.wait(_all_of(machine, queue))
 
 
@@ -132,6 +135,7 @@ def streamQuery(ptr: int) -> int:
     machine = current()
     queue = machine.queue(ptr)
     _uncaptured(queue)
+    machine.check_unsafe()
     return 0 if machine.poll(_all_of(machine, queue)) else int(Status.NOT_READY)
 
 
@@ -150,16 +154,16 @@ def streamWaitEvent(ptr: int, event: int, flags: int = 0) -> None:
         queue, mark = machine.queue(ptr), _event(machine, event).mark
         if isinstance(mark, CaptureMark):
             if queue.capture is None and queue.handle == 0:
-                raise CUDARuntimeError(Status.CAPTURE_IMPLICIT)
+                machine.spoil(mark.capture, Status.CAPTURE_IMPLICIT)
             mark.capture.join(queue, mark)
         elif mark is not None and queue.capture is not None:
-            raise CUDARuntimeError(Status.CAPTURE_ISOLATION)
+            machine.spoil(queue.capture, Status.CAPTURE_ISOLATION)
         elif mark is not None:
             machine.enqueue(queue, machine.work("a wait", None), [mark])
 
 
 @counted
-def streamBeginCapture(ptr: int, mode: int = 2) -> None:
+def streamBeginCapture(ptr: int, mode: int = streamCaptureModeRelaxed) -> None:
     machine = current()
     with machine.lock:
         queue = machine.queue(ptr)
@@ -167,7 +171,7 @@ def streamBeginCapture(ptr: int, mode: int = 2) -> None:
             raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
         if queue.capture is not None:
             raise CUDARuntimeError(Status.ILLEGAL_STATE)
-        queue.capture = Capture(queue)
+        queue.capture = Capture(queue, mode)
         queue.capture.clocks[queue] = {}
 
 
@@ -180,7 +184,13 @@ def end_capture(ptr: int) -> Capture:
             raise CUDARuntimeError(Status.ILLEGAL_STATE)
         if capture.origin is not queue:
             raise CUDARuntimeError(Status.CAPTURE_UNMATCHED)
-        if not capture.end():
+        is_joined = capture.end()
+        if machine.spoils[queue.device] > 0:
+            machine.spoils[queue.device] -= 1
+            capture.spoilt = True
+        if capture.spoilt:
+            raise CUDARuntimeError(Status.CAPTURE_INVALIDATED)
+        if not is_joined:
             raise CUDARuntimeError(Status.CAPTURE_UNJOINED)
         return capture
 
@@ -231,6 +241,7 @@ def eventRecord(ptr: int, stream: int) -> None:
 
 @counted
 def eventQuery(ptr: int) -> int:
+    current().check_unsafe()
     mark = _recorded(ptr)
     return 0 if mark is None or current().poll(lambda: mark.passed) else int(Status.NOT_READY)
 
@@ -245,7 +256,7 @@ def eventSynchronize(ptr: int) -> None:
 def _recorded(ptr: int) -> Mark | None:
     mark = _event(current(), ptr).mark
     if isinstance(mark, CaptureMark):
-        raise CUDARuntimeError(Status.CAPTURED_EVENT)
+        current().spoil(mark.capture, Status.CAPTURED_EVENT)
     return mark
 
 

@@ -137,7 +137,7 @@ class _BaseStream:
     def begin_capture(self, mode: int | None = None) -> None:
         if self.ptr in (0, 1):
             raise RuntimeError("cannot capture on the default (legacy) stream")
-        _runtime.streamBeginCapture(self.ptr)
+        _runtime.streamBeginCapture(self.ptr, _runtime.streamCaptureModeRelaxed if mode is None else mode)
 
     def end_capture(self) -> Graph:
         return Graph(_runtime.end_capture(self.ptr))
@@ -193,12 +193,20 @@ class Graph:
 
     def __init__(self, capture: Capture) -> None:
         self._works = capture.works
+        current().graphs.add(self)
+
+    @property
+    def seats(self) -> set[Any]:
+        """The ranks of NCCL whose kernels are in it."""
+        return {call.seat for work in self._works for call in getattr(work, "calls", ())}
 
     def launch(self, stream: Any = None) -> None:
         machine = current()
         queue = machine.queue((get_current_stream() if stream is None else stream).ptr)
         with machine.lock:
             machine.counts["graphLaunch"] += 1
+            for block in [block for work in self._works for block in work.blocks if block.freed]:
+                machine.violate(f"a graph is launched that refers to {block}, which was freed")
             for work in self._works:
                 machine.enqueue(queue, work)
 

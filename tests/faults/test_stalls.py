@@ -290,7 +290,40 @@ def test_a_call_of_a_member_that_lasts_is_warned_of(actors, gate, held):
     for texts in ray.get(waiting):
         (text,) = texts
         assert "still under way after 0.3 s; these have not come to it:" in text
-        (line,) = text.splitlines()[1:]
-        assert line.startswith(f"  - rank 1 ({late}) is in ")
+        line, *stack = text.splitlines()[1:]
+        assert line.startswith(f"  - rank 1 ({late}) has not begun it, and is in ")
         assert "call (" in line
+        assert any("test_stalls.py" in one and one.endswith("inner(gate, begun)") for one in stack)
     assert ray.get(last) == []
+
+
+def late(self):
+    """Sums up where somebody does not come; gives the error."""
+    before, vigil.LATE_ANSWER_S = vigil.LATE_ANSWER_S, 20  # what is told is looked at, not how fast
+    try:
+        col.allreduce(self.buffer, timeout_s=0.3)
+    except errors.CollectiveTimeoutError as exc:
+        return exc
+    finally:
+        vigil.LATE_ANSWER_S = before
+
+
+def test_the_error_of_a_members_call_says_what_the_late_rank_is_doing(actors, gate, held):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    name = group.status(0).members[1].actor
+    error = ray.get(workers[0].call.remote(late))
+    (report,) = error.reports
+    assert (report.rank, report.actor, report.answers, report.has_begun) == (1, name, True, False)
+    assert (report.doing, report.stack) == ("", ()), "it is in no method, and its threads wait"
+    assert f"rank 1 ({name}) has not begun it, and is in no method; awaited for " in str(error)
+    blocked = held(workers[1])
+    error = ray.get(workers[0].call.remote(late))
+    assert error.missing == (1,)
+    (report,) = error.reports
+    assert_told(report, name)
+    assert 0.3 <= report.awaited_s < 30
+    assert str(report) in str(error)
+    ray.get(gate[0].open.remote())
+    ray.get(blocked)
+    ray.get([worker.call.remote(summed, 60) for worker in workers])

@@ -17,8 +17,9 @@ from raycollect import staging
 from raycollect.backends import arrays, nccl
 from raycollect.backends.arrays import DeviceArray
 from raycollect.contracts import Communicator
-from raycollect.model import OpKind, ReduceOp
-from raycollect.staging import memory_of
+from raycollect.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.planner import Domain
+from raycollect.staging import StandIns, memory_of
 from tests.fake_cupy import Fake, installed
 
 from .communicators import MemoryExchange, ThreadTeam
@@ -58,7 +59,7 @@ class Mixed:
 
     Args:
         fake: The fake of cupy.
-        backend: ``"local"``, ``"shm"`` or ``"nccl"``, with rank r on GPU r.
+        backend: ``"local"``, ``"nccl"`` with rank r on GPU r, or another one, whose ranks are threads.
     """
 
     def __init__(self, fake: Fake, backend: str) -> None:
@@ -66,13 +67,13 @@ class Mixed:
         self.fleet = Fleet(WORLD)
         self.fleet.spec = replace(self.fleet.spec, backend=backend, memory=memory_of(backend))
         self._team: ThreadTeam | None = None
-        if backend == "shm":
-            self._team = ThreadTeam(backend, WORLD)
-            self.fleet.communicators = list(self._team.communicators)
-        elif backend == "nccl":
+        if backend == "nccl":
             team = self._team = ThreadTeam("local", WORLD)
             with ThreadPoolExecutor(WORLD) as threads:
                 self.fleet.communicators = list(threads.map(lambda rank: self._nccl(team, rank), range(WORLD)))
+        elif backend != "local":
+            self._team = ThreadTeam(backend, WORLD)
+            self.fleet.communicators = list(self._team.communicators)
 
     def _nccl(self, team: ThreadTeam, rank: int) -> Communicator:
         with self.cupy.cuda.Device(rank):
@@ -170,8 +171,50 @@ def devices_of(seed: int, home: Sequence[Device]) -> list[Device]:
 
 
 BACKENDS = ("local", "shm", "nccl")
-HOMES: dict[str, list[Device]] = {"local": [None] * WORLD, "shm": [None] * WORLD, "nccl": list(range(WORLD))}
+SOCKETS = ("tcp", "torch:gloo")
+"""Those whose ranks can be threads of one process."""
+HOMES: dict[str, list[Device]] = {
+    **dict.fromkeys((*BACKENDS, *SOCKETS), [None] * WORLD),
+    "nccl": list(range(WORLD)),
+}
 
 
 seeds = pytest.mark.parametrize("fake", range(3), indirect=True)
 """Runs a test with several seeds of the fake."""
+
+
+def body_staged(communicator: Communicator, launches: Sequence[Launch], on_gpu: int) -> list[list[float]]:
+    """Each operation once, by kernels on stand-ins where this rank's tensors are on a GPU; what it then holds.
+
+    For ranks that are processes, each with a fake of its own.
+    """
+    rank, ranks = communicator.rank, tuple(range(communicator.world_size))
+    domain = Domain(group_id="g", rank=rank, ranks=ranks, memory="cpu")
+    found = []
+    with installed(1) as fake:
+
+        def made(size: int, value: float) -> Any:
+            array = np.full(size, value)
+            return arrays.memory(fake.cupy.asarray(array) if rank == on_gpu else array)
+
+        kernels = {
+            "allreduce": (one := made(6, rank + 1.0), one, {"op": ReduceOp.SUM}),
+            "broadcast": (made(3, 7.0) if rank == 1 else None, made(3, 0.0), {"peer": 1}),
+            "allgather": (made(2, rank + 1.0), tuple(made(2, 0.0) for _ in ranks), {"most": 2}),
+        }
+        for launch, (kind, (src, dst, others)) in zip(launches, kernels.items(), strict=True):
+            stand_ins = StandIns({domain: "cpu"})
+            sides = stand_ins.side(src, domain), stand_ins.side(dst, domain)
+            carriage = stand_ins.carriage([sides])
+            assert (carriage is not None) == (rank == on_gpu)
+            communicator.agree(launch, b"")
+            if carriage is not None:
+                carriage.load(lambda: None)
+            kernel = Kernel(kind=OpKind(kind), src=sides[0], dst=sides[1], **others)
+            communicator.launch(launch, kernel).wait(launch.timeout_s)
+            if carriage is not None:
+                carriage.unload(lambda: None)
+            communicator.end(launch, True)
+            for one in dst if type(dst) is tuple else (dst,):
+                found.append(np.ravel(one.tensor.get() if rank == on_gpu else one).tolist())
+    return found

@@ -16,6 +16,7 @@ from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from .communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker
 from .conformance import check_allreduce
+from .mixed import body_staged
 from .test_backends import body_arrive
 
 pytestmark = pytest.mark.skipif(not backends.is_available("gloo"), reason="no gloo library is installed")
@@ -169,3 +170,16 @@ def test_it_takes_no_options() -> None:
     spec = GroupSpec(name="default", group_id="g", backend="gloo", world_size=1, options=(("checksum", True),))
     with pytest.raises(InvalidGroupError, match="no options, and got checksum"):
         gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+
+
+# ------------------------------------------------------------------------------- tensors of GPUs
+
+
+def test_one_rank_may_have_its_tensors_on_a_gpu(workers: list[Worker]) -> None:
+    team = ProcessTeam("gloo", 2, workers)
+    try:
+        for on_gpu in range(2):
+            found = team.must(body_staged, [team.launch() for _ in range(3)], on_gpu)
+            assert found == [[[3.0] * 6, [7.0] * 3, [1.0] * 2, [2.0] * 2]] * 2
+    finally:
+        team.close()

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import gpu, gpu_ranks
+from benchmarks import gpu, gpu_ipc, gpu_ranks
 from benchmarks.gpu import Line, Part, Run
 from raycollect.model import OpKind, ReduceOp
 from tests.gpu import devices
@@ -54,13 +54,14 @@ def test_the_whole_script_on_the_fake(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = json.loads(file.read_text())["lines"]
     assert {(line["part"], line["ranks"]) for line in lines} == {
-        (part, ranks) for part in ("checks", "bandwidth", "overhead") for ranks in (1, 2)
+        *((part, ranks) for part in ("checks", "bandwidth", "overhead", "graphs") for ranks in (1, 2)),
+        (gpu_ipc.PART, 2),
     }
     assert all(line["ok"] for line in lines)
     checked = {line["case"] for line in lines if line["part"] == "checks" and line["ranks"] == 2}
     assert checked == {f"{kind.value} of {dtype}" for kind in gpu.KINDS for dtype in gpu.FAKED_DTYPES}
-    timed = [line for line in lines if line["part"] == "bandwidth"]
-    assert {line["case"] for line in timed} == set(gpu_ranks.OPS)
+    timed = [line for line in lines if line["part"] in ("bandwidth", gpu_ipc.PART)]
+    assert {line["case"] for line in timed} == set(gpu_ranks.OPS) == set(gpu_ipc.OPS)
     assert all(min(line["times_us"].values()) > 0 for line in timed)
     assert "of NCCL" in ended.stdout.rpartition("right")[2], "the table comes last"
 
@@ -181,3 +182,14 @@ def test_the_goal_counts_from_a_megabyte_on() -> None:
     shown = gpu.table({"gpu": "one"}, [line(1 << 10, 900.0), line(1 << 20, 104.0), line(1 << 26, 120.0)])
     assert "reached in 1 of 2" in shown
     assert "96%" in shown
+
+
+def test_ranks_that_share_a_gpu_have_a_goal_of_their_own() -> None:
+    def line(case: str, nbytes: int, ours: float) -> Line:
+        times = {gpu_ranks.OURS: ours, gpu_ranks.COPY: 70.0}
+        return Line(part=gpu_ipc.PART, ranks=2, case=case, nbytes=nbytes, times_us=times)
+
+    lines = [line("allreduce", 1 << 10, 900.0), line("allreduce", 1 << 20, 99.0), line("allreduce", 1 << 26, 101.0)]
+    shown = gpu.table({"gpu": "one"}, [*lines, line("broadcast", 1 << 26, 70.0)])
+    assert "reached in 1 of 2" in shown
+    assert "71%" in shown

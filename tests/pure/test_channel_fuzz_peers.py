@@ -361,7 +361,10 @@ def end(peer: Peer, why: str) -> None:
     peer.closed(typing.cast(Any, peer.link), ConnectionLostError(detail=why))
 
 
-TO_CONTROLLER = ("Arrive", "Done", "Waiting", "Joined", "Store", "Meet", "Stuck", "Drop", "Ran", "Ready", "Surveyed")
+TO_CONTROLLER = (
+    *("Arrive", "Done", "Waiting", "Joined", "Store", "Meet", "Stuck", "Drop", "Ran", "Ready"),
+    *("Surveyed", "Ticked", "Collected", "Measured"),
+)
 
 
 @pytest.mark.parametrize("seed", range(60))

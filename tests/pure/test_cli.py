@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import raycollect
-from raycollect import doctor, posted
+from raycollect import cli_bench, doctor, posted
 from raycollect.cli import main
 from raycollect.errors import GroupBrokenError
 from raycollect.rank_table import RankTable
@@ -300,6 +302,178 @@ def test_what_was_measured_is_printed_as_json(measured: list[str], tmp_path: Pat
     ]
 
 
+# ---------------------------------------------------------------------------------------------- bench OPERATION
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A median of 1 ms for all ways and sizes, without Ray; lists the address of the cluster, and what is asked for."""
+    from raycollect import bench, demo
+
+    asked: list[Any] = []
+
+    def measure(settings: bench.Settings, done: Callable[[], object]) -> bench.Result:
+        asked.append(settings)
+        rows = [
+            bench.Row(
+                way=way,
+                nbytes=nbytes,
+                median_s=1e-3,
+                p90_s=2e-3,
+                algorithm_bandwidth=nbytes * 1e3,
+                bus_bandwidth=nbytes * 1.5e3,
+                wrong=0,
+            )
+            for way in settings.ways
+            for nbytes in settings.sizes
+        ]
+        return bench.Result(
+            operation=settings.operation,
+            ranks=settings.ranks,
+            backend="shm",
+            dtype="float32",
+            runs=settings.runs,
+            rows=tuple(rows),
+        )
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(demo, "start_ray", asked.append)
+    return asked
+
+
+def test_what_the_command_offers_is_what_there_is() -> None:
+    from raycollect import bench
+
+    assert (tuple(bench.OPERATIONS), tuple(bench.WAYS)) == (cli_bench.OPERATIONS, cli_bench.WAYS)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4:64M", tuple(4 ** (at + 1) for at in range(13))),
+        ("4:63", (4, 16)),
+        ("1K:1k", (1024,)),
+        ("4, 1K,1M,4", (4, 1 << 10, 1 << 20)),
+        ("1G", (1 << 30,)),
+    ],
+)
+def test_sizes_are_a_range_or_a_list(text: str, sizes: tuple[int, ...]) -> None:
+    assert cli_bench.sizes_of(text) == sizes
+
+
+def test_an_allreduce_is_timed_by_default(timed: list[Any]) -> None:
+    from raycollect import bench
+
+    result = _run("bench")
+    assert (result.exit_code, result.stderr) == (0, "")
+    address, settings = timed
+    assert address is None
+    assert settings == bench.Settings(
+        operation="allreduce",
+        ranks=2,
+        sizes=tuple(4 ** (at + 1) for at in range(13)),
+        backend="auto",
+        runs=20,
+        ways=("captured", "refs", "members"),
+    )
+    lines = result.stdout.splitlines()
+    assert lines[0] == "allreduce of float32 between 2 actors over shm, 20 runs each"
+    assert [line for line in lines if line in settings.ways] == ["captured", "refs", "members"]
+    assert lines[-1].split() == ["64", "MiB", "1", "ms", "2", "ms", "67.109", "100.663", "0"]
+
+
+def test_what_is_timed_can_be_said(timed: list[Any]) -> None:
+    options = ["--ranks", "3", "--sizes", "1K,1M", "--backend", "tcp", "--runs", "7", "--ways", "members,refs"]
+    result = _run("bench", "allgather", *options, "--address", "10.0.0.1:6379", "--json")
+    assert result.exit_code == 0
+    address, settings = timed
+    assert (address, settings.operation, settings.ranks, settings.backend) == ("10.0.0.1:6379", "allgather", 3, "tcp")
+    assert settings.wholes == (255, 262_143), "three equal pieces"
+    told = json.loads(result.stdout)
+    assert (told["operation"], told["backend"], told["runs"]) == ("allgather", "shm", 7)
+    assert [(row["way"], row["nbytes"]) for row in told["rows"]] == [
+        ("members", 1 << 10),
+        ("members", 1 << 20),
+        ("refs", 1 << 10),
+        ("refs", 1 << 20),
+    ]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("t.png", b"\x89PNG"), ("t.svg", b"<?xml")], ids=["png", "svg"])
+def test_times_are_drawn(timed: list[Any], tmp_path: Path, name: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    result = _run("bench", "send", "--sizes", "4:1K", "--plot", str(tmp_path / name))
+    assert (result.exit_code, result.stderr) == (0, f"written to {tmp_path / name}\n")
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(begins)
+    assert len(drawn) > 5000
+
+
+def test_a_picture_that_can_not_be_drawn_is_told_before_anything_is_measured(
+    timed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    result = _run("bench", "--plot", "t.png")
+    assert (result.exit_code, result.stdout, timed) == (1, "", [])
+    assert "pip install matplotlib" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["scan"], "'scan'"),
+        (["--ranks", "1"], "1"),
+        (["--runs", "0"], "0"),
+        (["--sizes", "0"], "'0' is no number of bytes"),
+        (["--sizes", "4:"], "'' is no number of bytes"),
+        (["--sizes", "1K,12T"], "'12T' is no number of bytes"),
+        (["--sizes", "1M:4"], "1M is more than 4"),
+        (["--ways", "refs,graph"], "'graph' is none of captured, refs, members"),
+        (["--ways", ""], "'' is none of"),
+        (["--plot", "t.gif"], "ends with none of .png, .svg"),
+        (["--plot", "/dev/null/t.png"], "there is no folder '/dev/null'"),
+        (["--between", "50", "25"], "Give --calibrate with --between"),
+        (["--calibrate", "allreduce"], "leave OPERATION out"),
+        (["--calibrate", "--runs", "5"], "leave --runs out"),
+    ],
+)
+def test_a_collective_that_can_not_be_timed_is_a_usage_error(timed: list[Any], args: list[str], says: str) -> None:
+    result = _run("bench", *args)
+    assert (result.exit_code, result.stdout, timed) == (2, "", [])
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize("operation", cli_bench.OPERATIONS)
+def test_a_result_counts_as_wrong_unless_it_is_what_numpy_says(operation: str) -> None:
+    """By matrices of [ranks, elements] instead of rank by rank."""
+    from raycollect.bench.operations import Rank, whole_of
+
+    whole = whole_of(operation, 3, 100)
+    ranks = [Rank(rank, 3) for rank in range(3)]
+    for one in ranks:
+        one.prepare(operation, whole)
+        one.fill(7)
+    given = np.stack([one.given for one in ranks])
+    total = given.sum(axis=0)
+    results = {
+        "allreduce": [total] * 3,
+        "broadcast": [given[0]] * 3,
+        "allgather": [given.reshape(-1)] * 3,
+        "reducescatter": np.array_split(total, 3),
+        "alltoall": [np.concatenate(pieces) for pieces in zip(*(np.array_split(one, 3) for one in given), strict=True)],
+        "send": [None, given[0], None],
+    }
+    for one, result in zip(ranks, results[operation], strict=True):
+        if result is None:
+            assert one.wrong(7) == 0, "it has no result"
+            continue
+        one.taken[:] = result
+        assert one.wrong(7) == 0
+        one.taken[-1] += 1
+        assert one.wrong(7) == 1
+        assert one.wrong(8) > 5, "another draw"
+
+
 # ---------------------------------------------------------------------------------------------- how a command ends
 
 
@@ -404,3 +578,112 @@ print(",".join(doctor.lacking(rows)))
 """
     lacking = _python("-c", code).strip().split(",")
     assert {"ray", "numpy", "shm", "tcp"} <= set(lacking)
+
+
+# ---------------------------------------------------------------------------------------------- timeline
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A file with one process that has run one allreduce."""
+    from raycollect.observe import chrome
+    from raycollect.observe.whole import Process, Slice, Trace
+
+    done = Slice("kernel", "allreduce", 10.1, 10.2, 1, 1, "allreduce", "g", 0, 2, 4096, 1, "", "", "default", "shm")
+    process = Process(name="W", host="h", pid=7, clock="boot", slices=(done,))
+    path = tmp_path / "t.json"
+    chrome.write(Trace(began_s=10.0, ended_s=11.0, clock="boot", processes=(process,)), path)
+    return path
+
+
+def test_a_timeline_is_shown_as_a_table(recorded: Path) -> None:
+    result = _run("timeline", "show", str(recorded))
+    assert (result.exit_code, result.stderr) == (0, "")
+    title, head, row = result.stdout.splitlines()
+    assert title == "timeline of 1 s, 1 process"
+    assert head.split()[:5] == ["group", "op", "backend", "calls", "bytes"]
+    assert row.split()[:6] == ["default", "allreduce", "shm", "1", "4", "KiB"]
+
+
+def test_a_timeline_is_shown_as_json(recorded: Path) -> None:
+    result = _run("timeline", "show", str(recorded), "--json")
+    assert json.loads(result.stdout)["rows"][0]["nbytes"] == 4096
+
+
+def test_timelines_of_one_host_are_merged_into_a_file(recorded: Path, tmp_path: Path) -> None:
+    from raycollect.observe import chrome
+
+    merged = tmp_path / "merged.json.gz"
+    result = _run("timeline", "show", str(recorded), str(recorded), "-o", str(merged))
+    assert (result.exit_code, result.stderr) == (0, f"written to {merged}\n")
+    assert "2 processes" in result.stdout
+    assert len(chrome.read(merged).processes) == 2
+
+
+def test_files_that_are_no_timelines_end_with_1(recorded: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text(recorded.read_text().replace('"clock":"boot"', '"clock":"another"'))
+    (tmp_path / "junk.json").write_text("{}")
+    for args, says in (
+        ((str(tmp_path / "absent.json"),), "absent.json"),
+        ((str(tmp_path),), "Is a directory"),
+        ((str(tmp_path / "junk.json"),), "no timeline of raycollect"),
+        ((str(recorded), str(other)), "different hosts"),
+    ):
+        result = _run("timeline", "show", *args)
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert says in result.stderr
+
+
+def test_a_merged_file_that_can_not_be_written_is_a_wrong_argument(recorded: Path, tmp_path: Path) -> None:
+    result = _run("timeline", "show", str(recorded), "-o", str(tmp_path / "absent" / "m.json"))
+    assert result.exit_code == 2
+    assert "can't be written: No such file" in result.stderr
+
+
+@pytest.mark.parametrize(("code", "ends"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
+def test_a_recorded_program_ends_as_it_does(tmp_path: Path, code: str, ends: int) -> None:
+    result = _run("timeline", "record", "-o", str(tmp_path / "t.json"), "--", sys.executable, "-c", code)
+    assert result.exit_code == ends
+    assert "no timeline in" in result.stderr
+    assert "declared no group" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("record",), "Missing argument"),
+        (("record", "--", "{tmp}/no-such-program"), "can't be run: No such file"),
+        (("record", "-o", "{tmp}/absent/t.json", "--", "true"), "there is no folder"),
+        (("show",), "Missing argument"),
+    ],
+)
+def test_a_wrong_timeline_command_ends_with_2(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
+    result = _run("timeline", *(one.replace("{tmp}", str(tmp_path)) for one in args))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr
+
+
+def test_a_process_that_makes_calls_of_its_own_is_recorded(tmp_path: Path) -> None:
+    """A program without a cluster: a group of one process, and one allreduce of it."""
+    path = tmp_path / "t.json"
+    program = f"""
+import os
+import numpy as np
+import raycollect as col
+assert os.environ["RAYCOLLECT_TIMELINE"] == {str(path)!r}
+col.init_collective_group(1, 0, "local", "alone", rendezvous="file://{tmp_path}/meeting")
+col.allreduce(np.ones(1000), "alone")
+col.destroy_collective_group("alone")
+"""
+    result = _run("timeline", "record", "-o", str(path), "--", sys.executable, "-c", program)
+    assert (result.exit_code, result.stderr) == (0, f"written to {path}\n")
+    shown = json.loads(_run("timeline", "show", str(path), "--json").stdout)
+    (row,) = shown["rows"]
+    assert (row["group"], row["op"], row["backend"], row["calls"], row["nbytes"]) == (
+        "alone",
+        "allreduce",
+        "local",
+        1,
+        8000,
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from raycollect.backends.arrays import is_tensor
 from raycollect.model import TENSOR, Structure
-from raycollect.pos import Container
+from raycollect.pos import Container, obstacle
 from raycollect.pos.container import DEEPEST
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
@@ -238,3 +238,34 @@ def test_structures_are_shown_with_their_names() -> None:
 )
 def test_numpy_arrays_of_numbers_are_tensors(value: Any, kept: bool) -> None:
     assert (Container.of(value, is_tensor) is not None) == kept
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"w": A, "b": None}, "['b'] is a NoneType"),
+        ({"layers": [A, (B, 3)]}, "['layers'][1][1] is a int"),
+        ([A, []], "[1] is empty"),
+        ({}, "it is empty"),
+        ({"w": A, (1, 2): B}, "it has the key (1, 2), and keys are strings or integers"),
+        ([A, {"x": {2.5: A}}], "[1]['x'] has the key 2.5, and keys are strings or integers"),
+        ([{"state": {0: {"step": 1, "exp_avg": A}}}], "[0]['state'][0]['step'] is a int"),
+    ],
+)
+def test_what_keeps_a_value_from_being_kept_is_named(value: Any, text: str) -> None:
+    assert _of(value) is None
+    assert obstacle(value, _is_t) == text
+
+
+def test_what_is_nested_too_deep_is_named() -> None:
+    value: Any = A
+    for _ in range(DEEPEST + 1):
+        value = [value]
+    assert _of(value) is None
+    assert obstacle(value, _is_t) == "[0]" * DEEPEST + f" is nested more than {DEEPEST} deep"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_has_no_obstacle(name: str) -> None:
+    value = KEPT[name][0]
+    assert isinstance(value, T) or obstacle(value, _is_t) == ""

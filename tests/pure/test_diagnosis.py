@@ -453,10 +453,13 @@ def test_a_members_call_that_lasts_is_warned_of_once(crew: Crew, pipes: list[Pat
     op = "send" if verb == "send" else "allreduce"
     assert texts == [text], "once"
     assert text.startswith(f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these have not")
-    lines = text.splitlines()[1:]
-    assert len(lines) == 1
-    assert lines[0].startswith("  - rank 1 (")
-    assert " is in " in lines[0], "the process runs code that is not ours"
+    late, *stack = text.splitlines()[1:]
+    assert late.startswith("  - rank 1 (")
+    assert " has not begun it, and is in " in late, "the process runs code that is not ours"
+    assert late.endswith(" s")
+    assert "; awaited for " in late
+    assert any(line.endswith(" in hold: path.read_text()") for line in stack)
+    assert not any(line.startswith("  - ") for line in stack), "nobody else"
     crew.rest()
 
 
@@ -468,9 +471,48 @@ def test_a_process_that_is_stopped_gives_no_answer(crew: Crew, pipes: list[Path]
     try:
         waiting = group.processes[0].start(warned, group.name, 0, "allreduce", pipes[1], 0.1)
         assert "rank 1" in (text := pipes[1].read_text())
-        assert text.endswith("gives no answer")
+        assert " gives no answer: its process is stopped, or " in text
     finally:
         os.kill(pid, signal.SIGCONT)
     group.processes[1].start(called, group.name, 1, "allreduce").result(60)
     assert waiting.result(60) == [text]
     crew.rest()
+
+
+def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str], BaseException | None]:
+    """Rank 0 of a group of two; what is logged meanwhile, and why there is no group."""
+    handler, before = Writing(path), vigil.QUIET_S
+    logging.getLogger("raycollect").addHandler(handler)
+    vigil.QUIET_S = quiet_s
+    vigil.wake()
+    try:
+        imperative.init_collective_group(2, 0, "tcp", "lonely", 2_000, rendezvous=rendezvous)
+    except CollectiveTimeoutError as exc:
+        return handler.texts, exc
+    finally:
+        vigil.QUIET_S = before
+        logging.getLogger("raycollect").removeHandler(handler)
+    return handler.texts, None
+
+
+def test_who_has_never_come_to_the_group_has_not_joined(
+    crew: Crew, pipes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [leader] = crew.take(1)
+    leader.call(answer_within, 0.1)
+    try:
+        joining = leader.start(joined_warned, crew.rendezvous, pipes[1], 0.1)
+        text = pipes[1].read_text()
+        texts, error = joining.result(60)
+    finally:
+        leader.call(answer_within, vigil.ANSWER_S)
+    assert texts == [text]
+    assert text.startswith("join on group 'lonely', here rank 0, is still under way after 0.1 s; these have not come")
+    assert text.splitlines()[1:] == ["  - rank 1 has not joined"]
+    assert isinstance(error, CollectiveTimeoutError)
+    assert (error.missing, error.reports) == ((1,), ()), "nobody is there to be asked"
+    crew.rest()
+
+
+def answer_within(seconds: float) -> None:
+    vigil.ANSWER_S = seconds

@@ -82,7 +82,7 @@ ODD: dict[str, tuple[Spec, Spec, list[tuple[str, str, str]]]] = {
     "a send among barriers": (
         Spec(op="barrier"),
         Spec(op="send", root=0),
-        [("op", "send", "barrier"), ("root", "0", "-1")],
+        [("op", "send", "barrier"), ("root", "0", "none")],
     ),
     "reduce op": (SPEC, replace(SPEC, reduce_op="MAX"), [("reduce op", "MAX", "SUM")]),
     "root": (replace(SPEC, root=0), replace(SPEC, root=2), [("root", "2", "0")]),
@@ -175,7 +175,7 @@ def test_where_no_most_exist_the_lowest_rank_is_right() -> None:
 
 def test_each_field_has_its_own_majority() -> None:
     violations = _decide(replace(SPEC, reduce_op="MIN"), replace(SPEC, root=4), SPEC)
-    assert _named(violations) == [(0, "reduce op", "MIN", "SUM"), (1, "root", "4", "-1")]
+    assert _named(violations) == [(0, "reduce op", "MIN", "SUM"), (1, "root", "4", "none")]
 
 
 def test_a_rank_that_takes_what_comes_agrees_with_all() -> None:

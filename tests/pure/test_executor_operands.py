@@ -240,6 +240,22 @@ def test_numpy_and_torch_meet(fleet: MakeFleet) -> None:
     assert narrow[0].tolist() == [7.0, 7.0]
 
 
+def test_torch_knows_what_a_collective_has_written(fleet: MakeFleet) -> None:
+    """Else a gradient would be computed from weights that are not those of the forward pass, and nobody would know."""
+    one = fleet(2)
+    weights = [torch.full((3,), float(rank), requires_grad=True) for rank in range(2)]
+    keys = one.keep_all(weights)
+    losses = [(weight * weight).sum() for weight in weights]
+    one.must(OpKind.BROADCAST, keys, root=0)
+    losses[0].backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        losses[1].backward()
+    for _ in range(4):  # the later ones are done again as they were
+        versions = [weight._version for weight in weights]
+        one.must(OpKind.ALLREDUCE, keys)
+        assert all(weight._version > version for weight, version in zip(weights, versions, strict=True))
+
+
 def test_overlapping_torch_views_are_refused(fleet: MakeFleet) -> None:
     one = fleet(2)
     base = torch.arange(5.0)

@@ -111,4 +111,4 @@ def test_every_name_resolves_and_is_what_it_is_called(name: str) -> None:
 def test_the_type_checker_sees_the_names_that_exist() -> None:
     source = inspect.getsource(raycollect).split("if TYPE_CHECKING:", 1)[1].split("__version__", 1)[0]
     typed = {line.rpartition(" as ")[2] for line in source.splitlines() if " as " in line}
-    assert typed == set(raycollect.__all__) - {"errors", "types", "__version__"}
+    assert typed == set(raycollect.__all__) - {"__version__"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -208,13 +210,6 @@ def test_a_captured_graph_runs_when_it_is_launched(fake):
         assert other.is_capturing()
         with other:
             value *= 2
-        for wrong, status in ((stream.synchronize, 900), (lambda: stream.done, 900), (value.get, 900)):
-            with refused(fake, status):
-                wrong()
-        with refused(fake, 900):
-            cupy.cuda.runtime.deviceSynchronize()
-        with refused(fake, 907):
-            event.synchronize()
         stream.wait_event(other.record())
         graph = stream.end_capture()
     assert not stream.is_capturing()
@@ -229,21 +224,74 @@ def test_a_captured_graph_runs_when_it_is_launched(fake):
 def test_what_a_capture_forbids(fake):
     cuda = fake.cupy.cuda
     stream, other = cuda.Stream(), cuda.Stream(non_blocking=True)
-    outside = other.record()
     with pytest.raises(RuntimeError, match="default"):
         cuda.Stream.null.begin_capture()
     with refused(fake, 401):
         stream.end_capture()
     stream.begin_capture()
-    with refused(fake, 905):
-        stream.wait_event(outside)
-    with refused(fake, 906):
-        fake.cupy.zeros(3)  # on the default stream, which a blocking stream waits for
     other.wait_event(stream.record())
     with other:
         fake.cupy.zeros(3)
     with refused(fake, 904):
         stream.end_capture()
+
+
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [
+        ("synchronize", 900),
+        ("query", 900),
+        ("get", 900),
+        ("device", 900),
+        ("outside", 905),
+        ("legacy", 906),
+        ("event", 907),
+        ("event query", 907),
+    ],
+)
+def test_what_a_capture_forbids_spoils_it(fake, what, status):
+    cupy, cuda = fake.cupy, fake.cupy.cuda
+    stream, other = cuda.Stream(), cuda.Stream(non_blocking=True)
+    outside, value = other.record(), cupy.zeros(4)
+    cuda.runtime.deviceSynchronize()
+    with stream:
+        stream.begin_capture()
+        event = stream.record()
+        wrongs = {
+            "synchronize": stream.synchronize,
+            "query": lambda: stream.done,
+            "get": value.get,
+            "device": cuda.runtime.deviceSynchronize,
+            "outside": lambda: stream.wait_event(outside),
+            "legacy": lambda: cuda.runtime.memsetAsync(value.data.ptr, 0, 4, 0),  # a blocking stream waits for it
+            "event": event.synchronize,
+            "event query": lambda: event.done,
+        }
+        with refused(fake, status):
+            wrongs[what]()
+        with refused(fake, 901):
+            value += 1
+        with refused(fake, 901):
+            stream.end_capture()
+        assert not stream.is_capturing()
+        value += 1
+    stream.synchronize()
+    assert value.get().tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("mode", range(3))
+def test_who_may_make_unsafe_calls_during_a_capture(fake, mode):
+    """In the global mode nobody may, in that of a thread this one may not; the relaxed one is cupy's own choice."""
+    cuda = fake.cupy.cuda
+    stream, done = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True).record()
+    calls = (lambda: cuda.alloc(8), lambda: done.done)
+    for call, own in itertools.product(calls, (True, False)):
+        stream.begin_capture(None if mode == 2 else mode)
+        forbidden = mode == 0 or (mode == 1 and own)
+        with ThreadPoolExecutor(1) as others, refused(fake, 900) if forbidden else nullcontext():
+            call() if own else others.submit(call).result()
+        with refused(fake, 901) if forbidden else nullcontext():
+            stream.end_capture()
 
 
 def test_a_graph_does_not_keep_memory(fake):
@@ -258,8 +306,9 @@ def test_a_graph_does_not_keep_memory(fake):
     del value
     graph.launch(stream)
     stream.synchronize()
-    assert "was freed" in fake.violations.pop()
-    assert not fake.violations
+    assert "a graph is launched that refers to" in fake.violations[0]
+    assert all("was freed" in one for one in fake.violations)
+    fake.violations.clear()
 
 
 # ------------------------------------------------------------------------------------------------- runtime
@@ -284,16 +333,128 @@ def test_the_runtime_by_pointers(fake):
 
 
 def test_handles_of_memory(fake):
+    """Of allocations, for other processes only, which have them at other addresses."""
     cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
     value = cupy.arange(8)
     handle = runtime.ipcGetMemHandle(value[3:].data.ptr)
     assert type(handle) is bytes
-    opened = runtime.ipcOpenMemHandle(handle)
-    assert opened == value.data.ptr  # the allocation's, as the real one
-    runtime.ipcCloseMemHandle(opened)
+    with refused(fake, 201):
+        runtime.ipcOpenMemHandle(handle)
+    with fake.as_process(1):
+        opened = runtime.ipcOpenMemHandle(handle)
+        assert opened != value.data.ptr
+        assert runtime.ipcOpenMemHandle(handle) == opened
+        memory = cupy.cuda.UnownedMemory(opened, value.nbytes, None, 0)
+        seen = cupy.ndarray((8,), value.dtype, cupy.cuda.MemoryPointer(memory, 0))
+        seen[6:][...] = 0
+        assert seen[2:].reshape(3, 2).T[1].get().tolist() == [3, 5, 0]
+    assert fake.opened == 2
     with refused(fake, 1):
-        runtime.ipcCloseMemHandle(opened)
+        runtime.ipcCloseMemHandle(opened)  # of another process
+    with fake.as_process(1):
+        for _ in range(2):
+            runtime.ipcCloseMemHandle(opened)
+        with refused(fake, 1):
+            runtime.ipcCloseMemHandle(opened)
+    assert value.get().tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
     del value
     for wrong in (handle, bytes(64), b""):
-        with refused(fake, 1):
+        with refused(fake, 1), fake.as_process(1):
             runtime.ipcOpenMemHandle(wrong)
+
+
+def test_memory_of_another_process_is_reached_where_it_is_open_and_nowhere_else(fake):
+    cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
+    value = cupy.arange(8)
+    handle = runtime.ipcGetMemHandle(value.data.ptr)
+    with fake.as_process(1):
+        mine = cupy.zeros(8, value.dtype)
+        opened = runtime.ipcOpenMemHandle(handle)
+        cases = [("at an address of process 0", value.data.ptr, 64), ("goes 8 bytes beyond", opened + 8, 64)]
+        runtime.memcpyAsync(mine.data.ptr, opened, 64, runtime.memcpyDeviceToDevice, 0)
+        assert not fake.violations
+        for told, source, nbytes in cases:
+            runtime.memcpyAsync(mine.data.ptr, source, nbytes, runtime.memcpyDeviceToDevice, 0)
+            assert told in fake.violations.pop()
+    with fake.as_process(2):
+        runtime.memcpyAsync(opened, opened, 8, runtime.memcpyDeviceToDevice, 0)
+        assert "at an address of process 1" in fake.violations.pop()
+        fake.violations.clear()
+    with fake.as_process(1):
+        runtime.ipcCloseMemHandle(opened)
+        runtime.memcpyAsync(mine.data.ptr, opened, 8, runtime.memcpyDeviceToDevice, 0)
+        assert "which was closed" in fake.violations.pop()
+        opened = runtime.ipcOpenMemHandle(handle)
+    runtime.deviceSynchronize()
+    del value
+    with fake.as_process(1):
+        runtime.memcpyAsync(mine.data.ptr, opened, 8, runtime.memcpyDeviceToDevice, 0)
+        assert "which was freed" in fake.violations.pop()
+    runtime.deviceSynchronize()
+    fake.violations.clear()
+    with fake.without_handles():
+        bare = cupy.zeros(3)
+    with refused(fake, 1):
+        runtime.ipcGetMemHandle(bare.data.ptr)
+
+
+# ------------------------------------------------------------------------------- kernels of one's own
+
+
+def test_elementwise_kernels_run_what_is_written(fake):
+    cupy = fake.cupy
+    preamble = """
+    template <typename T> __device__ T least(T a, T b) { return a < b ? a : b; }
+    __device__ float bits(unsigned a) { return __uint_as_float(a << 16); }
+    """
+    a, b = cupy.asarray(np.array([1, 5, 250], np.uint8)), cupy.asarray(np.array([4, 3, 9], np.uint8))
+    table, low, sum_ = (
+        cupy.asarray(np.arange(256, dtype=np.float32)),
+        cupy.empty(3, np.float32),
+        cupy.empty(3, np.uint8),
+    )
+    kernel = cupy.ElementwiseKernel(
+        "uint8 a, uint8 b, raw float32 table",
+        "float32 low, uint8 sum",
+        "low = table[least(a, b)] + float(a) / float(2); sum = a + b",
+        "both",
+        preamble=preamble,
+    )
+    kernel(a, b, table, low, sum_)
+    assert low.get().tolist() == [1.5, 5.5, 134.0]
+    assert sum_.get().tolist() == [5, 8, 3]  # as it is stored
+    halves, wide = cupy.asarray(np.array([0x3F80, 0x4000], np.uint32)), cupy.empty(2, np.float32)
+    cupy.ElementwiseKernel("uint32 a", "float32 o", "o = bits(a)", "wide", preamble=preamble)(halves, wide)
+    assert wide.get().tolist() == [1.0, 2.0]
+    cupy.add(a, a, out=a)
+    kernel(a, a, table, low, a)  # in place
+    assert a.get().tolist() == [4, 20, 232]
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        *("o = a and a", "o = 'x'.join(a)", "o = a ? a ? a : a : a", "o = [a]"),
+        *("o = a & a != a", "o = a < a || a < a", "o = a < a | a", "o = a < a < a"),  # C++ reads these differently
+    ],
+)
+def test_elementwise_kernels_that_are_not_read_are_refused(fake, operation):
+    with pytest.raises((ValueError, SyntaxError)):
+        fake.cupy.ElementwiseKernel("int32 a", "int32 o", operation, "odd")
+
+
+def test_elementwise_kernels_take_their_types_and_no_others(fake):
+    cupy = fake.cupy
+    kernel = cupy.ElementwiseKernel("int32 a", "int32 o", "o = a + a", "twice")
+    given, into = cupy.zeros(3, np.int32), cupy.zeros(3, np.int64)
+    with pytest.raises(TypeError, match="mismatched"):
+        kernel(given, into)
+    with pytest.raises(TypeError, match="number of arguments"):
+        kernel(given)
+    with pytest.raises(ValueError, match="broadcast"):
+        kernel(given, cupy.zeros(4, np.int32))
+    with pytest.raises(ValueError, match="can't read"):
+        cupy.ElementwiseKernel("int32 a", "int32 o", "o = a", "bad", preamble="int x;")
+    cupy.ElementwiseKernel("int32 a", "int32 o", "o = a / a", "fraction")(given, given)
+    cupy.cuda.runtime.deviceSynchronize()
+    assert "a division of int32" in fake.violations.pop()

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.fake_cupy import installed
+from tests.fake_cupy import _nccl, installed
 from tests.fake_cupy.ranks import MAX, SUM, WAIT_S, Rank, Ranks, error_of, ranks, refused
 
 # ----------------------------------------------------------------------------------------- what is forbidden
@@ -273,3 +273,48 @@ def test_kernels_of_a_graph():
 
     with ranks(2) as team:
         assert team.run(body) == [[8.0] * 3] * 2
+
+
+def test_a_graph_whose_peers_do_not_launch_theirs():
+    def body(rank: Rank) -> Any:
+        mine = rank.put(np.ones(3))
+        rank.stream.synchronize()
+        rank.stream.begin_capture()
+        call = (mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
+        rank.comm.allReduce(*call)
+        graph = rank.stream.end_capture()
+        if rank.rank:
+            rank.comm.allReduce(*call)
+        else:
+            graph.launch(rank.stream)
+        return mine
+
+    with ranks(2) as team:
+        kept = team.run(body)
+        fake = team.all[0].fake
+        fake.drain()
+        assert "rank 0 launches a graph with allReduce of 3" in fake.violations[0]
+        assert "rank 1 calls allReduce" in fake.violations.pop()
+        assert [error_of(rank) for rank in team.all] == [5, 5]
+        del kept
+
+
+def test_a_communicator_does_not_end_before_its_graphs(monkeypatch):
+    monkeypatch.setattr(_nccl, "_GRAPH_WAITS", 5)
+    graphs = []
+
+    def body(rank: Rank) -> None:
+        mine = rank.put(np.ones(3))
+        rank.stream.synchronize()
+        rank.stream.begin_capture()
+        rank.comm.allReduce(mine.data.ptr, mine.data.ptr, 3, 8, SUM, rank.stream.ptr)
+        graphs.append(rank.stream.end_capture())
+
+    with ranks(1) as team:
+        team.run(body)
+        fake = team.all[0].fake
+        assert fake.graphs == 1
+        team.all[0].comm.abort()
+        assert "while there are graphs with its kernels" in fake.violations.pop()
+        graphs.clear()
+        assert not fake.graphs

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from raycollect import html
+from raycollect import backends, html
 from raycollect.declared import Group
 from raycollect.errors import KernelError, PlanAbortedError
 from raycollect.handle import Handle
@@ -256,7 +256,8 @@ def declared(count, name="default", asked="auto", machines=1):
     )
     spec = SimpleNamespace(name=name, world_size=count, backend="tcp", ordering="program")
     actors = [SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda rank=rank: str(rank))) for rank in range(count)]
-    return Group(Controller(), SimpleNamespace(spec=spec, members=members, epoch=2), actors, asked)
+    chosen = backends.choose([one.machine for one in members]).why
+    return Group(Controller(), SimpleNamespace(spec=spec, members=members, epoch=2, chosen=chosen), actors, asked)
 
 
 @pytest.mark.parametrize("name", HOSTILE[:5])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from raycollect import imperative as col
+from raycollect import vigil
 from raycollect.errors import (
     AliasError,
     CollectiveTimeoutError,
@@ -270,6 +271,7 @@ def test_an_absent_rank_is_named_on_all_and_meets_the_next_call(crew, backend):
     assert [type(one) for one in errors] == [CollectiveTimeoutError] * 2
     assert [one.missing for one in errors] == [(2,), (2,)]
     assert "rank 2 (process " in str(errors[0])
+    assert [[report.rank for report in one.reports] for one in errors] == [[2], [2]], "each has asked"
     late = group.start(2, _sum)
     found = group.run(_sum, ranks=[0, 1])
     assert all((x == 6).all() for x in (*found, outcome(late)))
@@ -289,6 +291,40 @@ def _until_it_works(name, rank, timeout_s):
             return _sum(name, rank, 4, timeout_s)
         except CollectiveTimeoutError:
             continue
+
+
+@pytest.mark.parametrize("way", ["call", "async", "send"])
+def test_the_error_says_what_those_do_who_have_not_come(crew, backend, way):
+    """Whether they have ever made a call of the group, or not."""
+    group = crew.group(2, backend)
+    for is_formed in (False, True):
+        if is_formed:
+            group.must(_sum)
+        [error] = group.run(_fails_late, way, ranks=[0])
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert error.missing == (1,)
+        (report,) = error.reports
+        assert (report.rank, report.answers, report.has_begun) == (1, True, False)
+        assert report.actor.startswith("process ")
+        assert any("processes.py" in line and "recv()" in line for line in report.stack), report.stack
+        assert 0.3 <= report.awaited_s < 30
+        assert str(report) in str(error)
+        assert str(error).rstrip(".").endswith(error.cure)
+    assert all((x == 3).all() for x in group.must(_sum))
+
+
+def _fails_late(name, rank, way):
+    x, before = np.zeros(4), vigil.LATE_ANSWER_S
+    vigil.LATE_ANSWER_S = 20  # what is told is looked at here, not how fast
+    try:
+        if way == "send":
+            col.send(x, 1, name, timeout_s=0.3)
+        elif way == "async":
+            col.allreduce(x, name, timeout_s=0.3, async_op=True).wait()
+        else:
+            col.allreduce(x, name, timeout_s=0.3)
+    finally:
+        vigil.LATE_ANSWER_S = before
 
 
 def test_one_rank_calls_where_nobody_comes(crew, backend):
@@ -379,6 +415,8 @@ def test_a_stopped_member_is_missing_and_goes_on_later(crew):
     finally:
         os.kill(process.pid, signal.SIGCONT)
     assert isinstance(error, CollectiveTimeoutError)
+    assert [(report.rank, report.answers) for report in error.reports] == [(1, False)]
+    assert "gives no answer" in str(error)
     assert all((x == 3).all() for x in group.must(_sum))
 
 

@@ -30,7 +30,7 @@ from raycollect.errors import (
 from raycollect.executor import Outcome
 from raycollect.lease import Lease
 from raycollect.model import GroupSpec
-from raycollect.observe import Recorder
+from raycollect.observe import Recorder, Tracer
 from raycollect.planner import Ticket, encode_order, encode_program
 from raycollect.seats import Seats
 from raycollect.watch import Watch
@@ -206,7 +206,9 @@ def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
 ) -> None:
     """Another group may hold the lease for days: what the destroyed ones held must not pile up."""
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
-    premises.instruments = SimpleNamespace(store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults())
+    premises.instruments = SimpleNamespace(
+        store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
+    )
     here, heard = _leased(premises)
     for number in range(3):
         left = group(f"left {number}", (5, 6))
@@ -233,7 +235,9 @@ def test_a_plan_that_the_death_of_a_member_ends_says_who_has_died(
     monkeypatch.setattr(
         backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: closed.append(True))
     )
-    premises.instruments = SimpleNamespace(store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults())
+    premises.instruments = SimpleNamespace(
+        store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
+    )
     here, heard = _leased(premises)
     both = group("both", (5, 6))
     here.received(_join(name=both.spec.name, group_id=both.spec.group_id))

@@ -15,6 +15,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends import _nccl_group, nccl
 from raycollect.backends._nccl_group import SHARING
+from raycollect.backends.nccl import NcclCommunicator
 from raycollect.contracts import Communicator
 from raycollect.errors import (
     BackendUnavailableError,
@@ -86,7 +87,7 @@ def test_the_option_names_another_device() -> None:
         ({"device": -1}, "there is no device -1"),
         ({"device": "0"}, "there is no device '0'"),
         ({"device": True}, "there is no device True"),
-        ({"device": 0, "high_priority": True}, "takes the option 'device', and got high_priority"),
+        ({"device": 0, "high_priority": True}, "takes the options 'device' and 'graphs', and got high_priority"),
     ],
 )
 def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
@@ -114,16 +115,27 @@ def team_on_one(nccl_version: int) -> Any:
     return gpus(1, nccl_version=nccl_version)
 
 
-def test_ranks_that_share_a_gpu_are_refused_before_2_30() -> None:
-    with team_on_one(22907) as fake:
+def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
+    with gpus(2, nccl_version=22907) as fake:
         with pytest.raises(BackendUnavailableError) as caught:
-            GpuTeam(2)
+            GpuTeam(3)
         assert not fake.counts["nccl.communicators"]
     said = str(caught.value)
-    assert "ranks [0, 1] share the GPU 127.0.0.1/0000:10:00.0" in said
+    assert "ranks [0, 2] share the GPU 127.0.0.1/0000:10:00.0" in said
     assert "from 2.30 on, and this is 22907" in said
     assert "Give each member a GPU of its own, or use 'shm' or 'tcp'" in said
     assert SHARING not in os.environ
+
+
+@pytest.mark.parametrize(("version", "is_nccl"), [(22907, False), (23000, True)])
+def test_ranks_that_all_share_a_gpu_do_without_nccl_before_2_30(version: int, is_nccl: bool) -> None:
+    with team_on_one(version) as fake:
+        team = GpuTeam(2)
+        assert [type(one) is NcclCommunicator for one in team.communicators] == [is_nccl] * 2
+        assert bool(fake.counts["nccl.communicators"]) == is_nccl
+        assert (os.environ.get(SHARING) == "1") == is_nccl
+        assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
+        team.close()
 
 
 @pytest.mark.parametrize("seed", range(2))

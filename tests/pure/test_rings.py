@@ -22,6 +22,9 @@ from .watched import WAIT_S
 ROUNDS = 50
 """How often it is tried to have enough of them asleep: on a busy machine they find each other awake, and again."""
 
+LATE = 0.1
+"""How often a thread comes late, by some tens of microseconds."""
+
 PATIENT_S = 5.0
 """How long one sleeps through a ring that is lost: far longer than a busy machine keeps anybody waiting."""
 
@@ -110,10 +113,12 @@ def test_no_ring_is_lost_between_threads(world: int, monkeypatch: pytest.MonkeyP
     ears = [Ear(one._parts.meeting._bells) for one in team.communicators]  # type: ignore[attr-defined]
 
     def body(communicator: Any, launches: list[Launch]) -> None:
-        meeting = communicator._parts.meeting
+        meeting, rng = communicator._parts.meeting, random.Random(launches[0].seq * 10 + communicator.rank)
         for launch in launches:
             meeting.enter(launch, time.monotonic() + WAIT_S)
             for _ in range(25):
+                if rng.random() < LATE:  # without the interpreter's lock, so that the others get as far as to sleep
+                    time.sleep(1e-4 * rng.random())
                 meeting.barrier(launch, time.monotonic() + WAIT_S)
             meeting.end(launch, True)
 

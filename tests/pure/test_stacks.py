@@ -67,6 +67,10 @@ def framed(files: list[str]) -> Doing:
 
 
 RAY = "/site/ray/_private/workers/default_worker.py"
+THREAD = "/usr/lib/python3.11/threading.py"
+LOOP = "/usr/lib/python3.11/asyncio/base_events.py"
+SELECTORS = "/usr/lib/python3.11/selectors.py"
+SOCKET = "/usr/lib/python3.11/socket.py"
 OURS = str(Path(stacks.__file__).with_name("participant.py"))
 USERS = "/home/me/train.py"
 
@@ -82,6 +86,11 @@ USERS = "/home/me/train.py"
         ([RAY, OURS, OURS], "", 2),
         ([RAY, "/site/ray/util/tracing/helper.py", OURS], "", 1),
         ([RAY, OURS, *[USERS] * 40], USERS, stacks.LINES),
+        ([THREAD, OURS, SELECTORS], "", 2),
+        ([THREAD, OURS, SOCKET], "", 2),
+        ([RAY, LOOP, SELECTORS], "", 0),
+        ([RAY, OURS, USERS, LOOP, SELECTORS], USERS, 3),
+        ([THREAD, LOOP, USERS, SELECTORS], USERS, 2),
     ],
 )
 def test_what_is_the_users_begins_after_the_way_there(files: list[str], what: str, lines: int) -> None:
@@ -130,6 +139,7 @@ def test_where_the_main_thread_does_nothing_of_the_users_another_one_is_told(
         ("/usr/lib/python3.11/concurrent/futures/thread.py", True),
         ("/usr/lib/python3.11/asyncio/events.py", True),
         ("/site-packages/ray/util/tracing/tracing_helper.py", True),
+        ("/venv-of-the-driver/site-packages/raycollect/participant.py", True),
         ("/home/me/train.py", False),
         (__file__, False),
     ],

@@ -156,3 +156,19 @@ def test_imperative_calls_bring_their_tensors_too(mixed: Callable[[str], Mixed])
             assert outcome.error is None
         for tensor in tensors:
             same(tensor, 3 * np.arange(7) + 3)
+
+
+def test_a_list_may_hold_tensors_of_several_gpus(mixed: Callable[[str], Mixed]) -> None:
+    """Each is reduced with those at its place in the others' lists, on the GPU of its rank's group."""
+    one = mixed("nccl")
+    values = [[np.arange(size, dtype="float32") + rank for size in (5, 20_000, 3)] for rank in range(WORLD)]
+    tensors = [
+        [one.put(value, device) for value, device in zip(values[rank], (rank, (rank + 1) % WORLD, None), strict=True)]
+        for rank in range(WORLD)
+    ]
+    for _ in range(2):
+        expected = [sum(values[rank][at] for rank in range(WORLD)) for at in range(3)]
+        one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
+        for row in tensors:
+            same(row, expected)
+        values = [expected] * WORLD

@@ -95,7 +95,8 @@ def test_a_group_works_in_a_memory_by_its_name() -> None:
 
 @pytest.mark.parametrize("name", sorted(backends.BACKENDS))
 def test_where_each_backend_works(name: str) -> None:
-    expected = {"local": "cpu", "shm": "cpu", "tcp": "cpu", "gloo": "cpu", "nccl": "cuda"}
+    hosts = ("local", "shm", "tcp", "gloo", "torch:gloo", "torch:mpi")
+    expected = {**dict.fromkeys(hosts, "cpu"), "nccl": "cuda"}
     if name in expected or name.startswith("torch:"):
         assert memory_of(name) == expected.get(name, "")
 

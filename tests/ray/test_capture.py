@@ -166,7 +166,7 @@ def test_a_participant_of_calls_beside_those_of_a_plan(actors):
     counts, value = step.run()
     assert counts == [1, 1]
     assert value.tolist() == [3]
-    assert "1 collectives and 2 method calls: ready" in repr(step)
+    assert "1 collective and 2 method calls: ready" in repr(step)
 
 
 def test_groups_without_a_member_in_common(actors):

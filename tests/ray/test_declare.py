@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import types
 
 import numpy as np
@@ -26,8 +27,41 @@ class AsyncPlain:
         return np.ones(10, np.float32)
 
 
+@ray.remote(concurrency_groups={"gate": 1})
+class Gated(col.CollectiveParticipant):
+    """An actor with a method that lasts until it is let go."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def ready(self):
+        pass
+
+    def hold(self):
+        assert self.gate.wait(60)
+
+    @ray.method(concurrency_group="gate")
+    def let_go(self):
+        self.gate.set()
+
+
+@ray.remote
+class Unmade(col.CollectiveParticipant):
+    """An actor that can't be made."""
+
+    def __init__(self):
+        raise FileNotFoundError("no weights at /models/7b")
+
+
 def spec_of(group_name="default"):
     return Controller.current().named(group_name).spec
+
+
+def test_an_actor_that_could_not_be_made_is_told_with_the_cause(actors):
+    (unmade,), (worker,) = actors(Unmade, 1), actors(Worker, 1)
+    with refused(errors.ActorGoneError, "could not be made", "no weights at /models/7b"):
+        col.declare_collective_group([worker, unmade])
+    col.declare_collective_group([worker])
 
 
 # ---------------------------------------------------------------------------------------------- plain actors
@@ -118,6 +152,29 @@ def test_the_call_of_rays_experimental_module_is_explained(actors):
     ):
         col.create_collective_group(workers, "gloo", "g")
     assert col.create_collective_group(workers, backend="gloo", group_name="g").backend == "gloo"
+    with refused(errors.InvalidGroupError, "world_size is 'grads'", "group_name='grads'"):
+        col.declare_collective_group(workers, "grads")
+
+
+def test_an_actor_that_waits_to_be_made_is_told_from_one_that_is_busy(actors):
+    (busy,), unmade = actors(Gated, 1), Worker.options(num_cpus=1000).remote()
+    ray.get(busy.ready.remote())
+    held = busy.hold.remote()
+    with refused(
+        errors.CollectiveTimeoutError, "still busy with a method", "Gated(", "still waiting to be made"
+    ) as told:
+        col.declare_collective_group([busy, unmade], timeout_s=1.0)
+    assert told.value.missing == (0, 1)
+    ray.kill(unmade)
+    ray.get([busy.let_go.remote(), held])
+
+
+def test_a_members_verb_on_the_driver_is_told_apart(actors):
+    col.declare_collective_group(actors(Worker, 2), group_name="g")
+    with refused(errors.UnknownGroupError, "this process drives it", "allreduce_refs(refs)"):
+        col.allreduce(np.ones(2), "g")
+    with refused(errors.UnknownGroupError, "a ReduceOp is no group's name"):
+        col.allreduce(np.ones(2), col.types.ReduceOp.SUM)
 
 
 # ---------------------------------------------------------------------------------------------- options

@@ -1,39 +1,92 @@
-"""The programs in the documents run, and print what the documents say."""
+"""The programs in the documents run, and print what the documents say.
+
+Each ``python`` block of each document is a program; a ``text`` block that follows it is what it prints. Ids of objects
+and actors, which are others each time, count as equal. Comments in a document say otherwise:
+
+- ``<!-- one program -->``: all blocks of the document are one, each going on where the one before it ended;
+- ``<!-- not run: why -->``: the next block is none.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = (
-    "README.md",
-    "docs/captured.md",
-    "docs/failures.md",
-    "docs/imperative.md",
-    "docs/ordering.md",
-    "docs/rank-tables.md",
-    "docs/scheduling.md",
-    "docs/shared-memory.md",
-)
+DOCUMENTS = ("README.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")))
 
+NOT_RUN = {
+    "docs/backends.md": ["one line of a program", "a module, which tests/pure/test_backend_package.py runs"],
+}
+"""Document -> why some of its blocks are no programs. Add to it what can't be run anywhere, and nothing else."""
+
+NEEDS = {"import torch\n": "torch", "import ray.util.collective": "torch", "import cupy": "cupy"}
+"""What a program says -> the library without which it is skipped; Ray's gloo is torch's."""
+
+LIMIT_S = 100
+"""How long a program may take on a machine that is shared, in seconds."""
+
+_ONE = "<!-- one program -->"
+_NOT_RUN = re.compile(r"<!-- not run: (?P<why>[^>]+?) -->")
 _BLOCK = r"^```{0}\n(?P<{0}>.*?)^```\n"
 _PROGRAM = re.compile(_BLOCK.format("python") + rf"(?:\n{_BLOCK.format('text')})?", re.DOTALL | re.MULTILINE)
-
-PROGRAMS = {
-    f"{name}:{at}": (found["python"], found["text"])
-    for name in DOCUMENTS
-    for at, found in enumerate(_PROGRAM.finditer((ROOT / name).read_text(encoding="utf-8")), 1)
-}
-"""Document and place -> the program, and what it prints if the document says so."""
+_ODD_FENCE = re.compile(r"^ *(?:```|~~~) *(?:py|py3|python3|Python|\{[^}]*py[^}]*\})\b", re.MULTILINE)
+_ID = re.compile(r"\b[0-9a-f]{56}\b|(?<=\()[0-9a-f]{6}(?=\))")
+_MARK = "\x1e"
 
 
-def _run(code, folder):
+class Program(NamedTuple):
+    """What a document shows.
+
+    Attributes:
+        blocks: Its parts.
+        printed: What each of them prints; None where the document does not say.
+    """
+
+    blocks: tuple[str, ...]
+    printed: tuple[str | None, ...]
+
+    @property
+    def code(self) -> str:
+        """All of it, with a mark printed after each part."""
+        return f"\nprint({_MARK!r}, flush=True)\n".join(self.blocks)
+
+
+def blocks_of(text: str) -> tuple[list[re.Match[str]], list[str]]:
+    """The blocks of a document that are to run, and why others are not."""
+    run, whys, end = [], [], 0
+    for found in _PROGRAM.finditer(text):
+        why = _NOT_RUN.search(text, end, found.start())
+        end = found.end()
+        if why:
+            whys.append(why["why"])
+        else:
+            run.append(found)
+    return run, whys
+
+
+def programs_of(text: str) -> list[Program]:
+    """The programs of a document."""
+    pairs = [(found["python"], found["text"]) for found in blocks_of(text)[0]]
+    if _ONE in text and pairs:
+        return [Program(*zip(*pairs, strict=True))]
+    return [Program((code,), (printed,)) for code, printed in pairs]
+
+
+TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+PROGRAMS = {f"{name}:{at}": program for name, text in TEXTS.items() for at, program in enumerate(programs_of(text), 1)}
+"""Document and place -> the program."""
+
+
+@functools.cache  # some documents show the same program
+def _run(code: str, folder: Path) -> str:
     """Runs a program as a user would, but on the Ray of the tests; gives what it printed."""
     import ray
 
@@ -45,29 +98,65 @@ def _run(code, folder):
         env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LIMIT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return "".join(line for line in done.stdout.splitlines(keepends=True) if "(raylet)" not in line)  # Ray's own words
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_a_documents_program_does_what_it_says(cluster, tmp_path, program):
-    code, printed = PROGRAMS[program]
-    if "import torch\n" in code:
-        pytest.importorskip("torch")
-
-    told = _run(code, tmp_path)
-
-    if printed is not None:
-        assert told == printed
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One for all programs: what they leave there is theirs to remove."""
+    return tmp_path_factory.mktemp("documents")
 
 
-def test_every_document_has_programs():
-    assert {program.partition(":")[0] for program in PROGRAMS} == set(DOCUMENTS)
+def _skip_without(code):
+    """Skips a program that needs what is not here."""
+    import ray
+
+    for said, library in NEEDS.items():
+        if said in code:
+            pytest.importorskip(library)
+    if "num_gpus=" in code and not ray.cluster_resources().get("GPU"):
+        pytest.skip("the Ray of the tests has no GPU")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_documents_program_does_what_it_says(cluster, folder, name):
+    program = PROGRAMS[name]
+    _skip_without(program.code)
+
+    told = _run(program.code, folder).split(f"{_MARK}\n")
+
+    assert len(told) == len(program.blocks)
+    for found, printed in zip(told, program.printed, strict=True):
+        if printed is not None:
+            assert _ID.sub("id", found) == _ID.sub("id", printed)
+
+
+def test_what_is_not_run_is_listed():
+    assert {name: whys for name, text in TEXTS.items() if (whys := blocks_of(text)[1])} == NOT_RUN
+
+
+def test_no_block_is_hidden_by_its_fence():
+    assert {name: odd for name, text in TEXTS.items() if (odd := _ODD_FENCE.findall(text))} == {}
+
+
+def test_no_comment_stands_before_nothing():
+    for name, text in TEXTS.items():
+        assert len(_NOT_RUN.findall(text)) == len(blocks_of(text)[1]), name
+        assert _ONE not in text or len(blocks_of(text)[0]) > 1, name
 
 
 def test_a_program_that_fails_is_told(cluster, tmp_path):
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         _run("1 / 0", tmp_path)
+
+
+def test_a_program_of_parts_is_compared_part_by_part(tmp_path, monkeypatch, cluster):
+    parts = ["x = 1\nprint(x)", "1"], ["print(x + 1)", "3"]
+    text = _ONE + "".join(f"\n```python\n{code}\n```\n\n```text\n{said}\n```\n" for code, said in parts)
+    monkeypatch.setitem(PROGRAMS, "parts", programs_of(text)[0])
+    with pytest.raises(AssertionError, match="2"):
+        test_a_documents_program_does_what_it_says(cluster, tmp_path, "parts")

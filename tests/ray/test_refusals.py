@@ -91,8 +91,9 @@ def test_a_generator_in_place_of_its_items(trio, actors):
 
 def test_an_actor_that_is_no_participant(trio, actors):
     (plain,) = actors(Plain, 1)
-    with refused(errors.NotAParticipantError, "Plain(", "CollectiveParticipant", actors=trio):
+    with refused(errors.NotAParticipantError, "Plain(", "CollectiveParticipant", actors=trio) as caught:
         col.allreduce_refs([plain.get_buffer.remote(), *buffers(trio[1:])])
+    assert caught.value.violations[0].rank == -1, "it has none in the group"
 
 
 def test_an_actor_that_is_no_participant_in_a_derived_group(actors):
@@ -169,6 +170,9 @@ def test_a_value_that_is_no_tensor(trio):
         col.allreduce_refs([trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()])
     with refused(errors.NotATensorError, actors=trio):
         col.send_ref(trio[0].get_buffer.remote(), ref)
+    gradients = trio[1].make.remote(lambda self: {"weight": np.ones(10, np.float32), "bias": None})
+    with refused(errors.NotATensorError, "a dict (['bias'] is a NoneType), returned by value", actors=trio):
+        col.allreduce_refs([trio[0].get_buffer.remote(), gradients, trio[2].get_buffer.remote()])
 
 
 def test_a_by_value_method(trio):

@@ -1,0 +1,127 @@
+"""Kernels that are run again and again on the same tensors of GPUs, with other numbers each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends.device_arrays import DeviceArray
+from raycollect.contracts import Communicator
+from raycollect.model import Kernel, Launch, OpKind
+from tests.pure.conformance import Case, as_read, listed, other_values, put_in_place, sides, what_is_wrong
+
+from .cases import LAYOUTS, seen, to_host
+
+ARRIVAL = b"as ever"
+
+
+def again(
+    communicator: Any,
+    launch: Launch,
+    kernel: Kernel,
+    expected: Sequence[bytes] | None = None,
+    *,
+    came: Kernel | None = None,
+) -> Any:
+    """One whole launch by the short way, as a captured step does it; gives what all brought, if not what is expected.
+
+    Args:
+        communicator: This rank's end.
+        launch: The launch.
+        kernel: The kernel, the same object each time.
+        expected: What this rank thinks that all bring.
+        came: The kernel as it is before the door, where that is another object; the same one each time, too.
+    """
+    ok = False
+    try:
+        found = communicator.again(launch, came or kernel, ARRIVAL, expected or (ARRIVAL,) * len(launch.ranks))
+        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        ok = True
+        return found
+    finally:
+        communicator.end(launch, ok)
+
+
+class Again:
+    """One rank's kernel of a case, and the tensors that it is kept with.
+
+    Args:
+        communicator: This rank's end.
+        case: What is done.
+        library: Whose tensors.
+    """
+
+    def __init__(self, communicator: Communicator, case: Case, library: str = "cupy") -> None:
+        self._communicator, self._case = communicator, case
+        given, taken, most = sides(case, communicator.rank, communicator.world_size)
+        self._src, self._dst = (_empty(side, case.layout, library) for side in (given, taken))
+        self._shared: tuple[Any, ...] = ()
+        if case.inplace:
+            self._dst, self._shared = put_in_place(case.kind, communicator.rank, self._src, self._dst)
+        kind, peer = case.kind, case.root
+        if kind is OpKind.SEND:
+            sends = communicator.rank == case.root
+            kind, peer = (OpKind.SEND, case.peer) if sends else (OpKind.RECV, case.root)
+        self._came = Kernel(kind=kind, src=self._src, dst=self._dst, op=case.op, peer=peer)
+        self.kernel = replace(self._came, most=most) if most else self._came
+
+    def run(self, launch: Launch, turn: int) -> str:
+        """Runs it with numbers of its own; says what is wrong, or ""."""
+        case = replace(self._case, seed=turn)
+        given, expected, _ = sides(case, self._communicator.rank, self._communicator.world_size)
+        for made, values in zip(listed(self._dst), listed(expected) if self._dst is not None else [], strict=True):
+            _fill(made, other_values(values))  # type: ignore[arg-type]
+        for made, values in zip(listed(self._src), listed(given), strict=True):
+            _fill(made, values)  # type: ignore[arg-type]
+        again(self._communicator, launch, self.kernel, came=self._came)
+        dtype = np.dtype(case.dtype)
+        host = {
+            id(one): to_host(one.tensor, dtype)  # type: ignore[attr-defined]
+            for one in (*listed(self._src), *listed(self._dst))
+        }
+        src, dst, shared = (as_read(side, host) for side in (self._src, self._dst, self._shared))
+        return what_is_wrong(case, given, src, expected, dst, shared, is_bitwise=False)
+
+
+def body_again(
+    communicator: Communicator, launches: Sequence[Launch], case: Case, library: str = "cupy"
+) -> tuple[list[str], Any]:
+    """Runs a kernel once for each launch; what was wrong each time, and what became of it."""
+    one = Again(communicator, case, library)
+    wrong = [one.run(launch, turn) for turn, launch in enumerate(launches)]
+    return wrong, communicator.graphs  # type: ignore[attr-defined]
+
+
+def _empty(side: Any, how: str, library: str) -> Any:
+    """Tensors for as many elements; pieces lie one behind the other where they have no gaps."""
+    if side is None:
+        return None
+    if type(side) is not tuple:
+        return seen(_tensor(LAYOUTS[how], side.size, side.dtype, library))
+    if how != "plain":
+        return tuple(_empty(one, how, library) for one in side)
+    row, made, at = _tensor(LAYOUTS[how], sum(one.size for one in side), side[0].dtype, library), [], 0
+    for one in side:
+        made.append(seen(row[at : at + one.size]))
+        at += one.size
+    return tuple(made)
+
+
+def _tensor(layout: Any, size: int, dtype: np.dtype[Any], library: str) -> Any:
+    if library == "cupy":
+        return layout(lambda shape: import_module("cupy").zeros(shape, dtype), size)
+    torch = import_module("torch")
+    return layout(lambda shape: torch.zeros(shape, dtype=getattr(torch, dtype.name), device="cuda"), size)
+
+
+def _fill(made: DeviceArray, values: np.ndarray) -> None:
+    """Enqueues the writing of elements on the caller's stream."""
+    given = np.ascontiguousarray(values).reshape(made.shape)
+    if made.library == "cupy":
+        made.tensor[...] = import_module("cupy").asarray(given)
+    else:
+        made.tensor.copy_(import_module("torch").from_numpy(given))

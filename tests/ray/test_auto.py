@@ -1,0 +1,58 @@
+"""`"auto"` for actors to which Ray gave GPUs: whom it asks, and what the plan says. There is no GPU here."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+
+import raycollect as col
+from raycollect import memberships, rollcall
+from raycollect.backends import Gpu
+from tests.ray.workers import Worker
+
+pytestmark = pytest.mark.usefixtures("tidy")
+
+
+def _has_cupy(self):
+    return "cupy" in sys.modules
+
+
+@pytest.fixture
+def owners(actors, monkeypatch):
+    """Actors of which Ray says that each has a GPU."""
+    described = rollcall.describe
+    own = {"accelerators": (("GPU", ("0",)),)}
+    monkeypatch.setattr(rollcall, "describe", lambda *args: [info | own for info in described(*args)])
+    return actors(Worker, 2)
+
+
+def test_actors_without_gpus_are_not_asked(actors, monkeypatch):
+    monkeypatch.setattr("raycollect.plain.gpu", None)
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    assert group.backend == "shm"
+    refs = [worker.get_buffer.remote() for worker in workers]
+    assert "chosen" not in col.plan(col.allreduce_refs, refs).explain()
+
+
+def test_actors_with_gpus_that_can_not_be_used_meet_as_before(owners):
+    """They are asked, and have no driver."""
+    group = col.declare_collective_group(owners)
+    refs = [worker.get_buffer.remote() for worker in owners]
+    told = col.plan(col.allreduce_refs, refs).explain()
+    assert "shm: chosen, as 2 ranks are on one machine" in told
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2, np.float32))
+    assert "chosen, as 2 ranks are on one machine" in group._repr_html_()
+    assert col.get([worker.call.remote(_has_cupy) for worker in owners]) == [False] * 2
+
+
+def test_the_plan_says_why_gpus_are_not_used(owners, monkeypatch):
+    shared = Gpu(bus="0000:10:00.0", version=23000, may_share=False)
+    monkeypatch.setattr(memberships.rollcall, "gpus", lambda *_: [shared] * 2)
+    col.declare_collective_group(owners)
+    refs = [worker.get_buffer.remote() for worker in owners]
+    told = col.plan(col.allreduce_refs, refs).explain()
+    assert "each has a GPU, but ranks [0, 1] share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it" in told

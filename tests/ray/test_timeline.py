@@ -1,0 +1,296 @@
+"""`timeline` and `summary` over real participants: what is in the file, who is left out, and what Ray's metrics get."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.errors import InvalidArgumentError, KernelError, MismatchError, TimelineError
+from raycollect.observe.trace import CALL, DOOR, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
+from raycollect.tracing import Tracing
+from tests.faults import inject
+from tests.pure.test_timeline import check
+from tests.ray.test_statistics import is_stopped
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Worker, block
+
+NBYTES = 10 * 4
+
+
+@pytest.fixture(autouse=True)
+def none_left():
+    """No timeline goes on after a test, and none is remembered in the next."""
+    yield
+    left, Tracing.last = Tracing.current(), None
+    if left is not None:
+        left.end(1.0)
+    assert left is None
+
+
+def by_kind(process):
+    return Counter(one.kind for one in process.slices)
+
+
+def call_it(self):
+    col.allreduce(self.buffer)
+
+
+def test_a_timeline_has_all_that_its_processes_did(actors, tmp_path):
+    workers = actors(Worker, 2)
+    path = tmp_path / "t.json"
+    with col.timeline(path) as line:
+        col.declare_collective_group(workers)  # leased after the beginning
+        refs = [one.get_buffer.remote() for one in workers]
+        for _ in range(3):
+            col.allreduce_refs(refs)
+        with col.batch():
+            col.broadcast_refs(refs)
+            col.allreduce_refs(refs)
+        with col.capture() as step:
+            gradients = [step.call(one, "get_buffer") for one in workers]
+            col.allreduce_refs(gradients)
+        with col.capture() as single:
+            col.allreduce_refs(refs)
+        for _ in range(5):
+            step.run()
+            single.run()
+        ray.get([one.call.remote(call_it) for one in workers])
+        running = col.summary()
+    step.close()
+    single.close()
+    assert (line.missing, line.dropped) == ((), 0)
+
+    document = json.loads(path.read_text())
+    check(document)
+    driver, *ranks = line.trace.processes
+    assert (driver.name, by_kind(driver)) == ("driver", {PLAN: 4, RUN: 10})
+    assert all(one.nbytes >= NBYTES for one in driver.slices)
+    assert [one.ranks for one in ranks] == [(("default", 0),), (("default", 1),)]
+    assert len({one.pid for one in line.trace.processes}) == 3
+    for one in ranks:
+        found = by_kind(one)
+        # a run of the step with a method is a part, and so is its plan; that of the other is one; so is the call's
+        assert (found[PART], found[CALL], found[METHOD]) == (4 + 2 * 5 + 5 + 1, 1, 1 + 5 + 1)
+        assert found[DOOR] >= 4 + 10 + 1
+        kernels = [each for each in one.slices if each.kind == KERNEL and each.calls]
+        assert {(each.group, each.backend, each.rank, each.ranks) for each in kernels} == {
+            ("default", "shm", one.ranks[0][1], 2)
+        }
+        assert all(line.trace.began_s <= each.begin_s <= each.end_s <= line.trace.ended_s + 1 for each in one.slices)
+        assert "raycollect-capture" in {each.name for each in one.threads.values()}
+    arrows = [one for one in document["traceEvents"] if one["ph"] == "f"]
+    assert len(arrows) == 2 * 14, "from each plan and run to both ranks"
+
+    rows = {row.op: row for row in line.summary().rows}
+    assert (rows["allreduce"].calls, rows["broadcast"].calls, rows["batch"].calls) == (3 + 1 + 10 + 1, 1, 1)
+    assert rows["allreduce"].nbytes == 15 * NBYTES
+    assert rows["allreduce"].bus_bandwidth == rows["allreduce"].algorithm_bandwidth > 0
+    assert rows["allreduce"].last_rank in (0, 1)
+    assert 0 < rows["allreduce"].waiting < 1
+    assert [row.op for row in running.rows] == [row.op for row in col.summary().rows]
+    assert "default" in str(col.summary())
+    assert "default" in line._repr_html_()
+
+
+def test_waits_staging_and_failures_are_seen(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    names = {"a": 3, "b": 5}
+
+    def several(self):
+        self.buffer = {name: np.ones(count, np.float32) for name, count in names.items()}
+        return self.buffer
+
+    refs = [one.make.remote(several) for one in workers]
+    with col.timeline() as line:
+        col.allreduce_refs(refs)  # small tensors travel packed
+        sent = ray.put(np.ones(3))
+        odd = [workers[0].get_buffer.remote(), workers[1].set_buffer.remote(sent), workers[1].get_buffer.remote()]
+        with pytest.raises(MismatchError):
+            col.allreduce_refs([odd[0], odd[2]])
+        ray.get(workers[1].call.remote(inject.put, "after_kernel", "raise"))
+        with pytest.raises(KernelError):
+            col.allreduce_refs(refs)
+    slices = [one for process in line.trace.processes[1:] for one in process.slices]
+    assert {one.name for one in slices if one.kind == STAGING} == {"pack", "unpack"}
+    plans = [(one.kind, one.error) for one in line.trace.processes[0].slices]
+    assert plans[0] == (PLAN, "")
+    assert plans[1] == (PLAN, "MismatchError")
+    assert "MismatchError" in {one.error for one in slices if one.kind == DOOR}
+    (row,) = line.summary().rows
+    assert (row.op, row.calls, row.nbytes) == ("allreduce", 1, 4 * sum(names.values()))
+
+
+def test_who_dies_or_is_stopped_is_named_and_waited_for_no_longer_than_asked(actors):
+    workers = actors(Worker, 3)
+    group = col.declare_collective_group(workers)
+    line = col.timeline(timeout_s=1.0)
+    refs = [one.get_buffer.remote() for one in workers]
+    col.allreduce_refs(refs)
+    ray.kill(workers[0])
+    assert wait_until(lambda: group.status().state == "broken")
+    pid = group.status().members[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        assert wait_until(lambda: is_stopped(pid))
+        line.stop()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert line.stop() is line
+    dead, stopped = sorted(line.missing, key=lambda one: "in time" in one)
+    assert "has ended" in dead
+    assert "did not answer in time" in stopped
+    assert f"pid {pid}" in stopped
+    driver, living = line.trace.processes
+    assert (len(driver.slices), living.ranks) == (1, (("default", 2),))
+    assert col.summary().missing == line.missing
+
+
+def test_who_is_given_back_is_in_it_and_a_busy_one_is_not_waited_for(actors):
+    from tests.ray.test_refusals import Gate
+
+    workers, (gate,) = actors(Worker, 2), actors(Gate, 1, max_concurrency=3)
+    group = col.declare_collective_group(workers)
+    with col.timeline() as line:
+        col.allreduce_refs([one.get_buffer.remote() for one in workers])
+        group.destroy()
+        again = col.declare_collective_group(workers, group_name="again")
+        col.barrier("again")
+        blocked = block(workers[0], gate)
+    ray.get(gate.open.remote())
+    ray.get(blocked)
+    again.destroy()
+    assert line.missing == ()
+    assert [(row.group, row.op) for row in sorted(line.summary().rows, key=lambda row: row.op)] == [
+        ("default", "allreduce"),
+        ("again", "barrier"),
+    ]
+
+
+def test_plans_that_wait_for_each_other_say_so(actors):
+    from tests.ray.test_refusals import Gate
+
+    @ray.remote
+    class Overlapping(col.CollectiveParticipant):
+        def __init__(self):
+            self.buffer = np.ones(4)
+
+        async def get(self, gate):
+            await gate.wait.remote()
+            return self.buffer
+
+        async def nap(self, other):
+            await asyncio.sleep(0)
+            return
+
+    workers, (gate,) = actors(Overlapping, 2), actors(Gate, 1, max_concurrency=4)
+    col.declare_collective_group(workers)
+    with col.timeline() as line:
+        refs = [one.get.remote(gate) for one in workers]
+        first = col.allreduce_refs(refs, async_op=True)
+        second = col.allreduce_refs(refs, async_op=True)
+        third = [one.nap.remote(0) for one in workers]
+        ray.get(third)
+        ray.get(gate.open.remote())
+        first.wait()
+        second.wait()
+    for one in line.trace.processes[1:]:
+        assert {each.name for each in one.slices if each.kind == WAIT} >= {"an operand", "earlier plans"}
+        assert by_kind(one)[METHOD] == 2
+    from raycollect.observe import chrome
+
+    check(chrome.document(line.trace))  # methods and plans overlap
+
+
+def test_one_timeline_at_a_time_in_each_process(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    with pytest.raises(TimelineError, match=r"with timeline\(\)"):
+        col.summary()
+
+    def begin_here(self):
+        try:
+            self.line = col.timeline()
+        except TimelineError as exc:
+            return str(exc)
+        return ""
+
+    def end_here(self):
+        line = self.line.stop()
+        return [one.name for one in line.trace.processes], [(row.op, row.calls) for row in line.summary().rows]
+
+    with col.timeline():
+        with pytest.raises(TimelineError, match="stop that first"):
+            col.timeline()
+        assert "controller" in ray.get(workers[0].call.remote(begin_here))
+    assert ray.get(workers[0].call.remote(begin_here)) == ""
+    with col.timeline() as line:
+        col.allreduce_refs([one.get_buffer.remote() for one in workers])
+    assert len(line.missing) == 1
+    assert "a timeline of its own" in line.missing[0]
+    names, rows = ray.get(workers[0].call.remote(end_here))
+    assert len(names) == 1
+    assert rows == [("allreduce", 1)]
+
+
+def test_arguments_that_make_no_sense_begin_nothing(tmp_path):
+    for wrong in ({"limit": 0}, {"limit": True}, {"limit": 10**9}, {"timeout_s": -1}, {"timeout_s": "x"}):
+        with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+            col.timeline(**wrong)
+    with pytest.raises(FileNotFoundError, match="no folder"):
+        col.timeline(tmp_path / "absent" / "t.json")
+    assert Tracing.current() is None
+
+
+def test_a_full_ring_says_what_it_has_lost(actors):
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+    refs = [one.get_buffer.remote() for one in workers]
+    with col.timeline(limit=4) as line:
+        for _ in range(8):
+            col.allreduce_refs(refs)
+    assert line.dropped > 0
+    assert "were overwritten" in str(line.summary())
+    assert [len(one.slices) for one in line.trace.processes] == [4, 4, 4]
+
+
+def test_participants_hand_their_numbers_to_rays_metrics(actors):
+    """This Ray's metrics agent exports nothing here: what is seen is what its `Counter` and `Histogram` are given."""
+    workers = actors(Worker, 2)
+    col.declare_collective_group(workers)
+
+    def listen(self):
+        from raycollect import metrics
+
+        self.given = []
+        for cls, name in ((metrics.Counter, "inc"), (metrics.Histogram, "observe")):
+            real = getattr(cls, name)
+
+            def given(metric, value, tags, real=real):
+                real(metric, value, tags=tags)
+                self.given.append((metric.info["name"], value, tags))
+
+            setattr(cls, name, given)
+
+    def heard(self):
+        return [one for one in self.given if one[0] != "raycollect_door_seconds"]
+
+    ray.get([one.call.remote(listen) for one in workers])
+    with col.timeline(metrics=True):
+        col.allreduce_refs([one.get_buffer.remote() for one in workers])
+    for rank, worker in enumerate(workers):
+        assert wait_until(lambda worker=worker: len(ray.get(worker.call.remote(heard))) == 3)
+        tags = {"group": "default", "op": "allreduce", "backend": "shm", "rank": str(rank)}
+        calls, nbytes, seconds = ray.get(worker.call.remote(heard))
+        assert (calls, nbytes) == (("raycollect_calls", 1, tags), ("raycollect_bytes", NBYTES, tags))
+        assert (seconds[0], seconds[2], seconds[1] > 0) == ("raycollect_seconds", tags, True)
+    for one in workers:
+        ray.kill(one)  # its metrics are not as Ray's any more
