@@ -73,7 +73,7 @@ class Images:
 
 def load() -> tuple[Images, Images]:
     """Loads the digits and splits them, always in the same way, into images to train on and images to test with."""
-    digits = load_digits()
+    digits: Any = load_digits()  # scikit-learn's own types say a tuple, too
     pixels = np.hstack([digits.data / 16.0, np.ones((len(digits.data), 1))])
     images = Images(pixels=pixels, labels=digits.target)
     order = np.random.default_rng(SEED).permutation(len(images))

@@ -5,6 +5,8 @@ python examples/quickstart.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import ray
 from numpy.typing import NDArray
@@ -22,7 +24,9 @@ class Worker(col.CollectiveParticipant):
 
 
 def main() -> list[NDArray[np.float32]]:
-    A, B = Worker.remote(), Worker.remote()  # Ray starts by itself; RAY_ADDRESS names a cluster  # noqa: N806
+    # Ray starts by itself; RAY_ADDRESS names a cluster. Any, as its types know `remote` of `@ray.method`s only.
+    A: Any = Worker.remote()  # noqa: N806
+    B: Any = Worker.remote()  # noqa: N806
     col.declare_collective_group([A, B])
 
     refs = [A.get_buffer.remote(), B.get_buffer.remote()]  # real ObjectRefs, but the arrays stay in their actors

@@ -26,8 +26,8 @@ class Worker(col.CollectiveParticipant):
 
 def main() -> list[np.ndarray[Any, Any]]:
     # Create two actors and create a collective group
-    A = Worker.remote()  # noqa: N806
-    B = Worker.remote()  # noqa: N806
+    A: Any = Worker.remote()  # noqa: N806
+    B: Any = Worker.remote()  # noqa: N806
     col.declare_collective_group([A, B], options={"rank": [0, 1], "world_size": 2})
 
     # Specify a collective allreduce "completely" instead of "partially" on each actor

@@ -36,10 +36,10 @@ class Worker:
 
 def imperative() -> list[np.ndarray[Any, Any]]:
     num_workers = 2
-    workers = []
+    workers: list[Any] = []
     init_rets = []
     for i in range(num_workers):
-        w = Worker.remote()
+        w: Any = Worker.remote()
         workers.append(w)
         init_rets.append(w.setup.remote(num_workers, i))
     _ = ray.get(init_rets)
@@ -49,7 +49,7 @@ def imperative() -> list[np.ndarray[Any, Any]]:
 
 
 def declarative() -> list[np.ndarray[Any, Any]]:
-    workers = [Worker.remote() for _ in range(2)]
+    workers: list[Any] = [Worker.remote() for _ in range(2)]
     _options = {"group_name": "177", "world_size": 2, "ranks": [0, 1], "backend": "gloo"}
     collective.declare_collective_group(workers, **_options)
     results: list[np.ndarray[Any, Any]] = ray.get([w.compute.remote("177") for w in workers])

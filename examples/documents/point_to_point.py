@@ -40,17 +40,18 @@ class Worker:
 
 def main() -> tuple[np.ndarray[Any, Any], str]:
     # Create two actors
-    A = Worker.remote(3)  # noqa: N806
-    B = Worker.remote(4)  # noqa: N806
+    A: Any = Worker.remote(3)  # noqa: N806
+    B: Any = Worker.remote(4)  # noqa: N806
 
     # Put A and B in a collective group
     col.declare_collective_group([A, B], options={"rank": [0, 1], "world_size": 2, "backend": "gloo"})
 
     # let A send a message to B; a send/recv has to be specified once at each worker
     ray.get([A.do_send.remote(target_rank=1), B.do_recv.remote(src_rank=0)])
-    received = ray.get(B.get_buffer.remote())
+    received: np.ndarray[Any, Any] = ray.get(B.get_buffer.remote())
 
     # An anti-pattern: nobody receives. In the document this hangs; here it is an error that names the rank.
+    error = ""
     try:
         ray.get([A.do_send.remote(target_rank=1, timeout_s=0.5)])
     except col.errors.CollectiveTimeoutError as exc:

@@ -1,0 +1,1 @@
+"""Notebooks that show what the library does, with their outputs."""
