@@ -6,7 +6,8 @@ It needs cupy with NCCL, and neither Ray nor pytest nor `rich`: machines with GP
 
 One rank runs in this process. Several run in processes, one per GPU, or two on one GPU if NCCL takes that. Contenders
 take turns, so that whatever else happens hits all alike: a kernel of ours, with its wait; the bare call of
-`cupy.cuda.nccl` on the same buffers, with a wait for its event; a copy of as many bytes from device to device.
+`cupy.cuda.nccl` on the same buffers, with a wait for its event; a copy of as many bytes from device to device. Two
+ranks that share a GPU by CUDA IPC, as they do with an older NCCL, are timed beside copies in any case.
 
 Exit codes: 0, all went well; 1, a result is wrong or a part failed; 2, there is nothing to run on; 3, something did not
 end, and what is shown is what there was. A goal that is missed is shown, and is no failure.
@@ -35,9 +36,18 @@ if not __package__:  # run by its path: what is beside this file is found as `be
     _here = Path(__file__).resolve().parent
     sys.path[:] = [str(_here.parent), *(one for one in sys.path if one != str(_here))]
 
-from benchmarks import machine
-from benchmarks.gpu_ranks import SMALL_NBYTES, TIMEOUT_S, WARM_UP, body_bandwidth, body_check, body_overhead
+from benchmarks import gpu_ipc, machine
+from benchmarks.gpu_ranks import (
+    SMALL_NBYTES,
+    TIMEOUT_S,
+    WARM_UP,
+    body_bandwidth,
+    body_check,
+    body_graphs,
+    body_overhead,
+)
 from benchmarks.report import size as told
+from raycollect.backends._nccl_group import GRAPHS_FROM
 from raycollect.model import OpKind, ReduceOp
 from tests.gpu import devices
 from tests.gpu.cases import is_refused
@@ -58,6 +68,7 @@ KB, MB = 1 << 10, 1 << 20
 SIZES = (KB, 32 * KB, MB, 8 * MB, 64 * MB, 256 * MB)
 QUICK = (KB, MB, 64 * MB)
 FAKED = (KB, 4 * KB)
+GRAPH_SIZES = (KB, MB, 16 * MB)
 
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int16", "int32", "int64", "uint8", "bool", "complex64")
 FAKED_DTYPES = ("bfloat16", "float32", "int16")
@@ -98,12 +109,14 @@ class Part:
         ranks: How many ranks.
         budget_s: After how many seconds it stops.
         lines: Does the work with a team, line by line; second, whether in a hurry.
+        form: What makes its team, if that is another than `tests.gpu.teams` makes.
     """
 
     name: str
     ranks: int
     budget_s: float
     lines: Lines
+    form: Callable[..., Team] | None = None
 
 
 # ---------------------------------------------------------------------------------------------- the parts
@@ -149,6 +162,28 @@ def overhead(team: Team, quick: bool) -> Iterator[Line]:
     yield Line(part="overhead", ranks=team.world_size, case="allreduce", times_us=times, nbytes=SMALL_NBYTES)
 
 
+def shared(team: Team, quick: bool) -> Iterator[Line]:
+    """Four operations by size of ranks that share a GPU, beside copies."""
+    for nbytes in FAKED if devices.FAKE else QUICK if quick else SIZES:
+        runs = 4 if devices.FAKE else 100 if nbytes <= MB else 30
+        found = team.must(gpu_ipc.body_shared, team.launch(timeout_s=TIMEOUT_S), nbytes, runs)
+        for op in found[0]:
+            times = slowest([one[op] for one in found])
+            yield Line(part=gpu_ipc.PART, ranks=team.world_size, case=op, times_us=times, nbytes=nbytes)
+
+
+def graphs(team: Team, quick: bool) -> Iterator[Line]:
+    """A kernel of a captured step as a CUDA graph and plain, beside NCCL's own call, as a graph and plain."""
+    if devices.nccl_version() < GRAPHS_FROM:
+        yield Line(part="graphs", ranks=team.world_size, said=f"NCCL {devices.nccl_version()} can't be recorded")
+        return
+    runs = 8 if devices.FAKE else 200 if quick else 1000
+    for nbytes in FAKED[:1] if devices.FAKE else GRAPH_SIZES:
+        launches = [team.launch(timeout_s=TIMEOUT_S) for _ in range(1 + 2 * (WARM_UP + runs))]
+        times = slowest(team.must(body_graphs, launches, nbytes))
+        yield Line(part="graphs", ranks=team.world_size, case="allreduce", times_us=times, nbytes=nbytes)
+
+
 def slowest(found: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     """Contender -> the median of the slowest rank in microseconds, of milliseconds by rank."""
     return {name: max(statistics.median(one[name]) for one in found) * 1e3 for name in found[0]}
@@ -160,9 +195,12 @@ def parts_of(several: int) -> list[Part]:
         Part(name="checks", ranks=1, budget_s=50, lines=checked),
         Part(name="bandwidth", ranks=1, budget_s=80, lines=bandwidth),
         Part(name="overhead", ranks=1, budget_s=15, lines=overhead),
+        Part(name="graphs", ranks=1, budget_s=15, lines=graphs),
         Part(name="checks", ranks=several, budget_s=80, lines=checked),
         Part(name="bandwidth", ranks=several, budget_s=110, lines=bandwidth),
         Part(name="overhead", ranks=several, budget_s=15, lines=overhead),
+        Part(name=gpu_ipc.PART, ranks=2, budget_s=60, lines=shared, form=gpu_ipc.form),
+        Part(name="graphs", ranks=several, budget_s=15, lines=graphs),
     ]
 
 
@@ -182,13 +220,13 @@ class Run:
         self.hung = False
         self.machine: dict[str, str] = {}
         self._quick, self._file = quick, file
-        self._teams: dict[int, Team] = {}
+        self._teams: dict[tuple[int, Any], Team] = {}
         self._workers: list[Worker] = []
         self._lock = threading.Lock()
 
     def part(self, part: Part) -> None:
         """Does a part, as far as it goes."""
-        if why := devices.why_not_so_many(part.ranks):
+        if part.form is None and (why := devices.why_not_so_many(part.ranks)):
             self._add(Line(part=part.name, ranks=part.ranks, said=f"can't run here: {why}"))
             return
         left = threading.Event()
@@ -198,14 +236,14 @@ class Run:
         if thread.is_alive():
             left.set()
             self.hung = True
-            self._teams.pop(part.ranks, None)
+            self._teams.pop((part.ranks, part.form), None)
             said = f"did not end within {part.budget_s + GRACE_S:.0f} s, and was left behind"
             self._add(Line(part=part.name, ranks=part.ranks, said=said, ok=False))
 
     def _work(self, part: Part, left: threading.Event) -> None:
         until_s = time.monotonic() + part.budget_s
         try:
-            for line in part.lines(self._team(part.ranks), self._quick):
+            for line in part.lines(self._team(part), self._quick):
                 if left.is_set():
                     return
                 self._add(line)
@@ -216,19 +254,20 @@ class Run:
         except Exception as exc:  # noqa: BLE001 - whatever it is, the next part may work
             traceback.print_exc()
             if not left.is_set():
-                self._teams.pop(part.ranks, None)
+                self._teams.pop((part.ranks, part.form), None)
                 said = f"failed: {type(exc).__name__}: {exc}"
                 self._add(Line(part=part.name, ranks=part.ranks, said=said, ok=False))
 
-    def _team(self, ranks: int) -> Team:
+    def _team(self, part: Part) -> Team:
         def workers(count: int) -> list[Worker]:
             made = [Worker() for _ in range(count)]
             self._workers += made
             return made
 
-        if ranks not in self._teams:
-            self._teams[ranks] = form(ranks, workers)
-        return self._teams[ranks]
+        key = part.ranks, part.form
+        if key not in self._teams:
+            self._teams[key] = (part.form or form)(part.ranks, workers)
+        return self._teams[key]
 
     def _add(self, line: Line) -> None:
         with self._lock:
@@ -296,8 +335,10 @@ def table(described: dict[str, str], lines: Sequence[Line]) -> str:
     if speeds:
         heads = ("operation", "ranks", "size", "ours GB/s", "NCCL GB/s", "of NCCL", "copy GB/s", "of a copy")
         rows += ["", *columns([heads, *map(_speed, speeds)]), "", _verdict(speeds)]
+    if beside := [line for line in lines if line.part == gpu_ipc.PART and line.times_us]:
+        rows += ["", *columns([gpu_ipc.HEADS, *map(gpu_ipc.speed, beside)]), "", gpu_ipc.verdict(beside)]
     for line in lines:
-        if line.part == "overhead" and line.times_us:
+        if line.part in ("overhead", "graphs") and line.times_us:
             rows.append(shown(line))
     return "\n".join(rows)
 

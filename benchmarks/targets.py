@@ -140,6 +140,8 @@ _NEARLY_ONE = 1 / 1.3
 """How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
 _DOOR = 0.3
 """The door's share of the time of the smallest collective."""
+_RECORDED = 0.02
+"""What recording a timeline may cost, as a share of the time of a collective."""
 _TRAINED_NBYTES = 650 * 8
 """The gradient of the training on digits: 65 x 10 float64."""
 _EVERY_SIZE = dict.fromkeys((4, 64 * KB, MB, 16 * MB, 64 * MB), 4.0)
@@ -163,6 +165,18 @@ TARGETS: tuple[Goal, ...] = (
         contender=names.CAPTURED,
         without=names.DOORLESS,
         most=_DOOR,
+    ),
+    *(
+        Share(
+            suite="timeline",
+            op=op,
+            ranks=2,
+            nbytes=nbytes,
+            contender=names.RECORDED,
+            without=names.UNRECORDED,
+            most=_RECORDED,
+        )
+        for op, nbytes in (("captured allreduce", 4), ("captured allreduce", MB), ("allreduce_refs", MB))
     ),
     *_targets("training", "iteration", names.CAPTURED, names.LOOP, {_TRAINED_NBYTES: 5.0}),
     *_targets("training", "iteration", names.CAPTURED, names.LOOP, {_TRAINED_NBYTES: 5.0}, ranks=4),

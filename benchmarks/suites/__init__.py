@@ -4,6 +4,6 @@ from __future__ import annotations
 
 SUITES = {
     name: f"benchmarks.suites.{name}"
-    for name in ("kernel", "plan", "driver", "captured", "training", "batch", "p2p", "scale", "memory")
+    for name in ("kernel", "plan", "driver", "captured", "timeline", "training", "batch", "p2p", "scale", "memory")
 }
 """Name -> module."""
