@@ -1,0 +1,133 @@
+"""Writes the tables of docs/performance.md: ``python docs/results.py --write``, after ``make bench``.
+
+All numbers are from ``benchmarks/results/*.json``. A table stands behind a comment that says what it shows, such as
+``<!-- results: driver | allreduce -->`` (suite and operation), and ends with ``<!-- end of results -->``.
+``--check`` writes nothing, and ends with 1 if something is out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).with_name("performance.md")
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+_SECTION = re.compile(
+    r"(?P<begin><!-- results: (?P<what>[^>]+?) -->\n)(?P<body>.*?)(?P<end><!-- end of results -->)", re.S
+)
+_OURS = "raycollect"
+_MB = 1 << 20
+_OF_A_SUITE = frozenset({"load before", "huge pages", "huge pages of shared memory"})
+"""What of a machine's description is another one in each suite, or of no use to a reader."""
+
+
+def fill(text: str) -> str:
+    """A page with its tables as the results have them.
+
+    Raises:
+        LookupError: It asks for results that there are not.
+    """
+    return _SECTION.sub(lambda found: f"{found['begin']}\n{_body(found['what'])}\n\n{found['end']}", text)
+
+
+def read(suite: str) -> dict[str, Any]:
+    """What was measured: ``{"machine": {...}, "rows": [...], "memory": [...], "skipped": [...]}``."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _body(what: str) -> str:
+    if what in _WHOLE:
+        return _WHOLE[what]()
+    suite, _, op = (part.strip() for part in what.partition("|"))
+    rows = [row for row in read(suite)["rows"] if row["op"] == op]
+    if not rows:
+        raise LookupError(f"benchmarks/results/{suite}.json has no operation {op!r}")
+    cases = sorted({(row["ranks"], row["nbytes"]) for row in rows})
+    several = len({ranks for ranks, _ in cases}) > 1
+    by_case = {(row["contender"], row["ranks"], row["nbytes"]): row["median_ms"] for row in rows}
+    body = [
+        [_strong(contender), *(_number(by_case.get((contender, *case))) for case in cases)]
+        for contender in dict.fromkeys(row["contender"] for row in rows)
+    ]
+    return _table(["median, ms", *(_case(ranks, nbytes, several) for ranks, nbytes in cases)], body)
+
+
+def _machine() -> str:
+    machines = [read(path.stem)["machine"] for path in sorted(RESULTS.glob("*.json"))]
+    loads = sorted(float(machine["load before"]) for machine in machines)
+    common = {name: value for name, value in machines[0].items() if name not in _OF_A_SUITE}
+    if any(machine.get(name) != value for machine in machines for name, value in common.items()):
+        raise LookupError("the suites were measured on different machines, or with different software")
+    told = {**common, "load before the suites": f"{loads[0]:g} to {loads[-1]:g}"}
+    return _table(["what", "it was"], [[name, value] for name, value in told.items()])
+
+
+def _memory() -> str:
+    peaks = read("memory")["memory"]
+    rows = [
+        [
+            _strong(peak["contender"]),
+            f"{peak['op']} of {_size(peak['nbytes'])}",
+            f"{max(peak['extra_nbytes']) / 2**20:.1f}",
+        ]
+        for peak in peaks
+    ]
+    return _table(["", "operation", "MB beside the operands, the most of any rank"], rows)
+
+
+_WHOLE: Mapping[str, Callable[[], str]] = {"machine": _machine, "memory": _memory}
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def _strong(contender: str) -> str:
+    return f"**{contender}**" if contender.startswith(_OURS) else contender
+
+
+def _case(ranks: int, nbytes: int, several: bool) -> str:
+    parts = [f"{ranks} ranks"] if several or not nbytes else []
+    return ": ".join([*parts, _size(nbytes)] if nbytes else parts)
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((_MB, "MB"), (1 << 10, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g} {name}"
+    return f"{nbytes} B"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if value < 1 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="The tables of docs/performance.md.")
+    parser.add_argument("--write", action="store_true", help="write them into the page")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the page is out of date")
+    arguments = parser.parse_args(argv)
+    text = PAGE.read_text(encoding="utf-8")
+    filled = fill(text)
+    if arguments.write and filled != text:
+        PAGE.write_text(filled, encoding="utf-8")
+        print(f"{PAGE} was written")
+    if arguments.check and filled != text:
+        print(f"{PAGE} is out of date; correct it by --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
