@@ -146,7 +146,8 @@ def test_bad_input_changes_nothing(actors):
         group.rebuild([workers[0], dead])
     (gate,) = actors(Gate, 1, max_concurrency=2)
     blocked = block(spare, gate)
-    with pytest.raises(errors.CollectiveTimeoutError, match=r"busy: rank 1 \(Buffers") as caught:
+    busy = r"busy with a method, or being made: rank 1 \(Buffers"
+    with pytest.raises(errors.CollectiveTimeoutError, match=busy) as caught:
         group.rebuild([workers[0], spare], timeout_s=0.5)
     assert caught.value.missing == (1,)
     ray.get(gate.open.remote())
