@@ -102,7 +102,7 @@ _ROWS = (
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
 """Name -> algorithm."""
 
-STAND_INS: dict[OpKind, Algorithm] = {kind: row for row in _ROWS if row.needs for kind in row.kinds}
+STAND_INS: dict[OpKind, Algorithm] = {kind: row for kind in OpKind for row in _ROWS if row.needs and kind in row.kinds}
 """What a backend lacks -> what stands for it where the backend can send and receive."""
 
 

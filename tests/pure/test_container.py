@@ -22,6 +22,9 @@ CALM = settings(deadline=None)  # the machine's load is none of these tests' bus
 class T:
     """A tensor of these tests."""
 
+    def __repr__(self) -> str:
+        return "T"  # the same in every process that collects the tests
+
 
 A, B, C = T(), T(), T()
 
@@ -93,7 +96,7 @@ class MyList(list):  # type: ignore[type-arg]
         {"x": {1.5: A}},
         [MyList([A])],
         {A},
-        iter([A]),
+        pytest.param(iter([A]), id="iterator"),
         Pair(A, B),
         MyList([A]),
     ],
