@@ -40,20 +40,17 @@ from raycollect.errors import (
     GroupBrokenError,
     KernelError,
     RaycollectError,
-    UnsupportedError,
-    Violation,
-    refusal,
 )
 from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 from . import shm
-from ._exchanged import Exchanged
 from ._ipc_fold import Folder
 from ._ipc_memory import Exports, Imports, Listing, Shown
 from ._ipc_run import Part
 from ._meeting import Meeting
+from ._on_gpu import OnGpu
 from .completion import DONE
-from .device_arrays import DeviceArray, stray_device
+from .device_arrays import DeviceArray
 from .folds import refusal_reason
 from .shm import ShmCommunicator
 from .streams import GroupStream
@@ -151,19 +148,17 @@ class _Door:
         self._host.abort(seq)
 
 
-class IpcCommunicator(Exchanged):
+class IpcCommunicator(OnGpu):
     """One rank's membership.
 
     Attributes:
-        device: On which it works: ``"cuda:0"``.
-        number: The same as a number.
+        number: That of its GPU.
         why: Why the group does not use NCCL, in words.
         group_name: The group.
     """
 
     def __init__(self, spec: GroupSpec, rank: int, host: ShmCommunicator, *, device: int, why: str) -> None:
-        super().__init__(spec, rank, _Door(host))
-        self.device: str = f"cuda:{device}"
+        super().__init__(spec, rank, _Door(host), device)
         self.number: int = device
         self.why: str = why
         self.group_name: str = spec.name
@@ -176,23 +171,6 @@ class IpcCommunicator(Exchanged):
         self._lock = threading.Lock()
         self._is_inside = self._is_closed = self._is_released = False
         self._is_stuck = self._is_at_others = False
-
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Refuses arrays that lie elsewhere than on this rank's GPU, or that cannot be reduced.
-
-        Raises:
-            UnsupportedError: See above.
-        """
-        if kernel.memo.get("ipc") == self.device:
-            return  # it was looked at before
-        if stray := stray_device(kernel, self.device):
-            expected = f"{self.device}, where this rank of the group works; others go by shm and tcp"
-            raise self._refused(kernel, "device", stray, expected)
-        if kernel.op is not None and kernel.sample is not None:
-            dtype = kernel.sample.dtype.name
-            if why := refusal_reason(kernel.op, dtype):
-                raise self._refused(kernel, "reduce op", f"{kernel.op.name} of {dtype}", f"another one: {why}")
-        kernel.memo["ipc"] = self.device
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel behind what the caller has enqueued; it has ended when this returns."""
@@ -358,6 +336,6 @@ class IpcCommunicator(Exchanged):
         except Exception:  # noqa: BLE001 - the device has failed, or the process ends
             return
 
-    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> UnsupportedError:
-        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
-        return cast("UnsupportedError", refusal(kernel.kind.value, self.group_name, (violation,)))
+    def _other_than(self, op: ReduceOp, dtype: str) -> str:
+        why = refusal_reason(op, dtype)
+        return f"another one: {why}" if why else ""

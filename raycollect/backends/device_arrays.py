@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.model import Kernel, TensorInfo
+from raycollect.model import TensorInfo
 
 from .elements import TORCH_DTYPES, Array, is_number, torch_name
 
@@ -27,7 +27,6 @@ __all__ = [
     "on_gpu",
     "put_on_gpu",
     "shown_by_torch",
-    "stray_device",
     "view_of_cupy",
 ]
 
@@ -230,13 +229,3 @@ def _shown(owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int,
         "version": 3,
     }
     return np.asarray(Interface(interface, owner))
-
-
-def stray_device(kernel: Kernel, device: str) -> str:
-    """Where the first array of a kernel lies that does not lie on a device: ``"cpu"``, ``"cuda:1"``; empty for none."""
-    for side in (kernel.src, kernel.dst):
-        for array in side if type(side) is tuple else (() if side is None else (side,)):
-            found = array.device if isinstance(array, DeviceArray) else "cpu"
-            if found != device:
-                return found
-    return ""

@@ -37,18 +37,15 @@ from raycollect.errors import (
     GroupBrokenError,
     KernelError,
     RaycollectError,
-    Violation,
-    refusal,
 )
-from raycollect.model import GroupSpec, Kernel, Launch, OpKind
+from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
-from ._exchanged import Exchanged
 from ._ipc_group import IpcCommunicator, share
 from ._nccl_again import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
 from ._nccl_group import HINT, Joined, join, said
 from ._nccl_ops import folds, reduction_of
 from ._nccl_run import FOLD_NBYTES, Script, enqueue, write
-from .device_arrays import stray_device
+from ._on_gpu import OnGpu
 from .streams import GroupStream, captured
 
 __all__ = ["FOLD_NBYTES", "NcclCommunicator", "create"]
@@ -112,19 +109,14 @@ def create(
     return made
 
 
-class NcclCommunicator(Exchanged):
-    """One rank's membership. An abort wakes a rank in mid-kernel as well; the group is broken then.
-
-    Attributes:
-        device: On which it works: ``"cuda:0"``.
-    """
+class NcclCommunicator(OnGpu):
+    """One rank's membership. An abort wakes a rank in mid-kernel as well; the group is broken then."""
 
     def __init__(self, joined: Joined, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
-        super().__init__(spec, rank, exchange)
+        super().__init__(spec, rank, exchange, joined.device)
         self._nccl = joined.communicator
         self._version = joined.version
         self._capability = joined.capability
-        self.device: str = f"cuda:{joined.device}"
         self._device = joined.device
         self._stream = GroupStream(joined.device)
         self._replays = Replays(records=joined.records)
@@ -137,27 +129,6 @@ class NcclCommunicator(Exchanged):
         self._lock = threading.Lock()
         self._is_over = self._is_late = False
         _guard.add(self)
-
-    def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Refuses arrays that lie elsewhere than on this rank's GPU, or that cannot be reduced.
-
-        Raises:
-            UnsupportedError: See above.
-        """
-        if kernel.memo.get("nccl") == self.device:
-            return  # it was looked at before
-        if stray := stray_device(kernel, self.device):
-            expected = f"{self.device}, where this rank of the group works; others go by shm and tcp"
-            raise self._refused(kernel, "device", stray, expected)
-        if kernel.op is not None and kernel.sample is not None:
-            dtype = kernel.sample.dtype.name
-            is_reduced = reduction_of(kernel.op, dtype, self._version) is not None
-            if dtype.startswith("float8") and self._capability < FLOAT8_FROM:
-                is_reduced = False
-            if not is_reduced and not folds(kernel.op, dtype):
-                expected = f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
-                raise self._refused(kernel, "reduce op", f"{kernel.op.name} of {dtype}", expected)
-        kernel.memo["nccl"] = self.device
 
     @property
     def graphs(self) -> GraphCounts:
@@ -366,9 +337,13 @@ class NcclCommunicator(Exchanged):
                 time.sleep(_PAUSE_S)
         self._kept = None
 
-    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
-        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
-        return refusal(kernel.kind.value, self._group_name, (violation,))
+    def _other_than(self, op: ReduceOp, dtype: str) -> str:
+        is_reduced = reduction_of(op, dtype, self._version) is not None
+        if dtype.startswith("float8") and self._capability < FLOAT8_FROM:
+            is_reduced = False
+        if is_reduced or folds(op, dtype):
+            return ""
+        return f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
 
 
 class _Guard:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import cycle, permutations, product
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from raycollect.backends import arrays
 from raycollect.backends._nccl_ops import reduction_of
 from raycollect.backends.device_arrays import DeviceArray, device_id
 from raycollect.contracts import Communicator
-from raycollect.model import Launch
+from raycollect.model import Launch, OpKind
 from tests.fake_cupy import Fake, installed
 from tests.gpu.cases import LAYOUTS as ON_DEVICE
 
@@ -238,6 +239,17 @@ def _made(values: Any, found: GpuCase, *, blank: bool = False) -> Any:
     if type(values) is tuple:
         return tuple(_made(piece, found, blank=blank) for piece in values)
     return pending(other_values(values) if blank else values, found.case.layout, found.library)
+
+
+def sends(world: int) -> list[GpuCase]:
+    """Everyone sends to everyone, in several sizes and layouts."""
+    turns = cycle(LAYOUTS)
+    pairs = permutations(range(world), 2)
+    sent = [
+        Case(kind=OpKind.SEND, dtype="int16", size=size, root=one, peer=two, layout=next(turns))
+        for size, (one, two) in product((0, 1, 1000), list(pairs))
+    ]
+    return [GpuCase(case=case) for case in sent]
 
 
 def check(team: GpuTeam, cases: Sequence[GpuCase], *, timeout_s: float = 30.0) -> None:

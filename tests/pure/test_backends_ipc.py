@@ -16,7 +16,7 @@ from raycollect.contracts import Communicator
 from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 
 from .conformance import DTYPES, REDUCTIONS, Case, allowed, left_fold, operand
-from .on_gpu import LAYOUTS, LIBRARIES, Caller, GpuCase, check, pending, read_elsewhere
+from .on_gpu import LAYOUTS, LIBRARIES, Caller, GpuCase, check, pending, read_elsewhere, sends
 from .on_one_gpu import sharing
 from .test_backends_nccl import SELECTED, body_several, case_of
 from .test_nccl_streams import sums
@@ -98,14 +98,8 @@ def test_many_elements() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_everyone_sends_to_everyone(seed: int) -> None:
-    turns = cycle(LAYOUTS)
-    pairs = [(one, two) for one, two in product(range(3), repeat=2) if one != two]
-    cases = [
-        Case(kind=OpKind.SEND, dtype="int16", size=size, root=one, peer=two, layout=next(turns))
-        for size, (one, two) in product((0, 1, 1000), pairs)
-    ]
     with sharing(3, seed=seed) as (_, team):
-        check(team, [GpuCase(case=case) for case in cases])
+        check(team, sends(3))
 
 
 @pytest.mark.parametrize("seed", range(3))

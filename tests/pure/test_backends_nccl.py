@@ -37,6 +37,7 @@ from .on_gpu import (
     cupy_of,
     pending,
     read_elsewhere,
+    sends,
     team_on_gpus,
 )
 
@@ -173,14 +174,8 @@ def test_a_million_elements(how: str) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_everyone_sends_to_everyone(seed: int) -> None:
-    turns = cycle(LAYOUTS)
-    pairs = [(one, two) for one, two in product(range(3), repeat=2) if one != two]
-    cases = [
-        Case(kind=OpKind.SEND, dtype="int16", size=size, root=one, peer=two, layout=next(turns))
-        for size, (one, two) in product((0, 1, 1000), pairs)
-    ]
     with team_on_gpus(3, seed=seed) as (_, team):
-        check(team, [GpuCase(case=case) for case in cases])
+        check(team, sends(3))
 
 
 # ------------------------------------------------------------------------------- several agreements and kernels

@@ -441,7 +441,14 @@ def test_a_file_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"[]", b"{}", b'{"otherData": {"raycollect": {"format": 99}}}', b"\x1f\x8bxxxx", gzip.compress(b"7", mtime=0)],
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"otherData": {"raycollect": {"format": 99}}}',
+        b"\x1f\x8bxxxx",
+        gzip.compress(b"7", mtime=0),
+    ],
 )
 def test_other_files_are_no_timelines(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "t.json"
