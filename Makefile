@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made and filled on first use, and again when pyproject.toml changes.
 #
 #   make demo    the main job on real input, under a minute once installed
-#   make test    the tests
+#   make test    the tests, JOBS=2 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place (about half an hour)
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
@@ -14,6 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
+JOBS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -30,7 +31,7 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/full $(ARGS)
