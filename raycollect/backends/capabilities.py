@@ -95,7 +95,7 @@ def _torch(
         module="raycollect.backends.torch_dist",
         libraries=(library,),
         install=install,
-        probe=lambda: _not_in_torch(name),
+        probe=lambda: _not_in_torch(name, on_gpu=devices == _CUDA),
         ops=frozenset(OpKind) - lacks,
         devices=devices,
         interruptible=interruptible,
@@ -105,15 +105,17 @@ def _torch(
     )
 
 
-def _not_in_torch(name: str) -> str:
-    """What torch itself says: it may be built without distributed, or without this backend."""
+def _not_in_torch(name: str, *, on_gpu: bool) -> str:
+    """What torch itself says: it may be built without distributed, or without this backend, or see no GPU."""
     try:
         distributed = import_module("torch.distributed")
     except (ImportError, OSError) as exc:
         return f"torch.distributed: {exc}"
     if not distributed.is_available():
         return "this torch was built without torch.distributed"
-    return "" if distributed.is_backend_available(name) else f"this torch has no distributed backend {name!r}"
+    if not distributed.is_backend_available(name):
+        return f"this torch has no distributed backend {name!r}"
+    return "a GPU: torch sees none" if on_gpu and not import_module("torch").cuda.is_available() else ""
 
 
 def no_gpu() -> str:

@@ -36,7 +36,7 @@ _PEER: dict[OpKind | Local, str] = {
 def nbytes_words(nbytes: float) -> str:
     """Bytes in the unit that fits: ``"1.5 MiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
+        if nbytes < 1023.95:  # which four digits would round up to 1024
             return f"{nbytes:.4g} {unit}"
         nbytes /= 1024
     return f"{nbytes:.4g} TiB"

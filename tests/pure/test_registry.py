@@ -105,7 +105,8 @@ class FakeTorch:
     def __call__(self, name: str) -> object:
         if name not in (*self.libraries, "torch.distributed"):
             raise ImportError(f"No module named {name!r}")
-        return SimpleNamespace(is_available=lambda: self.built, is_backend_available=self.known.__contains__)
+        cuda = SimpleNamespace(is_available=lambda: False)
+        return SimpleNamespace(is_available=lambda: self.built, is_backend_available=self.known.__contains__, cuda=cuda)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ class FakeTorch:
         ("torch:hccl", FakeTorch("gloo", libraries=("torch_npu",)), r"no distributed backend 'hccl'"),
         ("torch:mpi", FakeTorch("gloo"), r"no distributed backend 'mpi'.*built from source with MPI"),
         ("torch:nccl", FakeTorch("gloo"), r"no distributed backend 'nccl'.*CUDA build of torch"),
+        ("torch:nccl", FakeTorch("gloo", "nccl"), r"a GPU: torch sees none"),
         ("torch:xccl", FakeTorch("gloo"), r"no distributed backend 'xccl'.*XPU"),
         ("torch:foo", FakeTorch("gloo"), r"no distributed backend 'foo'.*the package that registers 'foo'"),
         ("torch:gloo", FakeTorch(libraries=()), r"torch: No module named 'torch'.*pip install torch"),

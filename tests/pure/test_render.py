@@ -583,7 +583,15 @@ def test_without_staging_nothing_is_packed():
 
 @pytest.mark.parametrize(
     ("nbytes", "words"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (5 << 20, "5 MiB"), (3 << 40, "3 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1048572, "1 MiB"),
+        (5 << 20, "5 MiB"),
+        (3 << 40, "3 TiB"),
+    ],
 )
 def test_bytes_in_words(nbytes, words):
     assert nbytes_words(nbytes) == words
