@@ -14,7 +14,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from time import time
@@ -151,27 +151,53 @@ def post(membership: Membership) -> None:
     """Posts a declared group, soon: nobody waits for it, and where the store does not answer there is no record."""
     client = ray_internals.cluster_client()
     if client is not None:  # Ray runs here
-        _soon(membership, client.internal_kv_put, Posted.of(membership).to_bytes(), True)
+        _soon(_put, client, membership, Posted.of(membership).to_bytes())
 
 
 def remove(membership: Membership) -> None:
-    """Takes away what `post` has posted, soon; nothing where it was not."""
+    """Takes away what `post` has posted, soon; nothing where it was not.
+
+    Where the store does not answer, it is asked again when the next group begins or ends.
+    """
     client = ray_internals.cluster_client()
     if client is not None and not membership.is_derived:
-        _soon(membership, client.internal_kv_del, False)
+        _soon(_delete, client, membership)
 
 
-def _soon(membership: Membership, ask: Callable[..., object], *args: object) -> None:
+def _soon(do: Callable[..., None], client: Any, membership: Membership, *record: bytes) -> None:
     with contextlib.suppress(RuntimeError):  # this process is ending: its records will be seen to be left behind
-        _posting.submit(_try, membership, ask, *args)
+        _posting.submit(do, client, membership.spec.name, _PREFIX + membership.spec.group_id.encode(), *record)
 
 
-def _try(membership: Membership, ask: Callable[..., object], *args: object) -> None:
-    key = _PREFIX + membership.spec.group_id.encode()
+_overdue: dict[bytes, str] = {}
+"""Key of a record that could not be taken away -> its group's name. The one thread alone looks at it."""
+
+
+def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
+    with _told(name):
+        client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
+        _delete_overdue(client)
+
+
+def _delete(client: Any, name: str, key: bytes) -> None:
+    _overdue[key] = name
+    with _told(name):
+        _delete_overdue(client)
+
+
+def _delete_overdue(client: Any) -> None:
+    for key in reversed(tuple(_overdue)):  # the newest first: an older one may be of a store that is gone
+        client.internal_kv_del(key, False, _NAMESPACE, timeout=POST_TIMEOUT_S)
+        del _overdue[key]
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    """Says where the store did not do what it was asked for, and goes on."""
     try:
-        ask(key, *args, _NAMESPACE, timeout=POST_TIMEOUT_S)
+        yield
     except (RayError, RuntimeError, OSError) as exc:
-        _log.info("what `raycollect status` says of group %r is out of date: %s", membership.spec.name, exc)
+        _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
 
 
 def find_cluster(address: str | None = None) -> str:

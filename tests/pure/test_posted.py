@@ -229,13 +229,23 @@ def test_nothing_is_posted_where_no_ray_runs(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_store_that_is_away_does_not_keep_a_group_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def fail(*args: object, timeout: float) -> None:
+    def delete(*args: object, timeout: float) -> None:
         asked.append((args, timeout))
-        raise RpcError("unavailable")
+        if len(asked) < 2:
+            raise RpcError("unavailable")
 
-    store = SimpleNamespace(internal_kv_del=fail)
+    store = SimpleNamespace(internal_kv_del=delete)
     monkeypatch.setattr("ray.experimental.internal_kv.internal_kv_get_gcs_client", lambda: store)
-    membership: Any = SimpleNamespace(is_derived=False, spec=SimpleNamespace(name="g", group_id="77"))
-    posted.remove(membership)
-    posted._posting.submit(int).result()  # after what was to be removed
-    assert asked == [((b"posted/77", False, b"raycollect"), posted.POST_TIMEOUT_S)]
+
+    def remove(group_id: str) -> None:
+        membership: Any = SimpleNamespace(is_derived=False, spec=SimpleNamespace(name="g", group_id=group_id))
+        posted.remove(membership)
+        posted._posting.submit(int).result()  # after what was to be removed
+
+    first, second = [((b"posted/" + key, False, b"raycollect"), posted.POST_TIMEOUT_S) for key in (b"77", b"78")]
+    remove("77")
+    assert asked == [first]
+    remove("78")
+    assert asked == [first, second, first], "what was left is taken away with the next"
+    remove("79")
+    assert len(asked) == 4
