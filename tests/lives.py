@@ -65,6 +65,7 @@ def _note(actor: Any) -> None:
 
 def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
     """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
+    from raycollect.observe import Tracer
     from raycollect.runtime import Runtime
     from raycollect.seats import Seats
 
@@ -79,7 +80,7 @@ def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
         if seats._seats or seats.fading:
             return False
         seats.hub.close()
-    Runtime._current = Seats._current = None  # the arena stays: it is empty once nobody holds its tensors
+    Runtime._current = Seats._current = Tracer._current = None  # the arena stays: it is empty once nobody uses it
     now = _look()
     if any(now.get(name) != value for name, value in first.items()) or lives == MOST_LIVES:
         return False

@@ -1,0 +1,88 @@
+"""Actors go on from test to test: each that did not would cost a second. What a test leaves behind ends them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.controller import Controller
+from tests import lives
+from tests.ray.workers import Worker, filled
+
+
+def _declared(backend):
+    def use(workers, path):
+        group = col.declare_collective_group(workers, backend=backend)
+        col.allreduce_refs(filled(workers, (1, 2)))
+        group.destroy()
+
+    return use
+
+
+def _captured(workers, path):
+    col.declare_collective_group(workers)
+    with col.capture() as step:
+        col.allreduce_refs([step.call(worker, "get_buffer") for worker in workers])
+    for _ in range(3):
+        step.run()
+    step.close()
+
+
+def _recorded(workers, path):
+    with col.timeline(path):
+        col.declare_collective_group(workers)
+        col.allreduce_refs(filled(workers, (1, 2)))
+
+
+def _join(self, rank):
+    col.init_collective_group(2, rank, "shm", "own")
+    col.allreduce(self.buffer, "own")
+    col.destroy_collective_group("own")
+
+
+def _own(workers, path):
+    ray.get([worker.call.remote(_join, rank) for rank, worker in enumerate(workers)])
+
+
+USES = {"shm": _declared("shm"), "tcp": _declared("tcp"), "gloo": _declared("gloo")}
+USES |= {"captured": _captured, "recorded": _recorded, "a group of their own": _own}
+
+
+@pytest.fixture
+def workers(cluster):
+    started = lives.start(Worker, 2, ())
+    yield started
+    for worker in started:
+        ray.kill(worker)
+
+
+def _end_test():
+    Controller.current().close()
+    Controller._current = None
+
+
+@pytest.mark.parametrize("name", USES)
+def test_actors_that_were_used_go_on(workers, name, tmp_path):
+    for _ in range(2):
+        USES[name](workers, tmp_path / "t.json")
+        _end_test()
+        assert lives.begin_again(workers, ()) == workers
+
+
+def _patch(self):
+    from raycollect.planner import wire
+
+    wire.decode_program = None
+
+
+def _set(self):
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+@pytest.mark.parametrize("leave", [_patch, _set])
+def test_an_actor_in_which_something_is_left_does_not(workers, leave):
+    ray.get(workers[0].call.remote(leave))
+    assert lives.begin_again(workers, ()) == workers[1:]
