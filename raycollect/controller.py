@@ -115,6 +115,7 @@ class Controller:
         self._flights.clear()
         self._is_closed = True
         self.revision = object()
+        self._groups.close()
         self._peers.close()
         fetch.close_idle()
 

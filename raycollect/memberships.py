@@ -200,6 +200,11 @@ class Memberships:
             self._declarations[name] = declaration
             return membership, declaration.actors
 
+    def close(self) -> None:
+        """Takes away what the cluster was told of the groups, which end with their controller."""
+        for membership in tuple(self._named.values()):
+            posted.remove(membership)
+
     def destroy(self, name: str) -> None:
         """Ends a declared group.
 

@@ -145,6 +145,7 @@ def test_bad_input_changes_nothing(actors):
     with pytest.raises(errors.ActorGoneError, match="rank 1"):
         group.rebuild([workers[0], dead])
     (gate,) = actors(Gate, 1, max_concurrency=2)
+    ray.get(spare.read.remote())  # it is there
     blocked = block(spare, gate)
     busy = r"busy with a method, or being made: rank 1 \(Buffers"
     with pytest.raises(errors.CollectiveTimeoutError, match=busy) as caught:
