@@ -76,6 +76,12 @@ if TYPE_CHECKING:
     from raycollect.multigpu import reducescatter_multigpu as reducescatter_multigpu
     from raycollect.multigpu import send_multigpu as send_multigpu
     from raycollect.multigpu import synchronize as synchronize
+    from raycollect.multigpu_refs import allgather_multigpu_refs as allgather_multigpu_refs
+    from raycollect.multigpu_refs import allreduce_multigpu_refs as allreduce_multigpu_refs
+    from raycollect.multigpu_refs import broadcast_multigpu_refs as broadcast_multigpu_refs
+    from raycollect.multigpu_refs import reduce_multigpu_refs as reduce_multigpu_refs
+    from raycollect.multigpu_refs import reducescatter_multigpu_refs as reducescatter_multigpu_refs
+    from raycollect.multigpu_refs import send_multigpu_ref as send_multigpu_ref
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
     from raycollect.participant import CollectiveParticipant as CollectiveParticipant
@@ -126,9 +132,11 @@ _HOMES: dict[str, str] = {
     "Work": "work",
     "allgather": "imperative",
     "allgather_multigpu": "multigpu",
+    "allgather_multigpu_refs": "multigpu_refs",
     "allgather_refs": "api",
     "allreduce": "imperative",
     "allreduce_multigpu": "multigpu",
+    "allreduce_multigpu_refs": "multigpu_refs",
     "allreduce_refs": "api",
     "alltoall": "imperative",
     "alltoall_refs": "api",
@@ -138,6 +146,7 @@ _HOMES: dict[str, str] = {
     "batch": "batches",
     "broadcast": "imperative",
     "broadcast_multigpu": "multigpu",
+    "broadcast_multigpu_refs": "multigpu_refs",
     "broadcast_refs": "api",
     "by_value": "participant",
     "capture": "captured",
@@ -169,15 +178,18 @@ _HOMES: dict[str, str] = {
     "recv_ref": "api",
     "reduce": "imperative",
     "reduce_multigpu": "multigpu",
+    "reduce_multigpu_refs": "multigpu_refs",
     "reduce_refs": "api",
     "reducescatter": "imperative",
     "reducescatter_multigpu": "multigpu",
+    "reducescatter_multigpu_refs": "multigpu_refs",
     "reducescatter_refs": "api",
     "register_collective_backend": "backends.adopted",
     "scatter": "imperative",
     "scatter_refs": "api",
     "send": "imperative",
     "send_multigpu": "multigpu",
+    "send_multigpu_ref": "multigpu_refs",
     "send_ref": "api",
     "summary": "timelines",
     "synchronize": "multigpu",

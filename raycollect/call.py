@@ -18,7 +18,7 @@ from raycollect.errors import Violation, refusal
 from raycollect.group import Membership, Operand
 from raycollect.model import OpKind, ReduceOp
 from raycollect.pending import Pending
-from raycollect.planner import STAGING_NBYTES
+from raycollect.planner import STAGING_NBYTES, GpuLists
 from raycollect.work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -56,6 +56,8 @@ class Call:
         group_name: The group asked for.
         timeout_s: How long ranks wait for each other, in seconds; None: the default.
         op: The reduce op as the user gave it.
+        lists: Where operands are lists with tensors of each GPU: those of the indexes of `GpuLists` that the verb has,
+            as the user gave them; None: they are no such lists.
         refs: Parameter -> what it was given. Where the group is derived, its ranks are the places in the first list.
 
     Raises:
@@ -64,7 +66,16 @@ class Call:
         BatchError: A ref is still to be made, by another batch than the one that the call is in.
     """
 
-    def __init__(self, kind: OpKind, group_name: str, timeout_s: float | None, *, op: Any = None, **refs: Any) -> None:
+    def __init__(
+        self,
+        kind: OpKind,
+        group_name: str,
+        timeout_s: float | None,
+        *,
+        op: Any = None,
+        lists: Any = None,
+        **refs: Any,
+    ) -> None:
         self._kind = kind
         self._group_name = group_name
         self._controller = Controller.current()
@@ -75,6 +86,7 @@ class Call:
         if not batches.is_time_limit(self._timeout_s):
             self._wrong("timeout_s", timeout_s, "a positive, finite number of seconds")
         self._op = None if op is None else self._reduce_op(op)
+        self._lists = None if lists is None else self._gpu_lists(lists)
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
         self._raise()
         self._membership = self._find(operands)
@@ -92,7 +104,7 @@ class Call:
         """
         if snapshot and self._batch is not None:
             self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
-        root = self._root(root)
+        root = self._number("root", root, "a rank")
         self._check_async(async_op)
         self._raise()
         src, dst = (self._bound.get(name, {}) for name in _PARTS[self._kind])
@@ -166,7 +178,7 @@ class Call:
     def _makes(self, name: str, position: int) -> bool:
         """Whether an actor handle may stand there, for an output to be made on that actor."""
         if self._kind is OpKind.SEND:
-            return position == 1
+            return position == 1 and self._lists is None
         return name == _PARTS[self._kind][1] and name != _SINGLE
 
     def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
@@ -199,11 +211,19 @@ class Call:
             self._wrong("op", op, f"one of {', '.join(ReduceOp.__members__)}")
             return None
 
-    def _root(self, root: Any) -> int:
+    def _gpu_lists(self, given: Mapping[str, Any]) -> GpuLists:
+        """The indexes that a verb was given; a send's are the numbers of GPUs."""
+        found = {}
+        for name, index in given.items():
+            field = "gpu index" if self._kind is OpKind.SEND else name
+            found[name] = self._number(field, index, "a whole number")
+        return GpuLists(**found)
+
+    def _number(self, field: str, value: Any, expected: str) -> int:
         try:
-            return operator.index(root)
+            return operator.index(value)
         except TypeError:
-            self._wrong("root", root, "a rank")
+            self._wrong(field, value, expected)
             return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
@@ -261,9 +281,8 @@ class Call:
             if sole is None or rank == sole:
                 results.append(self._ref(rank, taken or (given if keeps else None)))
         limit_s = float(self._timeout_s)
-        asked = Asked(
-            membership.roster, kind, tuple(operands), self._op, root, peer, bool(inplace), limit_s, bool(snapshot)
-        )
+        call = (membership.roster, kind, tuple(operands), self._op, root, peer)
+        asked = Asked(*call, bool(inplace), limit_s, bool(snapshot), self._lists)
         result: Any = results if sole is None else results[0] if results else None
         agenda.add(asked, membership, result)
 

@@ -34,7 +34,7 @@ from raycollect.flight import Flight, described
 from raycollect.group import DATA, Membership
 from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.peer import Muster, Peer
-from raycollect.planner import Plan, Request, Roster, Ticket, encode_order, encode_program, plan, plan_part
+from raycollect.planner import GpuLists, Plan, Request, Roster, Ticket, encode_order, encode_program, plan, plan_part
 from raycollect.planner.ir import Operands
 
 ORDER_NBYTES = MAX_FRAME_NBYTES - 256
@@ -54,6 +54,7 @@ class Asked(NamedTuple):
         inplace: See `Request`.
         timeout_s: See `Request`.
         snapshot: See `Request`.
+        lists: See `Request`.
     """
 
     roster: Roster
@@ -65,6 +66,7 @@ class Asked(NamedTuple):
     inplace: bool
     timeout_s: float
     snapshot: bool = False
+    lists: GpuLists | None = None
 
     def request(self) -> Request:
         """The request."""
@@ -78,6 +80,7 @@ class Asked(NamedTuple):
             inplace=self.inplace,
             timeout_s=self.timeout_s,
             snapshot=self.snapshot,
+            lists=self.lists,
         )
 
 

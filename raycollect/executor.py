@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from raycollect.agreement import Agreement
@@ -28,7 +29,7 @@ from raycollect.meters import Meter, here
 from raycollect.model import Kernel, Key, Launch, TensorInfo
 from raycollect.observe import Recorder, Tracer
 from raycollect.packing import Block, Pool
-from raycollect.planner import Domain, Program
+from raycollect.planner import Domain, Local, Program
 from raycollect.pos import Absence, Container, State, Store
 from raycollect.prepared import Prepared, places_of
 from raycollect.reach import NOWHERE, Extent, Reach
@@ -246,7 +247,9 @@ class Execution:
 
     def _look(self) -> Tasks:
         """Looks at the operands, as they are now, for the first round of the door."""
-        tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=self._given is not None)
+        home = partial(_home_of, self._communicators)  # a method would keep the tensors as long as this object
+        is_given = self._given is not None
+        tasks = Tasks(self._program, self._instruments.allocate, self._keys, given=is_given, home_of=home)
         if self._given is None and tasks.is_repeatable:
             self._places = self._placed()  # before the door: what changes later must be noticed
         tasks.ready(0, self._operands, self._instruments.store)
@@ -283,7 +286,7 @@ class Execution:
     def _lift(self, tasks: Tasks) -> None:
         """Makes stand-ins, while all can yet be told that there is no memory for them."""
         try:
-            tasks.lift(self._home_of)
+            tasks.lift()
         except MemoryError as exc:
             found = str(exc) or "out of memory"
         except RaycollectError:
@@ -294,9 +297,6 @@ class Execution:
             return
         expected = "room for tensors that lie elsewhere than the backend works"
         self._object([Violation(kind="allocation", rank=-1, field="staging", found=found, expected=expected)])
-
-    def _home_of(self, domain: Domain) -> str:
-        return home_of(domain.memory, self._communicators(domain.group_id))
 
     def _stage(self, kernel: Kernel) -> None:
         """Lets the backend prepare; what it refuses, all ranks hear of at the door."""
@@ -419,7 +419,8 @@ class Execution:
 
     def _run_stretch(self, stretch: Stretch) -> None:
         """Runs one bundle; if it fails after it has begun, what it writes is dirty, and nothing else."""
-        store, is_kept = self._instruments.store, self._program.commits
+        store = self._instruments.store
+        is_kept = self._program.commits or stretch.share.template.is_listed  # by kernels
         self._writes = False
         try:
             for move in stretch.moves:
@@ -430,11 +431,7 @@ class Execution:
                     self._at("after_commit")
                     continue
                 if not move.kernels:
-                    self._writes = True
-                    with self._timed.staging("copy"):
-                        patience = self._patience()
-                        for target, source in move.copies:
-                            transfer(target, source, patience)
+                    self._move_here(move)
                     continue
                 communicator, launch = self._launches.at(move.number, move.group_id, move.ranks)
                 if move.carriage is None:
@@ -450,6 +447,16 @@ class Execution:
             if stretch.versioned and self._writes:
                 arrays.raise_versions(stretch.versioned)
         store.mark_written(stretch.dense)
+
+    def _move_here(self, move: Move) -> None:
+        """Makes the copies of a move, or what it has to do between the GPUs of this rank."""
+        self._writes = self._writes or any(one.kind is Local.SPREAD for one in move.crossings) or bool(move.copies)
+        with self._timed.staging(move.crossings[0].kind.value if move.crossings else "copy"):
+            patience = self._patience()
+            for target, source in move.copies:
+                transfer(target, source, patience)
+            for crossing in move.crossings:
+                crossing.run(patience)
 
     def _carry(self, communicator: Communicator, launch: Launch, move: Move, *, is_kept: bool) -> None:
         """Runs the kernels of a move on stand-ins; tensors that have one are as they were until all have ended."""
@@ -532,6 +539,10 @@ class Execution:
     def _at(self, point: str) -> None:
         if self._faults is not None:
             self._faults.at(point, self._seq, self._program.door.rank)
+
+
+def _home_of(communicators: Callable[[str], Communicator], domain: Domain) -> str:
+    return home_of(domain.memory, communicators(domain.group_id))
 
 
 def given_up(reason: str | None, is_late: bool, limit_s: float) -> RaycollectError | None:

@@ -1,11 +1,10 @@
 """`ray.util.collective`'s verbs for processes with several GPUs: a rank gives a tensor of each of its GPUs.
 
-Theory. The rank's tensors are combined on one of its GPUs, that of the group (GPU 0, or the option ``device``): copied
-there one after the other and folded in the order of the list. Then one collective of the group runs there, over the
-ranks; then the result is copied to the other GPUs. With `d` GPUs per rank and `n` bytes per tensor, `d - 1` times `n`
-bytes go to that GPU and come from it again (for `allgather_multigpu` and `reducescatter_multigpu`, as often as there
-are ranks times `d`), and between ranks no more than with one GPU each; the folded tensors need memory there, and as
-much again while they are made. AVG is over the tensors of all GPUs of all ranks.
+Theory. As in `gpu_operands`, by the call itself: the rank's tensors are combined on one of its GPUs, that of the group
+(GPU 0, or the option ``device``), before the door. Then one collective of the group runs there, over the ranks; then
+the result is copied to the other GPUs. What is on that GPU is used where it is. Between ranks no more is sent than with
+one GPU each; the folded tensors need memory there, and as much again while they are made. AVG is over the tensors of
+all GPUs of all ranks.
 
 What holds for all: the group's backend is ``"nccl"``; a rank's tensors are of one shape and dtype, each on another GPU;
 all ranks give as many. Where something of that is not so, all ranks are refused at the door, and no tensor was touched.
@@ -20,13 +19,15 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from raycollect.backends import across, arrays, folds
+from raycollect import gpu_lists
+from raycollect.backends import across, arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.backends.device_arrays import device_id
 from raycollect.errors import KernelError, Violation, refusal
 from raycollect.member_call import MemberCall
 from raycollect.members import get_group_handle
-from raycollect.model import OpKind, ReduceOp
+from raycollect.model import TENSOR, OpKind, ReduceOp, Structure, TensorInfo
+from raycollect.planner import LISTS_BACKEND
 
 __all__ = [
     "allgather_multigpu",
@@ -38,8 +39,6 @@ __all__ = [
     "send_multigpu",
     "synchronize",
 ]
-
-_BACKEND = "nccl"
 
 
 def allreduce_multigpu(tensor_list: list[Any], group_name: str = "default", op: ReduceOp | str = ReduceOp.SUM) -> None:
@@ -57,7 +56,7 @@ def allreduce_multigpu(tensor_list: list[Any], group_name: str = "default", op: 
     call = _Call(OpKind.ALLREDUCE, group_name, op=op)
     mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=True)
     total = call.fold([[one] for one in mine])
-    call.make([("tensor_list", {_count(mine): one for one in total})])
+    call.make(("tensor_list", gpu_lists.whole(len(mine)), total))
     call.give([(total, [one]) for one in mine])
 
 
@@ -81,7 +80,7 @@ def reduce_multigpu(
     mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=call.is_root)
     call.chosen("dst_tensor", dst_tensor, mine)
     total = call.fold([[one] for one in mine])
-    call.make([("tensor_list", {f"{_count(mine)}, to {dst_tensor}": one for one in total})])
+    call.make(("tensor_list", gpu_lists.whole(len(mine), f", to {dst_tensor}"), total))
     call.give([(total, [mine[dst_tensor]])] if call.is_root else [])
 
 
@@ -100,7 +99,7 @@ def broadcast_multigpu(
     mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=True)
     source = call.chosen("src_tensor", src_tensor, mine) if call.is_root else []
     carried = call.bring(source) if call.is_root else call.place(list(filter(call.is_home, mine)) or mine[:1])
-    call.make([("tensor_list", {f"{_count(mine)}, from {src_tensor}": one for one in carried})])
+    call.make(("tensor_list", gpu_lists.whole(len(mine), f", from {src_tensor}"), carried))
     call.give([(carried, [one]) for one in mine if one not in source])
 
 
@@ -120,7 +119,8 @@ def allgather_multigpu(
     taken = call.many_of_each_gpu("output_tensor_lists", output_tensor_lists, given, is_written=True)
     carried = call.bring(given)
     whole = call.place(next((row for row in taken if call.is_home(row[0])), [*taken[0]] if taken else []))
-    call.make([("input_tensor_list", _by_gpu(carried)), ("output_tensor_lists", _by_rank(whole, len(given)))])
+    each, every = gpu_lists.by_gpu(len(given)), gpu_lists.by_rank(call.world_size, len(given))
+    call.make(("input_tensor_list", each, carried), ("output_tensor_lists", every, whole))
     call.give([(whole, one) for one in taken])
 
 
@@ -144,7 +144,8 @@ def reducescatter_multigpu(
     given = call.many_of_each_gpu("input_tensor_lists", input_tensor_lists, taken)
     totals = call.fold(given)
     items = call.place(taken)
-    call.make([("input_tensor_lists", _by_rank(totals, len(taken))), ("output_tensor_list", _by_gpu(items))])
+    each, every = gpu_lists.by_gpu(len(taken)), gpu_lists.by_rank(call.world_size, len(taken))
+    call.make(("input_tensor_lists", every, totals), ("output_tensor_list", each, items))
     call.give([([item], [one]) for item, one in zip(items, taken, strict=True)])
 
 
@@ -163,7 +164,7 @@ def send_multigpu(
     call = _Call(OpKind.SEND, group_name, root=_own_rank("send", group_name), peer=dst_rank)
     given = call.single(tensor, n_elements, dst_gpu_index, is_written=False)
     carried = call.bring(given)
-    call.make([("tensor", {_way(given, dst_gpu_index, is_sender=True): one for one in carried})])
+    call.make(("tensor", _way(given, dst_gpu_index, is_sender=True), carried))
 
 
 def recv_multigpu(
@@ -181,7 +182,7 @@ def recv_multigpu(
     call = _Call(OpKind.SEND, group_name, root=src_rank, peer=_own_rank("recv", group_name))
     taken = call.single(tensor, n_elements, src_gpu_index, is_written=True)
     carried = call.place(taken)
-    call.make([("tensor", {_way(taken, src_gpu_index, is_sender=False): one for one in carried})])
+    call.make(("tensor", _way(taken, src_gpu_index, is_sender=False), carried))
     call.give([(carried, taken)] if taken else [])
 
 
@@ -208,8 +209,9 @@ class _Call(MemberCall):
     def __init__(self, kind: OpKind, group_name: str, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         _need_gpu(kind.value, group_name)
         super().__init__(kind, group_name, op=op, root=root, peer=peer)
-        if self._seat.backend != _BACKEND:
-            self._violate("unsupported", "backend", self._seat.backend, f"{_BACKEND}, for several GPUs per process")
+        if self._seat.backend != LISTS_BACKEND:
+            expected = f"{LISTS_BACKEND}, for several GPUs per process"
+            self._violate("unsupported", "backend", self._seat.backend, expected)
         self.world_size = self._seat.world_size
         self._home: int = dict(self._seat.spec.options).get("device", 0)
         self._has_begun = False  # to copy to the GPU of the group
@@ -219,28 +221,22 @@ class _Call(MemberCall):
     def one_of_each_gpu(self, name: str, tensors: Any, *, is_written: bool = False) -> list[DeviceArray]:
         """The tensors of a list, one of each GPU; nothing where it is no such list."""
         found = self._tensors(name, tensors)
-        devices = [one.device for one in found]
-        if len(set(devices)) < len(devices):
-            return self._wrong("argument", f"devices of {name}", ", ".join(devices), "each tensor on another GPU")
-        return self._alike(name, found, is_written=is_written)
+        return self._if_right(name, found, gpu_lists.row_fault(name, _infos(found)), is_written=is_written)
 
     def many_of_each_gpu(
         self, name: str, lists: Any, like: Sequence[DeviceArray], *, is_written: bool = False
     ) -> list[list[DeviceArray]]:
         """The tensors of lists, one for each GPU of `like`, with a tensor for each GPU of each rank in each."""
-        count = len(like)
-        if not isinstance(lists, list | tuple) or len(lists) != count:
-            found = f"{len(lists)} lists" if isinstance(lists, list | tuple) else f"a {type(lists).__name__}"
-            return self._wrong("argument", name, found, f"{count} lists, one for each GPU") if count else []
+        if not isinstance(lists, list | tuple):
+            return self._wrong("argument", name, f"a {type(lists).__name__}", f"{len(like)} lists, one for each GPU")
         rows = [self._tensors(f"{name}[{at}]", one) for at, one in enumerate(lists)]
-        for at, (row, own) in enumerate(zip(rows, like, strict=True)):
-            if row and len(row) != self.world_size * count:
-                expected = f"{self.world_size * count}, one for each of {count} GPUs of {self.world_size} ranks"
-                return self._wrong("argument", f"{name}[{at}]", f"{len(row)} tensors", expected)
-            devices = {one.device for one in row} - {own.device}
-            if devices:
-                return self._wrong("argument", f"devices of {name}[{at}]", ", ".join(sorted(devices)), own.device)
-            self._alike(f"{name}[{at}]", [own, *row], is_written=is_written)
+        if self._violations:
+            return []
+        fault = gpu_lists.lists_fault(name, [_infos(row) for row in rows], _infos(like), self.world_size)
+        if fault is not None:
+            return self._wrong(*fault)
+        for at, row in enumerate(rows):
+            self._if_right(f"{name}[{at}]", row, None, is_written=is_written)
             if is_written:
                 self._apart(f"{name}[{at}]", row)
         return [] if self._violations else rows
@@ -250,7 +246,7 @@ class _Call(MemberCall):
         gpus = _gpus()
         if type(gpu_index) is not int or not 0 <= gpu_index < gpus:
             self._violate("argument", "gpu index", repr(gpu_index), f"one of 0 to {gpus - 1}")
-        found = self._alike("tensor", self._tensors("tensor", [tensor]), is_written=is_written)
+        found = self._if_right("tensor", self._tensors("tensor", [tensor]), None, is_written=is_written)
         if not found or n_elements == 0:
             return found
         (array,) = found
@@ -274,15 +270,15 @@ class _Call(MemberCall):
         for one, view in zip(tensors, views, strict=True):
             if view is None:
                 return self._wrong("not_tensor", name, f"a {type(one).__name__}", "tensors on GPUs")
-            if not isinstance(view, DeviceArray) or not view.device.startswith("cuda:"):
-                return self._wrong("unsupported", f"device of {name}", "cpu", "tensors on GPUs")
-        return [view for view in views if isinstance(view, DeviceArray)]
+        fault = gpu_lists.off_gpu_fault(name, [arrays.info(view) for view in views if view is not None])
+        return self._wrong(*fault) if fault else [view for view in views if isinstance(view, DeviceArray)]
 
-    def _alike(self, name: str, found: list[DeviceArray], *, is_written: bool) -> list[DeviceArray]:
-        for field, look in _ALIKE.items():
-            values = list(dict.fromkeys(map(look, found)))
-            if len(values) > 1:
-                return self._wrong("mismatch", f"{field} of {name}", ", ".join(values), "the same of all")
+    def _if_right(
+        self, name: str, found: list[DeviceArray], fault: gpu_lists.Fault | None, *, is_written: bool
+    ) -> list[DeviceArray]:
+        """Tensors; nothing where something is wrong with them."""
+        if fault is not None:
+            return self._wrong(*fault)
         if is_written and any(map(arrays.overlaps_itself, found)):
             return self._wrong("alias", name, "overlapping itself (broadcast strides)", "one element per address")
         return found
@@ -308,10 +304,8 @@ class _Call(MemberCall):
             return []
         if len(lists) == 1:
             return self.bring(lists[0])
-        dtype, op = lists[0][0].dtype, self._op
-        reason = folds.refusal_reason(op, dtype.name)
-        if reason is None and dtype in arrays.NARROW:
-            reason = f"{op.name} of {dtype.name}: cupy has no such type, and so can't fold the tensors of several GPUs"
+        op = self._op
+        reason = across.objection(op, lists[0][0].dtype, len(lists))
         if reason is not None:
             return self._wrong("unsupported", "reduce op", reason, "another reduce op or dtype")
         return self._prepared(lambda: across.folded(lists, op, self._home))
@@ -333,15 +327,20 @@ class _Call(MemberCall):
         made = iter(self._prepared(lambda: make(away)))
         return [] if self._violations else [one if self.is_home(one) else next(made) for one in tensors]
 
-    def make(self, values: Sequence[tuple[str, Any]]) -> None:
+    def make(self, *values: tuple[str, Structure, Sequence[DeviceArray]]) -> None:
         """Makes the call of the group.
+
+        Args:
+            *values: What this rank gives, and then what it takes into: (name, structure, tensors). The structure tells
+                the door how many GPUs a rank has, and what else has to be the same on all.
 
         Raises:
             RaycollectError: See `imperative.allreduce`.
         """
-        plain = [] if self._violations else [(name, _tensors_of(value)) for name, value in values]
+        plain = [] if self._violations else values
+        built = [(name, structure.build([one.tensor for one in tensors])) for name, structure, tensors in plain]
         try:
-            self.run(plain, async_op=False, timeout_s=None)
+            self.run(built, async_op=False, timeout_s=None)
         except BaseException:
             if self._has_begun:
                 with suppress(Exception):  # a device that has failed: the call tells why
@@ -374,40 +373,14 @@ class _Call(MemberCall):
             return self._wrong("allocation", "memory", str(exc), expected)
 
 
-_ALIKE: dict[str, Callable[[DeviceArray], str]] = {
-    "shape": lambda array: str(list(array.shape)),
-    "dtype": lambda array: array.dtype.name,
-}
-"""What is the same of all tensors of a rank."""
-
-# ---------------------------------------------------------------------------------------------- what the ranks compare
-# The names of what is given tell how many GPUs a rank has, and what else has to be the same on all. The door compares
-# them with the structure.
+def _infos(tensors: Sequence[DeviceArray]) -> list[TensorInfo]:
+    return list(map(arrays.info, tensors))
 
 
-def _count(tensors: Sequence[DeviceArray]) -> str:
-    return f"tensor of {len(tensors)} GPUs"
-
-
-def _by_gpu(tensors: Sequence[DeviceArray]) -> dict[str, DeviceArray]:
-    return {f"GPU {at}": one for at, one in enumerate(tensors)}
-
-
-def _by_rank(tensors: Sequence[DeviceArray], count: int) -> list[dict[str, DeviceArray]]:
-    return [_by_gpu(tensors[at : at + count]) for at in range(0, len(tensors), count)] if count else []
-
-
-def _way(tensors: Sequence[DeviceArray], index: Any, *, is_sender: bool) -> str:
+def _way(tensors: Sequence[DeviceArray], index: Any, *, is_sender: bool) -> Structure:
     own = device_id(tensors[0].device) if tensors else -1
     source, target = (own, index) if is_sender else (index, own)
-    return f"from GPU {source} to GPU {target}"
-
-
-def _tensors_of(value: Any) -> Any:
-    """The tensors of what `Container` takes apart."""
-    if isinstance(value, dict):
-        return {name: _tensors_of(one) for name, one in value.items()}
-    return [_tensors_of(one) for one in value] if isinstance(value, list) else value.tensor
+    return Structure("dict", (f"from GPU {source} to GPU {target}",), (TENSOR,))
 
 
 # ---------------------------------------------------------------------------------------------- GPUs

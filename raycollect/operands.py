@@ -201,10 +201,10 @@ class Operands:
         for index, bound in enumerate(self.buffers):
             if bound is None:
                 continue
-            if index in read and _is_dirty(store, bound, fresh):
+            if index in read and _is_dirty(store, self._read_of(index, bound), fresh):
                 self.violate("dirty", "operand", "half-written by a failed collective", "an intact tensor", index)
             if index in written:
-                self._check_written(index, bound)
+                self._check_written(index, self._written_of(index, bound))
         self._check_aliases(written)
         for step in self._template.steps:
             if step.op is not None:
@@ -248,6 +248,14 @@ class Operands:
             written.update(index for index, _ in before if index >= 0)
         self._known_touched = read, written
         return read, written
+
+    def _read_of(self, index: int, bound: Bound) -> Bound:
+        """What of a buffer is read, where any of it is."""
+        return bound
+
+    def _written_of(self, index: int, bound: Bound) -> Bound:
+        """What of a buffer is written, where any of it is."""
+        return bound
 
     def write(self, bound: Bound, ranges: Sequence[Range]) -> None:
         """Notes that the plan writes a buffer, which lies at these addresses."""
@@ -342,7 +350,7 @@ class Operands:
     def spec(self) -> Spec:
         """What this rank is about to do."""
         share, template = self.share, self._template
-        gives, takes = (self.buffers[index] if index >= 0 else None for index in (template.src, template.dst))
+        gives, takes = (self._told(index) if index >= 0 else None for index in (template.src, template.dst))
         return Spec(
             op=share.op,
             caller="call" if self._given else "plan",
@@ -351,6 +359,10 @@ class Operands:
             gives=gives.side if gives else None,
             takes=takes.side if takes else None,
         )
+
+    def _told(self, index: int) -> Bound | None:
+        """The buffer of which the door hears, for one that this rank gives or takes into."""
+        return self.buffers[index]
 
     def pairs(self, step: Step) -> list[tuple[Any, Any]]:
         """What each kernel of a step reads and writes: an array, pieces, or None; asked for when all is made.

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raycollect import door, ray_internals
+from raycollect import door, gpu_lists, ray_internals
 from raycollect.batches import Recorded, record
 from raycollect.dispatch import explained, prepare
 from raycollect.door import Arrival, Side, Spec
@@ -183,9 +183,12 @@ class _Foreseen:
         _, src, dst = request.operands[part.places[rank]]
         in_pieces = PIECES.get(request.kind, (False, False))
         sides: list[Side | None] = []
-        for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
-            held = None if source is None else self._held(number, rank, source)
-            sides.append(held and _side(held, len(part.ranks) if cut else 0, rank, name, violations))
+        if request.lists is not None:
+            sides = self._of_lists(number, rank, violations)
+        else:
+            for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
+                held = None if source is None else self._held(number, rank, source)
+                sides.append(held and _side(held, len(part.ranks) if cut else 0, rank, name, violations))
         return Spec(
             op=request.kind.value,
             reduce_op=request.op.name if request.op else "",
@@ -194,6 +197,28 @@ class _Foreseen:
             takes=sides[1],
             one_device=not self._plan.rosters[number].spec.memory,
         )
+
+    def _of_lists(self, number: int, rank: int, violations: list[Violation]) -> list[Side | None]:
+        """What a rank with several GPUs gives and takes; what is wrong is noted."""
+        request, part = self._plan.requests[number], self._plan.parts[number]
+        template, world = part.template(rank), len(part.ranks)
+        given = [source for source in request.operands[part.places[rank]][1:] if source is not None]
+        found: list[Side | None] = []
+        before: gpu_lists.Held | None = None
+        for index, gives in ((template.src, True), (template.dst, False)):
+            if index < 0 or template.buffers[index].role is not Role.OPERAND:
+                found.append(None)
+                continue
+            held = self._held(number, rank, given.pop(0))
+            named = template.named(index)
+            fault = gpu_lists.fault_of(request.kind, held, world, gives=gives, named=named, beside=before)
+            if fault is not None:
+                violations.append(Violation(rank=rank, **fault._asdict()))
+                return [None, None]
+            structure, infos = gpu_lists.carried(request.kind, held[1], world, gives=gives)
+            found.append(Side(structure=structure, tensors=infos))
+            before = held
+        return found
 
     def _held(self, number: int, rank: int, source: Source) -> tuple[Structure, tuple[TensorInfo, ...]]:
         if isinstance(source, Made):
@@ -207,6 +232,10 @@ class _Foreseen:
         for at, rank in enumerate(part.ranks):
             role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
             given = specs[at].gives
+            if part.request.lists is not None:
+                if role is not None:
+                    self._made[number, self._plan.rosters[number].members[rank]] = self._made_list(number, rank, role)
+                continue
             if role is Role.LEARNED:
                 made = door.learn(specs, at, root)
             elif role is None or given is None:
@@ -214,6 +243,14 @@ class _Foreseen:
             else:
                 made = given if role is Role.LIKE else given.item(at)
             self._made[number, self._plan.rosters[number].members[rank]] = (made.structure, made.tensors)
+
+    def _made_list(self, number: int, rank: int, role: Role) -> gpu_lists.Held:
+        """What a request makes on the GPUs of a list."""
+        part = self._plan.parts[number]
+        source = self._plan.requests[number].operands[part.places[rank]][1]
+        assert source is not None  # who makes a list gives one
+        held = self._held(number, rank, source)
+        return held if role is Role.LIKE else gpu_lists.made(part.request.kind, held[1], len(part.ranks))
 
 
 def _side(

@@ -14,10 +14,11 @@ import numpy as np
 
 from raycollect.backends import folds
 from raycollect.door import Spec, Verdict
+from raycollect.gpu_operands import Crossing, GpuOperands
 from raycollect.model import PIECES, Kernel, OpKind, TensorInfo
 from raycollect.operands import Operands
 from raycollect.packing import NO_BLOCK, Block, Item, Packed, dtype_of, size_of
-from raycollect.planner import Bundle, Choice, Local, Program, Share, Step
+from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share, Step
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
 from raycollect.staging import Carriage, StandIns
@@ -36,6 +37,7 @@ class Move(NamedTuple):
         packed: What is done before and after the one kernel, where it works on staging.
         carriage: What is copied before and behind all of it, where it works on stand-ins.
         copies: (to, from).
+        crossings: What is done between the GPUs of a rank instead.
         instead: What is done where the backend runs none of several kernels together; nothing: one after the other.
         commits: Whether all are waited for instead, before anything that they gave is overwritten.
     """
@@ -47,6 +49,7 @@ class Move(NamedTuple):
     packed: Packed | None = None
     carriage: Carriage | None = None
     copies: tuple[tuple[Any, Any], ...] = ()
+    crossings: tuple[Crossing, ...] = ()
     instead: tuple[Move, ...] = ()
     commits: bool = False
 
@@ -165,6 +168,9 @@ class Writer:
         place = (number, domain.group_id, ranks)
         if step.kind is Local.COMMIT:
             yield Move(*place, commits=True)
+            return
+        if step.kind in CROSSINGS:
+            yield Move(*place, crossings=tuple(one.crossing(step) for one in together if isinstance(one, GpuOperands)))
             return
         items = []
         for operands, verdict in zip(together, agreed, strict=True):

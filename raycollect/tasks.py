@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from raycollect.agreement import encode_arrivals, is_batch
@@ -12,6 +12,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.door import Arrival, Side, Spec, Verdict, encode_arrival
 from raycollect.errors import RaycollectError, Violation
+from raycollect.gpu_operands import GpuOperands
 from raycollect.model import PIECES, Kernel, Key, OpKind
 from raycollect.operands import Operands
 from raycollect.packing import Item, room
@@ -48,21 +49,30 @@ class Tasks:
         allocate: Makes a tensor; see `Instruments`.
         keys: The keys of the program.
         given: Whether an imperative call gave the operands itself.
+        home_of: Says where a group works, see `staging.home_of`.
 
     Attributes:
         operands: Those of each task.
         stand_ins: What stands for tensors that lie elsewhere than the backends work; None: all lie there.
     """
 
-    def __init__(self, program: Program, allocate: Any, keys: Sequence[Key], *, given: bool) -> None:
+    def __init__(
+        self, program: Program, allocate: Any, keys: Sequence[Key], *, given: bool, home_of: Callable[[Domain], str]
+    ) -> None:
         self.program = program
+        self._home_of = home_of
         self._batch = is_batch(program)
         self._whole: dict[int, list[Range]] = {}  # what each task writes whole, where anything is half-written
         self.operands: list[Operands] = []
         self.stand_ins: StandIns | None = None
         for task in program.tasks:
             refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
-            self.operands.append(Operands(program.shares[task.share], allocate, given=given, keys=refs))
+            share = program.shares[task.share]
+            if share.template.is_listed:
+                home = partial(home_of, share.domains[0])
+                self.operands.append(GpuOperands(share, allocate, home, given=given, keys=refs))
+            else:
+                self.operands.append(Operands(share, allocate, given=given, keys=refs))
 
     @property
     def has_violations(self) -> bool:
@@ -174,11 +184,8 @@ class Tasks:
 
     # ------------------------------------------------------------------------------------------ staging
 
-    def lift(self, home_of: Callable[[Domain], str]) -> None:
+    def lift(self) -> None:
         """Makes what stands for tensors that lie elsewhere than the backends work, where there are any.
-
-        Args:
-            home_of: See `staging.home_of`.
 
         Raises:
             MemoryError: There is no memory for it.
@@ -188,7 +195,7 @@ class Tasks:
         domains = {domain for share in self.program.shares for domain in share.domains if domain.memory}
         if not domains:
             return
-        stand_ins = StandIns({domain: home_of(domain) for domain in domains})
+        stand_ins = StandIns({domain: self._home_of(domain) for domain in domains})
         for operands in self.operands:
             share = operands.share
             for step in (step for way in share.template.ways for step in way):

@@ -7,29 +7,51 @@ driver takes them through its memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, cast
 
-from raycollect.model import ReduceOp
+import numpy as np
+
+from raycollect.model import ReduceOp, TensorInfo
 
 from . import arrays
 from .device_arrays import DeviceArray, bits_view, cupy_view, device_id
-from .folds import FOLDS
-from .streams import follow
+from .folds import FOLDS, refusal_reason
+from .streams import follow, has_run
 
-__all__ = ["brought", "ended", "folded", "room", "spread"]
+__all__ = ["bring", "brought", "ended", "fold", "folded", "objection", "room", "spread"]
+
+_LOOK_S = 0.0002
+"""How long a wait for a device sleeps between two looks."""
 
 
-def room(like: DeviceArray, home: int, count: int) -> tuple[DeviceArray, ...]:
-    """Allocates tensors on a device, one behind the other, of one's shape, dtype and library.
+def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
+    """Why tensors of so many devices can't be folded; None: they can."""
+    reason = refusal_reason(op, dtype.name)
+    if reason is None and count > 1 and dtype in arrays.NARROW:
+        reason = f"{op.name} of {dtype.name}: cupy has no such type, and so can't fold the tensors of several GPUs"
+    return reason
+
+
+def room(
+    like: DeviceArray, home: int, count: int, allocate: Callable[[TensorInfo], Any] | None = None
+) -> tuple[DeviceArray, ...]:
+    """Makes tensors on a device, one behind the other, of one's shape, dtype and library.
+
+    Args:
+        like: The one.
+        home: The device.
+        count: How many.
+        allocate: Makes a tensor; None: `arrays.empty`.
 
     Raises:
         MemoryError: There is no memory for them.
     """
     info = replace(arrays.info(like, like.library), shape=(count, *like.shape), device=f"cuda:{home}")
-    made = arrays.empty(info)
+    made = (allocate or arrays.empty)(info)
     return tuple(_seen(made[at]) for at in range(count))
 
 
@@ -40,9 +62,14 @@ def brought(sources: Sequence[DeviceArray], home: int) -> tuple[DeviceArray, ...
         MemoryError: There is no memory for the copies.
     """
     made = room(sources[0], home, len(sources))
-    for source, target in zip(sources, made, strict=True):
-        _bring([source], [target], home)
+    bring(sources, made)
     return made
+
+
+def bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
+    """Copies tensors, from whichever devices they are on, to as many of one device that have no gaps."""
+    for source, target in zip(sources, targets, strict=True):
+        _bring([source], [target], _device(target))
 
 
 def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> tuple[DeviceArray, ...]:
@@ -59,20 +86,40 @@ def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> t
     Raises:
         MemoryError: There is no memory for them.
     """
-    cupy = import_module("cupy")
+    count = len(lists[0])
+    made = room(lists[0][0], home, count)
+    with import_module("cupy").cuda.Device(home):
+        incoming = room(made[0], home, count) if len(lists) > 1 else ()
+    fold(lists, op, made, incoming)
+    return made
+
+
+def fold(
+    lists: Sequence[Sequence[DeviceArray]],
+    op: ReduceOp,
+    targets: Sequence[DeviceArray],
+    incoming: Sequence[DeviceArray],
+) -> None:
+    """The same, into memory that is there.
+
+    Args:
+        lists: See `folded`.
+        op: See there.
+        targets: On one device, one behind the other: where the result goes.
+        incoming: As many on the same device, for what arrives; nothing where there is one list.
+    """
+    cupy, home = import_module("cupy"), _device(targets[0])
     first, *others = lists
-    made = room(first[0], home, len(first))
-    _bring(first, made, home)
-    total = _line(made)
+    _bring(first, targets, home)
+    if not others:
+        return
+    total, arrived = _line(targets), _line(incoming)
     with cupy.cuda.Device(home):
-        if others:
-            incoming = room(made[0], home, len(first))
         for arriving in others:
             _bring(arriving, incoming, home)
-            getattr(cupy, FOLDS[op].__name__)(total, _line(incoming), out=total)
+            getattr(cupy, FOLDS[op].__name__)(total, arrived, out=total)
         if op is ReduceOp.AVG:
             cupy.true_divide(total, len(lists), out=total)
-    return made
 
 
 def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
@@ -96,12 +143,24 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
     follow(here, [there])  # the lines were allocated there
 
 
-def ended(devices: Sequence[int]) -> None:
-    """Waits until all has ended that was enqueued here on some devices."""
+def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> None:
+    """Waits until all has ended that was enqueued here on some devices.
+
+    Args:
+        devices: The devices.
+        check: Asked while they are waited for, and may raise; None: nothing ends the wait.
+
+    Raises:
+        Exception: A device has failed, cupy's own; or what `check` raises.
+    """
     cuda = import_module("cupy").cuda
-    for device in set(devices):
+    for device in dict.fromkeys(devices):
         with cuda.Device(device):
-            cuda.get_current_stream(device).synchronize()
+            stream = cuda.get_current_stream(device)
+            while check is not None and not has_run(stream.ptr):
+                check()
+                time.sleep(_LOOK_S)
+            stream.synchronize()
 
 
 def _bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], home: int) -> None:

@@ -30,7 +30,7 @@ from raycollect.model import TensorInfo
 
 from .device_arrays import device_id
 
-__all__ = ["GroupStream", "Mark", "after", "captured", "follow", "mark", "settle"]
+__all__ = ["GroupStream", "Mark", "after", "captured", "follow", "has_run", "mark", "settle"]
 
 DEFAULT = 0
 """The pointer of the default stream, which waits for all others that do not say that they are independent of it."""
@@ -102,11 +102,7 @@ class GroupStream:
         Raises:
             Exception: The device has failed; cupy's own.
         """
-        runtime = self._cuda.runtime
-        status = int(runtime.eventQuery(self._after.ptr))  # to `Event.done`, what has failed is still under way
-        if status not in (0, _NOT_READY):
-            raise runtime.CUDARuntimeError(status)
-        return status == 0
+        return _is_done(self._cuda.runtime.eventQuery(self._after.ptr))  # to `Event.done`, what failed is under way
 
     def _follow(self) -> None:
         runtime, told = self._cuda.runtime, _thread.mark
@@ -117,6 +113,21 @@ class GroupStream:
         for pointer in _current(self._device):
             runtime.eventRecord(self._before.ptr, pointer)  # a wait stays as it was when the event is recorded again
             runtime.streamWaitEvent(self.stream.ptr, self._before.ptr)
+
+
+def has_run(stream: int) -> bool:
+    """Whether a stream of the current device, by its pointer, has done all that it was given.
+
+    Raises:
+        Exception: The device has failed; cupy's own.
+    """
+    return _is_done(import_module("cupy").cuda.runtime.streamQuery(stream))
+
+
+def _is_done(status: Any) -> bool:
+    if int(status) not in (0, _NOT_READY):
+        raise import_module("cupy").cuda.runtime.CUDARuntimeError(int(status))
+    return int(status) == 0
 
 
 def captured(device: int, enqueue: Callable[[int], object]) -> Any:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from raycollect.planner.algorithms import ALGORITHMS, STAND_INS
 from raycollect.planner.cost import Cost, Layout, Line, native
-from raycollect.planner.ir import Made, Part, Plan, Request, Source, Together
+from raycollect.planner.ir import GpuLists, Made, Part, Plan, Request, Source, Together
+from raycollect.planner.listed import BACKEND as LISTS_BACKEND
 from raycollect.planner.passes import SUBSTITUTES, brought, plan, plan_part
 from raycollect.planner.predict import Cluster, Prediction, predict
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task, Ticket
-from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
+from raycollect.planner.template import CROSSINGS, Buffer, Choice, Local, Role, Step, Template
 from raycollect.planner.topology import BETWEEN, INSIDE, Inner, Link, Roster, Topology
 from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
 
 __all__ = [
     "ALGORITHMS",
     "BETWEEN",
+    "CROSSINGS",
     "INSIDE",
+    "LISTS_BACKEND",
     "STAGING_NBYTES",
     "STAND_INS",
     "SUBSTITUTES",
@@ -29,6 +32,7 @@ __all__ = [
     "Cluster",
     "Cost",
     "Domain",
+    "GpuLists",
     "Inner",
     "Layout",
     "Line",

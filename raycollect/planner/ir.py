@@ -41,6 +41,19 @@ asks for an output (see `passes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GpuLists:
+    """Operands are lists with tensors of each GPU of a rank (`gpu_lists`).
+
+    Attributes:
+        src_tensor: Which tensor of the root's list a broadcast spreads, by its place; a send sends, by its GPU.
+        dst_tensor: Into which tensor of the list a reduce or send goes, likewise.
+    """
+
+    src_tensor: int = 0
+    dst_tensor: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One collective, bound to the ranks of a group.
 
@@ -55,6 +68,7 @@ class Request:
         timeout_s: How long ranks wait for each other, in seconds.
         snapshot: Whether ranks that work in place keep what they have until all have come to their results
             (`Local.COMMIT`).
+        lists: What there is to know where operands are lists with tensors of each GPU; None: they are not.
     """
 
     kind: OpKind
@@ -66,6 +80,7 @@ class Request:
     inplace: bool = True
     timeout_s: float = 60.0
     snapshot: bool = False
+    lists: GpuLists | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

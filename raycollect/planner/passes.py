@@ -16,6 +16,7 @@ from raycollect.errors import RefusedError, Violation, refusal
 from raycollect.model import GroupSpec, OpKind
 from raycollect.planner.algorithms import STAND_INS, route, stand_in
 from raycollect.planner.ir import Operands, Part, Plan, Request, Source
+from raycollect.planner.listed import listed, listed_violations
 from raycollect.planner.program import STAGING_NBYTES
 from raycollect.planner.schedule import schedule
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
@@ -78,9 +79,12 @@ def plan_part(request: Request, roster: Roster | None = None) -> Part:
 @lru_cache(maxsize=1024)
 def _planned(form: Request, roster: Roster) -> Part:
     validate(form)
-    part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), roster), roster)
-    if form.snapshot:
-        part = committed(part, form)
+    if form.lists is not None:
+        plain = replace(form, lists=None, operands=brought(form, 0), inplace=True, snapshot=False)
+        part = listed(route(lower(plain, roster), roster), form)
+    else:
+        part = route(lower(replace(form, inplace=form.inplace and not form.snapshot), roster), roster)
+        part = committed(part, form) if form.snapshot else part
     verify(part, bitwise=roster.bitwise)
     return part
 
@@ -132,7 +136,7 @@ def validate(request: Request) -> None:
     Raises:
         RefusedError: All reasons.
     """
-    violations = (*_rank_violations(request), *_argument_violations(request))
+    violations = (*_rank_violations(request), *_argument_violations(request), *listed_violations(request))
     if violations:
         raise refusal(request.kind.value, request.group.name, violations)
 

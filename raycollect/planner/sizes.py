@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
+from raycollect.gpu_lists import carried, gpus_of, made
 from raycollect.model import PIECES, OpKind, TensorInfo
 from raycollect.planner.ir import Made, Part, Plan, Source
-from raycollect.planner.template import Role, Step, Template
+from raycollect.planner.template import Local, Role, Step, Template
 
 __all__ = ["Infos", "Sizes"]
 
@@ -36,12 +37,15 @@ class Sizes:
     def gives(self, number: int, rank: int) -> Infos:
         """What a rank gives to a request; nothing where it only takes.
 
+        Of a list with tensors of each GPU, that is what it brings to the GPU of the group.
+
         Raises:
             KeyError: It is not known what an operand holds.
         """
-        part = self._plan.parts[number]
-        source = self._plan.requests[number].operands[part.places[rank]][1]
-        return () if source is None else self._held(number, rank, source)
+        part, held = self._plan.parts[number], self._gives(number, rank)
+        if not held or part.request.lists is None:
+            return held
+        return carried(part.request.kind, held, len(part.ranks), gives=True)[1]
 
     def nbytes(self, number: int) -> int:
         """The most bytes that a rank gives to a request, in all pieces together."""
@@ -110,6 +114,12 @@ class Sizes:
 
     # ------------------------------------------------------------------------------------------ of one rank
 
+    def _gives(self, number: int, rank: int) -> Infos:
+        """The operand that a rank gives; nothing where it only takes."""
+        part = self._plan.parts[number]
+        source = self._plan.requests[number].operands[part.places[rank]][1]
+        return () if source is None else self._held(number, rank, source)
+
     def _memory(self, number: int, rank: int, step: Step) -> str:
         """Where a step's kernel works; empty where it takes tensors wherever they are."""
         if not isinstance(step.kind, OpKind):
@@ -136,6 +146,9 @@ class Sizes:
         if buffer.role is Role.LEARNED:
             return self._learned(number, rank)
         held = self._buffer(number, rank, buffer.source)
+        if buffer.role is Role.HOME:
+            kind, gives = part.request.kind, buffer.source == template.src
+            return carried(kind, held, len(part.ranks), gives=gives)[1]
         return held if buffer.role is Role.LIKE else _piece(part, held, rank)
 
     def _held(self, number: int, rank: int, source: Source) -> Infos:
@@ -151,8 +164,10 @@ class Sizes:
             return ()
         if role is Role.LEARNED:
             return self._learned(number, rank)
-        held = self.gives(number, rank)
-        return held if role is Role.LIKE else _piece(self._plan.parts[number], held, rank)
+        part, held = self._plan.parts[number], self._gives(number, rank)
+        if role is Role.LISTS:
+            return made(part.request.kind, held, len(part.ranks))[1]
+        return held if role is Role.LIKE else _piece(part, held, rank)
 
     def _learned(self, number: int, rank: int) -> Infos:
         """What comes from the others: from all of them in pieces, or the root's."""
@@ -180,7 +195,19 @@ class Sizes:
             return 0
         if any(buffer.scratch and buffer.role is Role.LEARNED for buffer in template.buffers):
             return sum(_nbytes(self.gives(number, one)) for one in self._plan.parts[number].ranks)
+        if template.is_listed:
+            return self._beside_lists(number, rank, template)
         return _nbytes(self.gives(number, rank))
+
+    def _beside_lists(self, number: int, rank: int, template: Template) -> int:
+        """What stands for lists on the GPU of the group, and as much again where others are folded into it."""
+        folded = {step.dst for step in template.steps if step.kind is Local.FOLD}
+        total = 0
+        for index, buffer in enumerate(template.buffers):
+            if buffer.scratch:
+                several = index in folded and gpus_of(self._gives(number, rank)) > 1
+                total += _nbytes(self._buffer(number, rank, index)) * (2 if several else 1)
+        return total
 
 
 def _piece(part: Part, held: Infos, rank: int) -> Infos:

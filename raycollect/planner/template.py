@@ -19,6 +19,11 @@ class Role(enum.Enum):
     """Made before the door, with the infos of this rank's piece of another buffer."""
     LEARNED = "learned"
     """Made between two rounds of the door, as what the other ranks bring demands."""
+    HOME = "home"
+    """Scratch, made before the door on the GPU of the group: stands there for another buffer, a list with tensors of
+    each GPU of this rank (`gpu_lists.carried`)."""
+    LISTS = "lists"
+    """Made before the door on the GPUs of another buffer that is such a list (`gpu_lists.made`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +32,7 @@ class Buffer:
 
     Attributes:
         role: See `Role`.
-        source: LIKE, PIECE: the index of the other buffer.
+        source: LIKE, PIECE, HOME, LISTS: the index of the other buffer.
         scratch: True: made for the steps only, and let go of when they have ended.
     """
 
@@ -55,6 +60,20 @@ class Local(enum.Enum):
     Before it no operand is written, so that either all ranks get their results, or all keep what they had. Like a copy
     it begins no launch.
     """
+    FOLD = "fold"
+    """Reduces the tensors of the list `src` over this rank's GPUs, to `dst` on the GPU of the group.
+
+    It begins no launch, as the next two.
+    """
+    BRING = "bring"
+    """Copies the list `src`, or the tensor of it that `src_piece` names, to `dst` on the GPU of the group."""
+    SPREAD = "spread"
+    """Copies `src`, on the GPU of the group, to the list `dst`: to all of its tensors but that which `src_piece` names,
+    or to the one that `dst_piece` names."""
+
+
+CROSSINGS = (Local.FOLD, Local.BRING, Local.SPREAD)
+"""What a rank does between its GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +89,8 @@ class Step:
         level: In which group it runs: 0 the request's own; above, an inner one (`Part.levels`).
         ranks: The ranks of that group that run it; empty: all that take part in the request.
         at: In which launch of its part it runs, from 0. Launches of a part begin in this order on every rank.
-        src_piece: The piece of `src` that is meant; -1: all of it.
+        src_piece: The piece of `src` that is meant; -1: all of it. For what is done between a rank's GPUs see `Local`:
+            there it names a tensor of a list by its place, or for a send by the number of its GPU.
         dst_piece: The piece of `dst` that is meant; -1: all of it.
     """
 
@@ -115,6 +135,18 @@ class Template:
     def is_learned(self) -> bool:
         """Whether a shape follows from what other ranks bring."""
         return any(buffer.role is Role.LEARNED for buffer in self.buffers)
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether operands are lists with tensors of each GPU; kernels then write scratch only."""
+        return any(buffer.role is Role.HOME for buffer in self.buffers)
+
+    def named(self, index: int) -> list[tuple[str, int]]:
+        """The tensors of a list that its steps name: (what the index is called, the index)."""
+        steps = [step for way in self.ways for step in way if step.kind in CROSSINGS]
+        sides = [("src_tensor", one.src, one.src_piece) for one in steps]
+        sides += [("dst_tensor", one.dst, one.dst_piece) for one in steps]
+        return [(name, piece) for name, at, piece in sides if at == index and piece >= 0]
 
     @property
     def makes(self) -> bool:

@@ -5,6 +5,9 @@ gives holds the atom (r, piece); kernels move and fold atoms; afterwards each re
 and what a rank gave must be as it was unless it is the result. The run also proves that sends pair with receives and
 that no rank waits for ever. It is made for each of a part's algorithms.
 
+A list with tensors of each GPU of a rank (`gpu_lists`) holds what it stands for: one value, or one per rank. That it is
+folded, brought and spread as the request says is looked at in the steps.
+
 Where every element must be the left fold in rank order (P7), a folded value remembers how it was folded:
 ``((a + b) + c)`` is the symbol (a, b, c), and ``(a + (b + c))`` is (a, (b, c)), which is another one.
 """
@@ -17,8 +20,9 @@ from typing import Any
 
 from raycollect.errors import InternalError
 from raycollect.model import PIECES, OpKind, ReduceOp
-from raycollect.planner.ir import Part
-from raycollect.planner.template import Local, Role, Step, Template
+from raycollect.planner.ir import Part, Request
+from raycollect.planner.listed import crossing_of
+from raycollect.planner.template import CROSSINGS, Local, Role, Step, Template
 
 __all__ = ["verify"]
 
@@ -48,6 +52,7 @@ def verify(part: Part, *, bitwise: bool = True) -> None:
     averages = request.op is ReduceOp.AVG
     problem = (
         _unfit(part)
+        or _astray(part)
         or _run(request.kind, part.ranks, request.root, part.templates, part.parts, levels, bitwise, averages)
         or _otherwise(part)
         or _too_early(part)
@@ -71,7 +76,7 @@ def _unfit(part: Part) -> str:
 def _otherwise(part: Part) -> str:
     """Whether anything is reduced by another op than that which is meant."""
     steps = (step for template in part.templates for way in template.ways for step in way)
-    wrong = {step.op for step in steps if step.kind in _REDUCTIONS} - {part.request.op}
+    wrong = {step.op for step in steps if step.kind in (*_REDUCTIONS, Local.FOLD)} - {part.request.op}
     return f"reduces by {wrong} where {part.request.op} is meant" if wrong else ""
 
 
@@ -86,6 +91,37 @@ def _too_early(part: Part) -> str:
             if any(template.buffers[index].role is Role.OPERAND for index in early):
                 return "overwrites an operand before it commits"
     return ""
+
+
+def _astray(part: Part) -> str:
+    """Whether lists are not brought to the GPU of the group and spread as they should be; what is wrong, or nothing."""
+    if part.request.lists is None:
+        steps = (step for template in part.templates for way in template.ways for step in way)
+        return next(
+            (f"does {step.kind.value} where there are no lists" for step in steps if step.kind in CROSSINGS), ""
+        )
+    for rank, index in zip(part.ranks, part.parts, strict=True):
+        template = part.templates[index]
+        meant = _crossings(part.request, rank, template)
+        for way in template.ways:
+            found = []
+            for step in way:
+                lists = [at for at in (step.src, step.dst) if at >= 0 and not template.buffers[at].scratch]
+                if step.kind in CROSSINGS:
+                    found.append((step.kind, lists, (step.src_piece, step.dst_piece)))
+                elif lists:
+                    return f"runs {step.kind.value} on a list of rank {rank}"
+            if found != meant:
+                return f"does {found} with the lists of rank {rank} where {meant} is meant"
+    return ""
+
+
+def _crossings(request: Request, rank: int, template: Template) -> list[tuple[Local, list[int], tuple[int, int]]]:
+    """What a rank does between its GPUs: (what, the list, the tensors of it that are named)."""
+    come, source, target = crossing_of(request, rank)
+    gives, takes = template.src >= 0, template.result >= 0 and (request.kind is not OpKind.SEND or rank == request.peer)
+    first = [(come, [template.src], (source, -1))] if gives else []
+    return [*first, *([(Local.SPREAD, [template.result], (source if gives else -1, target))] if takes else [])]
 
 
 @lru_cache(maxsize=1024)
@@ -233,6 +269,9 @@ class _Run:
             return (place,)
         if step.kind is Local.COPY:
             self._write(place, step.dst, step.dst_piece, self._read(place, step.src, step.src_piece))
+            return (place,)
+        if step.kind in CROSSINGS:
+            self._write(place, step.dst, -1, self._read(place, step.src, -1))
             return (place,)
         launch = self._enter(place, step)
         if step.kind in (OpKind.SEND, OpKind.RECV):

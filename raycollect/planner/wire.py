@@ -18,7 +18,7 @@ from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Ticket
 from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
-VERSION = 5
+VERSION = 6
 MOST_RANKS = 1 << 20
 """A number that is larger must not make a reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys

@@ -57,7 +57,8 @@ def counted(count: int, noun: str) -> str:
 
 def op_words(request: Request) -> str:
     """An operation with its reduce op and root: ``"reduce sum to rank 1"``."""
-    words = [request.kind.value, *_reduce_op(request.op)]
+    name = request.kind.value if request.lists is None else f"{request.kind.value}_multigpu"
+    words = [name, *_reduce_op(request.op)]
     if request.kind is OpKind.SEND:
         words.append(f"from rank {request.root} to rank {request.peer}")
     elif request.kind in _PEER:
@@ -133,6 +134,8 @@ class _Words:
         if step.kind is Local.COPY:
             whole = " its place" if step.dst == self._template.src else " the output"
             return f"copy{_piece(step.src_piece)} to{_piece(step.dst_piece) or whole}"
+        if isinstance(step.kind, Local):
+            return self._crossing(step)
         where, peer = self._domain(step)
         words = [step.kind.value, *_reduce_op(step.op)]
         if step.src_piece >= 0 or step.dst_piece >= 0:
@@ -140,6 +143,16 @@ class _Words:
         if step.peer >= 0 and step.kind in _PEER:
             words.append(f"{_PEER[step.kind]} {peer}")
         return " ".join([*words, *where]) + self._target(step)
+
+    def _crossing(self, step: Step) -> str:
+        """What a rank does between its GPUs."""
+        if step.kind is Local.FOLD:
+            return " ".join(["fold", *_reduce_op(step.op), "over the GPUs of the rank, into scratch"])
+        at = step.dst_piece if step.kind is Local.SPREAD else step.src_piece
+        which = f"the tensor {'on GPU' if self._part.request.kind is OpKind.SEND else 'at place'} {at}"
+        if step.kind is Local.BRING:
+            return f"copy {which if at >= 0 else 'the list'} to the group's GPU, into scratch"
+        return f"copy to {which}" if at >= 0 else f"copy to the {'other ' * (step.src_piece >= 0)}GPUs of the rank"
 
     def _domain(self, step: Step) -> tuple[list[str], str]:
         """In which group a step runs, and what its peer is called."""

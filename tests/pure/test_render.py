@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from raycollect.model import GroupSpec, OpKind, ReduceOp, TensorInfo
-from raycollect.planner import Inner, Link, Made, Request, Roster, Topology, plan
+from raycollect.planner import GpuLists, Inner, Link, Made, Request, Roster, Topology, plan
 from raycollect.planner.explain import Planned, explain, explain_step
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
 from raycollect.planner.pricing import packing
@@ -174,9 +174,36 @@ def brought():
     return explain(planned, held)
 
 
+def several_gpus():
+    """Lists with a tensor of each of two GPUs; some outputs are made, and the group works on one of the GPUs."""
+    there = working_in("cuda", roster([0] * 2, backend="nccl", bitwise=False))
+    lists = GpuLists(src_tensor=1, dst_tensor=1)
+    requests = [
+        replace(allreduce(there, "gradient"), lists=lists),
+        replace(broadcast(there, 1, "weights"), lists=lists),
+        replace(gathering(OpKind.ALLGATHER, there, "loss"), lists=lists),
+        replace(send(there, 0, 1, "row", ("row", 1)), lists=lists),
+    ]
+    held = {name: on("cuda:0", size) + on("cuda:1", size) for name, size in [("gradient", 1 << 20), ("loss", 8)]}
+    held |= {name: on("cuda:0", size) + on("cuda:1", size) for name, size in [("weights", 1 << 18), ("row", 300)]}
+    return told(requests, there, held)
+
+
 PLANS = {
     one.__name__: one
-    for one in (native, fused, hierarchical, in_order, mixed, pairwise, ring, dependent, overlapping, brought)
+    for one in (
+        native,
+        fused,
+        hierarchical,
+        in_order,
+        mixed,
+        pairwise,
+        ring,
+        dependent,
+        overlapping,
+        brought,
+        several_gpus,
+    )
 }
 
 
