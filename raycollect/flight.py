@@ -284,22 +284,9 @@ class Flight:
     def _time(self, ring: Ring) -> None:
         """Notes in a timeline that the outcome is known."""
         plan, error = self.plan, self.error
-        known = ring.labelled.get(id(plan))
-        label = ring.remember(plan, self._label(ring)) if known is None else known[1]
-        ring.entries.append(
-            (
-                next(ring.numbers),
-                self.kind,
-                "",
-                self.began_s,
-                ring.clock(),
-                ring.meet(),
-                self.seq,
-                label,
-                "" if error is None else type(error).__name__,
-                0.0,
-            )
-        )
+        number = ring.label_of(lambda: self._label(ring), plan)
+        failed = "" if error is None else type(error).__name__
+        ring.put(self.kind, "", self.began_s, ring.clock(), self.seq, number, failed)
 
     def _label(self, ring: Ring) -> Label:
         """What a timeline says of its plan; the groups are noted, too."""

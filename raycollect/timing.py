@@ -6,8 +6,7 @@ recorded. Neither holds a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from raycollect.backends import arrays
@@ -98,20 +97,16 @@ class Timed(Untimed):
 
     def end(self, error: RaycollectError | None) -> None:
         """Notes the whole run."""
-        ring, program = self._ring, self._program
-        label, name = _label_of_program(program, self._meeting), "" if error is None else type(error).__name__
-        ring.add(PART, program.name, self._began_s, ring.clock(), self._seq, label, name)
+        ring, failed = self._ring, "" if error is None else type(error).__name__
+        ring.put(PART, self._program.name, self._began_s, ring.clock(), self._seq, self._number(), failed)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, what: str) -> AbstractContextManager[None]:
         """Notes a wait, if it lasts."""
-        began_s = self._ring.clock()
-        yield
-        self._ring.waited(what, began_s, self._seq)
+        return _Wait(self._ring, what, self._seq)
 
     def door(self) -> AbstractContextManager[None]:
         """Notes it."""
-        return self._span(DOOR, "door", _label_of_program(self._program, self._meeting))
+        return _Noted(self._ring, DOOR, "door", self._seq, self._number())
 
     def calls(self, script: Script) -> AbstractContextManager[None]:
         """Notes it, where there are several."""
@@ -137,28 +132,66 @@ class Timed(Untimed):
         if stretch is None:
             return _NOTHING
         if _is_only_kernel(stretch):
-            label = label_of_stretch(stretch, self._meeting)
-        else:
-            some = move._replace(kernels=move.kernels[first : first + count]) if count else move
-            label = _label_of_move(some, self._rank_in(move), self._meeting)
+            share, meeting = stretch.share, self._meeting
+            known = (share, meeting, *stretch.agreed)  # which tell all of the label, and hold no tensor
+            number = self._ring.label_of(lambda: label_of_stretch(stretch, meeting), *known)
+            return _Noted(self._ring, KERNEL, share.op, self._seq, number)
+        some = move._replace(kernels=move.kernels[first : first + count]) if count else move
+        label = _label_of_move(some, self._rank_in(move), self._meeting)
         return self._span(KERNEL, label.op, label)
 
-    @contextmanager
-    def _span(self, kind: str, name: str, label: Label = NO_LABEL) -> Iterator[None]:
-        ring, error = self._ring, ""
-        began_s = ring.clock()
-        try:
-            yield
-        except BaseException as exc:
-            error = type(exc).__name__
-            raise
-        finally:
-            ring.add(kind, name, began_s, ring.clock(), self._seq, label, error)
+    def _number(self) -> int:
+        """That of the label of the program."""
+        program, meeting = self._program, self._meeting
+        return self._ring.label_of(lambda: _label_of_program(program, meeting), program, meeting)
+
+    def _span(self, kind: str, name: str, label: Label = NO_LABEL) -> AbstractContextManager[None]:
+        return _Noted(self._ring, kind, name, self._seq, self._ring.label(label))
 
     def _rank_in(self, move: Move) -> int:
         """This process's rank in the group of a move."""
         domains = [one for share in self._program.shares for one in share.domains]
         return next((one.rank for one in domains if one.group_id == move.group_id), -1)
+
+
+class _Noted:
+    """A context that is noted as a span; a class, since a generator takes twice as long."""
+
+    __slots__ = ("_began_s", "_kind", "_label", "_name", "_ring", "_seq")
+
+    def __init__(self, ring: Ring, kind: str, name: str, seq: int, label: int) -> None:
+        self._ring = ring
+        self._kind = kind
+        self._name = name
+        self._seq = seq
+        self._label = label
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._ring.clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        ring, failed = self._ring, "" if kind is None else kind.__name__
+        ring.put(self._kind, self._name, self._began_s, ring.clock(), self._seq, self._label, failed)
+
+
+class _Wait:
+    """A context that is noted as a wait, if it is one."""
+
+    __slots__ = ("_began_s", "_ring", "_seq", "_what")
+
+    def __init__(self, ring: Ring, what: str, seq: int) -> None:
+        self._ring = ring
+        self._what = what
+        self._seq = seq
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._ring.clock()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._ring.waited(self._what, self._began_s, self._seq)
 
 
 def _label_of_program(program: Program, meeting: str = "") -> Label:

@@ -14,7 +14,7 @@ from benchmarks.crew import crew
 from benchmarks.ours import Declared, RaycollectAllreduce
 from benchmarks.report import Record, size
 from benchmarks.suite import Choice, Maker, close, compare, entry, gather
-from benchmarks.suites.captured import BURST, Captured
+from benchmarks.suites.captured import Captured
 from benchmarks.targets import MB
 
 NAME = "timeline"
@@ -26,6 +26,8 @@ RANKS = (2,)
 CAPTURED, DRIVER = "captured allreduce", "allreduce_refs"
 CASES = ((CAPTURED, 4), (CAPTURED, MB), (DRIVER, MB))
 """(operation, bytes per rank)."""
+BURSTS = {CAPTURED: 60, DRIVER: 60}
+"""Operation -> how many in a timeline: beside them its beginning, of which the participants are told, is short."""
 
 
 def recorded(contender: Declared, run: Callable[[int], Sequence[float]], count: int) -> Sequence[float]:
@@ -101,8 +103,7 @@ def measure(choice: Choice) -> Iterator[Record]:
                 ]
                 contenders, skipped = gather(NAME, makers)
                 yield from skipped
-                runs = (
-                    choice.runs_or(25 * BURST, 50 * BURST) if op is CAPTURED else choice.runs_or(5 * BURST, 10 * BURST)
-                )
-                yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST)
+                burst = BURSTS[op]
+                runs = choice.runs_or(10 * burst, 40 * burst)
+                yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=burst)
                 close(contenders)

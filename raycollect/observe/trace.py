@@ -166,7 +166,7 @@ class Ring:
         groups: The groups that labels name, as far as they were noted.
         entries: The entries, the oldest first.
         numbers: Gives each its number.
-        labelled: The id of something that comes again -> that very thing, and the number of its label.
+        labelled: The ids of things that come again -> these very things, and the number of their label.
     """
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
@@ -176,7 +176,7 @@ class Ring:
         self.numbers: itertools.count[int] = itertools.count()
         self._threads: dict[int, tuple[int, str]] = {}
         self._labels: dict[Label, int] = {NO_LABEL: 0}
-        self.labelled: dict[int, tuple[object, int]] = {}
+        self.labelled: dict[tuple[int, ...], tuple[object, int]] = {}
         self._lock = threading.Lock()
 
     def meet(self) -> int:
@@ -194,12 +194,21 @@ class Ring:
                 known = self._labels.setdefault(label, len(self._labels))
         return known
 
-    def remember(self, what: object, label: Label) -> int:
-        """Keeps the label of something that comes again, so that it is made once: see `labelled`; gives its number."""
+    def label_of(self, make: Callable[[], Label], *things: object) -> int:
+        """The number of the label of things that come again, which is made once; see `labelled`.
+
+        Args:
+            make: Makes the label.
+            *things: What tells it from others; they are kept, so that nothing else gets their ids.
+        """
+        ids = tuple(map(id, things))
+        known = self.labelled.get(ids)
+        if known is not None:
+            return known[1]
         if len(self.labelled) >= _MOST_LABELLED:
             self.labelled.clear()
-        number = self.label(label)
-        self.labelled[id(what)] = what, number  # kept, so that nothing else gets its id
+        number = self.label(make())
+        self.labelled[ids] = things, number
         return number
 
     def add(
@@ -213,8 +222,11 @@ class Ring:
         error: str = "",
     ) -> None:
         """Notes a span of this thread."""
-        thread, label_at = self.meet(), self.label(label)
-        self.entries.append((next(self.numbers), kind, name, begin_s, end_s, thread, seq, label_at, error, 0.0))
+        self.put(kind, name, begin_s, end_s, seq, self.label(label), error)
+
+    def put(self, kind: str, name: str, begin_s: float, end_s: float, seq: int, number: int, error: str = "") -> None:
+        """Notes a span of this thread, by the number of its label."""
+        self.entries.append((next(self.numbers), kind, name, begin_s, end_s, self.meet(), seq, number, error, 0.0))
 
     def ended(self, kind: str, name: str, begin_s: float, seq: int = 0, label: Label = NO_LABEL) -> None:
         """Notes a span that ends now."""

@@ -88,10 +88,14 @@ def test_a_run_of_a_loop_is_one_entry_and_three_spans() -> None:
 
 def test_what_comes_again_is_labelled_once_and_what_is_gone_gives_no_other_its_label() -> None:
     ring = Ring()
-    numbers = {ring.remember(object(), Label(op=f"op{at}")) for at in range(3000)}
+    numbers = {ring.label_of(lambda at=at: Label(op=f"op{at}"), object()) for at in range(3000)}  # type: ignore[misc]
     assert len(numbers) == 3000
     assert len(ring.labelled) <= 1024
-    assert all(id(what) == key for key, (what, _) in ring.labelled.items())
+    assert all(tuple(map(id, things)) == ids for ids, (things, _) in ring.labelled.items())
+    one, other = object(), object()
+    number = ring.label_of(lambda: LABEL, one, other)
+    assert ring.label_of(lambda: pytest.fail("it is known"), one, other) == number
+    assert ring.label_of(lambda: Label(op="another"), other, one) != number
 
 
 def test_short_waits_are_none() -> None:
