@@ -19,6 +19,7 @@ from raycollect.group import Membership, Operand
 from raycollect.model import OpKind, ReduceOp
 from raycollect.pending import Pending
 from raycollect.planner import STAGING_NBYTES, GpuLists
+from raycollect.words import a_type
 from raycollect.work import Work
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -145,7 +146,7 @@ class Call:
         """The operands of one parameter; what is wrong is noted."""
         refs = [value] if name == _SINGLE else value
         if not isinstance(refs, (list, tuple)) or not refs:
-            found = "empty" if isinstance(refs, (list, tuple)) else f"a {type(refs).__name__}"
+            found = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
             what, expected = f"list of refs ({name})", "one ref per rank"
             self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
             return []

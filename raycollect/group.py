@@ -18,6 +18,7 @@ from raycollect.model import GroupSpec, Key, Member
 from raycollect.planner import Inner, Roster, Topology
 from raycollect.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 from raycollect.staging import memory_of
+from raycollect.words import a_type
 
 ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
 
@@ -113,7 +114,7 @@ def operand(ref: Any, position: int) -> Operand | Violation:
     """
     if not isinstance(ref, ray.ObjectRef):
         is_actor = isinstance(ref, ray.actor.ActorHandle)
-        return _foreign(position, "an actor handle" if is_actor else f"a {type(ref).__name__}", "")
+        return _foreign(position, "an actor handle" if is_actor else a_type(ref), "")
     key, actor_id = ray_internals.read_ref(ref)
     if actor_id:
         return Operand(ref=ref, key=key, actor_id=actor_id)
@@ -121,7 +122,7 @@ def operand(ref: Any, position: int) -> Operand | Violation:
     if isinstance(value, Handle):
         return Operand(ref=ref, key=value.key, actor_id=value.actor_id)
     origin = "made by ray.put" if ray_internals.is_put(ref) else "returned by a task"
-    return _foreign(position, f"a {type(value).__name__} {origin}", ref.hex())
+    return _foreign(position, f"{a_type(value)} {origin}", ref.hex())
 
 
 def _foreign(position: int, found: str, ref: str) -> Violation:

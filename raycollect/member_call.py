@@ -22,6 +22,7 @@ from raycollect.model import TENSOR, GroupSpec, Launch, OpKind, ReduceOp, Tensor
 from raycollect.planner import Program, Request, brought, plan
 from raycollect.pos import Container, obstacle
 from raycollect.seats import Seats
+from raycollect.words import a_type
 
 __all__ = ["MemberCall"]
 
@@ -85,7 +86,7 @@ class MemberCall:
         found = Container.of(value, arrays.is_tensor)
         if found is not None:
             return found
-        what = "missing" if value is None else f"a {type(value).__name__}"
+        what = "missing" if value is None else a_type(value)
         if isinstance(value, (list, tuple, dict)):
             what += f" ({obstacle(value, arrays.is_tensor)})"
         self._violate("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")

@@ -16,6 +16,7 @@ from raycollect.ray_bulletin import RayBulletin
 from raycollect.seat import Seat
 from raycollect.seats import Seats
 from raycollect.tracing import begin_from_environment
+from raycollect.words import a_type
 
 __all__ = [
     "destroy_collective_group",
@@ -195,7 +196,7 @@ def get_group_handle(group_name: Any = "default") -> Seat:
             return seat
     detail = "this process is no member of it"
     if not isinstance(group_name, str):
-        detail = f"a {type(group_name).__name__} is no group's name; look at the order of the arguments, or name them"
+        detail = f"{a_type(group_name)} is no group's name; look at the order of the arguments, or name them"
     elif Controller.drives(group_name):
         detail = "this process drives it and is no member of it: the driver's verbs take refs, as allreduce_refs(refs)"
     raise UnknownGroupError(group_name=str(group_name), detail=detail)

@@ -26,6 +26,7 @@ from raycollect.inner import inner_groups
 from raycollect.model import Member
 from raycollect.peer import Peer
 from raycollect.peers import Peers
+from raycollect.words import a_type
 
 __all__ = ["DERIVED_LIMIT", "Memberships"]
 
@@ -69,7 +70,7 @@ class Memberships:
         except KeyError:
             detail = f"not declared; there are {sorted(self._named)}"
             if not isinstance(name, str):
-                detail = f"a {type(name).__name__} is no group's name; look at the order of the arguments"
+                detail = f"{a_type(name)} is no group's name; look at the order of the arguments"
             raise UnknownGroupError(group_name=str(name), detail=detail) from None
 
     def is_declared(self, name: str) -> bool:

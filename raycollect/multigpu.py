@@ -28,6 +28,7 @@ from raycollect.member_call import MemberCall
 from raycollect.members import get_group_handle
 from raycollect.model import TENSOR, OpKind, ReduceOp, Structure, TensorInfo
 from raycollect.planner import LISTS_BACKEND
+from raycollect.words import a_type
 
 __all__ = [
     "allgather_multigpu",
@@ -228,7 +229,7 @@ class _Call(MemberCall):
     ) -> list[list[DeviceArray]]:
         """The tensors of lists, one for each GPU of `like`, with a tensor for each GPU of each rank in each."""
         if not isinstance(lists, list | tuple):
-            return self._wrong("argument", name, f"a {type(lists).__name__}", f"{len(like)} lists, one for each GPU")
+            return self._wrong("argument", name, a_type(lists), f"{len(like)} lists, one for each GPU")
         rows = [self._tensors(f"{name}[{at}]", one) for at, one in enumerate(lists)]
         if self._violations:
             return []
@@ -264,12 +265,12 @@ class _Call(MemberCall):
 
     def _tensors(self, name: str, tensors: Any) -> list[DeviceArray]:
         if not isinstance(tensors, list | tuple) or not tensors:
-            found = "an empty list" if isinstance(tensors, list | tuple) else f"a {type(tensors).__name__}"
+            found = "an empty list" if isinstance(tensors, list | tuple) else a_type(tensors)
             return self._wrong("argument", name, found, "a list of tensors, one of each GPU")
         views = [arrays.view(one) for one in tensors]
         for one, view in zip(tensors, views, strict=True):
             if view is None:
-                return self._wrong("not_tensor", name, f"a {type(one).__name__}", "tensors on GPUs")
+                return self._wrong("not_tensor", name, a_type(one), "tensors on GPUs")
         fault = gpu_lists.off_gpu_fault(name, [arrays.info(view) for view in views if view is not None])
         return self._wrong(*fault) if fault else [view for view in views if isinstance(view, DeviceArray)]
 

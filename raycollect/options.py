@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from raycollect.words import a_type
+
 
 def read(given: Any) -> tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]:
     """Makes plain values of options.
@@ -43,5 +45,5 @@ def _plain(value: Any, where: str, problems: list[str]) -> Any:
     if isinstance(value, Mapping) and all(type(name) is str for name in value):
         return tuple((name, _plain(value[name], f"{where}.{name}", problems)) for name in sorted(value))
     travels = "only strings, numbers, booleans, None, and lists and dicts (by name) of these travel to the members"
-    problems.append(f"{where} is {value!r}, a {type(value).__name__}; {travels}")
+    problems.append(f"{where} is {value!r}, {a_type(value)}; {travels}")
     return None

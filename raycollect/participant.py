@@ -22,6 +22,7 @@ from raycollect.observe.trace import METHOD
 from raycollect.pos import Container, obstacle
 from raycollect.replay import Invoke
 from raycollect.runtime import Runtime
+from raycollect.words import a_type
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -329,7 +330,7 @@ def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *
     if not isinstance(value, Handle):
         found = _NOT_DECLARED
         if container is None:
-            found = _type_name(value)
+            found = a_type(value, in_full=True)
             if type(value) in (list, tuple, dict) and not hasattr(method, _BY_VALUE):
                 found += f" ({obstacle(value, arrays.is_tensor)})"
         Runtime.current().store.pass_by(task, found)
@@ -337,10 +338,6 @@ def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *
 
 
 _NOT_DECLARED = "an item of a generator whose num_returns is the caller's and not @ray.method(num_returns=n)"
-
-
-def _type_name(value: Any) -> str:
-    return f"a {type(value).__module__}.{type(value).__qualname__}".replace("a builtins.", "a ")
 
 
 class _Returns:

@@ -20,6 +20,7 @@ import numpy as np
 from raycollect.backends import arrays
 from raycollect.errors import ProtocolError
 from raycollect.model import TensorInfo
+from raycollect.words import a_type
 
 __all__ = ["pack_value", "pack_values", "unpack_value", "unpack_values"]
 
@@ -104,7 +105,7 @@ def unpack_values(data: bytes) -> tuple[Any, ...]:
         return ()
     values = unpack_value(data)
     if type(values) is not list:
-        raise ProtocolError(detail=f"a {type(values).__name__} where values were due")
+        raise ProtocolError(detail=f"{a_type(values)} where values were due")
     return tuple(values)
 
 

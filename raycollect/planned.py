@@ -23,6 +23,7 @@ from raycollect.handle import Handle
 from raycollect.model import PIECES, TENSOR, Structure, TensorInfo
 from raycollect.planner import Made, Part, Plan, Role, Source
 from raycollect.planner.explain import Explanation, explain
+from raycollect.words import a_type
 
 __all__ = ["plan"]
 
@@ -116,7 +117,7 @@ def _no_handle(value: Any, rank: int) -> Violation:
     elif isinstance(value, RayError):
         kind, what, expected = "lost", f"lost ({type(value).__name__})", ""
     else:
-        kind, what = "not_tensor", f"a {type(value).__name__}, returned by value"
+        kind, what = "not_tensor", f"{a_type(value)}, returned by value"
         expected = "a tensor, or a list, tuple or dict of tensors"
     return Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
 

@@ -21,6 +21,7 @@ from raycollect.payload import pack_value
 from raycollect.pending import Argument, Pending, plain
 from raycollect.returned import Returned
 from raycollect.routine import Given
+from raycollect.words import a_type
 
 __all__ = ["Recording"]
 
@@ -130,7 +131,7 @@ class Recording(Batch):
             actor_id = actor._actor_id.hex()
             violations += groups.strangers([Operand(ref=None, key=None, actor_id=actor_id)])
         if actor_id and not isinstance(method, str):
-            found = "missing" if method is MISSING else f"a {type(method).__name__}"
+            found = "missing" if method is MISSING else a_type(method)
             violations.append(wrong("method", found, "its name"))
         elif actor_id and not violations:
             violations += _misfits(actor, method, args, kwargs)
@@ -195,7 +196,7 @@ def _no_actor(value: Any) -> tuple[str, str]:
     expected = "the handle of a participant, or its method: step.call(actor, 'method', ...)"
     if isinstance(value, ray.ObjectRef):
         return "an ObjectRef: its method was called already, and is not called again by runs", expected
-    return f"a {type(value).__name__}", expected
+    return a_type(value), expected
 
 
 def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Violation]:

@@ -41,6 +41,7 @@ from raycollect.repeat import Repeat
 from raycollect.routine import CAPTURE_NBYTES, Collective, Given, Invocation, Routine
 from raycollect.stacks import is_on_the_way
 from raycollect.tasks import Missing
+from raycollect.words import a_type
 
 __all__ = ["Exchanges", "Invoke", "Replay"]
 
@@ -211,7 +212,7 @@ class Replay:
         found = None if slot < self.routine.refs else self._known.container(slot, value)
         if found is None:
             expected = "a tensor, or a list, tuple or dict of tensors"
-            return Missing("not_tensor", f"a {_type_name(value)}, which goes by value", expected)
+            return Missing("not_tensor", f"{a_type(value, in_full=True)}, which goes by value", expected)
         self.slots[slot] = found
         return found
 
@@ -483,11 +484,6 @@ def _infos(value: Any) -> tuple[TensorInfo, ...] | None:
         return tuple(map(arrays.describe, container.tensors))
     except TypeError:  # one has no memory any more
         return None
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
 # ---------------------------------------------------------------------------------------------- what methods raise

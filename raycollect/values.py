@@ -12,6 +12,7 @@ from raycollect.errors import NotATensorError, Violation
 from raycollect.handle import Handle
 from raycollect.model import Key
 from raycollect.pending import plain
+from raycollect.words import a_type
 
 
 def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> Any:
@@ -66,7 +67,7 @@ def free(refs: Any) -> int:
         _wait_for_writers(ref, None, readers=True)
         value: Any = ray_internals.get(ref)
         if not isinstance(value, Handle):
-            found = f"a {type(value).__name__}"
+            found = a_type(value)
             violation = Violation(kind="not_tensor", rank=-1, field="ref", found=found, ref=ref.hex())
             raise NotATensorError(op="free", group_name="", violations=(violation,))
         count += fetch.free(value.address, [value.key], actor=value.actor, incarnation=value.incarnation)

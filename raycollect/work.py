@@ -33,6 +33,7 @@ from raycollect.model import Key
 from raycollect.parcel import Parcel
 from raycollect.planner.wording import counted, named, seconds_words
 from raycollect.runs import RunFlight
+from raycollect.words import a_type
 
 MOST_NAMED = 8
 """How many of those who have not ended are named where a collective is shown; the others are counted."""
@@ -428,6 +429,6 @@ def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException 
         return replace(violation, found=f"lost ({type(exc).__name__})"), exc
     if isinstance(value, Handle):
         return violation, None
-    found = f"a {type(value).__name__}, returned by value"
+    found = f"{a_type(value)}, returned by value"
     expected = "a tensor, or a list, tuple or dict of tensors, of a method whose name begins with no underscore"
     return replace(violation, kind="not_tensor", found=found, expected=expected), None

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from raycollect.model import TensorInfo
+from raycollect.words import a_type
 
 from .device_arrays import DeviceArray, Interface, empty_on_device, is_cupy, on_gpu, shown_by_torch, view_of_cupy
 from .elements import NARROW, TORCH_DTYPES, Array, is_number, name_of, native, torch_name
@@ -99,7 +100,7 @@ def memory(tensor: object) -> Array | DeviceArray:
     """
     seen = view(tensor)
     if seen is None:
-        raise TypeError(f"a {type(tensor).__module__}.{type(tensor).__qualname__} without memory of its own")
+        raise TypeError(f"{a_type(tensor, in_full=True)} without memory of its own")
     return seen
 
 

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgpack
 
+from raycollect.words import a_type
+
 __all__ = [
     "AGAIN",
     "CALL",
@@ -350,7 +352,7 @@ def decode_recorded(payload: bytes | bytearray) -> Recorded:
 
 def _plain(value: Any) -> Any:
     if type(value) not in (int, str):
-        raise ValueError(f"a {type(value).__name__} in a label")
+        raise ValueError(f"{a_type(value)} in a label")
     return value
 
 

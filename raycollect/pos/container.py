@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raycollect.model import TENSOR, Structure
+from raycollect.words import a_type
 
 DEEPEST = 32
 """How often lists, tuples and dicts may be nested: what messages can carry, and where one that holds itself ends."""
@@ -84,7 +85,7 @@ def obstacle(value: Any, is_tensor: Callable[[Any], bool]) -> str:
 def _obstacle(value: Any, is_tensor: Callable[[Any], bool], path: str, depth: int = 0) -> str:
     here = path or "it"
     if type(value) not in (list, tuple) and not isinstance(value, Mapping):
-        return f"{here} is a {type(value).__qualname__}"
+        return f"{here} is {a_type(value)}"
     if not value:
         return f"{here} is empty"
     if depth == DEEPEST:

@@ -247,12 +247,12 @@ def test_numpy_arrays_of_numbers_are_tensors(value: Any, kept: bool) -> None:
     ("value", "text"),
     [
         ({"w": A, "b": None}, "['b'] is a NoneType"),
-        ({"layers": [A, (B, 3)]}, "['layers'][1][1] is a int"),
+        ({"layers": [A, (B, 3)]}, "['layers'][1][1] is an int"),
         ([A, []], "[1] is empty"),
         ({}, "it is empty"),
         ({"w": A, (1, 2): B}, "it has the key (1, 2), and keys are strings or integers"),
         ([A, {"x": {2.5: A}}], "[1]['x'] has the key 2.5, and keys are strings or integers"),
-        ([{"state": {0: {"step": 1, "exp_avg": A}}}], "[0]['state'][0]['step'] is a int"),
+        ([{"state": {0: {"step": 1, "exp_avg": A}}}], "[0]['state'][0]['step'] is an int"),
     ],
 )
 def test_what_keeps_a_value_from_being_kept_is_named(value: Any, text: str) -> None:

@@ -69,7 +69,7 @@ def test_a_handle_that_was_put_names_its_participant(trio):
 
 
 def test_no_ref_at_all(trio):
-    with refused(errors.ForeignRefError, "a ndarray", actors=trio):
+    with refused(errors.ForeignRefError, "an ndarray", actors=trio):
         col.allreduce_refs([np.ones(3), *buffers(trio[1:])])
 
 
@@ -167,7 +167,7 @@ def test_broadcast_and_send_of_different_shapes(trio):
 
 def test_a_value_that_is_no_tensor(trio):
     ref = trio[1].make.remote(lambda self: 42)
-    with refused(errors.NotATensorError, "rank 1", "a int", ref.hex(), actors=trio):
+    with refused(errors.NotATensorError, "rank 1", "an int", ref.hex(), actors=trio):
         col.allreduce_refs([trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()])
     with refused(errors.NotATensorError, actors=trio):
         col.send_ref(trio[0].get_buffer.remote(), ref)
