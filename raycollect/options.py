@@ -22,7 +22,7 @@ def read(given: Any) -> tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]:
     problems: list[str] = []
     named = given if isinstance(given, Mapping) else _attributes(given)
     if not named and not isinstance(given, Mapping):
-        problems.append(f"pg_options is a {type(given).__name__}, neither a dict nor an object with public attributes")
+        problems.append(f"pg_options is {a_type(given)}, neither a dict nor an object with public attributes")
     plain = _plain(named, "pg_options", problems)
     return (() if problems else plain), tuple(problems)
 

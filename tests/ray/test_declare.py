@@ -216,7 +216,7 @@ def test_options_reach_every_member(actors):
         del backends.BACKENDS["told"]
     with refused(errors.InvalidGroupError, "pg_options.a.b[1]", "object", "pg_options.c", "dict"):
         col.declare_collective_group(workers, group_name="g", pg_options={"a": {"b": [1, object()]}, "c": {1: 2}})
-    with refused(errors.InvalidGroupError, "pg_options is a object"):
+    with refused(errors.InvalidGroupError, "pg_options is an object"):
         col.declare_collective_group(workers, group_name="g", pg_options=object())
 
 
