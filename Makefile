@@ -15,6 +15,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -31,7 +32,8 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu)
+	$(if $(ARGS),,$(PYTEST) tests/ray tests/faults)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest tests/full $(ARGS)

@@ -177,6 +177,11 @@ class Lease:
 
     # ------------------------------------------------------------------------------------------ programs
 
+    @property
+    def is_overlapping(self) -> bool:
+        """Whether the methods of this actor may overlap, or come in another order than they were submitted in."""
+        return not all(one.ordered for one in tuple(self._groups.values()))
+
     def run_program(self, payload: bytes, task: bytes | None, order: Order | None = None) -> Any:
         """Runs this participant's half of a plan and tells the controller how it ended.
 

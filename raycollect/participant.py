@@ -66,7 +66,7 @@ class CollectiveParticipant:
 
     def _raycollect_run(self, payload: bytes) -> Any:
         """Runs this rank's half of a plan; called by the controller."""
-        return Runtime.current().run_program(payload, ray_internals.current_task())
+        return Runtime.current().run_task(payload, ray_internals.current_task())
 
     def _raycollect_fence(self) -> None:
         """Does nothing: what was submitted before it has ended when it ends."""

@@ -43,6 +43,6 @@ def run_program(actor: Any, payload: bytes) -> None:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        runtime.run_program(payload, ray_internals.current_task())
+        runtime.run_task(payload, ray_internals.current_task())
     else:
         runtime.kernel_threads.submit(runtime.run_program, payload, None)

@@ -42,7 +42,7 @@ STORE_LIMIT_WITHOUT_TOKENS = 1024
 """How many values a store holds where Ray can't tell when a ref is gone."""
 
 MOST_WAITING = 64
-"""How many programs of an actor with coroutines may wait for their predecessors.
+"""How many programs of an actor whose methods overlap may wait for their predecessors and operands.
 
 Ray may bring these later, where their arguments are long: so they must not wait for the same thread.
 """
@@ -168,6 +168,19 @@ class Runtime:
         self.store.free([key])
 
     # ------------------------------------------------------------------------------------------ actor tasks
+
+    def run_task(self, payload: bytes, task: bytes | None) -> Any:
+        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own.
+
+        Where methods overlap, Ray has few threads, and starts tasks in any order: plans that came early would keep all
+        of them from the methods and the plans for which they wait. So these wait in threads of ours, and the controller
+        hears of their end all the same. Outputs are the returns of the task, which therefore has to stay.
+        """
+        lease = self._lease
+        if lease is not None and lease.is_overlapping and not decode_order(payload)[2].makes:
+            self.kernel_threads.submit(self.run_program, payload, None)
+            return None
+        return self.run_program(payload, task)
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """Runs this participant's half of a plan; see `Lease.run_program`.

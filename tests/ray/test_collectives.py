@@ -14,6 +14,7 @@ import ray
 
 import raycollect as col
 from raycollect import ReduceOp
+from tests.ray.test_refusals import Gate
 from tests.ray.test_store import AsyncActor
 from tests.ray.workers import Buffers, Worker
 
@@ -328,6 +329,25 @@ def test_threaded_actors_take_part(actors):
     for work in works:
         work.wait()
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 1024))
+
+
+def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors):
+    workers = actors(Worker, 2, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=3)
+    col.declare_collective_group(workers)
+
+    def late(self, gate):
+        ray.get(gate.wait.remote())
+        return self.buffer
+
+    refs = [worker.make.remote(late, gate) for worker in workers]
+    works = [col.allreduce_refs(refs, async_op=True) for _ in range(3)]
+    for _ in range(3):  # beside `late` each actor has one thread
+        ray.get([worker.call.remote(lambda self: None) for worker in workers], timeout=30)
+    ray.get(gate.open.remote())
+    for work in works:
+        work.wait()
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 8))
 
 
 class Grouped(Buffers):
