@@ -85,6 +85,10 @@ PROGRAMS = {f"{name}:{at}": program for name, text in TEXTS.items() for at, prog
 """Document and place -> the program."""
 
 
+_LOST = "not found in RDT object store"
+"""What Ray says where a transfer of Direct Transport never came, which was seen once on a busy machine."""
+
+
 @functools.cache  # some documents show the same program
 def _run(code: str, folder: Path) -> str:
     """Runs a program as a user would, but on the Ray of the tests; gives what it printed."""
@@ -92,15 +96,18 @@ def _run(code: str, folder: Path) -> str:
 
     program = folder / "program.py"
     program.write_text(code, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, program.name],
-        cwd=folder,
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, program.name],
+            cwd=folder,
+            env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        if _LOST not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr
     return "".join(line for line in done.stdout.splitlines(keepends=True) if "(raylet)" not in line)  # Ray's own words
 
