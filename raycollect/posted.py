@@ -169,8 +169,8 @@ def _soon(do: Callable[..., None], client: Any, membership: Membership, *record:
         _posting.submit(do, client, membership.spec.name, _PREFIX + membership.spec.group_id.encode(), *record)
 
 
-_overdue: dict[bytes, str] = {}
-"""Key of a record that could not be taken away -> its group's name. The one thread alone looks at it."""
+_overdue: list[bytes] = []
+"""The keys of records that could not be taken away. The one thread alone looks at it."""
 
 
 def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
@@ -180,15 +180,15 @@ def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
 
 
 def _delete(client: Any, name: str, key: bytes) -> None:
-    _overdue[key] = name
+    _overdue.append(key)
     with _told(name):
         _delete_overdue(client)
 
 
 def _delete_overdue(client: Any) -> None:
-    for key in reversed(tuple(_overdue)):  # the newest first: an older one may be of a store that is gone
-        client.internal_kv_del(key, False, _NAMESPACE, timeout=POST_TIMEOUT_S)
-        del _overdue[key]
+    while _overdue:  # the newest first: an older one may be of a store that is gone
+        client.internal_kv_del(_overdue[-1], False, _NAMESPACE, timeout=POST_TIMEOUT_S)
+        _overdue.pop()
 
 
 @contextlib.contextmanager

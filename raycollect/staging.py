@@ -26,7 +26,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, native
 from raycollect.backends.capabilities import TORCH_PREFIX
 from raycollect.backends.device_arrays import bits_view, device_id
-from raycollect.backends.streams import GroupStream
+from raycollect.backends.streams import GroupStream, wait
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.model import TensorInfo
 from raycollect.planner import Domain
@@ -34,9 +34,6 @@ from raycollect.planner import Domain
 __all__ = ["CPU", "CUDA", "Carriage", "Check", "Patience", "StandIns", "home_of", "is_home", "memory_of", "transfer"]
 
 CPU, CUDA = "cpu", "cuda"
-
-_LOOK_S = 0.0002
-"""How long a wait for a device sleeps between two looks."""
 
 Check = Callable[[], None]
 """Asked again and again while a device is waited for; raises where that is to end."""
@@ -259,7 +256,7 @@ def _moved(target: DeviceArray, source: DeviceArray, check: Check) -> None:
     with _lent(cupy, target.device) as stream:
         with stream.entered():
             bits_view(target)[...] = bits_view(source).reshape(target.shape)
-        _wait(stream, check)
+        wait(stream.has_ended, check)
 
 
 def _place(array: Array | DeviceArray) -> str:
@@ -275,7 +272,7 @@ def _fetched(source: DeviceArray, check: Check) -> Array:
     with _lent(cupy, source.device) as stream:
         with stream.entered():
             pass
-        _wait(stream, check)  # for what the caller has enqueued: the copy itself can't be interrupted
+        wait(stream.has_ended, check)  # for what the caller has enqueued: the copy itself can't be interrupted
         with cupy.cuda.Device(device_id(source.device)), stream.stream:
             view = bits_view(source)
             view.get(stream=stream.stream, out=host.view(view.dtype))
@@ -299,13 +296,7 @@ def _put(target: DeviceArray, host: Array, check: Check) -> None:
                 view.set(bits, stream=stream.stream)
             else:
                 view[...] = cupy.asarray(bits)
-        _wait(stream, check)
-
-
-def _wait(stream: GroupStream, check: Check) -> None:
-    while not stream.has_ended():
-        check()
-        time.sleep(_LOOK_S)
+        wait(stream.has_ended, check)
 
 
 # ---------------------------------------------------------------------------------------------- streams

@@ -7,9 +7,9 @@ driver takes them through its memory.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any, cast
 
@@ -20,12 +20,9 @@ from raycollect.model import ReduceOp, TensorInfo
 from . import arrays
 from .device_arrays import DeviceArray, bits_view, cupy_view, device_id
 from .folds import FOLDS, refusal_reason
-from .streams import follow, has_run
+from .streams import follow, has_run, wait
 
 __all__ = ["bring", "brought", "ended", "fold", "folded", "objection", "room", "spread"]
-
-_LOOK_S = 0.0002
-"""How long a wait for a device sleeps between two looks."""
 
 
 def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
@@ -157,9 +154,8 @@ def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> No
     for device in dict.fromkeys(devices):
         with cuda.Device(device):
             stream = cuda.get_current_stream(device)
-            while check is not None and not has_run(stream.ptr):
-                check()
-                time.sleep(_LOOK_S)
+            if check is not None:
+                wait(partial(has_run, stream.ptr), check)
             stream.synchronize()
 
 

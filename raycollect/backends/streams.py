@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +31,10 @@ from raycollect.model import TensorInfo
 
 from .device_arrays import device_id
 
-__all__ = ["GroupStream", "Mark", "after", "captured", "follow", "has_run", "mark", "settle"]
+__all__ = ["GroupStream", "Mark", "after", "captured", "follow", "has_run", "mark", "settle", "wait"]
+
+_LOOK_S = 0.0002
+"""How long a wait for a device sleeps between two looks."""
 
 DEFAULT = 0
 """The pointer of the default stream, which waits for all others that do not say that they are independent of it."""
@@ -122,6 +126,13 @@ def has_run(stream: int) -> bool:
         Exception: The device has failed; cupy's own.
     """
     return _is_done(import_module("cupy").cuda.runtime.streamQuery(stream))
+
+
+def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
+    """Waits for a device, and asks besides whether to go on: `check` may raise."""
+    while not has_ended():
+        check()
+        time.sleep(_LOOK_S)
 
 
 def _is_done(status: Any) -> bool:
