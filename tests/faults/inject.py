@@ -176,10 +176,10 @@ def put_fault(actor_self: Any, fault: Fault) -> None:
     seats.instruments = runtime.instruments  # what calls run with
 
 
-def put(actor_self: Any, point: str, action: str) -> None:
+def put(actor_self: Any, point: str, action: str, way: str = "exit") -> None:
     """Lets this participant ``"die"``, ``"raise"`` or ``"stall"`` at a point, whatever its rank. Runs inside it."""
     runtime = Runtime.current()
-    fault = Fault(action={"stall": "hold"}.get(action, action), rank=0, point=point, way="exit")
+    fault = Fault(action={"stall": "hold"}.get(action, action), rank=0, point=point, way=way)
     runtime.instruments = replace(runtime.instruments, faults=_OfAnyRank(fault))
 
 
@@ -271,9 +271,19 @@ def _leave() -> None:
     raise SystemExit("injected")
 
 
+def _exit_once_awaited() -> None:
+    """The others of a `shm` group have left the door: who is told of a death before that stops there."""
+    meeting = _participation("default").communicator._parts.meeting
+    words = meeting._words[::_WORD_STRIDE]
+    while not all(word > words[meeting.rank] for rank, word in enumerate(words) if rank != meeting.rank):
+        os.sched_yield()
+    os._exit(1)
+
+
 DEATHS: dict[str, Callable[[], Any]] = {
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "exit": lambda: os._exit(1),
+    "once awaited": _exit_once_awaited,
     "ray.kill": _kill_by_ray,
     "SystemExit": _leave,
 }
@@ -283,9 +293,9 @@ DEATHS: dict[str, Callable[[], Any]] = {
 # ---------------------------------------------------------------------------------------------- control bytes
 
 
-def _participation(injected: Injected) -> Any:
+def _participation(group: str) -> Any:
     groups: dict[str, Any] = Runtime.current()._lease._groups  # type: ignore[union-attr]
-    return next(one for one in groups.values() if one.spec.name == injected.fault.group)
+    return next(one for one in groups.values() if one.spec.name == group)
 
 
 def _flipped(data: bytes, at: int = 0) -> bytes:
@@ -312,7 +322,7 @@ def _on_link(injected: Injected, change: Callable[[bytes], bytes | None]) -> Non
 
 def _silence_bells(injected: Injected) -> None:
     """The bells of a `shm` group that this rank rings in this launch are lost, while the others sleep."""
-    meeting = _participation(injected).communicator._parts.meeting
+    meeting = _participation(injected.fault.group).communicator._parts.meeting
     others = [rank for rank in range(len(meeting._words) // _WORD_STRIDE) if rank != meeting.rank]
     asleep = [rank * _WORD_STRIDE + _ASLEEP for rank in others]
     while not all(meeting._words[at] for at in asleep):
@@ -334,7 +344,7 @@ def _silence_bells(injected: Injected) -> None:
 
 def _flip_in_shared_memory(injected: Injected) -> None:
     """All ranks of a `shm` group read the same wrong arrival."""
-    meeting = _participation(injected).communicator._parts.meeting
+    meeting = _participation(injected.fault.group).communicator._parts.meeting
 
     def wrap(bring: Any) -> Any:
         def once(launch: Any, arrival: bytes, until_s: float) -> Any:
@@ -349,7 +359,7 @@ def _flip_in_shared_memory(injected: Injected) -> None:
 
 def _drop_on_mesh(injected: Injected) -> None:
     """No rank of a `tcp` group gets the arrival."""
-    peers = _participation(injected).communicator._link._peers
+    peers = _participation(injected.fault.group).communicator._link._peers
 
     def silent(peer: Any) -> Callable[..., None]:
         def once(*frame: Any) -> None:
@@ -364,7 +374,7 @@ def _drop_on_mesh(injected: Injected) -> None:
 
 def _flip_on_mesh(injected: Injected) -> None:
     """One rank of a `tcp` group gets a wrong arrival, the others the right one."""
-    peers = _participation(injected).communicator._link._peers
+    peers = _participation(injected.fault.group).communicator._link._peers
     peer = peers[min(peers)]
 
     def wrap(send: Any) -> Any:
@@ -380,7 +390,7 @@ def _flip_on_mesh(injected: Injected) -> None:
 
 def _flip_in_message(injected: Injected) -> None:
     """The controller relays a wrong arrival to all ranks of a `gloo` group."""
-    exchange = _participation(injected).exchange
+    exchange = _participation(injected.fault.group).exchange
 
     def wrap(send: Any) -> Any:
         def once(message: Arrive) -> Any:

@@ -215,6 +215,8 @@ class Scene:
 
     def heard(self, seen: Seen, work: Any) -> None:
         """Waits for an outcome on the driver; where there is none yet, lets the rank go on, and waits for it again."""
+        if self.row.goes_on:  # a short wait, which begins when there is something to wait for
+            assert wait_until(lambda: self.folder.struck_s is not None), "the fault was not consumed"
         limit_s = SHORT_S if self.row.goes_on else LIMIT_S
         seen.raised[DRIVER] = raised_by(lambda: work.wait(limit_s))
         seen.seconds = time.time() - (self.folder.struck_s or 0)

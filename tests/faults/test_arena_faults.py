@@ -77,11 +77,12 @@ def strike(self, reached=None, gate=None, blocks=3):
 
 
 def put(actor, point):
-    """Lets an actor die at a point of the next plan."""
+    """Lets an actor die at a point of the next plan; between door and kernel, once the others wait for it there."""
     if point == "in_kernel":
         ray.get(actor.call.remote(strike))
     else:
-        ray.get(actor.call.remote(inject.put, point, "die"))
+        way = "once awaited" if point in ("after_door", "before_kernel") else "exit"
+        ray.get(actor.call.remote(inject.put, point, "die", way))
 
 
 # What the tests ask -------------------------------------------------------------------------------------------

@@ -81,9 +81,9 @@ def test_a_plan_that_nobody_has_reached_does_not_time_out(actors):
     col.declare_collective_group(workers)
     gate = actors(Gate, 1, max_concurrency=4)[0]
     blocked = [worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate) for worker in workers]
-    work = col.allreduce_refs(buffers(workers), async_op=True, timeout_s=2)
+    work = col.allreduce_refs(buffers(workers), async_op=True, timeout_s=5)
     with pytest.raises(errors.CollectiveTimeoutError, match="goes on"):
-        work.wait(timeout_s=3)
+        work.wait(timeout_s=6)
     assert not work.done()
     ray.get(gate.open.remote())
     ray.get(blocked)

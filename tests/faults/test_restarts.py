@@ -10,8 +10,9 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from tests.ray.test_refusals import Gate
 from tests.ray.test_store import wait_until
-from tests.ray.workers import Buffers, Worker
+from tests.ray.workers import Buffers, Worker, block
 
 PATIENT_S = 20.0
 
@@ -209,12 +210,16 @@ def test_a_method_that_ray_retries_after_an_exception(actors):
     """A collective takes its place among the methods: behind the first attempt, and before the second."""
     (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    blocked = block(flaky, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
     refs = [
         flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),
         other.make.remote(lambda self: np.ones(4)),
     ]
+    work = col.allreduce_refs(refs, async_op=True, timeout_s=PATIENT_S)
+    ray.get([gate.open.remote(), blocked])
     with pytest.raises(errors.ProducerFailedError, match="ValueError: attempt 1"):
-        col.allreduce_refs(refs, timeout_s=PATIENT_S)
+        work.wait()
     np.testing.assert_array_equal(col.get(refs[0], PATIENT_S), np.full(4, 3))
     np.testing.assert_array_equal(col.get(refs[1]), np.ones(4))
     col.allreduce_refs(refs, timeout_s=PATIENT_S)

@@ -165,7 +165,8 @@ def test_a_child_that_lives_on_does_not_hide_the_death_of_its_parent(actors):
         col.allreduce_refs(refs, timeout_s=PATIENT_S)
         ray.kill(trio[1])
         with pytest.raises((errors.ParticipantDiedError, errors.GroupBrokenError), match="Buffers"):
-            col.allreduce_refs(refs, timeout_s=PATIENT_S)
+            while True:  # until Ray has killed it
+                col.allreduce_refs(refs, timeout_s=PATIENT_S)
         assert Path(f"/proc/{child}").exists()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -397,7 +398,7 @@ def test_two_drivers_of_the_same_actors_and_two_of_others(actors):
 # ---------------------------------------------------------------------------------------------- threads, coroutines
 
 
-def in_threads(self, sizes, rounds):
+def in_threads(self, sizes, rounds, timeout_s):
     """Calls from as many threads as there are sizes; what each gets."""
     rank, found = col.get_rank(), {}
 
@@ -405,7 +406,7 @@ def in_threads(self, sizes, rounds):
         try:
             for _ in range(rounds):
                 tensor = np.full(sizes[at], rank + 1.0)
-                col.allreduce(tensor, timeout_s=5)
+                col.allreduce(tensor, timeout_s=timeout_s)
             found[at] = tensor.tolist()
         except errors.RaycollectError as exc:
             found[at] = type(exc).__name__
@@ -423,11 +424,11 @@ def test_threads_of_members_that_call_at_once(actors, backend):
     """Calls of one group are matched in the order in which they come: equal ones are right, others are refused."""
     pair = actors(Worker, 2)
     col.declare_collective_group(pair, backend=backend)
-    assert ray.get([one.call.remote(in_threads, [4, 4, 4], 10) for one in pair]) == [[[3.0] * 4] * 3] * 2
-    for found in ray.get([one.call.remote(in_threads, [4, 8], 3) for one in pair]):
+    assert ray.get([one.call.remote(in_threads, [4, 4, 4], 10, PATIENT_S) for one in pair]) == [[[3.0] * 4] * 3] * 2
+    for found in ray.get([one.call.remote(in_threads, [4, 8], 3, 5) for one in pair]):
         assert found is not None, "a thread waits for ever"
         assert all(one in ("MismatchError", "CollectiveTimeoutError", [3.0] * 4, [3.0] * 8) for one in found)
-    assert ray.get([one.call.remote(in_threads, [2], 1) for one in pair]) == [[[3.0] * 2]] * 2
+    assert ray.get([one.call.remote(in_threads, [2], 1, PATIENT_S) for one in pair]) == [[[3.0] * 2]] * 2
 
 
 class Coroutines(col.CollectiveParticipant):

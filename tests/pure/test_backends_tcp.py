@@ -383,7 +383,7 @@ def test_a_frame_that_was_half_sent_is_finished_from_a_copy(line: tuple[Link, so
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(lambda: b"".join(iter_bytes(other, len(frame(0, 0, 0)) * 3 + FRAME_NBYTES)))
         with pytest.raises(CollectiveTimeoutError):
-            link.agree(launch_of(2, timeout_s=0.5), b"")
+            link.agree(launch_of(2, timeout_s=2.0), b"")
         stream = reading.result(5)
     assert stream == frame(1, DATA, 1, b"\7" * FRAME_NBYTES) + frame(1, LEFT, 0) + frame(2, ARRIVAL, 1)
 

@@ -856,6 +856,7 @@ class _Ending:
 # ---------------------------------------------------------------------------------------------- arrivals
 
 
+@CALM
 @given(
     arrivals=st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b" * 5000, bytes(70)])),
     conflict=st.booleans(),

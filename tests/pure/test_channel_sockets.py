@@ -340,6 +340,7 @@ def test_a_silent_client_delays_nobody_and_is_dropped(rig: Rig, monkeypatch: pyt
     address = rig.serve(Party(echo))
     with _raw(address) as silent:
         assert silent.recv(100)[4:8] == b"RCOL"
+        monkeypatch.undo()  # who comes now has as long as ever
         here = Party()
         rig.connect(address, here).send(Bye())
         assert here.messages.get(timeout=LIMIT_S) == Bye()

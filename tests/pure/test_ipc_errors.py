@@ -28,7 +28,7 @@ from tests.fake_cupy import Fake
 
 from .on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
 from .on_one_gpu import OLD, SharingTeam, sharing
-from .test_nccl_streams import WAIT_S, sums, until
+from .test_nccl_streams import WAIT_S, patient, sums, until
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def body_sum(communicator: Communicator, launch: Launch, layout: str = "plain") 
     src = pending(np.full(50, communicator.rank + 1, np.int32), layout)
     ok = False
     try:
-        communicator.agree(launch, b"")
+        communicator.agree(patient(launch), b"")
         communicator.launch(launch, sums(src)).wait(launch.timeout_s)
         ok = True
     finally:
@@ -51,7 +51,7 @@ def body_sum(communicator: Communicator, launch: Launch, layout: str = "plain") 
 
 
 def body_arrive(communicator: Communicator, launch: Launch) -> None:
-    communicator.agree(launch, b"")
+    communicator.agree(patient(launch), b"")
 
 
 def body_leave(communicator: Communicator, launch: Launch) -> None:

@@ -241,6 +241,9 @@ def test_a_plan_that_the_death_of_a_member_ends_says_who_has_died(
     here, heard = _leased(premises)
     both = group("both", (5, 6))
     here.received(_join(name=both.spec.name, group_id=both.spec.group_id))
+    for thread in threading.enumerate():
+        if thread.name == "raycollect-join":  # there is a communicator behind it
+            thread.join(WAIT_S)
     gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
 
     class Interrupted(Run):

@@ -18,7 +18,7 @@ from raycollect.model import Kernel, Launch
 from tests.fake_cupy import Fake
 
 from .on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
-from .test_nccl_streams import WAIT_S, stream_of, sums, until
+from .test_nccl_streams import WAIT_S, patient, stream_of, sums, until
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def three() -> Iterator[tuple[Fake, GpuTeam]]:
 def body_sum(communicator: Communicator, launch: Launch) -> Any:
     """A sum, and what is left of the stream when it has failed."""
     src = pending(np.full(50, communicator.rank + 1, np.int32), "every other")
-    communicator.agree(launch, b"")
+    communicator.agree(patient(launch), b"")
     ok = False
     try:
         communicator.launch(launch, sums(src)).wait(launch.timeout_s)
@@ -247,7 +247,7 @@ def test_a_rank_that_is_gone_behind_the_door(three: tuple[Fake, GpuTeam]) -> Non
     launch = team.launch(timeout_s=0.3)
 
     def body_leave(communicator: Communicator, launch: Launch) -> None:
-        communicator.agree(launch, b"")
+        communicator.agree(patient(launch), b"")
         communicator.close()
 
     running = [team.start(rank, body_sum, launch) for rank in (0, 2)]

@@ -586,7 +586,7 @@ def test_who_waits_for_a_reader(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("backend", ["local", "shm"])
 def test_who_does_not_come_to_the_door_is_named(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     def scenario() -> Any:
-        one = loop(backend, [np.ones(5) for _ in range(3)], timeout_s=0.3)
+        one = loop(backend, [np.ones(5) for _ in range(3)], timeout_s=2.0)
         one.hold(2)
         one.gates[2].go.set()
         one.must()

@@ -150,8 +150,12 @@ def test_a_failure_leaves_a_staged_tensor_as_it_was(backend: str, point: str, mi
     devices = [None if backend == "nccl" else 0, *HOMES[backend][1:]]
     tensors = [one.put(np.full(6, rank + 1.0), devices[rank]) for rank in range(WORLD)]
     one.fleet.faults = FailAt(point=point, rank=0)
-    outcomes = one.fleet.run(OpKind.ALLREDUCE, one.fleet.keep_all(tensors), timeout_s=0.5)
-    assert type(outcomes[0].error) is KernelError
+    first, *others = one.fleet.start(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
+    assert type(first.result(WAIT_S).error) is KernelError
+    for communicator in one.fleet.communicators[1:]:  # as the controller does it when a rank has failed
+        communicator.abort(one.fleet.seq)
+    for other in others:
+        other.result(WAIT_S)
     assert one.fleet.dirty[0] == 0
     same(tensors[0], np.full(6, 1.0))
 
