@@ -36,10 +36,10 @@ def start(cls: Any, count: int, args: tuple[Any, ...]) -> list[Any]:
     return made
 
 
-def begin_again(actors: list[Any], args: tuple[Any, ...]) -> list[Any]:
-    """Makes actors as good as new; returns those with which it went well. The others are killed."""
-    asked = {actor.__ray_call__.remote(_begin_again, args): actor for actor in actors}
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=RESET_TIMEOUT_S) if asked else ([], [])
+def begin_again(actors: list[Any], args: tuple[Any, ...], timeout_s: float = RESET_TIMEOUT_S) -> list[Any]:
+    """Makes actors as good as new; returns those with which it went well in time. The others are killed."""
+    asked = {actor.__ray_call__.remote(_begin_again, args, timeout_s / 2): actor for actor in actors}
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s) if asked else ([], [])
     well = [asked[ref] for ref in done if _is_true(ref)]
     for actor in set(actors) - set(well):
         ray.kill(actor)
@@ -63,7 +63,7 @@ def _note(actor: Any) -> None:
     sys._raycollect_first = (_look(), 0)  # type: ignore[attr-defined]
 
 
-def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
+def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
     from raycollect.observe import Tracer
     from raycollect.runtime import Runtime
@@ -72,7 +72,7 @@ def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
     first, lives = sys._raycollect_first  # type: ignore[attr-defined]
     runtime, seats = Runtime._current, Seats._current
     if runtime is not None:
-        if not _comes_true(lambda: runtime._lease is None):  # its controller's goodbye is on its way
+        if not _comes_true(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
             return False
         runtime._server.close()
         runtime.kernel_threads.shutdown(wait=False)
@@ -90,8 +90,8 @@ def _begin_again(actor: Any, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _comes_true(condition: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + RESET_TIMEOUT_S / 2
+def _comes_true(condition: Callable[[], bool], timeout_s: float) -> bool:
+    until_s = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > until_s:
             return False

@@ -30,11 +30,11 @@ def trio(actors):
 
 @pytest.fixture
 def pipe(tmp_path):
-    """A named pipe; the function ends the stalls of all who read it, now or later."""
+    """A named pipe; the function ends the stalls of all who read it, now or later, or so many of them."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     fd = os.open(path, os.O_RDWR)  # with both ends here no open waits
-    yield str(path), lambda: os.write(fd, bytes(100))
+    yield str(path), lambda count=100: os.write(fd, bytes(count))
     os.close(fd)
 
 
@@ -71,24 +71,28 @@ def all_landed():
 
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
-def test_a_method_that_raises_breaks_the_step_and_nothing_else(trio, request, carrier):
+def test_a_method_that_raises_breaks_the_step_and_nothing_else(trio, request, pipe, carrier):
     if carrier == "channel":
         request.getfixturevalue("by_channel")
+    path, let_go = pipe
     refs = spread(trio, lambda rank: [1])
     with col.capture() as step:
         col.allreduce_refs(refs)
+        step.call(trio[1], "stall", path)
         made = [
             step.call(trio[1], "fail_at", 3),
             *(step.call(trio[at], "echo", np.zeros(2, np.float32)) for at in (0, 2)),
         ]
         col.allreduce_refs(made)
+    let_go(2)
     step.run()
     step.run()
     behind = [step.run(async_op=True) for _ in range(4)]
+    let_go()  # not before all have begun: once the first has failed, others are refused
     with pytest.raises(errors.MethodError, match="call 3 of them") as caught:
         behind[0].wait()
     error = caught.value
-    assert (error.op, error.call, error.raised, error.rank) == ("fail_at", 1, "ValueError", 1)
+    assert (error.op, error.call, error.raised, error.rank) == ("fail_at", 2, "ValueError", 1)
     assert error.actor.startswith("Learning(")
     assert "fail_at" in error.trace
     for work in behind[1:]:
@@ -139,13 +143,16 @@ def test_a_method_that_gives_no_tensor_is_refused_at_the_door(trio):
 
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
-def test_a_participant_that_dies_in_a_run(trio, request, carrier):
+def test_a_participant_that_dies_in_a_run(trio, request, pipe, carrier):
     if carrier == "channel":
         request.getfixturevalue("by_channel")
+    path, let_go = pipe
     with col.capture() as step:
+        step.call(trio[2], "stall", path)
         step.call(trio[2], "die")
         col.allreduce_refs([step.call(worker, "steady") for worker in trio])
     works = [step.run(async_op=True) for _ in range(2)]
+    let_go()  # not before both have begun: once it is dead, runs are refused
     with pytest.raises(errors.ParticipantDiedError, match="Learning") as caught:
         works[0].wait()
     assert caught.value.rank == 2
@@ -198,7 +205,7 @@ def test_a_participant_that_stalls_is_named(trio, request, pipe, carrier):
     path, let_go = pipe
     with col.capture() as step:
         step.call(trio[1], "stall", path)
-        col.allreduce_refs([step.call(worker, "steady") for worker in trio], timeout_s=0.5)
+        col.allreduce_refs([step.call(worker, "steady") for worker in trio], timeout_s=3)  # in which the others come
     with col.capture() as lone:
         lone.call(trio[1], "stall", path)
     with pytest.raises(errors.CollectiveTimeoutError, match="Learning") as caught:
@@ -406,7 +413,7 @@ def test_a_participant_that_is_not_ready_in_time(trio, pipe):
     ref, (path, let_go) = hold(trio[0], [1]), pipe
     ray.get(ref)
     blocked = trio[1].stall.remote(path)
-    with pytest.raises(errors.CollectiveTimeoutError, match="Learning") as caught, col.capture(timeout_s=3) as step:
+    with pytest.raises(errors.CollectiveTimeoutError, match="Learning") as caught, col.capture(timeout_s=5) as step:
         step.call(trio[0], "note", ref)
         col.barrier("pair")
         step.call(trio[1], "note")

@@ -12,6 +12,9 @@ from raycollect.controller import Controller
 from tests import lives
 from tests.ray.workers import Worker, filled
 
+TIMEOUT_S = 40.0
+"""How long it may take here, where one that is late is no good news: a busy machine is no reason."""
+
 
 def _declared(backend):
     def use(workers, path):
@@ -69,7 +72,7 @@ def test_actors_that_were_used_go_on(workers, name, tmp_path):
     for _ in range(2):
         USES[name](workers, tmp_path / "t.json")
         _end_test()
-        assert lives.begin_again(workers, ()) == workers
+        assert lives.begin_again(workers, (), TIMEOUT_S) == workers
 
 
 def _patch(self):
@@ -85,4 +88,4 @@ def _set(self):
 @pytest.mark.parametrize("leave", [_patch, _set])
 def test_an_actor_in_which_something_is_left_does_not(workers, leave):
     ray.get(workers[0].call.remote(leave))
-    assert lives.begin_again(workers, ()) == workers[1:]
+    assert lives.begin_again(workers, (), TIMEOUT_S) == workers[1:]

@@ -21,7 +21,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors
+from raycollect import captured, declared, errors
 from raycollect.captured import SHOWN_S
 from raycollect.runs import Runs
 from tests.pure.test_html import progress, read
@@ -45,6 +45,13 @@ def shown(value):
 
 def refs_of(workers):
     return [worker.get_buffer.remote() for worker in workers]
+
+
+@pytest.fixture
+def patient(monkeypatch):
+    """Who is shown may take longer to answer than it may for a person: the machine is shared with other tests."""
+    for module in (captured, declared):
+        monkeypatch.setattr(module, "SHOWN_S", SOON_S - SHOWN_S)
 
 
 @pytest.fixture
@@ -72,7 +79,7 @@ def held(actors, workers, group):
 # ---------------------------------------------------------------------------------------------- groups
 
 
-def test_a_group_is_shown_by_its_ranks(group):
+def test_a_group_is_shown_by_its_ranks(patient, group):
     told, _ = shown(group)
     for member in group.status().members:
         assert member.actor in told
@@ -87,9 +94,14 @@ def test_a_group_is_shown_by_its_ranks(group):
     assert "2 ranks, destroyed" in told
 
 
-def test_what_a_group_does_is_shown(held, group):
+def test_what_a_group_does_is_shown(patient, held, group):
     work, _ = held
-    assert wait_until(lambda: "Buffers.call (" in group.status().members[1].doing)
+
+    def is_held_up():
+        first, second = group.status().members
+        return first.steps == ("at the door",) and "Buffers.call (" in second.doing
+
+    assert wait_until(is_held_up)
     told, fragment = shown(group)
     number = re.search(r"plan (\d+)", repr(work))[1]
     assert f"allreduce (plan {number})" in told
@@ -99,7 +111,7 @@ def test_what_a_group_does_is_shown(held, group):
     assert "group of 2 ranks: alive" in told
 
 
-def test_a_group_whose_member_died_is_shown(group, workers):
+def test_a_group_whose_member_died_is_shown(patient, group, workers):
     ray.kill(workers[1])
     assert wait_until(lambda: group.status(timeout_s=0).state == "broken")
     told, _ = shown(group)
@@ -198,7 +210,7 @@ def learning(learners):
     return step
 
 
-def test_a_captured_step_is_shown_in_each_of_its_states(digits, learners):
+def test_a_captured_step_is_shown_in_each_of_its_states(patient, digits, learners):
     step = col.capture()
     assert "its block was not entered" in shown(step)[0]
     step = learning(learners)
@@ -227,7 +239,7 @@ def test_a_captured_step_with_a_busy_actor_is_shown_without_bytes(actors, digits
     assert "allreduce sum" in told
     assert "20 B" not in told
     ray.get([gate.open.remote(), blocked])
-    assert "20 B" in shown(step)[0]
+    assert wait_until(lambda: "20 B" in shown(step)[0])
     step.close()
 
 
@@ -327,7 +339,7 @@ def ctrl_c():
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_in_an_await_ends_the_await_alone(ctrl_c, held, group, workers):
+def test_ctrl_c_in_an_await_ends_the_await_alone(patient, ctrl_c, held, group, workers):
     work, gate = held
     interrupted_cell(work)
     assert not work.done()

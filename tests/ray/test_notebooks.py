@@ -19,7 +19,7 @@ from examples.notebooks import refresh
 from raycollect.status import GroupStatus
 from tests.pure.test_html import read, status
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 SOON_S = 8
 """How soon a cell has to end after its interrupt, where a machine is shared with other tests; nothing in it ends by
 itself before `TIMEOUT_S`."""

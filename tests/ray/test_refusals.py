@@ -9,7 +9,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors
+from raycollect import errors, ray_internals
 from raycollect.batches import record
 from tests.ray.test_store import KindsActor, wait_until
 from tests.ray.workers import Plain, Worker
@@ -387,6 +387,10 @@ def test_group_errors(actors):
 def test_an_actor_whose_last_handle_was_dropped(cluster, actors):
     (kept,) = actors(Worker, 1)
     ref = Worker.options(num_cpus=0).remote().get_buffer.remote()
+    weak = ray_internals.actor_handle(ref.task_id().actor_id().hex())
+    with pytest.raises(ray.exceptions.RayActorError):
+        while True:  # Ray ends it in its own time: until then it works
+            ray.get(weak.read.remote())
     with pytest.raises(errors.ActorGoneError, match="keep a handle"):
         col.allreduce_refs([ref, kept.get_buffer.remote()])
 
@@ -482,8 +486,6 @@ class Gate:
 
 def test_ray_client_is_refused(cluster, monkeypatch):
     from ray.util.client import ray as client
-
-    from raycollect import ray_internals
 
     monkeypatch.setattr(ray_internals.global_worker.__class__, "connected", property(lambda self: False))
     monkeypatch.setattr(client, "is_connected", lambda: True)

@@ -15,6 +15,7 @@ import ray
 import raycollect as col
 from raycollect.errors import InvalidArgumentError, KernelError, MismatchError, TimelineError
 from raycollect.observe.trace import CALL, DOOR, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
+from raycollect.runtime import Runtime
 from raycollect.tracing import Tracing
 from tests.faults import inject
 from tests.pure.test_timeline import check
@@ -132,7 +133,7 @@ def test_waits_staging_and_failures_are_seen(actors):
 def test_who_dies_or_is_stopped_is_named_and_waited_for_no_longer_than_asked(actors):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers)
-    line = col.timeline(timeout_s=1.0)
+    line = col.timeline(timeout_s=5.0)  # in which the third answers
     refs = [one.get_buffer.remote() for one in workers]
     col.allreduce_refs(refs)
     ray.kill(workers[0])
@@ -192,13 +193,23 @@ def test_plans_that_wait_for_each_other_say_so(actors):
             return
 
     workers, (gate,) = actors(Overlapping, 2), actors(Gate, 1, max_concurrency=4)
-    col.declare_collective_group(workers)
+    group = col.declare_collective_group(workers)
+
+    def behind(self):
+        return Runtime.current()._lease._ledger._waiting
+
+    def all_wait():
+        steps = [one.steps[0] for one in group.status().members]
+        is_behind = ray.get([one.__ray_call__.remote(behind) for one in workers])
+        return (steps, is_behind) == (["waits for an operand's method"] * 2, [1, 1])
+
     with col.timeline() as line:
         refs = [one.get.remote(gate) for one in workers]
         first = col.allreduce_refs(refs, async_op=True)
         second = col.allreduce_refs(refs, async_op=True)
         third = [one.nap.remote(0) for one in workers]
         ray.get(third)
+        assert wait_until(all_wait)
         ray.get(gate.open.remote())
         first.wait()
         second.wait()
