@@ -2,8 +2,9 @@
 
 Rank 0 makes a memfd (it has no name, /dev/shm does not limit it, and the kernel frees it with the last process),
 seals it against resizing (a shrinking file kills its readers by SIGBUS), reserves its pages (a lack of memory shows
-here, not as SIGBUS later) and hands the descriptor over a Unix socket. The socket lies in a fresh directory of mode
-0700, the peer must be of the same user and know a random token; both vanish once all members have it.
+here, not as SIGBUS later) and hands the descriptor over a Unix socket. The socket has an abstract name, which the
+kernel frees with it, so that nothing lies on disk whenever rank 0 is killed. Both ends must be of the same user, and
+the peer must know a random token.
 """
 
 from __future__ import annotations
@@ -14,13 +15,10 @@ import json
 import mmap
 import os
 import secrets
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from raycollect import memfd
 from raycollect.contracts import Rendezvous
@@ -30,12 +28,12 @@ from raycollect.model import GroupSpec
 JOIN_TIMEOUT_S = 45.0  # less than the minute of a declaration, which then hears who was waited for
 """How long the members of a group may take to come together."""
 HELLO_TIMEOUT_S = 2.0
-"""How long one client may be silent while others queue; only processes of this user can connect at all."""
+"""How long one client may be silent while others queue; only processes of this user are listened to at all."""
 
 _NAME = "shm.segment"
 _TOKEN_NBYTES = 32
 _HELLO = struct.Struct(f"<{_TOKEN_NBYTES}sI")
-_PATH_LIMIT = 100
+_PEER = struct.Struct("3i")  # process, user and group, as SO_PEERCRED has them
 _RETRY_S = 0.02
 
 
@@ -56,7 +54,9 @@ def client_segment(spec: GroupSpec, rank: int, rendezvous: Rendezvous, nbytes: i
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(JOIN_TIMEOUT_S)
-            _connect(link, offer["path"])
+            _connect(link, _address(offer["socket"]))
+            if not _is_of_this_user(link):
+                raise PermissionError("the socket of rank 0 is another user's")
             link.sendall(_HELLO.pack(bytes.fromhex(offer["token"]), rank))
             fd = _receive_fd(link)
         try:
@@ -74,7 +74,7 @@ def server_segment(
 
     Args:
         spec: The group.
-        rendezvous: Where the others learn the socket's path and the token.
+        rendezvous: Where the others learn the socket's name and the token.
         nbytes: The size.
         prepare: Sets up the memory, which is zero, before anyone else can map it.
 
@@ -117,26 +117,17 @@ def _map(fd: int, nbytes: int) -> mmap.mmap:
 
 def _serve(spec: GroupSpec, rendezvous: Rendezvous, fd: int) -> None:
     """Publishes where the segment is to be had, and hands it to every other rank."""
-    token = secrets.token_bytes(_TOKEN_NBYTES)
-    folder = _folder()
-    try:
-        path = str(folder / "s")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(path)
-            listener.listen(spec.world_size)
-            rendezvous.put(_NAME, json.dumps({"path": path, "token": token.hex()}).encode())
-            _hand_out(spec, listener, token, fd)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    token, name = secrets.token_bytes(_TOKEN_NBYTES), f"raycollect-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(_address(name))
+        listener.listen(spec.world_size)
+        rendezvous.put(_NAME, json.dumps({"socket": name, "token": token.hex()}).encode())
+        _hand_out(spec, listener, token, fd)
 
 
-def _folder() -> Path:
-    """Makes a directory of mode 0700 whose path leaves room for a socket's name."""
-    folder = Path(tempfile.mkdtemp(prefix="raycollect-"))
-    if len(os.fsencode(folder)) < _PATH_LIMIT:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="raycollect-", dir="/tmp"))
+def _address(name: str) -> str:
+    """That of a socket in the abstract namespace, which is the network's: see `memory_domain` for who shares it."""
+    return f"\0{name}"
 
 
 def _hand_out(spec: GroupSpec, listener: socket.socket, token: bytes, fd: int) -> None:
@@ -161,8 +152,7 @@ def _hand_out(spec: GroupSpec, listener: socket.socket, token: bytes, fd: int) -
 
 def _hand_to(link: socket.socket, token: bytes, fd: int) -> int:
     """Checks one client and gives it the descriptor; returns its rank, or -1."""
-    _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    if uid != os.geteuid():
+    if not _is_of_this_user(link):
         return -1
     hello = b""
     until_s = time.monotonic() + HELLO_TIMEOUT_S
@@ -178,11 +168,17 @@ def _hand_to(link: socket.socket, token: bytes, fd: int) -> int:
     return int(rank)
 
 
-def _connect(link: socket.socket, path: str) -> None:
+def _is_of_this_user(link: socket.socket) -> bool:
+    """Whether the other end of a connection is of the same user."""
+    _, uid, _ = _PEER.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return bool(uid == os.geteuid())
+
+
+def _connect(link: socket.socket, address: str) -> None:
     until_s = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
-            link.connect(path)
+            link.connect(address)
             return
         except BlockingIOError:  # rank 0's queue is full for the moment
             if time.monotonic() > until_s:

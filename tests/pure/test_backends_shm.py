@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,7 +201,7 @@ def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPat
         def put(self, name: str, value: bytes) -> None:
             for hello in (b"", b"x" * 36, b"y"):
                 stranger = socket.socket(socket.AF_UNIX)
-                stranger.connect(json.loads(value)["path"])
+                stranger.connect("\0" + json.loads(value)["socket"])
                 stranger.sendall(hello)
                 strangers.append(stranger)
             super().put(name, value)
@@ -224,12 +224,54 @@ def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPat
         communicator.close()
 
 
-def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+class Noting(MemoryRendezvous):
+    """A rendezvous that notes the name of the socket, and may call somebody then."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.name = ""
+        self._then = then
+
+    def put(self, name: str, value: bytes) -> None:
+        self.name = json.loads(value)["socket"]
+        super().put(name, value)
+        self._then()
+
+
+def assert_gone(name: str) -> None:
+    """No socket of that name is there any more."""
+    assert name
+    with socket.socket(socket.AF_UNIX) as link, pytest.raises(ConnectionRefusedError):
+        link.connect(f"\0{name}")
+
+
+def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_segment, "JOIN_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(_segment.tempfile, "tempdir", str(tmp_path))
+    rendezvous = Noting()
     with pytest.raises(BackendUnavailableError, match=r"ranks \[1\]"):
-        shm.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE)
-    assert list(tmp_path.iterdir()) == []
+        shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
+    assert_gone(rendezvous.name)
+
+
+def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does who is another user hand out, nor does he get anything."""
+    monkeypatch.setattr(_segment, "JOIN_TIMEOUT_S", 0.5)
+    raised: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            shm.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
+        except BackendUnavailableError as exc:
+            raised.append(exc)
+
+    other = threading.Thread(target=join)
+    rendezvous = Noting(other.start)
+    monkeypatch.setattr(_segment.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(BackendUnavailableError, match=r"ranks \[1\] did not come"):
+        shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
+    other.join(10)
+    assert "is another user's" in str(raised[0])
+    assert_gone(rendezvous.name)
 
 
 @pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate"])
