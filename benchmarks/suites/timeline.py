@@ -1,19 +1,20 @@
 """What it costs to record a timeline: the same collective, in the same actors, with and without one.
 
-Both contenders do the same, one of them between the beginning and the end of a timeline, the other behind it; neither
-of these is timed. What is recorded is counted after each burst, so that nobody compares nothing with nothing.
+Both contenders do the same with the same buffers, one of them between the beginning and the end of a timeline, the
+other behind it; neither of these is timed. What is recorded is counted after each burst, so that nobody compares
+nothing with nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import raycollect as col
 from benchmarks import names
 from benchmarks.crew import crew
 from benchmarks.ours import Declared, RaycollectAllreduce
 from benchmarks.report import Record, size
-from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.suite import Choice, close, compare, entry, gather
 from benchmarks.suites.captured import Captured
 from benchmarks.targets import MB
 
@@ -26,65 +27,64 @@ RANKS = (2,)
 CAPTURED, DRIVER = "captured allreduce", "allreduce_refs"
 CASES = ((CAPTURED, 4), (CAPTURED, MB), (DRIVER, MB))
 """(operation, bytes per rank)."""
-BURSTS = {CAPTURED: 60, DRIVER: 60}
-"""Operation -> how many in a timeline: beside them its beginning, of which the participants are told, is short."""
+BURST = 60
+"""How many operations in a timeline: beside them its beginning, of which the participants are told, is short. Some
+hundred of them are needed to tell 2% from 4%."""
 
 
-def recorded(contender: Declared, run: Callable[[int], Sequence[float]], count: int) -> Sequence[float]:
-    """So many operations of a contender, in a timeline.
+class Twin:
+    """One of two that do the same, recorded or not.
 
-    Raises:
-        AssertionError: The timeline lacks a rank, or an operation.
+    They share their buffers and their group: where each had its own, where those happen to lie made more of a
+    difference than what is measured. So the first of them gets both ready, and each burst is filled and checked.
+
+    Args:
+        contender: Who does the operation.
+        records: Whether this one records it, and is the second.
     """
-    times: Sequence[float] = []
-    with col.timeline() as line:
-        times = run(count)
-    rows = [row for row in line.summary().rows if row.op == "allreduce"]
-    if line.missing or [(row.calls, row.ranks) for row in rows] != [(count, contender.ranks)]:
-        raise AssertionError(f"{contender.name}: {count} operations, and the timeline holds {rows}, {line.missing}")
-    return times
 
+    def __init__(self, contender: Declared, *, records: bool) -> None:
+        self.name = names.RECORDED if records else names.UNRECORDED
+        self._contender = contender
+        self._records = records
 
-def unrecorded(run: Callable[[int], Sequence[float]], count: int) -> Sequence[float]:
-    """The same behind a timeline that has ended: beginning and ending one leaves caches and cores as it does there."""
-    with col.timeline():
-        pass
-    return run(count)
+    def prepare(self, nbytes: int) -> None:
+        """Makes the buffers of both."""
+        if not self._records:
+            self._contender.prepare(nbytes)
 
-
-class UnrecordedCapture(Captured):
-    """Captured runs."""
+    def fill(self) -> None:
+        """Each burst does."""
 
     def run(self, count: int) -> Sequence[float]:
-        """The operation, so many times."""
-        return unrecorded(super().run, count)
+        """The operation, so many times; behind a timeline or in one, so that caches and cores are left alike.
+
+        Raises:
+            AssertionError: The timeline lacks a rank, or an operation; or the sums are wrong.
+        """
+        contender = self._contender
+        contender.fill()
+        with col.timeline() as line:
+            times = contender.run(count) if self._records else []
+        if not self._records:
+            times = contender.run(count)
+        rows = [row for row in line.summary().rows if row.op == "allreduce"]
+        held = [(row.calls, row.ranks) for row in rows]
+        if line.missing or held != ([(count, contender.ranks)] if self._records else []):
+            raise AssertionError(f"{self.name}: {count} operations, and the timeline holds {rows}, {line.missing}")
+        contender.check(count)
+        return times
+
+    def check(self, runs: int) -> None:
+        """Each burst does."""
+
+    def close(self) -> None:
+        """Gives back what both have."""
+        if not self._records:
+            self._contender.close()
 
 
-class UnrecordedCalls(RaycollectAllreduce):
-    """`allreduce_refs`."""
-
-    def run(self, count: int) -> Sequence[float]:
-        """The operation, so many times."""
-        return unrecorded(super().run, count)
-
-
-class RecordedCapture(Captured):
-    """Captured runs, recorded."""
-
-    def run(self, count: int) -> Sequence[float]:
-        """The operation, so many times."""
-        return recorded(self, super().run, count)
-
-
-class RecordedCalls(RaycollectAllreduce):
-    """`allreduce_refs`, recorded."""
-
-    def run(self, count: int) -> Sequence[float]:
-        """The operation, so many times."""
-        return recorded(self, super().run, count)
-
-
-_MADE = {CAPTURED: (UnrecordedCapture, RecordedCapture), DRIVER: (UnrecordedCalls, RecordedCalls)}
+_MADE = {CAPTURED: Captured, DRIVER: RaycollectAllreduce}
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -96,14 +96,9 @@ def measure(choice: Choice) -> Iterator[Record]:
                 if choice.sizes and nbytes not in choice.sizes:
                     continue
                 choice.progress(f"{NAME}: {ranks} actors, {op}, {size(nbytes)}")
-                without, with_ = _MADE[op]
-                makers: list[Maker] = [
-                    entry(names.UNRECORDED, without, actors, arena=True),
-                    entry(names.RECORDED, with_, actors, arena=True),
-                ]
-                contenders, skipped = gather(NAME, makers)
+                made, skipped = gather(NAME, [entry(op, _MADE[op], actors, arena=True)])
                 yield from skipped
-                burst = BURSTS[op]
-                runs = choice.runs_or(10 * burst, 40 * burst)
-                yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=burst)
+                contenders = [Twin(one, records=records) for one in made for records in (False, True)]
+                runs = choice.runs_or(40 * BURST, 200 * BURST)
+                yield from compare(contenders, suite=NAME, op=op, ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST)
                 close(contenders)
