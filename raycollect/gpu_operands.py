@@ -64,6 +64,7 @@ class Crossing(NamedTuple):
         except (RaycollectError, MemoryError):
             raise
         except Exception as exc:
+            exc.__traceback__ = None  # its frames would keep the tensors alive
             raise KernelError(detail=f"a {self.kind.value} between GPUs of a rank failed: {exc}") from exc
 
 

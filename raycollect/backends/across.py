@@ -19,10 +19,13 @@ from raycollect.model import ReduceOp, TensorInfo
 
 from . import arrays
 from .device_arrays import DeviceArray, bits_view, cupy_view, device_id
-from .folds import FOLDS, refusal_reason
+from .folds import FOLDS, is_widened, refusal_reason
 from .streams import follow, has_run, wait
 
 __all__ = ["bring", "brought", "ended", "fold", "folded", "objection", "room", "spread"]
+
+_NCCLS = {ReduceOp.MIN: "fmin", ReduceOp.MAX: "fmax"}
+"""Where NCCL, which comes next, has another rule for NaN: a NaN from here, it would drop with the numbers behind it."""
 
 
 def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
@@ -111,11 +114,16 @@ def fold(
     if not others:
         return
     total, arrived = _line(targets), _line(incoming)
+    divides_first = op is ReduceOp.AVG and is_widened(total.dtype)  # as NCCL: the sum may be beyond 16 bits
     with cupy.cuda.Device(home):
+        if divides_first:
+            cupy.true_divide(total, len(lists), out=total)
         for arriving in others:
             _bring(arriving, incoming, home)
-            getattr(cupy, FOLDS[op].__name__)(total, arrived, out=total)
-        if op is ReduceOp.AVG:
+            if divides_first:
+                cupy.true_divide(arrived, len(lists), out=arrived)
+            getattr(cupy, _NCCLS.get(op) or FOLDS[op].__name__)(total, arrived, out=total)
+        if op is ReduceOp.AVG and not divides_first:
             cupy.true_divide(total, len(lists), out=total)
 
 
@@ -129,15 +137,17 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
         follow(here)
         lines = [cupy.ascontiguousarray(bits_view(one)) for one in sources]
     stream = follow(there, [here])
-    with cupy.cuda.Device(there):
-        for line, target in zip(lines, targets, strict=True):
-            if target.shadow.flags.c_contiguous:
-                _copy(target.address, line.data.ptr, target.nbytes, stream)
-                continue
-            row = cupy.empty(target.shape, line.dtype)
-            _copy(row.data.ptr, line.data.ptr, target.nbytes, stream)
-            bits_view(target)[...] = row
-    follow(here, [there])  # the lines were allocated there
+    try:
+        with cupy.cuda.Device(there):
+            for line, target in zip(lines, targets, strict=True):
+                if target.shadow.flags.c_contiguous:
+                    _copy(target.address, line.data.ptr, target.nbytes, stream)
+                    continue
+                row = cupy.empty(target.shape, line.dtype)
+                _copy(row.data.ptr, line.data.ptr, target.nbytes, stream)
+                bits_view(target)[...] = row
+    finally:  # what was enqueued before a failure still reads the lines
+        follow(here, [there])  # the lines were allocated there
 
 
 def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> None:
@@ -163,12 +173,14 @@ def _bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], home:
     """Copies tensors of one device to as many on `home` that have no gaps, and lets the stream there follow."""
     cupy, device = import_module("cupy"), _device(sources[0])
     stream = follow(device, [home])
-    with cupy.cuda.Device(device):
-        for source, target in zip(sources, targets, strict=True):
-            line = cupy.ascontiguousarray(bits_view(source))
-            _copy(target.address, line.data.ptr, target.nbytes, stream)
-    if device != home:
-        follow(home, [device])
+    try:
+        with cupy.cuda.Device(device):
+            for source, target in zip(sources, targets, strict=True):
+                line = cupy.ascontiguousarray(bits_view(source))
+                _copy(target.address, line.data.ptr, target.nbytes, stream)
+    finally:  # what was enqueued before a failure still writes there
+        if device != home:
+            follow(home, [device])
 
 
 def _copy(to: int, source: int, nbytes: int, stream: int) -> None:

@@ -33,6 +33,9 @@ _INDEXES: dict[OpKind, tuple[str, ...]] = {
 }
 """Which of the indexes of `GpuLists` an operation has."""
 
+_MOST_GPUS = 1 << 16
+"""More than a process has; what is beyond that may not even travel."""
+
 _OPERAND = Buffer(role=Role.OPERAND)
 
 
@@ -52,8 +55,9 @@ def listed_violations(request: Request) -> list[Violation]:
         known = ", ".join(one.value for one in _KINDS)
         wrong("unsupported", "op", f"{kind.value} of lists with a tensor of each GPU", f"one of {known}")
     for name in _INDEXES.get(kind, ()):
-        if getattr(lists, name) < 0:
-            wrong("argument", "gpu index" if kind is OpKind.SEND else name, getattr(lists, name), "0 or more")
+        if not 0 <= getattr(lists, name) < _MOST_GPUS:
+            expected = f"0 or more, and less than {_MOST_GPUS}"
+            wrong("argument", "gpu index" if kind is OpKind.SEND else name, getattr(lists, name), expected)
     if not request.inplace and kind is OpKind.REDUCE:
         wrong("argument", "inplace", False, "True: the result goes into one tensor of a list")
     if kind is OpKind.SEND and any(rank == request.peer and dst is None for rank, _, dst in request.operands):

@@ -108,7 +108,7 @@ may_share_memory = shares_memory
 
 _UFUNCS = (
     *("minimum", "maximum", "bitwise_and", "bitwise_or", "bitwise_xor", "logical_or", "logical_and", "logical_xor"),
-    *("true_divide", "floor_divide", "greater", "less"),
+    *("true_divide", "floor_divide", "greater", "less", "fmin", "fmax"),
 )
 _DTYPES = (
     *("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -146,6 +147,24 @@ def test_allreduce(gpus: Gpus, devices: list[int]) -> None:
         for one in itertools.chain(*lists):
             np.testing.assert_allclose(host(one), expected, rtol=1e-12)
     assert gpus.fleet.dirty == [0] * WORLD
+
+
+def test_an_average_of_float16_does_not_leave_its_range(gpus: Gpus) -> None:
+    """As NCCL's, which divides before it adds: the sum of a rank's GPUs would be infinite."""
+    lists = [[gpus.put(np.full(7, 20000 + rank, "f2"), one) for one in (2, 0, 3, 1)] for rank in range(WORLD)]
+    gpus.must(OpKind.ALLREDUCE, lists, op=ReduceOp.AVG)
+    for one in itertools.chain(*lists):
+        np.testing.assert_allclose(host(one), np.full(7, 20000), rtol=2e-3)
+
+
+@pytest.mark.parametrize(("op", "rule"), [(ReduceOp.MIN, np.nanmin), (ReduceOp.MAX, np.nanmax)])
+def test_a_nan_hides_no_number(gpus: Gpus, op: ReduceOp, rule: Callable[..., Any]) -> None:
+    """NCCL gives the number; so must what comes before it, on whichever GPU the NaN is."""
+    given = [[np.array([9, 1, 5], "f4"), np.array([2, 8, 5], "f4")] for _ in range(WORLD)]
+    given[0] = [np.array([np.nan, 0, np.nan], "f4"), np.array([77, np.nan, -3], "f4")]
+    lists = [[gpus.put(one, at) for at, one in enumerate(row)] for row in given]
+    gpus.must(OpKind.ALLREDUCE, lists, op=op)
+    same(lists, [[rule(np.stack([*itertools.chain(*given)]), axis=0)] * 2] * WORLD)
 
 
 @every_seed
@@ -541,6 +560,47 @@ def test_what_fails_as_lists_are_written_is_half_written(gpus: Gpus, monkeypatch
     same(lists, [[values(0, 1, (5,))] * 2] * WORLD)
 
 
+@pytest.mark.parametrize("name", ["fold", "spread"])
+def test_an_error_keeps_no_memory(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither the stand-ins nor the lists, by the frames of what has caused it."""
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no way")
+
+    keys = gpus.fleet.keep_all(gpus.lists([2, 0], (1000,)))
+    gpus.fleet.must(OpKind.ALLREDUCE, keys, lists=LISTS)
+    before = [gpus.fake.allocated(device) for device in range(GPUS)]
+    with monkeypatch.context() as changed:
+        changed.setattr(across, name, broken)
+        outcomes = gpus.fleet.run(OpKind.ALLREDUCE, keys, lists=LISTS)
+    gc.collect()
+    gpus.fake.drain()
+    assert [type(outcome.error) for outcome in outcomes] == [KernelError] * WORLD
+    assert [str(outcome.error.__cause__) for outcome in outcomes if outcome.error] == ["no way"] * WORLD
+    assert [gpus.fake.allocated(device) for device in range(GPUS)] == before
+
+
+@every_seed
+def test_a_gpu_that_runs_full_midway_leaves_no_copy_behind(gpus: Gpus) -> None:
+    """Tensors with gaps need memory as they are brought; what is under way then ends before its target is freed."""
+    fake, size = gpus.fake, 1 << 10
+    lists = [
+        [[gpus.put(np.ones(size, "f4"), one, gaps=True) for _ in range(2 * WORLD)] for one in (rank, 3)]
+        for rank in range(WORLD)
+    ]
+    room = [[gpus.put(np.zeros(size, "f4"), one) for one in (rank, 3)] for rank in range(WORLD)]
+    fake.limit(fake.allocated(3) + size * 4 * 3 // 2, 3)
+    with gpus.cupy.cuda.Device(3):
+        fake.hold(gpus.cupy.cuda.Stream.null)
+    outcomes = gpus.run(OpKind.REDUCESCATTER, lists, room, op=ReduceOp.SUM)
+    gc.collect()
+    fake.limit(1 << 40, 3)
+    with gpus.cupy.cuda.Device(3):
+        fake.release(gpus.cupy.cuda.Stream.null)
+    assert all(outcome.error is not None for outcome in outcomes)
+    same(lists, [[[np.ones(size)] * 2 * WORLD] * 2] * WORLD)
+
+
 def test_only_the_tensor_that_is_named_becomes_half_written(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(sources: Any, targets: Any) -> None:
         raise RuntimeError("no way")
@@ -691,6 +751,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
     for kind, index in [(OpKind.REDUCE, "dst_tensor"), (OpKind.BROADCAST, "src_tensor"), (OpKind.SEND, "src_tensor")]:
         with pytest.raises(InvalidArgumentError, match="0 or more"):
             plan([request_of(kind, lists=GpuLists(**{index: -1}))])
+        with pytest.raises(InvalidArgumentError, match=index if kind is not OpKind.SEND else "gpu index"):
+            plan([request_of(kind, lists=GpuLists(**{index: 1 << 70}))])
     with pytest.raises(InvalidArgumentError, match="there already"):
         plan([request_of(OpKind.SEND, is_made=True)])
     with pytest.raises(InvalidArgumentError, match="one tensor of a list"):
