@@ -25,8 +25,8 @@ _HEAD = ("where", "shape", "dtype", "bytes", "device", "library")
 class Handle:
     """A few hundred bytes that stand for tensors in a participant.
 
-    `raycollect.get(ref)` fetches them, `numpy.asarray(handle)` too. Passed to a method of the participant that holds
-    them, the ref gives the very tensor; to another participant's method, a copy.
+    `raycollect.get(ref)` fetches them, `numpy.asarray(handle)` a single one too. Passed to a method of the participant
+    that holds them, the ref gives the very tensor; to another participant's method, a copy.
 
     Attributes:
         key: The id of the ObjectRef that the method returned.
@@ -72,6 +72,12 @@ class Handle:
         """The bytes of all its tensors."""
         return sum(info.nbytes for info in self.infos)
 
+    @property
+    def words(self) -> str:
+        """What its tensors are; of more than three the first ones, and how many there are."""
+        what = ", ".join(str(info) for info in self.infos[:3])
+        return what if len(self.infos) <= 3 else f"{what}, ... ({len(self.infos)} tensors)"
+
     def fetch(self, timeout_s: float = 60.0) -> Any:
         """Fetches the value: the very object in the process that holds it, a copy anywhere else.
 
@@ -112,15 +118,18 @@ class Handle:
             "handle",
             f"{what}, {nbytes_words(self.nbytes)}, kept in {self.actor}",
             html.table(_HEAD[cut:], rows, right={"bytes"}, count=count, most=MOST_ROWS),
-            html.line("raycollect.get(ref) or numpy.asarray(handle) fetches it"),
+            html.line(self._how()),
         )
 
     def __repr__(self) -> str:
-        what = ", ".join(str(info) for info in self.infos[:3])
-        if len(self.infos) > 3:
-            what += f", ... ({len(self.infos)} tensors)"
         kind = "" if self.structure.kind == "tensor" else f"{self.structure.kind} of "
-        return f"<Handle of {kind}{what} kept in {self.actor}; raycollect.get(ref) or numpy.asarray(handle) fetches it>"
+        return f"<Handle of {kind}{self.words} kept in {self.actor}; {self._how()}>"
+
+    def _how(self) -> str:
+        """How to get at what it stands for; numpy has no array that several tensors could be."""
+        if self.structure.kind == "tensor":
+            return "raycollect.get(ref) or numpy.asarray(handle) fetches it"
+        return "raycollect.get(ref) fetches them"
 
     def _single(self) -> TensorInfo:
         if self.structure.kind != "tensor":

@@ -68,7 +68,7 @@ class Memberships:
         try:
             return self._named[name]
         except KeyError:
-            detail = f"not declared; there are {sorted(self._named)}"
+            detail = f"not declared; there are {sorted(self._named) or 'none'}"
             if not isinstance(name, str):
                 detail = f"{a_type(name)} is no group's name; look at the order of the arguments"
             raise UnknownGroupError(group_name=str(name), detail=detail) from None

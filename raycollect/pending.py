@@ -25,17 +25,18 @@ class _StandIn:
         """What to raise."""
         raise NotImplementedError
 
-    def _refuse(self, *_: Any) -> Any:
+    def _refuse(self, *_: Any, **__: Any) -> Any:
         raise self._misused()
 
     __array_ufunc__ = None  # so that numpy's operators leave it to those here
 
 
-# Not `eq` and `hash`: it is itself, wherever it is looked up. Set like this, type checkers refuse them, too.
+# Not `eq` and `hash`: it is itself, wherever it is looked up. `array` is what numpy's functions ask for. Set like this,
+# type checkers refuse them, too.
 _REFUSED = (
     "bool iter len getitem contains call int float complex index lt le gt ge add sub mul truediv floordiv "
     "mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul neg pos abs invert and or xor "
-    "rand ror rxor"
+    "rand ror rxor array"
 )
 for _name in _REFUSED.split():
     setattr(_StandIn, f"__{_name}__", _StandIn._refuse)

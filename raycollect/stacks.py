@@ -75,7 +75,7 @@ def _name(code: object) -> str:
 
 def _line(file: str, line: int, name: str) -> str:
     source = linecache.getline(file, line).strip()
-    return f"{file}:{line} in {name}: {source}"[:LINE_LENGTH]
+    return f"{file}:{line} in {name}{source and ': '}{source}"[:LINE_LENGTH]  # a cell's, or of no file, has no source
 
 
 # ---------------------------------------------------------------------------------------------- raycollect's own

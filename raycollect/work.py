@@ -284,7 +284,7 @@ class Work(_UnderWay):
             values = [ray_internals.get(ref, 1) for ref in ready]
         except (RayError, GetTimeoutError):
             return ""
-        told = Counter(", ".join(map(str, one.infos[:3])) for one in values if isinstance(one, Handle))
+        told = Counter(one.words for one in values if isinstance(one, Handle))
         return "; ".join(f"{words}{f' (x {count})' if count > 1 else ''}" for words, count in told.items())
 
     @html.shown

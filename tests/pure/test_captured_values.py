@@ -31,6 +31,14 @@ def test_a_default_that_does_not_travel_is_refused_at_once() -> None:
     assert parameters.declare("rate", 0.5).has_default, "what was refused is not declared"
 
 
+def test_an_argument_is_no_array() -> None:
+    made: Any = Parameters().declare("rate", MISSING)
+    with pytest.raises(CaptureError):
+        np.asarray(made)
+    with pytest.raises(CaptureError):
+        np.array(made, np.float32)
+
+
 def test_an_argument_is_of_one_step() -> None:
     mine, others = Parameters(), Parameters()
     made = mine.declare("rate", MISSING)

@@ -383,6 +383,18 @@ def test_a_handle_says_what_it_stands_for():
         assert expected in told_of
 
 
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+def test_a_handle_of_several_tensors_does_not_offer_to_be_an_array(count):
+    made = handle(Structure("list", (), (TENSOR,) * count), *(tensor(at + 1) for at in range(count)))
+    with pytest.raises(TypeError, match=r"raycollect\.get\(ref\) fetches them> stands for several"):
+        np.asarray(made)
+    for shown in (repr(made), read(made._repr_html_())):
+        assert "raycollect.get(ref) fetches them" in shown
+        assert "asarray" not in shown
+    assert (f"... ({count} tensors)" in made.words) == (count > 3)
+    assert "numpy.asarray(handle) fetches it" in repr(handle(TENSOR, tensor(3)))
+
+
 @pytest.mark.parametrize("words", HOSTILE[:5])
 def test_the_places_of_several_tensors_are_told(words):
     layers = Structure("list", (), (TENSOR, Structure("tuple", (), (TENSOR, TENSOR))))

@@ -98,6 +98,7 @@ def test_what_is_the_users_begins_after_the_way_there(files: list[str], what: st
     assert (f"({what}:1)" in doing.what) if what else doing.what == ""
     assert len(doing.stack) == lines
     assert not any(line.startswith(RAY) for line in doing.stack[:1])
+    assert not any(line.rstrip().endswith(":") for line in doing.stack), "what has no source ends with its name"
 
 
 def test_where_the_main_thread_does_nothing_of_the_users_another_one_is_told(
