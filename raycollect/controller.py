@@ -175,12 +175,21 @@ class Controller:
         """The leased participants of a plan, or of a captured step, by position.
 
         Raises:
-            UnknownGroupError: A group was destroyed.
+            UnknownGroupError, GroupBrokenError: See `check`.
+        """
+        self.check(memberships)
+        return self._groups.crew(memberships, participants)
+
+    def check(self, memberships: Sequence[Membership]) -> None:
+        """Whether groups can communicate.
+
+        Raises:
+            UnknownGroupError: One was destroyed.
             GroupBrokenError: A member is gone.
         """
         if self._is_closed:
             raise UnknownGroupError(group_name="", detail="its controller was closed: ray was shut down meanwhile")
-        return self._groups.crew(memberships, participants)
+        self._groups.check(memberships)
 
     def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""

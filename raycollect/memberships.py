@@ -103,21 +103,24 @@ class Memberships:
         return frozenset(self._in_use - Counter(one.spec.group_id for one in tuple(self._unheld)))
 
     def crew(self, memberships: Iterable[Membership], participants: Sequence[str]) -> list[Peer]:
-        """The leased participants of a plan, or of a captured step, by position.
+        """The leased participants of a plan, or of a captured step, by position; its groups were checked."""
+        groups = dict.fromkeys(memberships)
+        return [self._peers.leased(actor_id, groups) for actor_id in participants]
+
+    def check(self, memberships: Iterable[Membership]) -> None:
+        """Whether groups can communicate.
 
         Raises:
-            UnknownGroupError: A group was destroyed.
+            UnknownGroupError: One was destroyed.
             GroupBrokenError: A member is gone.
         """
-        groups = dict.fromkeys(memberships)
-        for membership in groups:
+        for membership in dict.fromkeys(memberships):
             name = membership.spec.name
             if not self.exists(membership):
                 raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
             broken = self.why_broken(membership)
             if broken:
                 raise GroupBrokenError(group_name=name, detail=broken)
-        return [self._peers.leased(actor_id, groups) for actor_id in participants]
 
     # ------------------------------------------------------------------------------------------ broken ones
 

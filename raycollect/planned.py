@@ -16,6 +16,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raycollect import door, gpu_lists, ray_internals
 from raycollect.batches import Recorded, record
+from raycollect.controller import Controller
 from raycollect.dispatch import explained, prepare
 from raycollect.door import Arrival, Side, Spec
 from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
@@ -53,6 +54,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     if not recorded.requests:
         detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
         raise BatchError(detail=f"{detail} that calls verbs")
+    Controller.current().check(recorded.memberships)
     try:
         found = prepare(recorded.asked, recorded.staging).plan
         handles = _handles(recorded, found)

@@ -10,6 +10,7 @@ import raycollect as col
 from raycollect.errors import (
     BatchError,
     CollectiveTimeoutError,
+    GroupBrokenError,
     InvalidArgumentError,
     MismatchError,
     MissingMemberError,
@@ -18,6 +19,7 @@ from raycollect.errors import (
     RefusedError,
     UnknownGroupError,
 )
+from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker
 
 pytestmark = pytest.mark.usefixtures("tidy")
@@ -197,6 +199,17 @@ def test_a_batch_says_which_call_is_wrong(pair):
 def test_an_unknown_group_is_an_error(pair):
     with pytest.raises(UnknownGroupError):
         col.plan(col.allreduce_refs, [made(worker, 4) for worker in pair], group_name="nobody")
+
+
+def test_a_group_that_can_not_communicate_is_an_error(actors):
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers)
+    refs = [made(worker, 4) for worker in workers]
+    ray.wait(refs, num_returns=2)
+    ray.kill(workers[1])
+    assert wait_until(lambda: group.status(timeout_s=0).state == "broken")
+    with pytest.raises(GroupBrokenError):
+        col.plan(col.allreduce_refs, refs)
 
 
 def test_a_function_without_calls_is_an_error(pair):
