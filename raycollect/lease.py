@@ -180,7 +180,33 @@ class Lease:
     @property
     def is_overlapping(self) -> bool:
         """Whether the methods of this actor may overlap, or come in another order than they were submitted in."""
-        return not all(one.ordered for one in tuple(self._groups.values()))
+        return not self._here.is_ordered or not all(one.ordered for one in tuple(self._groups.values()))
+
+    def hand_over(self, payload: bytes, submit: Callable[..., object]) -> bool:
+        """Lets a plan run in another thread once those before it have ended, where methods overlap.
+
+        Args:
+            payload: See `run_program`.
+            submit: Takes a function, and what it is called with, for a thread.
+
+        Returns:
+            False where it has to run in the actor task: that would keep nobody waiting, or its outputs are returned.
+        """
+        if not self.is_overlapping:
+            return False
+        ticket, _, program = decode_order(payload)
+        if program.makes:
+            return False
+        self._ledger.after(ticket.seq, ticket.predecessor, lambda: submit(self.run_program, payload, None))
+        return True
+
+    def hand_over_fenced(self, payload: bytes, submit: Callable[..., object]) -> bool:
+        """Does for a run of a captured step what `hand_over` does for a plan."""
+        if not self.is_overlapping:
+            return False
+        _, seq, predecessor, _ = decode_fenced(payload)
+        self._ledger.after(seq, predecessor, lambda: submit(self.run_fenced, payload))
+        return True
 
     def run_program(self, payload: bytes, task: bytes | None, order: Order | None = None) -> Any:
         """Runs this participant's half of a plan and tells the controller how it ended.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from raycollect.observe.recorder import Event
 from raycollect.observe.trace import Tracer
@@ -12,6 +12,9 @@ __all__ = ["ARRIVALS", "Ledger", "arrivals"]
 
 ARRIVALS = 64
 """At how many doors one is said to have been: more than the plans of most captured steps."""
+
+_EARLIER = "earlier plans"
+"""What a timeline says that a plan waits for."""
 
 _DOORS = ("door", "again")
 """How the story calls it when one comes to a door."""
@@ -43,11 +46,32 @@ class Ledger:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._waiting = 0  # how many wait for a change
+        self._later: dict[int, list[Callable[[], object]]] = {}  # predecessor -> what goes on after it
+        self._came: dict[int, float] = {}  # when those came, where a timeline is recorded
         self._settled = 0  # every plan up to here has ended
         self._ended: set[int] = set()
         self._running: set[int] = set()
         self._aborted: dict[int, str] = {}
         self._closed = ""
+
+    def after(self, seq: int, predecessor: int, go: Callable[[], object]) -> None:
+        """Lets a plan go on once its predecessor has ended, which keeps no thread waiting for that.
+
+        Args:
+            seq: The plan.
+            predecessor: The plan before it here.
+            go: Leads to its `start`; never waits. It is not called where all is closed: nobody asks any more.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            if not self._has_ended(predecessor):
+                self._later.setdefault(predecessor, []).append(go)
+                ring = Tracer.current().ring
+                if ring is not None:
+                    self._came[seq] = ring.clock()
+                return
+        go()
 
     def start(self, seq: int, predecessor: int) -> str | None:
         """Waits for the predecessor's end, then notes that the plan runs; `end` must follow.
@@ -58,6 +82,10 @@ class Ledger:
         with self._lock:
             if not self._has_ended(predecessor) and not self._closed:
                 self._wait(seq, predecessor)
+            if self._came:
+                ring, came_s = Tracer.current().ring, self._came.pop(seq, None)
+                if ring is not None and came_s is not None:
+                    ring.waited(_EARLIER, came_s, seq)
             if self._closed:
                 return self._closed
             self._settled = max(self._settled, predecessor)
@@ -77,7 +105,7 @@ class Ledger:
             self._changed.wait()
             self._waiting -= 1
         if ring is not None:
-            ring.waited("earlier plans", began_s, seq)
+            ring.waited(_EARLIER, began_s, seq)
 
     def end(self, seq: int) -> None:
         """Notes that a plan has ended, however."""
@@ -88,6 +116,9 @@ class Ledger:
                 self._ended.add(seq)
             if self._waiting:
                 self._changed.notify_all()
+            later = self._later.pop(seq, ()) if self._later else ()
+        for go in later:
+            go()
 
     def abort(self, seq: int, reason: str) -> bool:
         """Notes that a plan is aborted; one that has ended stays as it is.
@@ -109,6 +140,7 @@ class Ledger:
         """
         with self._lock:
             self._closed = reason
+            self._later.clear()
             self._aborted.update(dict.fromkeys(self._running, reason))
             self._changed.notify_all()
             return tuple(sorted(self._running))

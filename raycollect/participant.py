@@ -86,6 +86,8 @@ class CollectiveParticipant:
 
 async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
     runtime, task = Runtime.current(), ray_internals.current_task()
+    if runtime.hand_over(payload):
+        return None
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(runtime.kernel_threads, runtime.run_program, payload, task)
 
@@ -96,8 +98,7 @@ async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: A
 
 
 async def _replay_async(self: CollectiveParticipant, payload: bytes) -> None:
-    runtime = Runtime.current()
-    await asyncio.get_running_loop().run_in_executor(runtime.kernel_threads, runtime.run_fenced, payload)
+    Runtime.current().run_fenced(payload)  # in another thread, as methods overlap here
 
 
 def _is_async(method: Any) -> bool:

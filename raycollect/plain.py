@@ -5,7 +5,6 @@ They take part in imperative calls and in barriers; their tensors stay their own
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from typing import Any
 
@@ -36,13 +35,7 @@ def gpu(actor: Any) -> Gpu | None:
 def run_program(actor: Any, payload: bytes) -> None:
     """Runs this rank's half of a plan, which has no outputs here. Runs inside the actor.
 
-    An async actor's plain functions run on its event loop, which must not wait: there a kernel thread runs it, and
-    the controller hears of its end all the same, over the channel.
+    An async actor's plain functions run on its event loop, which must not wait: there a kernel thread runs it, as
+    wherever methods overlap, and the controller hears of its end all the same, over the channel.
     """
-    runtime = Runtime.current()
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        runtime.run_task(payload, ray_internals.current_task())
-    else:
-        runtime.kernel_threads.submit(runtime.run_program, payload, None)
+    Runtime.current().run_task(payload, ray_internals.current_task())

@@ -42,9 +42,10 @@ STORE_LIMIT_WITHOUT_TOKENS = 1024
 """How many values a store holds where Ray can't tell when a ref is gone."""
 
 MOST_WAITING = 64
-"""How many programs of an actor whose methods overlap may wait for their predecessors and operands.
+"""How many programs of an async actor that make outputs may wait for their predecessors and operands.
 
-Ray may bring these later, where their arguments are long: so they must not wait for the same thread.
+Ray may bring these later, where their arguments are long: so they must not wait for the same thread. Programs without
+outputs take one of other threads when their predecessors have ended.
 """
 
 STREAMED_KEPT = 64
@@ -104,6 +105,8 @@ class Runtime:
         self.kernel_threads: ThreadPoolExecutor = ThreadPoolExecutor(
             MOST_WAITING, thread_name_prefix="raycollect-kernel"
         )
+        # Of their own: plans that make outputs may take all of the others, and wait for one of these.
+        self.turn_threads: ThreadPoolExecutor = ThreadPoolExecutor(MOST_WAITING, thread_name_prefix="raycollect-turn")
         self.actor_id: str = ray_internals.current_actor_id()
         self.actor: str = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
         self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
@@ -174,13 +177,25 @@ class Runtime:
 
         Where methods overlap, Ray has few threads, and starts tasks in any order: plans that came early would keep all
         of them from the methods and the plans for which they wait. So these wait in threads of ours, and the controller
-        hears of their end all the same. Outputs are the returns of the task, which therefore has to stay.
+        hears of their end all the same. One takes a thread when its turn has come. Outputs are the returns of the task,
+        which therefore has to stay.
         """
+        return None if self.hand_over(payload) else self.run_program(payload, task)
+
+    def hand_over(self, payload: bytes) -> bool:
+        """Lets a thread of ours run a plan, where `run_task` does; see `Lease.hand_over`."""
         lease = self._lease
-        if lease is not None and lease.is_overlapping and not decode_order(payload)[2].makes:
-            self.kernel_threads.submit(self.run_program, payload, None)
-            return None
-        return self.run_program(payload, task)
+        return lease is not None and lease.hand_over(payload, self._in_thread)
+
+    def _in_thread(self, do: Callable[..., object], *args: Any) -> None:
+        self.turn_threads.submit(self._until_exit, do, *args)
+
+    def _until_exit(self, do: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return do(*args)
+        except SystemExit:
+            self.exits()
+            raise
 
     def run_program(self, payload: bytes, task: bytes | None) -> Any:
         """Runs this participant's half of a plan; see `Lease.run_program`.
@@ -192,11 +207,7 @@ class Runtime:
         if lease is None:
             (group_id, *_) = (share.group_id for share in decode_order(payload)[2].shares)
             raise GroupBrokenError(group_name=group_id, detail="its controller is gone")
-        try:
-            return lease.run_program(payload, task)
-        except SystemExit:
-            self.exits()
-            raise
+        return self._until_exit(lease.run_program, payload, task)
 
     def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
         """Takes in a captured step; see `Lease.capture`.
@@ -212,7 +223,9 @@ class Runtime:
         Raises:
             ConnectionLostError: Its controller is gone.
         """
-        self._leased().run_fenced(payload)
+        lease = self._leased()
+        if not lease.hand_over_fenced(payload, self._in_thread):
+            lease.run_fenced(payload)
 
     def look(self, capture: bytes) -> list[Any]:
         """How the tensors of a captured step look, slot by slot; see `Replay.look`.

@@ -76,6 +76,7 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
             return False
         runtime._server.close()
         runtime.kernel_threads.shutdown(wait=False)
+        runtime.turn_threads.shutdown(wait=False)
     if seats is not None:
         if seats._seats or seats.fading:
             return False

@@ -266,3 +266,41 @@ def test_a_plan_that_the_death_of_a_member_ends_says_who_has_died(
         assert error.detail.startswith("rank 1 (")
         assert error.detail.endswith("died: its connection has ended")
     here.end("the test is over")
+
+
+# ---------------------------------------------------------------------------------------------- in other threads
+
+
+def _plan(ticket: Ticket) -> bytes:
+    one = group("g", (5, 6))
+    program = flying((one, asked(one, (0, 1)))).plan.program(0)
+    return encode_order(ticket, [key(at) for at in range(program.keys)], encode_program(program))
+
+
+@pytest.mark.parametrize("ordered", [(), (True,), (True, False)])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_ordered: bool, ordered: Any) -> None:
+    """Also those of groups that were destroyed: they come all the same, and no event loop may wait for their turn."""
+    premises.is_ordered = is_ordered
+    made, _ = _leased(premises)
+    made._groups = {str(at): cast(Any, SimpleNamespace(ordered=says)) for at, says in enumerate(ordered)}
+    handed = list[Any]()
+    assert made.hand_over(_plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
+    assert bool(handed) != (is_ordered and all(ordered))
+
+
+def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_controller(premises: Any) -> None:
+    premises.is_ordered = False
+    premises.instruments.recorder = Recorder(clock=time.monotonic)
+    first, _ = _leased(premises)
+    handed = list[Any]()
+    for seq in (1, 2):
+        assert first.hand_over(_plan(Ticket(seq, seq - 1)), lambda *call: handed.append(call))
+    assert len(handed) == 1, "the second waits for the first"
+    first.end("the controller is gone")
+    second, heard = _leased(premises)
+    for run, *given in handed:
+        assert run(*given) is None
+    assert len(handed) == 1
+    assert not second._ledger.has_ended(1)
+    assert heard.messages == []

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.ledger import ARRIVALS, Ledger, arrivals
-from raycollect.observe import Recorder
+from raycollect.observe import Recorder, Tracer
+from raycollect.observe.trace import WAIT
 from tests.pure.watched import WAIT_S, WatchedCondition
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
@@ -277,3 +278,60 @@ def test_of_many_doors_the_last_are_known() -> None:
         recorder.add("again", seq)
     found = list(arrivals(recorder.story(), 1.0))
     assert found == [*range(2 * ARRIVALS + 1, 3 * ARRIVALS), 5]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_that_wait_without_a_thread_go_on_in_their_order(seed: int) -> None:
+    count, ledger, went = 37, Ledger(), list[int]()
+    coming = list(range(1, count + 1))
+    random.Random(seed).shuffle(coming)
+
+    def go(seq: int) -> None:
+        assert ledger.start(seq, seq - 1) is None  # would wait for ever, were it too early
+        went.append(seq)
+
+    for seq in coming:
+        ledger.after(seq, seq - 1, lambda seq=seq: go(seq))  # type: ignore[misc]
+        while ledger.running():  # as the thread of each does
+            ledger.end(ledger.running()[0])
+    assert went == list(range(1, count + 1))
+    assert not ledger._later
+
+
+def test_two_plans_may_wait_for_the_same_one() -> None:
+    """The driver was interrupted while it sent the first, and does not know whether it did."""
+    ledger, went = Ledger(), list[int]()
+    ledger.start(1, 0)
+    for seq in (2, 3):
+        ledger.after(seq, 1, lambda seq=seq: went.append(seq))  # type: ignore[misc]
+    assert went == []
+    ledger.end(1)
+    assert went == [2, 3]
+
+
+def test_nothing_goes_on_after_the_close() -> None:
+    ledger, went = Ledger(), list[int]()
+    ledger.start(1, 0)
+    ledger.after(2, 1, lambda: went.append(2))
+    ledger.close("the controller is gone")
+    ledger.end(1)
+    ledger.after(3, 2, lambda: went.append(3))
+    ledger.after(4, 0, lambda: went.append(4))
+    assert went == []
+
+
+def test_a_wait_without_a_thread_is_in_the_timeline() -> None:
+    tracer = Tracer.current()
+    ring = tracer.begin("a test")
+    assert ring is not None
+    try:
+        ledger, times = Ledger(), iter([5.0, 8.0])
+        ring.clock = lambda: next(times)
+        ledger.start(1, 0)
+        ledger.after(2, 1, lambda: ledger.start(2, 1))
+        ledger.end(1)
+    finally:
+        tracer.end("a test")
+    (span,) = ring.read().spans
+    assert (span.kind, span.name, span.begin_s, span.end_s, span.seq) == (WAIT, "earlier plans", 5.0, 8.0, 2)
+    assert not ledger._came

@@ -14,6 +14,7 @@ import ray
 
 import raycollect as col
 from raycollect import ReduceOp
+from raycollect.runtime import MOST_WAITING
 from tests.ray.test_refusals import Gate
 from tests.ray.test_store import AsyncActor
 from tests.ray.workers import Buffers, Worker
@@ -354,6 +355,60 @@ def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(ac
     for work in works:
         work.wait()
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 8))
+
+
+class Late(col.CollectiveParticipant):
+    """An async actor with a method that waits for its argument."""
+
+    def __init__(self):
+        self.buffer = np.ones(10)
+
+    async def get_buffer(self, after=None):
+        return self.buffer
+
+
+class LateThreaded(col.CollectiveParticipant):
+    """The same, in threads."""
+
+    def __init__(self):
+        self.buffer = np.ones(10)
+
+    def get_buffer(self, after=None):
+        return self.buffer
+
+
+@pytest.mark.parametrize("fence", [False, True])
+@pytest.mark.parametrize(("kind", "concurrency"), [(Late, 1), (Late, 2), (LateThreaded, 2)])
+def test_what_waits_keeps_no_method_from_an_overlapping_actor(actors, kind, concurrency, fence):
+    """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
+    workers = actors(ray.remote(kind), 2, max_concurrency=concurrency)
+    (gate,) = actors(Gate, 1, max_concurrency=5)
+    col.declare_collective_group(workers)
+    buffers = [worker.get_buffer.remote() for worker in workers]
+    with col.capture() as step:
+        col.allreduce_refs(buffers)
+    late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]
+    works = [col.allreduce_refs(late, async_op=True) for _ in range(3)]
+    works += [step.run(fence=fence, async_op=True) for _ in range(3)]
+    ray.get(gate.open.remote())
+    for work in works:
+        work.wait(60)
+    step.close()
+    np.testing.assert_array_equal(col.get(late[1]), np.full(10, 64))
+
+
+def test_plans_with_outputs_leave_a_thread_to_the_plans_before_them(actors):
+    workers = actors(ray.remote(Late), 2)
+    (gate,) = actors(Gate, 1, max_concurrency=3)
+    col.declare_collective_group(workers)
+    buffers = [worker.get_buffer.remote() for worker in workers]
+    late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]
+    works = [col.allreduce_refs(late, async_op=True) for _ in range(2)]
+    works += [col.allgather_refs(None, buffers, async_op=True) for _ in range(MOST_WAITING + 6)]
+    ray.get(gate.open.remote())
+    for work in works:
+        work.wait(60)
+    np.testing.assert_array_equal(col.get(buffers[0]), np.full(10, 4))
 
 
 class Grouped(Buffers):
