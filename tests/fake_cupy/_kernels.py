@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ _ALLOWED = (
     *(ast.LShift, ast.RShift, ast.Compare, ast.Lt, ast.Gt, ast.NotEq, ast.Call, ast.Name, ast.Load, ast.Constant),
     ast.Subscript,
 )
+
+_parsing = threading.Lock()
+"""CPython 3.11 counts how deep a tree is for all threads together: two that parse at once may get a SystemError."""
 
 _NUMBERS = {"float": "f4", "double": "f8", "float16": "f2", "unsigned": "u4", "unsigned short": "u2"}
 """C++'s name of a type -> numpy's."""
@@ -135,7 +139,8 @@ def _compiled(value: str) -> CodeType:
         when = choice["when"]
         bare = when if when.startswith("(") else f"({when})"
         text = f"_where({bare}, {choice['one']}, {choice['other']})"
-    tree = ast.parse(text, mode="eval")
+    with _parsing:
+        tree = ast.parse(text, mode="eval")
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED) or _means_something_else(node, text):
             raise ValueError(f"the fake can't read {value!r}: {ast.dump(node)}")

@@ -85,6 +85,11 @@ class MemoryExchange:
             self._star.changed.notify_all()
 
 
+def _is_echo(error: BaseException) -> bool:
+    """Whether it says no more than that another rank has failed."""
+    return any(isinstance(one, PlanAbortedError) for one in (error, error.__cause__))
+
+
 class Team:
     """A group; subclasses say where its ranks live.
 
@@ -118,11 +123,11 @@ class Team:
         return self._threads.submit(self._on, rank, body, args)
 
     def must(self, body: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Like `run`; raises the first error."""
+        """Like `run`; raises the first error, but no echo of another rank's."""
         results = self.run(body, *args, ranks=ranks)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise min(errors, key=_is_echo)
         return results
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
