@@ -100,7 +100,7 @@ class Fake:
         return len(self._queue(stream).items)
 
     def drain(self) -> None:
-        """Runs all that can be run now."""
+        """Runs all that can be run now; nothing is running any more when this returns."""
         self._machine.drain()
 
     def fail_next(self, comm: Any, status: int, *, at_call: bool = False) -> None:

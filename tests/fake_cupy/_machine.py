@@ -71,6 +71,7 @@ class Machine:
         self.spoils: Counter[int] = Counter()
         self._graveyard: deque[Callable[[], None]] = deque()
         self._steps = 0
+        self._running = 0  # how many items threads are in
         self._open = True
         self._background = threading.Thread(target=self._run_in_background, name="fake-cupy", daemon=True)
         self._background.start()
@@ -231,10 +232,11 @@ class Machine:
         return False
 
     def drain(self) -> None:
-        """Runs all that can be run now."""
+        """Runs all that can be run now, and waits for what other threads are running."""
         while True:
-            with self.lock:
-                item = self._claim()
+            with self.changed:
+                while (item := self._claim()) is None and self._running:
+                    self.changed.wait()
             if item is None:
                 return
             self._execute(item)
@@ -250,11 +252,17 @@ class Machine:
         chosen = max(ready, key=lambda queue: queue.priority)
         chosen.busy = True
         self._steps += 1
+        self._running += 1
         return chosen.items[0]
 
     def _execute(self, item: Item) -> None:
-        if item.work.start(self, item):
-            self.finish(item)
+        has_ended = item.work.start(self, item)
+        with self.lock:
+            self._running -= 1
+            if has_ended:
+                self.finish(item)
+            else:
+                self.wake()
 
     def finish(self, item: Item) -> None:
         """Ends the item at the head of its queue."""

@@ -55,8 +55,10 @@ def body_arrive(communicator: Communicator, launch: Launch) -> None:
 
 
 def body_leave(communicator: Communicator, launch: Launch) -> None:
-    communicator.agree(launch, b"")
-    communicator.end(launch, False)
+    try:
+        communicator.agree(launch, b"")
+    finally:
+        communicator.end(launch, False)
 
 
 def stream_of(team: SharingTeam, rank: int) -> Any:
@@ -267,7 +269,7 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
     assert listed.is_set()
     assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
     for rank in (0, 2):
-        (found,) = team.run(body_sum, team.launch((rank,), timeout_s=0.1), ranks=(rank,))
+        (found,) = team.run(body_leave, team.launch((rank,), timeout_s=0.1), ranks=(rank,))
         assert isinstance(found, CollectiveTimeoutError)
         assert found.missing == (1,)
         assert team.of(rank)._lent
