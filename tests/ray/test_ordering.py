@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError
 
 import raycollect as col
 from raycollect import dispatch, errors
@@ -119,6 +120,20 @@ def test_a_call_waits_for_the_methods_that_return_its_operands(crew, gate):
     work.wait()
     behind.wait()
     np.testing.assert_array_equal(col.get(late), np.full(10, 9))
+
+
+def test_get_waits_for_the_calls_that_write_a_tensor_and_no_longer_than_it_may(crew, gate):
+    workers, refs = crew(2)
+    handle = ray.get(refs[0])
+    late = workers[1].make.remote(wait_in, gate)
+    work = col.allreduce_refs([refs[0], late], async_op=True)
+    for given in (refs[0], handle, [handle, refs[0]]):
+        with pytest.raises(GetTimeoutError, match="allreduce, which writes the tensor, has not ended in time"):
+            col.get(given, timeout_s=0.2)
+    ray.get(gate.open.remote())
+    for found in col.get([handle, refs[0]], timeout_s=60):
+        np.testing.assert_array_equal(found, np.full(10, 2))
+    work.wait()
 
 
 def test_a_call_never_runs_beside_a_method(crew, gate, occupy):

@@ -316,6 +316,15 @@ def test_free_and_use_after_free(kinds):
     assert col.get(other).shape == (10,)
 
 
+def test_a_handle_is_fetched_and_freed_like_its_ref(kinds):
+    ref = kinds.get_buffer.remote()
+    handle = ray.get(ref)
+    np.testing.assert_array_equal(col.get([handle])[0], col.get(ref))
+    assert col.free(handle) == 1
+    with pytest.raises(TensorFreedError, match="freed"):
+        col.get(handle)
+
+
 def test_ray_values_pass_through_get(kinds):
     assert col.get(ray.put(3)) == 3
     assert col.get([ray.put(3), kinds.scalar.remote()]) == [3, np.float32(3)]
