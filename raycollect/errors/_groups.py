@@ -30,8 +30,8 @@ class UnknownGroupError(GroupError):
     """No group of that name is declared in this process."""
 
     cure = (
-        "on the driver: declare_collective_group(actors, group_name=...), or leave group_name out to derive a group "
-        "from the refs; in a member: init_collective_group(...), or a declaration of the driver's that holds this actor"
+        "declare it (again) before it is used: declare_collective_group(actors, group_name=...) on the driver, or "
+        "init_collective_group(...) in all members. Calls that take refs derive a group where group_name is left out"
     )
 
 

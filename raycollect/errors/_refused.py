@@ -122,7 +122,10 @@ class MismatchError(RefusedError):
 class ReadOnlyError(RefusedError):
     """An operand that would be written is read-only."""
 
-    cure = "return a writable array (Ray's arguments are read-only views: copy them), or pass inplace=False"
+    cure = (
+        "use a writable array (Ray's arguments are read-only views: copy them); with inplace=False calls that take "
+        "refs leave it as it is"
+    )
 
 
 class AliasError(RefusedError):
