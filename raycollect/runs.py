@@ -33,7 +33,6 @@ from raycollect.errors import (
 from raycollect.flight import Flight, Orders
 from raycollect.group import Membership
 from raycollect.model import Key, Member
-from raycollect.observe import Ring
 from raycollect.observe.trace import RUN
 from raycollect.peer import Peer
 
@@ -210,15 +209,6 @@ class RunFlight(Flight):
         if error is not None and self._runs.failure is None:
             self._runs.failure = error
 
-    def _time(self, ring: Ring) -> None:
-        """Does what any flight does, in a third of the time: a run may take no longer than some 60 us."""
-        known, error = self._runs.labelled, self.error
-        if known is None or known[0] is not ring:
-            known = self._runs.labelled = ring, ring.label(self._label(ring))
-        failed = "" if error is None else type(error).__name__
-        number, thread = next(ring.numbers), ring.meet()
-        ring.entries.append((number, RUN, "", self.began_s, ring.clock(), thread, self.seq, known[1], failed, 0.0))
-
     def _resolve(self, error: RaycollectError | None) -> None:
         super()._resolve(error)
         self._runs.ended(self)
@@ -277,7 +267,6 @@ class Runs:
         is_closed: Whether it was closed.
         seated: (position, seat) of those who have one.
         writes: Key -> whether a run writes the tensor.
-        labelled: The timeline that a run was noted in last, and the number of their label there.
     """
 
     def __init__(
@@ -301,7 +290,6 @@ class Runs:
         self.failure: RaycollectError | None = None
         self.is_closed: bool = False
         self.told = told
-        self.labelled: tuple[Ring, int] | None = None
         self.writes: dict[Key, bool] = {self.keys[source]: written for source, written in course.uses().items()}  # type: ignore[call-overload]
         self._owner = owner
         self._capture = capture
