@@ -30,9 +30,16 @@ class _StandIn:
 
     __array_ufunc__ = None  # so that numpy's operators leave it to those here
 
+    __hash__ = object.__hash__
 
-# Not `eq` and `hash`: it is itself, wherever it is looked up. `array` is what numpy's functions ask for. Set like this,
-# type checkers refuse them, too.
+    def __eq__(self, other: object) -> bool:
+        """It is itself, wherever it is looked up; to compare it with a value is refused."""
+        if other is None or isinstance(other, _StandIn):
+            return self is other
+        raise self._misused()
+
+
+# `array` is what numpy's functions ask for. Set like this, type checkers refuse them, too.
 _REFUSED = (
     "bool iter len getitem contains call int float complex index lt le gt ge add sub mul truediv floordiv "
     "mod pow matmul radd rsub rmul rtruediv rfloordiv rmod rpow rmatmul neg pos abs invert and or xor "

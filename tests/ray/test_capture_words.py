@@ -102,6 +102,7 @@ def test_what_stands_for_a_value_is_none(pair):
         rate, made = step.argument("rate"), step.call(pair[0], "loss")
         uses = [bool, iter, len, int, float, abs, operator.neg, list]
         uses += [lambda one: one[0], lambda one: 1 in one, lambda one: one < 1, lambda one: one <= 1]
+        uses += [lambda one: one == 1, lambda one: one != 1, lambda one: np.ones(2) == one]
         for kind in (operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.matmul):
             uses += [lambda one, kind=kind: kind(one, 2), lambda one, kind=kind: kind(np.ones(2), one)]
         for use in uses:
