@@ -193,7 +193,7 @@ def strangers(operands: Sequence[Operand]) -> list[Violation]:
     for position, one in enumerate(operands):
         handle = ray_internals.actor_handle(one.actor_id)
         if handle is None:
-            what = f"actor {one.actor_id[:6]}, of which this process has no handle"
+            what = f"{one.actor_id[:6]}, of which this process has no handle (is it of a Ray that was shut down?)"
             found.append(
                 Violation(
                     kind="not_member", rank=position, field="actor", found=what, expected="a participant", ref=_hex(one)
