@@ -23,7 +23,7 @@ ROUNDS = 50
 """How often it is tried to have enough of them asleep: on a busy machine they find each other awake, and again."""
 
 LATE = 0.1
-"""How often a thread comes late, by some tens of microseconds."""
+"""How often one comes late, by some tens of microseconds."""
 
 PATIENT_S = 5.0
 """How long one sleeps through a ring that is lost: far longer than a busy machine keeps anybody waiting."""
@@ -67,8 +67,15 @@ class asleep:
         self._module.YIELD_S, self._module._SLICE_S = self._kept
 
 
+def _late(rng: random.Random) -> None:
+    """Leaves its core, and the interpreter's lock, now and then, so that the others get as far as to sleep."""
+    if rng.random() < LATE:
+        time.sleep(1e-4 * rng.random())
+
+
 def _dawdle(rng: random.Random) -> None:
     """Takes up to some tens of microseconds, mostly none."""
+    _late(rng)
     until_s = time.perf_counter() + rng.choice((0.0, 0.0, 1e-5, 5e-5)) * rng.random()
     while time.perf_counter() < until_s:
         pass
@@ -117,8 +124,7 @@ def test_no_ring_is_lost_between_threads(world: int, monkeypatch: pytest.MonkeyP
         for launch in launches:
             meeting.enter(launch, time.monotonic() + WAIT_S)
             for _ in range(25):
-                if rng.random() < LATE:  # without the interpreter's lock, so that the others get as far as to sleep
-                    time.sleep(1e-4 * rng.random())
+                _late(rng)
                 meeting.barrier(launch, time.monotonic() + WAIT_S)
             meeting.end(launch, True)
 
