@@ -30,7 +30,8 @@ class _StandIn:
 
     __array_ufunc__ = None  # so that numpy's operators leave it to those here
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     def __eq__(self, other: object) -> bool:
         """It is itself, wherever it is looked up; to compare it with a value is refused."""
