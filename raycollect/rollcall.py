@@ -105,7 +105,7 @@ def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], 
         CollectiveTimeoutError: Some are still pending or busy.
     """
     answers, late = list[Any](), list[int]()
-    refs = list(map(question, declaration.actors))
+    refs = [_asked(question, actor) for actor in declaration.actors]
     for rank, (ref, actor) in enumerate(zip(refs, declaration.actors, strict=True)):
         try:
             answers.append(_answer(ref, actor, deadline_s, question))
@@ -120,6 +120,20 @@ def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], 
             timeout_s=declaration.timeout_s,
         )
     return answers
+
+
+class _StrangerError(RayActorError):
+    """Ray knows no such actor."""
+
+
+def _asked(question: Callable[[Any], Any], actor: Any) -> Any:
+    """The ref of what an actor will say; or why it was not asked."""
+    try:
+        return question(actor)
+    except Exception as exc:
+        if type(exc) is Exception:  # Ray has none of its own for this
+            return _StrangerError(error_msg=str(exc))
+        raise
 
 
 def _told(actors: Sequence[Any], late: Sequence[int]) -> str:
@@ -142,7 +156,7 @@ def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], A
         GetTimeoutError: It has not answered in time.
     """
     was_lost = False
-    while True:
+    while not isinstance(ref, _StrangerError):
         try:
             return ray.get(ref, timeout=max(deadline_s - monotonic(), 0))
         except ActorUnavailableError as exc:
@@ -153,11 +167,14 @@ def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], A
             if was_lost:
                 return exc
             was_lost = True
-        ref = question(actor)
+        ref = _asked(question, actor)
+    return ref
 
 
 def _fate(error: RayActorError) -> str:
     """What became of an actor, in words."""
+    if isinstance(error, _StrangerError):
+        return "Ray knows no such actor: is it of a Ray that was shut down?"
     if not error.actor_init_failed:
         return "the actor is dead"
     return f"the actor is dead, as it could not be made: {str(error).strip().splitlines()[-1]}"

@@ -67,6 +67,16 @@ def test_an_actor_that_could_not_be_made_is_told_with_the_cause(actors):
 # ---------------------------------------------------------------------------------------------- plain actors
 
 
+def test_an_actor_that_ray_does_not_know_is_told(actors):
+    """As that of a handle from before `ray.shutdown()`, in a notebook."""
+    known = actors(Worker, 2)
+    stranger = object.__new__(type(known[1]))
+    vars(stranger).update(vars(known[1]), _ray_weak_ref=True, _ray_actor_id=ray.ActorID(bytes(12) + b"\1\0\0\0"))
+    with refused(errors.ActorGoneError, "rank 1", "Ray knows no such actor: is it of a Ray that was shut down"):
+        col.declare_collective_group([known[0], stranger])
+    col.declare_collective_group(known)
+
+
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_actors_without_the_mixin_are_members(actors, backend):
     """Barriers include them, refs of theirs are refused at once, and the others' group works on."""
