@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 
 import pytest
+
+if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
+    sys.setswitchinterval(float(os.environ["RAYCOLLECT_SWITCH_S"]))
 
 
 @pytest.fixture(scope="module", autouse=True)
