@@ -23,6 +23,10 @@ _PENDING = "still waiting to be made (`ray status` tells what resources there ar
 _BUSY = "still busy with a method, or being made"
 
 
+class _StrangerError(RayActorError):
+    """Ray knows no such actor."""
+
+
 def check(declaration: Declaration) -> None:
     """Refuses what can be refused before anybody is asked.
 
@@ -120,10 +124,6 @@ def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], 
             timeout_s=declaration.timeout_s,
         )
     return answers
-
-
-class _StrangerError(RayActorError):
-    """Ray knows no such actor."""
 
 
 def _asked(question: Callable[[Any], Any], actor: Any) -> Any:
