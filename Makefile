@@ -2,7 +2,7 @@
 #
 #   make demo    the main job on real input, under a minute once installed
 #   make test    the tests, JOBS=2 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
-#   make test-full   every backend, operation, dtype, world size, size, root and place (about half an hour)
+#   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (40 minutes)
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
 #   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
@@ -36,7 +36,8 @@ test: $(VENV)/.installed-test
 	$(if $(ARGS),,$(PYTEST) tests/ray tests/faults)
 
 test-full: $(VENV)/.installed-test
-	$(BIN)/python -m pytest tests/full $(ARGS)
+	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
+	$(PYTEST) -m full tests/pure tests/ray tests/faults
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.soak --write $(ARGS)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from raycollect.backends.shm import ShmCommunicator
+from raycollect.backends.shm.communicator import ShmCommunicator
 
 __all__ = ["left_out", "set_door"]
 

@@ -47,8 +47,8 @@ from benchmarks.gpu_ranks import (
     body_overhead,
 )
 from benchmarks.report import size as told
-from raycollect.backends._nccl_group import GRAPHS_FROM
-from raycollect.model import OpKind, ReduceOp
+from raycollect.backends.nccl.group import GRAPHS_FROM
+from raycollect.core.model import OpKind, ReduceOp
 from tests.gpu import devices
 from tests.gpu.cases import is_refused
 from tests.gpu.teams import form

@@ -16,8 +16,8 @@ import numpy as np
 from benchmarks.gpu_ranks import COPY, OURS, TIMEOUT_S, Contender, Operands
 from benchmarks.interleave import interleave
 from benchmarks.report import size as told
-from raycollect.contracts import Communicator
-from raycollect.model import Launch
+from raycollect.core.model import Launch
+from raycollect.core.protocols import Communicator
 from tests.gpu.sharing import form
 
 __all__ = ["GOAL", "HEADS", "OPS", "PART", "body_shared", "form", "speed", "verdict"]

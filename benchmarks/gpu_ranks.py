@@ -13,9 +13,9 @@ import numpy as np
 from benchmarks.interleave import interleave, timed
 from raycollect.backends.device_arrays import device_id
 from raycollect.backends.streams import captured
-from raycollect.contracts import Communicator
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
 from raycollect.errors import UnsupportedError
-from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 from tests.gpu.cases import run_once, seen
 from tests.pure.conformance import Case, bits, operand
 

@@ -1,9 +1,9 @@
-"""What the site shows beside the pages: files from outside of docs/, the tree of errors, and links of names.
+"""Hooks of the site: copies of files outside of docs/, the tree of errors, and links of public names.
 
-The pages are written to be read in the repository as well. A link that leads out of docs/ leads, on the site, to a
-copy of that file under ``repository/``, made while the site is built: pages and pictures as they are, programs and
-notebooks as a page. One that leads to something else that lies outside is a warning, and so fails a strict build. A
-public name that stands in a text as code leads to its entry in the reference.
+The pages can be read in the repository as well. On the site, a link that leads out of docs/ points to a copy of that
+file under ``repository/``, made during the build: pages and pictures unchanged, programs and notebooks as a page. A
+link to any other file outside is a warning, which fails a strict build. A public name in code font links to its entry
+in the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nbconvert import MarkdownExporter
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTSIDE = "repository"
-"""The folder of the site in which copies of what lies outside of docs/ are."""
+"""The folder of the site for copies of files outside of docs/."""
 
 SHOWN = (
     "ARCHITECTURE.md",
@@ -35,23 +35,23 @@ SHOWN = (
     "examples/*/",
     "examples/notebooks/*.ipynb",
 )
-"""What of the repository the site has copies of; of a folder, its programs on one page."""
+"""The files that the site has copies of; the programs of a folder are on one page."""
 
 ERRORS = "<!-- the tree of errors -->"
-"""Stands on a page for the tree that the docstring of `raycollect.errors` draws."""
+"""Marks where a page shows the tree from the docstring of `raycollect.errors`."""
 
 _log = logging.getLogger("mkdocs.hooks.raycollect")
 _LINK = re.compile(r"(?P<open>!?\[[^\]]*\]\()(?P<path>[^)#\s]+)(?P<rest>[^)]*\))")
 _FENCE = re.compile(r"^( *)(`{3,})[^\n]*\n.*?^\1\2[ ]*$", re.DOTALL | re.MULTILINE)
 _LIST = re.compile(r"^((?!\d+\. )[^\s|#<>*-].*\n)(?=(?:[-*]|\d+\.) )", re.MULTILINE)
-"""A line of text before a list: elsewhere that is enough, on the site a list begins after an empty line."""
+"""A line of text before a list: on the site a list needs an empty line before it."""
 _PATTERN = re.compile(r"[*?]")
 _CODE = re.compile(r"<(a|pre|h[1-6]|autoref)\b.*?</\1>|<code>(?P<path>[A-Za-z_][\w.]*)(?:\(\))?</code>", re.DOTALL)
-"""Code in a text, and what may hold code that is to stay as it is."""
+"""Code in a text, and elements whose code must stay unchanged."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Puts files into the place of patterns in the navigation, in the order of their names."""
+    """Replaces patterns in the navigation with files, in the order of their names."""
     if config.nav is not None:
         config.nav = list(_listed(config.nav, Path(config.docs_dir)))
     return config
@@ -71,7 +71,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads links out of docs/ to the copies, and draws the tree of errors."""
+    """Points links out of docs/ to the copies, and inserts the tree of errors."""
     place = page.file.src_uri
     here = _origin(place)
     parts: list[str] = []
@@ -84,20 +84,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Leads public names to their entries: `allreduce_refs`, `col.get`, `Group.status()`."""
+    """Links public names to their entries: `allreduce_refs`, `col.get`, `Group.status()`."""
     return _CODE.sub(_entry, html)
 
 
 @functools.cache
 def outside() -> dict[Path, str]:
-    """What lies outside of docs/ and is shown: the file or folder -> its place on the site."""
+    """The files and folders outside of docs/ that are shown -> their place on the site."""
     found = (path for pattern in SHOWN for path in sorted(ROOT.glob(pattern.rstrip("/"))))
     shown = [path for path in found if not path.name.startswith("_")]
     return {path: f"{OUTSIDE}/{_named(path)}" for path in shown}
 
 
 def tree_of_errors() -> str:
-    """The tree that the docstring of `raycollect.errors` draws."""
+    """The tree from the docstring of `raycollect.errors`."""
     told = ast.get_docstring(_parsed("raycollect/errors/__init__.py")) or ""
     return "\n".join(line[4:] for line in told.splitlines() if line.startswith("    "))
 
@@ -131,7 +131,7 @@ def _entry(found: re.Match[str]) -> str:
     if path is None:
         return found[0]
     first, _, rest = path.removeprefix("raycollect.").removeprefix("col.").partition(".")
-    is_said = "_" in first or first[:1].isupper() or path != first  # not `get` or `full`: these may be anybody's
+    is_said = "_" in first or first[:1].isupper() or path != first  # not `get` or `full`: too common
     anchor = public_names().get(first) if is_said else None
     if first == "errors" and rest in public_names():
         anchor, rest = public_names()[rest], ""
@@ -165,7 +165,7 @@ def _named(path: Path) -> str:
 
 
 def _notebook_page(path: Path, place: str) -> dict[str, str | bytes]:
-    """A notebook as a page, and the pictures on it: where each is on the site -> what it is."""
+    """A notebook as a page with its pictures: place on the site -> content."""
     named = {"unique_key": path.stem, "output_files_dir": _pictures(path)}
     text, made = MarkdownExporter().from_filename(str(path), resources=named)
     folder = posixpath.dirname(place)
@@ -184,7 +184,7 @@ def _program_page(path: Path) -> str:
 
 
 def _origin(place: str) -> Path:
-    """Where in the repository a page of the site is from."""
+    """The file in the repository that a page of the site is made from."""
     for path, copy in outside().items():
         if copy == place:
             return path
@@ -192,12 +192,12 @@ def _origin(place: str) -> Path:
 
 
 def _relinked(text: str, here: Path, place: str) -> str:
-    """Text with its links from one page of the site to others, and its lists apart from what stands before them.
+    """Rewrites links for the site, and puts an empty line before lists.
 
     Args:
         text: Markdown.
-        here: Where it is from.
-        place: The page of the site on which it stands.
+        here: The file that it is from.
+        place: The page of the site that it is on.
     """
 
     def relink(found: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """Writes the tables of docs/performance.md: ``python docs/results.py --write``, after ``make bench``.
 
-All numbers are from ``benchmarks/results/*.json``. A table stands behind a comment that says what it shows, such as
+All numbers are from ``benchmarks/results/*.json``. A comment before each table says what it shows, such as
 ``<!-- results: driver | allreduce -->`` (suite and operation), and ends with ``<!-- end of results -->``.
 ``--check`` writes nothing, and ends with 1 if something is out of date.
 """
@@ -24,14 +24,14 @@ _SECTION = re.compile(
 _OURS = "raycollect"
 _MB = 1 << 20
 _OF_A_SUITE = frozenset({"load before", "huge pages", "huge pages of shared memory"})
-"""What of a machine's description is another one in each suite, or of no use to a reader."""
+"""Fields of a machine's description that differ between suites, or are of no use to a reader."""
 
 
 def fill(text: str) -> str:
     """A page with its tables as the results have them.
 
     Raises:
-        LookupError: It asks for results that there are not.
+        LookupError: It asks for results that do not exist.
     """
     return _SECTION.sub(lambda found: f"{found['begin']}\n{_body(found['what'])}\n\n{found['end']}", text)
 

@@ -3,13 +3,13 @@
     python examples/digits.py [--steps 200] [--actors 4]
 
 A softmax classifier learns the 1,797 images that scikit-learn ships (UCI, 8 x 8 pixels) by gradient descent with
-momentum. Each actor holds a shard of the images and its own copy of the weights. An iteration: every actor writes its
-shard's part of the gradient into its buffer, `allreduce_refs` sums the buffers in place, every actor applies the sum.
+momentum. Each actor holds a shard of the images and its own copy of the weights. In an iteration every actor writes its
+part of the gradient into its buffer, `allreduce_refs` sums the buffers in place, and every actor applies the sum.
 
-The program trains twice: by Ray calls in a loop, and by a captured step, which is the same iteration recorded once and
-run again and again without a Ray call. It checks that the classifier is good, that the actors agree to the last bit, in
-both ways, and that one process which sees all images reaches the same weights; then it times a reduction of the
-gradient's size, and of a bigger model's, beside the way through Ray's object store.
+The program trains twice: by Ray calls in a loop, and by a captured step, which records the same iteration once and runs
+it again and again without a Ray call. It checks that the classifier is good, that the actors agree to the last bit in
+both ways, and that one process with all images reaches the same weights. Then it times a reduction of the gradient's
+size, and of a bigger model's, and compares it with Ray's object store.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def load() -> tuple[Images, Images]:
 
 
 class Learner:
-    """A softmax classifier and the images it learns from. Knows nothing of Ray.
+    """A softmax classifier and the images it learns from. It does not use Ray.
 
     Args:
         images: The images of this learner.
@@ -106,7 +106,7 @@ class Learner:
         self.velocity[...] = 0
 
     def gradient(self) -> Array:
-        """Writes these images' part of the gradient into the one buffer there is, and returns it."""
+        """Writes the gradient over these images into its buffer, and returns it."""
         scores = self.pixels @ self.parameters
         scores = np.exp(scores - scores.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
@@ -127,7 +127,7 @@ class Learner:
 
 @ray.remote(num_cpus=0)  # so that four of them run on a laptop with two cores
 class Trainer(col.CollectiveParticipant, Learner):
-    """A learner in an actor: the mixin is all it takes. The methods serve the comparison with the object store."""
+    """A learner in an actor: it only needs the mixin. The methods are for the comparison with the object store."""
 
     def pretend(self, nbytes: int) -> None:
         """Makes a stand-in for the gradient of a model of another size."""
@@ -150,7 +150,7 @@ def accuracy(parameters: Array, images: Images) -> float:
 
 
 def train_in_one_process(images: Images, steps: int) -> Array:
-    """What the actors must reach: the same training, all images in one place."""
+    """The reference: the same training in one process with all images."""
     learner = Learner(images, total=len(images))
     for _ in range(steps):
         learner.apply(learner.gradient())
@@ -165,11 +165,11 @@ def iterate(trainers: list[Any]) -> None:
     gradients = [trainer.gradient.remote() for trainer in trainers]
     col.allreduce_refs(gradients, group_name=GROUP)
     for trainer, gradient in zip(trainers, gradients, strict=True):
-        trainer.apply.remote(gradient)  # gets the very array, in place; Ray's queue keeps the order
+        trainer.apply.remote(gradient)  # gets the array itself; Ray's queue keeps the order
 
 
 def capture(trainers: list[Any]) -> col.Capture:
-    """Records the same iteration; `run` of what it returns does it."""
+    """Records the same iteration; `run` of the returned step runs it."""
     with col.capture() as step:
         gradients = [step.call(trainer, "gradient") for trainer in trainers]
         col.allreduce_refs(gradients, group_name=GROUP)
@@ -180,7 +180,7 @@ def capture(trainers: list[Any]) -> col.Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a training in actors came to.
+    """The result of a training in actors.
 
     Attributes:
         weights: Each actor's.
@@ -217,14 +217,14 @@ def reduce_in_place(trainers: list[Any]) -> None:
 
 
 def reduce_by_object_store(trainers: list[Any]) -> None:
-    """The same without raycollect: fetch the arrays, take the mean here, put it, hand it back."""
+    """The same without raycollect: fetch the arrays, take the mean here, put it, send it back."""
     arrays = ray.get([trainer.get_stand_in_by_value.remote() for trainer in trainers])
     mean = ray.put(sum(arrays[1:], arrays[0]) / len(arrays))
     ray.get([trainer.set_stand_in.remote(mean) for trainer in trainers])
 
 
 def compare(ways: list[Callable[[], None]], runs: int) -> list[float]:
-    """Times several ways in turn, so that whatever else the machine does hits all of them; returns medians in ms."""
+    """Times several ways in turn, so that other load affects all of them alike; returns medians in ms."""
     times: list[list[float]] = [[] for _ in ways]
     for run in range(-3, runs):  # the first three warm up
         for way, spent in zip(ways, times, strict=True):
@@ -264,7 +264,7 @@ def time_reductions(trainers: list[Any], nbytes: int, runs: int) -> Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the demo found.
+    """The result of the demo.
 
     Attributes:
         actors: How many actors trained.
@@ -286,7 +286,7 @@ class Result:
 
     @property
     def checks(self) -> list[tuple[str, str, bool]]:
-        """What must hold: its name, what was found, and whether it is good."""
+        """The checks: name, what was found, and whether it is good."""
         return [
             (
                 "test accuracy",
@@ -320,7 +320,7 @@ def main(steps: int = 200, actors: int = 4, runs: int = 60) -> Result:
         runs: How often a reduction is timed; a quarter of that at the bigger size.
 
     Returns:
-        What was found; `Result.ok` tells whether it is good.
+        The result; `Result.ok` says whether it is good.
     """
     train, test = load()
     if not ray.is_initialized():

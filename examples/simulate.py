@@ -3,8 +3,8 @@
 python examples/simulate.py
 python examples/simulate.py --output allreduce.png
 
-Needs no Ray, and matplotlib only for the plot. Links cost what `raycollect bench --calibrate` has found, or the
-defaults: set RAYCOLLECT_COSTS to the file of another system to ask about that one.
+It needs no Ray, and matplotlib only for the plot. It uses the link costs that `raycollect bench --calibrate` has found,
+or the defaults. Set RAYCOLLECT_COSTS to the file of another system to ask about that one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from raycollect import costs
+from raycollect.group import link_costs
 from raycollect.planner import Cluster, Prediction, predict
 from raycollect.planner.wording import nbytes_words, seconds_words
 
@@ -24,7 +24,7 @@ SIZES = (64 << 10, 4 << 20, 256 << 20)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """A group that one may choose.
+    """A kind of group to choose from.
 
     Attributes:
         backend: Its backend.
@@ -36,7 +36,7 @@ class Kind:
 
     def predict(self, nbytes: int, hosts: int) -> tuple[Prediction, ...]:
         """What each algorithm would cost, the fastest first."""
-        known = costs.current()
+        known = link_costs.current()
         cluster = Cluster(
             hosts=hosts,
             ranks_per_host=RANKS_PER_HOST,
@@ -52,7 +52,7 @@ KINDS = (Kind(backend="tcp", bitwise=True), Kind(backend="gloo", bitwise=False))
 
 
 def rows() -> Iterator[tuple[int, int, str, Prediction]]:
-    """(bytes, hosts, backend, prediction) of all that is asked."""
+    """(bytes, hosts, backend, prediction) of all cases."""
     for nbytes in SIZES:
         for hosts in HOSTS:
             for kind in KINDS:

@@ -13,189 +13,192 @@ Names are loaded on first use, so that the planner and the backends import witho
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raycollect import errors as errors
     from raycollect import types as types
-    from raycollect.api import allgather_refs as allgather_refs
-    from raycollect.api import allreduce_refs as allreduce_refs
-    from raycollect.api import alltoall_refs as alltoall_refs
-    from raycollect.api import barrier as barrier
-    from raycollect.api import broadcast_refs as broadcast_refs
-    from raycollect.api import gather_refs as gather_refs
-    from raycollect.api import recv_ref as recv_ref
-    from raycollect.api import reduce_refs as reduce_refs
-    from raycollect.api import reducescatter_refs as reducescatter_refs
-    from raycollect.api import scatter_refs as scatter_refs
-    from raycollect.api import send_ref as send_ref
     from raycollect.backends.adopted import register_collective_backend as register_collective_backend
-    from raycollect.bars import ProgressBars as ProgressBars
-    from raycollect.bars import progress as progress
-    from raycollect.batches import Batch as Batch
-    from raycollect.batches import batch as batch
-    from raycollect.bulletin import DirectoryBulletin as DirectoryBulletin
-    from raycollect.captured import Capture as Capture
-    from raycollect.captured import capture as capture
-    from raycollect.declared import Group as Group
-    from raycollect.declared import GroupStatistics as GroupStatistics
-    from raycollect.declared import GroupStatus as GroupStatus
-    from raycollect.declared import MemberStatistics as MemberStatistics
-    from raycollect.declared import MemberStatus as MemberStatus
-    from raycollect.declared import create_collective_group as create_collective_group
-    from raycollect.declared import declare_collective_group as declare_collective_group
-    from raycollect.declared import destroy_collective_group as destroy_collective_group
-    from raycollect.declared import destroy_group as destroy_group
-    from raycollect.gauge import Progress as Progress
-    from raycollect.gauge import RankProgress as RankProgress
-    from raycollect.handle import Handle as Handle
-    from raycollect.imperative import allgather as allgather
-    from raycollect.imperative import allreduce as allreduce
-    from raycollect.imperative import alltoall as alltoall
-    from raycollect.imperative import broadcast as broadcast
-    from raycollect.imperative import gather as gather
-    from raycollect.imperative import get_collective_group_size as get_collective_group_size
-    from raycollect.imperative import get_group_handle as get_group_handle
-    from raycollect.imperative import get_rank as get_rank
-    from raycollect.imperative import gloo_available as gloo_available
-    from raycollect.imperative import init_collective_group as init_collective_group
-    from raycollect.imperative import is_backend_available as is_backend_available
-    from raycollect.imperative import is_group_initialized as is_group_initialized
-    from raycollect.imperative import nccl_available as nccl_available
-    from raycollect.imperative import recv as recv
-    from raycollect.imperative import reduce as reduce
-    from raycollect.imperative import reducescatter as reducescatter
-    from raycollect.imperative import scatter as scatter
-    from raycollect.imperative import send as send
-    from raycollect.model import ReduceOp as ReduceOp
-    from raycollect.multigpu import allgather_multigpu as allgather_multigpu
-    from raycollect.multigpu import allreduce_multigpu as allreduce_multigpu
-    from raycollect.multigpu import broadcast_multigpu as broadcast_multigpu
-    from raycollect.multigpu import recv_multigpu as recv_multigpu
-    from raycollect.multigpu import reduce_multigpu as reduce_multigpu
-    from raycollect.multigpu import reducescatter_multigpu as reducescatter_multigpu
-    from raycollect.multigpu import send_multigpu as send_multigpu
-    from raycollect.multigpu import synchronize as synchronize
-    from raycollect.multigpu_refs import allgather_multigpu_refs as allgather_multigpu_refs
-    from raycollect.multigpu_refs import allreduce_multigpu_refs as allreduce_multigpu_refs
-    from raycollect.multigpu_refs import broadcast_multigpu_refs as broadcast_multigpu_refs
-    from raycollect.multigpu_refs import reduce_multigpu_refs as reduce_multigpu_refs
-    from raycollect.multigpu_refs import reducescatter_multigpu_refs as reducescatter_multigpu_refs
-    from raycollect.multigpu_refs import send_multigpu_ref as send_multigpu_ref
+    from raycollect.captured.captured_run import CapturedRun as CapturedRun
+    from raycollect.captured.step import Capture as Capture
+    from raycollect.captured.step import capture as capture
+    from raycollect.core.model import ReduceOp as ReduceOp
+    from raycollect.driver.batch import Batch as Batch
+    from raycollect.driver.batch import batch as batch
+    from raycollect.driver.dry_run import plan as plan
+    from raycollect.driver.group import Group as Group
+    from raycollect.driver.group import GroupStatistics as GroupStatistics
+    from raycollect.driver.group import GroupStatus as GroupStatus
+    from raycollect.driver.group import MemberStatistics as MemberStatistics
+    from raycollect.driver.group import MemberStatus as MemberStatus
+    from raycollect.driver.group import create_collective_group as create_collective_group
+    from raycollect.driver.group import declare_collective_group as declare_collective_group
+    from raycollect.driver.group import destroy_collective_group as destroy_collective_group
+    from raycollect.driver.group import destroy_group as destroy_group
+    from raycollect.driver.multigpu_verbs import allgather_multigpu_refs as allgather_multigpu_refs
+    from raycollect.driver.multigpu_verbs import allreduce_multigpu_refs as allreduce_multigpu_refs
+    from raycollect.driver.multigpu_verbs import broadcast_multigpu_refs as broadcast_multigpu_refs
+    from raycollect.driver.multigpu_verbs import reduce_multigpu_refs as reduce_multigpu_refs
+    from raycollect.driver.multigpu_verbs import reducescatter_multigpu_refs as reducescatter_multigpu_refs
+    from raycollect.driver.multigpu_verbs import send_multigpu_ref as send_multigpu_ref
+    from raycollect.driver.pending import Pending as Pending
+    from raycollect.driver.progress import Progress as Progress
+    from raycollect.driver.progress import RankProgress as RankProgress
+    from raycollect.driver.progress_bar import ProgressBars as ProgressBars
+    from raycollect.driver.progress_bar import progress as progress
+    from raycollect.driver.timeline import Timeline as Timeline
+    from raycollect.driver.timeline import summary as summary
+    from raycollect.driver.timeline import timeline as timeline
+    from raycollect.driver.values import free as free
+    from raycollect.driver.values import get as get
+    from raycollect.driver.verbs import allgather_refs as allgather_refs
+    from raycollect.driver.verbs import allreduce_refs as allreduce_refs
+    from raycollect.driver.verbs import alltoall_refs as alltoall_refs
+    from raycollect.driver.verbs import barrier as barrier
+    from raycollect.driver.verbs import broadcast_refs as broadcast_refs
+    from raycollect.driver.verbs import gather_refs as gather_refs
+    from raycollect.driver.verbs import recv_ref as recv_ref
+    from raycollect.driver.verbs import reduce_refs as reduce_refs
+    from raycollect.driver.verbs import reducescatter_refs as reducescatter_refs
+    from raycollect.driver.verbs import scatter_refs as scatter_refs
+    from raycollect.driver.verbs import send_ref as send_ref
+    from raycollect.driver.work import Work as Work
+    from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
+    from raycollect.group.rank_table import RankTable as RankTable
+    from raycollect.member.multigpu_verbs import allgather_multigpu as allgather_multigpu
+    from raycollect.member.multigpu_verbs import allreduce_multigpu as allreduce_multigpu
+    from raycollect.member.multigpu_verbs import broadcast_multigpu as broadcast_multigpu
+    from raycollect.member.multigpu_verbs import recv_multigpu as recv_multigpu
+    from raycollect.member.multigpu_verbs import reduce_multigpu as reduce_multigpu
+    from raycollect.member.multigpu_verbs import reducescatter_multigpu as reducescatter_multigpu
+    from raycollect.member.multigpu_verbs import send_multigpu as send_multigpu
+    from raycollect.member.multigpu_verbs import synchronize as synchronize
+    from raycollect.member.participant import CollectiveParticipant as CollectiveParticipant
+    from raycollect.member.participant import by_value as by_value
+    from raycollect.member.runtime import mark_written as mark_written
+    from raycollect.member.verbs import allgather as allgather
+    from raycollect.member.verbs import allreduce as allreduce
+    from raycollect.member.verbs import alltoall as alltoall
+    from raycollect.member.verbs import broadcast as broadcast
+    from raycollect.member.verbs import gather as gather
+    from raycollect.member.verbs import get_collective_group_size as get_collective_group_size
+    from raycollect.member.verbs import get_group_handle as get_group_handle
+    from raycollect.member.verbs import get_rank as get_rank
+    from raycollect.member.verbs import gloo_available as gloo_available
+    from raycollect.member.verbs import init_collective_group as init_collective_group
+    from raycollect.member.verbs import is_backend_available as is_backend_available
+    from raycollect.member.verbs import is_group_initialized as is_group_initialized
+    from raycollect.member.verbs import nccl_available as nccl_available
+    from raycollect.member.verbs import recv as recv
+    from raycollect.member.verbs import reduce as reduce
+    from raycollect.member.verbs import reducescatter as reducescatter
+    from raycollect.member.verbs import scatter as scatter
+    from raycollect.member.verbs import send as send
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
-    from raycollect.participant import CollectiveParticipant as CollectiveParticipant
-    from raycollect.participant import by_value as by_value
-    from raycollect.pending import Pending as Pending
-    from raycollect.planned import plan as plan
     from raycollect.planner.explain import Explanation as Explanation
-    from raycollect.rank_table import RankTable as RankTable
-    from raycollect.runtime import mark_written as mark_written
-    from raycollect.tensors import arena_statistics as arena_statistics
-    from raycollect.tensors import array as array
-    from raycollect.tensors import empty as empty
-    from raycollect.tensors import full as full
-    from raycollect.tensors import ones as ones
-    from raycollect.tensors import zeros as zeros
-    from raycollect.timelines import Timeline as Timeline
-    from raycollect.timelines import summary as summary
-    from raycollect.timelines import timeline as timeline
-    from raycollect.values import free as free
-    from raycollect.values import get as get
-    from raycollect.work import CapturedRun as CapturedRun
-    from raycollect.work import Work as Work
+    from raycollect.pos.handle import Handle as Handle
+    from raycollect.pos.tensors import arena_statistics as arena_statistics
+    from raycollect.pos.tensors import array as array
+    from raycollect.pos.tensors import empty as empty
+    from raycollect.pos.tensors import full as full
+    from raycollect.pos.tensors import ones as ones
+    from raycollect.pos.tensors import zeros as zeros
 
 __version__ = "0.1.0"
 
+__path__.append(str(Path(__file__).parent / "core" / "old_paths"))  # modules that users import by an earlier path
+
 _HOMES: dict[str, str] = {
-    "Batch": "batches",
-    "Capture": "captured",
-    "CapturedRun": "work",
-    "CollectiveParticipant": "participant",
-    "DirectoryBulletin": "bulletin",
+    "Batch": "driver.batch",
+    "Capture": "captured.step",
+    "CapturedRun": "captured.captured_run",
+    "CollectiveParticipant": "member.participant",
+    "DirectoryBulletin": "group.bootstrap_store",
     "Explanation": "planner.explain",
-    "Group": "declared",
-    "GroupStatistics": "declared",
-    "GroupStatus": "declared",
-    "Handle": "handle",
-    "MemberStatistics": "declared",
-    "MemberStatus": "declared",
-    "Pending": "pending",
-    "Progress": "gauge",
-    "ProgressBars": "bars",
-    "RankProgress": "gauge",
-    "RankTable": "rank_table",
-    "ReduceOp": "model",
+    "Group": "driver.group",
+    "GroupStatistics": "driver.group",
+    "GroupStatus": "driver.group",
+    "Handle": "pos.handle",
+    "MemberStatistics": "driver.group",
+    "MemberStatus": "driver.group",
+    "Pending": "driver.pending",
+    "Progress": "driver.progress",
+    "ProgressBars": "driver.progress_bar",
+    "RankProgress": "driver.progress",
+    "RankTable": "group.rank_table",
+    "ReduceOp": "core.model",
     "Summary": "observe.summary",
     "SummaryRow": "observe.summary",
-    "Timeline": "timelines",
-    "Work": "work",
-    "allgather": "imperative",
-    "allgather_multigpu": "multigpu",
-    "allgather_multigpu_refs": "multigpu_refs",
-    "allgather_refs": "api",
-    "allreduce": "imperative",
-    "allreduce_multigpu": "multigpu",
-    "allreduce_multigpu_refs": "multigpu_refs",
-    "allreduce_refs": "api",
-    "alltoall": "imperative",
-    "alltoall_refs": "api",
-    "arena_statistics": "tensors",
-    "array": "tensors",
-    "barrier": "api",
-    "batch": "batches",
-    "broadcast": "imperative",
-    "broadcast_multigpu": "multigpu",
-    "broadcast_multigpu_refs": "multigpu_refs",
-    "broadcast_refs": "api",
-    "by_value": "participant",
-    "capture": "captured",
-    "create_collective_group": "declared",
-    "declare_collective_group": "declared",
-    "destroy_collective_group": "declared",
-    "destroy_group": "declared",
-    "empty": "tensors",
+    "Timeline": "driver.timeline",
+    "Work": "driver.work",
+    "allgather": "member.verbs",
+    "allgather_multigpu": "member.multigpu_verbs",
+    "allgather_multigpu_refs": "driver.multigpu_verbs",
+    "allgather_refs": "driver.verbs",
+    "allreduce": "member.verbs",
+    "allreduce_multigpu": "member.multigpu_verbs",
+    "allreduce_multigpu_refs": "driver.multigpu_verbs",
+    "allreduce_refs": "driver.verbs",
+    "alltoall": "member.verbs",
+    "alltoall_refs": "driver.verbs",
+    "arena_statistics": "pos.tensors",
+    "array": "pos.tensors",
+    "barrier": "driver.verbs",
+    "batch": "driver.batch",
+    "broadcast": "member.verbs",
+    "broadcast_multigpu": "member.multigpu_verbs",
+    "broadcast_multigpu_refs": "driver.multigpu_verbs",
+    "broadcast_refs": "driver.verbs",
+    "by_value": "member.participant",
+    "capture": "captured.step",
+    "create_collective_group": "driver.group",
+    "declare_collective_group": "driver.group",
+    "destroy_collective_group": "driver.group",
+    "destroy_group": "driver.group",
+    "empty": "pos.tensors",
     "errors": "errors",
-    "free": "values",
-    "full": "tensors",
-    "gather": "imperative",
-    "gather_refs": "api",
-    "get": "values",
-    "get_collective_group_size": "imperative",
-    "get_group_handle": "imperative",
-    "get_rank": "imperative",
-    "gloo_available": "imperative",
-    "init_collective_group": "imperative",
-    "is_backend_available": "imperative",
-    "is_group_initialized": "imperative",
-    "mark_written": "runtime",
-    "nccl_available": "imperative",
-    "ones": "tensors",
-    "plan": "planned",
-    "progress": "bars",
-    "recv": "imperative",
-    "recv_multigpu": "multigpu",
-    "recv_ref": "api",
-    "reduce": "imperative",
-    "reduce_multigpu": "multigpu",
-    "reduce_multigpu_refs": "multigpu_refs",
-    "reduce_refs": "api",
-    "reducescatter": "imperative",
-    "reducescatter_multigpu": "multigpu",
-    "reducescatter_multigpu_refs": "multigpu_refs",
-    "reducescatter_refs": "api",
+    "free": "driver.values",
+    "full": "pos.tensors",
+    "gather": "member.verbs",
+    "gather_refs": "driver.verbs",
+    "get": "driver.values",
+    "get_collective_group_size": "member.verbs",
+    "get_group_handle": "member.verbs",
+    "get_rank": "member.verbs",
+    "gloo_available": "member.verbs",
+    "init_collective_group": "member.verbs",
+    "is_backend_available": "member.verbs",
+    "is_group_initialized": "member.verbs",
+    "mark_written": "member.runtime",
+    "nccl_available": "member.verbs",
+    "ones": "pos.tensors",
+    "plan": "driver.dry_run",
+    "progress": "driver.progress_bar",
+    "recv": "member.verbs",
+    "recv_multigpu": "member.multigpu_verbs",
+    "recv_ref": "driver.verbs",
+    "reduce": "member.verbs",
+    "reduce_multigpu": "member.multigpu_verbs",
+    "reduce_multigpu_refs": "driver.multigpu_verbs",
+    "reduce_refs": "driver.verbs",
+    "reducescatter": "member.verbs",
+    "reducescatter_multigpu": "member.multigpu_verbs",
+    "reducescatter_multigpu_refs": "driver.multigpu_verbs",
+    "reducescatter_refs": "driver.verbs",
     "register_collective_backend": "backends.adopted",
-    "scatter": "imperative",
-    "scatter_refs": "api",
-    "send": "imperative",
-    "send_multigpu": "multigpu",
-    "send_multigpu_ref": "multigpu_refs",
-    "send_ref": "api",
-    "summary": "timelines",
-    "synchronize": "multigpu",
-    "timeline": "timelines",
+    "scatter": "member.verbs",
+    "scatter_refs": "driver.verbs",
+    "send": "member.verbs",
+    "send_multigpu": "member.multigpu_verbs",
+    "send_multigpu_ref": "driver.multigpu_verbs",
+    "send_ref": "driver.verbs",
+    "summary": "driver.timeline",
+    "synchronize": "member.multigpu_verbs",
+    "timeline": "driver.timeline",
     "types": "types",
-    "zeros": "tensors",
+    "zeros": "pos.tensors",
 }
 """Public name -> the module it lives in."""
 

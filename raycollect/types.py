@@ -16,7 +16,7 @@ from raycollect.backends.options import (
     SendOptions,
     unset_timeout_ms,
 )
-from raycollect.model import ReduceOp
+from raycollect.core.model import ReduceOp
 
 __all__ = [
     "AllGatherOptions",

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from raycollect.core import threads
+
 if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
     sys.setswitchinterval(float(os.environ["RAYCOLLECT_SWITCH_S"]))
 
@@ -17,6 +19,12 @@ def frozen():
     """What is loaded by now stays; tests that collect garbage need not look through it, which takes half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def untold():
+    """What the log heard of threads in other tests is no reason to leave something out in this one."""
+    threads._told.clear()
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +47,14 @@ def cluster():
 @pytest.fixture
 def tidy(cluster):
     """Gives back what a test has declared, and checks that nothing of it is in flight."""
-    from raycollect.controller import Controller
+    from raycollect.driver.controller import Controller
 
     yield
     controller = Controller.current()
-    flights = [flight for flight in controller.flights() if not flight.resolved]
+    trackers = [tracker for tracker in controller.trackers() if not tracker.resolved]
     controller.close()
     Controller._current = None
-    assert not flights, f"still in flight: {flights}"
+    assert not trackers, f"still in flight: {trackers}"
 
 
 @pytest.fixture(scope="session")

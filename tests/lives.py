@@ -65,23 +65,25 @@ def _note(actor: Any) -> None:
 
 def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     """Whether the process, less what is taken back here, is as it was at first: no patch, no variable is left."""
+    from raycollect.group.process_groups import ProcessGroups
+    from raycollect.member.runtime import Runtime
     from raycollect.observe import Tracer
-    from raycollect.runtime import Runtime
-    from raycollect.seats import Seats
 
     first, lives = sys._raycollect_first  # type: ignore[attr-defined]
-    runtime, seats = Runtime._current, Seats._current
+    runtime, process_groups = Runtime._current, ProcessGroups._current
     if runtime is not None:
         if not _comes_true(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
             return False
         runtime._server.close()
         runtime.kernel_threads.shutdown(wait=False)
-        runtime.turn_threads.shutdown(wait=False)
-    if seats is not None:
-        if seats._seats or seats.fading:
+        runtime.plan_threads.shutdown(wait=False)
+    if process_groups is not None:
+        if process_groups._process_groups or process_groups.notices:
             return False
-        seats.hub.close()
-    Runtime._current = Seats._current = Tracer._current = None  # the arena stays: it is empty once nobody uses it
+        process_groups.hub.close()
+    Runtime._current = ProcessGroups._current = Tracer._current = (
+        None  # the arena stays: it is empty once nobody uses it
+    )
     now = _look()
     if any(now.get(name) != value for name, value in first.items()) or lives == MOST_LIVES:
         return False

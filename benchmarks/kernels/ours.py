@@ -13,10 +13,10 @@ from benchmarks.kernels.player import TIMEOUT_S, FileRendezvous, Place, UnixStar
 from benchmarks.report import Skipped
 from raycollect import backends
 from raycollect.backends import arrays
-from raycollect.contracts import NoSegments, SegmentSource
-from raycollect.door import Arrival, Side, Spec, encode_arrival
+from raycollect.core.model import TENSOR, GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import NoSegments, SegmentSource
+from raycollect.engine.agreement import Arrival, Side, Spec, encode_arrival
 from raycollect.errors import BackendNotInstalledError, UnknownBackendError
-from raycollect.model import TENSOR, GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 _KINDS = {
     "allreduce": OpKind.ALLREDUCE,
@@ -69,7 +69,7 @@ class RaycollectPlayer:
         return col.empty(size, dtype="float32") if self._arena else ordinary(size)
 
     def bind(self, operands: Operands) -> Callable[[], Any]:
-        """One launch of one kernel, as `raycollect.executor` runs a program."""
+        """One launch of one kernel, as `raycollect.engine.execution` runs a program."""
         communicator, ranks, seqs = self._communicator, self._ranks, self._seqs
         kernel, most = _kernel(operands)
         whole = replace(kernel, most=most)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from benchmarks.kernels.operands import Array, Operands
+from raycollect.core.model import Launch
 from raycollect.errors import CollectiveTimeoutError
-from raycollect.model import Launch
 
 TIMEOUT_S = 60.0
 _POLL_S = 0.002
@@ -58,7 +58,7 @@ def ordinary(size: int) -> Array:
 
 
 class FileRendezvous:
-    """A `raycollect.contracts.Rendezvous` in a directory; used while joining only."""
+    """A `raycollect.core.protocols.Rendezvous` in a directory; used while joining only."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -81,7 +81,7 @@ class FileRendezvous:
 
 
 class UnixStar:
-    """A `raycollect.contracts.Exchange` over Unix sockets, rank 0 in the middle.
+    """A `raycollect.core.protocols.Exchange` over Unix sockets, rank 0 in the middle.
 
     Stands for the star over TCP that relays arrivals for backends without a door of their own; it is faster than that.
     """

@@ -4,6 +4,18 @@ from __future__ import annotations
 
 SUITES = {
     name: f"benchmarks.suites.{name}"
-    for name in ("kernel", "plan", "driver", "captured", "timeline", "training", "batch", "p2p", "scale", "memory")
+    for name in (
+        "kernel",
+        "plan",
+        "driver",
+        "captured",
+        "timeline",
+        "training",
+        "batch",
+        "p2p",
+        "members",
+        "scale",
+        "memory",
+    )
 }
 """Name -> module."""

@@ -13,9 +13,10 @@ from benchmarks import names
 from benchmarks.interleave import timed
 from benchmarks.report import Record
 from benchmarks.suite import Choice, compare
-from raycollect import dispatch, planner
-from raycollect.dispatch import Asked, prepare
-from raycollect.model import GroupSpec, OpKind, ReduceOp
+from raycollect import planner
+from raycollect.core.model import GroupSpec, OpKind, ReduceOp
+from raycollect.driver import dispatch
+from raycollect.driver.dispatch import RequestKey, prepare
 from raycollect.planner import Roster, Topology
 
 NAME = "plan"
@@ -70,7 +71,7 @@ class Planner:
             spent += timed(lambda asked=asked: self._once(asked), 1)
         return spent
 
-    def _once(self, asked: tuple[Asked, ...]) -> None:
+    def _once(self, asked: tuple[RequestKey, ...]) -> None:
         self._last = prepare(asked, _STAGING).programs
 
     def check(self, runs: int) -> None:
@@ -81,14 +82,14 @@ class Planner:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _asked(self, number: int) -> Asked:
+    def _asked(self, number: int) -> RequestKey:
         pieces, width = self._kind is OpKind.ALLTOALL, 2 if self._kind is OpKind.ALLTOALL else 1
         first = number * self._ranks * width
         operands = tuple(
             (rank, first + rank, first + self._ranks + rank if pieces else None) for rank in range(self._ranks)
         )
         op = None if pieces else ReduceOp.SUM
-        return Asked(self._roster, self._kind, operands, op, -1, -1, True, 60.0)
+        return RequestKey(self._roster, self._kind, operands, op, -1, -1, True, 60.0)
 
 
 def forget() -> None:

@@ -1,6 +1,6 @@
 """The declarative call that the documents announced: a collective specified completely, not partially on each actor.
 
-The document has cupy, and ``options={rank=[0, 1], ...}``, which is no Python; the class inherits the mixin here.
+The document uses cupy, and ``options={rank=[0, 1], ...}``, which is not valid Python. Here the class has the mixin.
 
 python -m examples.documents.declarative
 """

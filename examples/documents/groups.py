@@ -1,4 +1,4 @@
-"""Two ways to form a group: each actor joins by itself, or the driver declares it.
+"""Two ways to form a group: each actor joins by itself, or the driver declares the group.
 
 The document has ``import ray.util.collective as collective``, cupy, ``num_gpus=1`` and the backend "nccl"; and its
 second part adds two workers to the first two, which makes four in a group of two.

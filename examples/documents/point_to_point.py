@@ -1,7 +1,7 @@
-"""A send and the receive that matches it; and what becomes of a send without one.
+"""A send and the receive that matches it, and a send without one.
 
 The document has ``import ray.util.collective as col``, cupy and ``num_gpus=1``; its ``col.send(target_rank)`` and
-``col.recv(src_rank)`` forget the tensor, its ``options={rank=[0, 1], ...}`` is no Python, and its last line hangs.
+``col.recv(src_rank)`` lack the tensor, its ``options={rank=[0, 1], ...}`` is not valid Python, and its last line hangs.
 
 python -m examples.documents.point_to_point
 """
@@ -50,13 +50,13 @@ def main() -> tuple[np.ndarray[Any, Any], str]:
     ray.get([A.do_send.remote(target_rank=1), B.do_recv.remote(src_rank=0)])
     received: np.ndarray[Any, Any] = ray.get(B.get_buffer.remote())
 
-    # An anti-pattern: nobody receives. In the document this hangs; here it is an error that names the rank.
+    # An anti-pattern: no rank receives. In the document this hangs; here it is an error that names the rank.
     error = ""
     try:
         ray.get([A.do_send.remote(target_rank=1, timeout_s=0.5)])
     except col.errors.CollectiveTimeoutError as exc:
         error = str(exc)
-    ray.get([A.do_allreduce.remote(), B.do_allreduce.remote()])  # and the group works on
+    ray.get([A.do_allreduce.remote(), B.do_allreduce.remote()])  # and the group still works
     col.destroy_collective_group()
     return received, error
 

@@ -1,9 +1,9 @@
-"""Runs the notebooks of this folder again, and stores what they show.
+"""Runs the notebooks of this folder again, and stores their outputs.
 
     python -m examples.notebooks.refresh [--force] [NAME ...]
 
-A notebook is left as it is where the new outputs differ in nothing but what is different in each run: ids, process
-numbers, and times, in cells tagged ``measured`` all that they show. ``--force`` stores it nevertheless, for new times.
+A notebook stays unchanged if the new outputs differ only in what varies between runs: ids, process numbers and times,
+and all output of cells tagged ``measured``. ``--force`` stores it in any case, for new times.
 Needs the packages of ``raycollect[test]``.
 """
 
@@ -29,18 +29,18 @@ FOLDER = Path(__file__).parent
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.ipynb")))
 
 FAILS = "raises-exception"
-"""The tag of cells that fail, as the notebook wants it."""
+"""The tag of cells that are meant to fail."""
 
 MEASURED = "measured"
-"""The tag of cells whose output says how long something took, or how much of it there was just then."""
+"""The tag of cells whose output contains times, or amounts of the moment."""
 
 STORED_ADDRESS = "10.0.0.1"
-"""What stands in stored outputs for the address of the machine."""
+"""Replaces the address of the machine in stored outputs."""
 
 TIMEOUT_S = 60
 
 _FOREIGN = re.compile(r"IProgress not found|import tqdm as notebook_tqdm|pip install -U ipywidgets|\(raylet\)")
-"""What Ray and tqdm say of a Jupyter without ipywidgets, and what Ray's process of the machine says."""
+"""Warnings of Ray and tqdm about a Jupyter without ipywidgets, and lines of Ray's node process."""
 
 _VARYING = (
     (re.compile(r"\x1b\[[0-9;]*m"), ""),
@@ -59,7 +59,7 @@ _VARYING = (
     (re.compile(r"\(the (?:connection|peer) [^)]*\)"), "(GONE)"),  # whichever connection showed it
     (re.compile(r"[ \t]+"), " "),
 )
-"""What differs from run to run -> what stands for it where outputs are compared."""
+"""What varies between runs -> its replacement when outputs are compared."""
 
 _TAG = re.compile(r"</?[a-z][^>]*>")
 
@@ -78,14 +78,14 @@ def run(notebook: NotebookNode, environment: Mapping[str, str]) -> NotebookNode:
     """Runs all cells in a kernel of their own.
 
     Args:
-        notebook: The notebook; it is left as it is.
+        notebook: The notebook; it stays unchanged.
         environment: The kernel's environment; its ``RAY_ADDRESS`` names the Ray cluster.
 
     Returns:
         The notebook with the outputs of this run.
 
     Raises:
-        CellExecutionError: A cell failed that is not tagged so.
+        CellExecutionError: A cell failed that is not tagged as failing.
     """
     fresh = cast(NotebookNode, nbformat.from_dict(json.loads(json.dumps(notebook))))  # a deep copy
     client = NotebookClient(fresh, timeout=TIMEOUT_S, record_timing=False, kernel_name="python3")
@@ -98,7 +98,7 @@ def run(notebook: NotebookNode, environment: Mapping[str, str]) -> NotebookNode:
 
 
 def _tidy(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """The outputs without what is foreign to the cell; what was printed to one stream is one output."""
+    """The outputs without foreign lines; all text of one stream is one output."""
     kept: list[NotebookNode] = []
     for output in outputs:
         if output.output_type == "stream":
@@ -117,7 +117,7 @@ def _tidy(outputs: list[NotebookNode]) -> list[NotebookNode]:
 
 
 def words(cell: NotebookNode) -> str:
-    """What a cell shows, as text without what varies; of measurements only the kinds of output."""
+    """The outputs of a cell as text, without what varies; for measurements only the kinds of output."""
     if MEASURED in tags(cell):
         return ", ".join(sorted({kind for output in cell.outputs for kind in _kinds(output)}))
     return "\n".join(masked(_text(output)).strip() for output in cell.outputs)
@@ -138,14 +138,14 @@ def _text(output: NotebookNode) -> str:
 
 
 def masked(text: str) -> str:
-    """A text in which what varies from run to run is replaced."""
+    """Replaces what varies between runs."""
     for pattern, stand_in in _VARYING:
         text = pattern.sub(stand_in, text)
     return text
 
 
 def is_as_stored(stored: NotebookNode, fresh: NotebookNode) -> bool:
-    """Whether a new run differs from what is stored in nothing but what varies."""
+    """Whether a new run differs from the stored one only in what varies."""
     return [_raw(cell) for cell in stored.cells] == [_raw(cell) for cell in fresh.cells]
 
 
@@ -160,7 +160,7 @@ def _raw(cell: NotebookNode) -> tuple[str, ...]:
 
 
 def refresh(name: str, environment: Mapping[str, str], *, is_forced: bool = False) -> bool:
-    """Runs a notebook, and stores it where something has changed; returns whether it was stored."""
+    """Runs a notebook, and stores it if something has changed; returns whether it was stored."""
     stored = load(name)
     text = nbformat.writes(run(stored, environment))
     fresh = nbformat.reads(text.replace(ray.util.get_node_ip_address(), STORED_ADDRESS), as_version=4)
@@ -177,7 +177,7 @@ def environment_of(address: str, home: str) -> dict[str, Any]:
 
     Args:
         address: The Ray cluster's.
-        home: An empty folder: measured costs of this machine would change the foreseen times.
+        home: An empty folder: measured costs of this machine would change the predicted times.
     """
     commands = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return {
@@ -191,7 +191,7 @@ def environment_of(address: str, home: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the notebooks that are named, on a Ray of their own."""
+    """Runs the named notebooks, on a Ray cluster of their own."""
     parser = argparse.ArgumentParser(description="Runs the notebooks again, and stores what they show.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--force", action="store_true", help="store also what shows nothing new")

@@ -1,13 +1,13 @@
-"""Times all ways of training beside each other, with 1, 2 and 4 workers.
+"""Times and compares all ways of training, with 1, 2 and 4 workers.
 
     python -m examples.spacy_ner [--workers 1 2 4] [--updates 10] [--rounds 7] [--json FILE]
 
-In each round every way begins anew and makes the same updates, in an order drawn at random, so that whatever else the
-machine does hits all alike. After each, all ranks must have the weights of one process that computes all gradients
-itself, to the last bit (gloo's sums of more than two ranks differ in rounding); else the program ends with an error.
-The first round warms up. What is told is the median of the rounds; how many times faster a way is than the parameter
-server is the median of the rounds' ratios. "CPU ms" is what all workers' processes compute and wait actively for, which
-tells more than the time where others use the machine.
+In each round every way starts again and makes the same updates, in a random order, so that other load affects all ways
+alike. After each way, all ranks must have the weights of one process that computes all gradients itself, to the last
+bit (gloo's sums of more than two ranks differ in rounding); else the program ends with an error. The first round warms
+up. The table has the median of the rounds; the factor against the parameter server is the median of the rounds' ratios.
+"CPU ms" is the time that all workers' processes compute or wait actively, which says more than the time if others use
+the machine.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from examples.spacy_ner import corpus, ways
 from examples.spacy_ner.learner import Job, Learner, train_in_one_process
 
 DOCUMENTS = {1: 1.18, 2: 2.07, 4: 2.92}
-"""Workers -> how many times faster the founding documents' training was with allreduce than spacy-ray's."""
+"""Workers -> how many times faster than spacy-ray's the training was with allreduce in the original documents."""
 
 
 MAX_DIFFERENCE = 1e-5
-"""Of a weight, in the mean, where sums of more than two ranks are added in another order than ours.
+"""The mean difference of a weight that is accepted if sums of more than two ranks are added in another order.
 
-Adam divides a gradient by its own size: where it is near zero, its rounding decides on a step of up to the learning
-rate, which is 1e-3.
+Adam divides a gradient by its own size: if it is near zero, its rounding decides on a step of up to the learning rate,
+which is 1e-3.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one way took with so many workers.
+    """The times of one way with some number of workers.
 
     Attributes:
         workers: How many actors trained.
@@ -70,7 +70,7 @@ class Row:
 
 
 def measure(job: Job, workers: int, names: Sequence[str], *, updates: int, rounds: int) -> list[Row]:
-    """Times some ways with so many workers.
+    """Times some ways with some number of workers.
 
     Raises:
         AssertionError: A rank of some way has other weights than one process.
@@ -114,7 +114,7 @@ def _time(way: ways.Way, updates: int) -> tuple[float, float]:
 
 def _check(name: str, way: ways.Way, expected: Learner) -> None:
     """Compares the weights of all ranks with those of one process."""
-    if name == ways.ALONE:  # its ranks learn each from their own batches
+    if name == ways.ALONE:  # each rank learns only from its own batches
         return
     found = set(way.digests())
     if name == ways.RAY and way.ranks > 2 and len(found) == 1:  # gloo adds in an order of its own
@@ -169,7 +169,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures, and prints what was found."""
+    """Measures, and prints the table."""
     options = parse(arguments)
     names = [name for name in options.ways if name != ways.RAY or find_spec("torch")]
     machine: dict[str, Any] = _machine()

@@ -2,10 +2,9 @@
 
     python -m examples.spacy_ner.corpus [directory] [--train 1200] [--dev 300]
 
-It is a generated corpus, not text that somebody wrote: nothing has to be downloaded for it, and each run writes the
-same. It is made so that a pipeline can't learn it by heart. The documents to be tested with have other frames and other
-names than those to learn from, some names stand for more than one kind of thing (Jordan, Washington, May), and some
-sentences have capitals but no entity.
+The corpus is generated, so nothing has to be downloaded, and each run writes the same. A pipeline can't learn it by
+heart: the test documents have other frames and other names than the training documents, some names stand for more than
+one kind of thing (Jordan, Washington, May), and some sentences have capitals but no entity.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """What the sentences of one part of the corpus are made of; each field is a list, with ``/`` between its items."""
+    """The words of one part of the corpus; each field is a list, with ``/`` between its items."""
 
     given: str
     family: str
@@ -171,7 +170,7 @@ def make(words: Words, count: int, seed: int) -> DocBin:
     """Makes documents of one to three sentences.
 
     Args:
-        words: What they are made of.
+        words: Their frames and names.
         count: How many documents.
         seed: The same seed gives the same documents.
     """
@@ -203,9 +202,9 @@ def write(directory: Path, train: int = 1200, dev: int = 300) -> tuple[Path, Pat
     """Writes ``train.spacy`` and ``dev.spacy``.
 
     Args:
-        directory: Where; it is made if it is not there.
-        train: How many documents to learn from.
-        dev: How many to be tested with.
+        directory: Where; it is created if it does not exist.
+        train: The number of training documents.
+        dev: The number of test documents.
 
     Returns:
         The two files.

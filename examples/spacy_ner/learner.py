@@ -1,4 +1,4 @@
-"""One worker's spaCy: its pipeline, its share of the batches, and all gradients in one array. Knows nothing of Ray."""
+"""One worker's spaCy: its pipeline, its share of the batches, and all gradients in one array. Does not use Ray."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ Key = tuple[int, str]
 HERE = Path(__file__).parent
 CONFIG = HERE / "config.cfg"
 _MANY_UPDATES = 1_000_003
-"""More than a training has, so that no two ranks draw the same dropout."""
-_NO_STEP: Any = False  # spaCy's own training passes it; the type it states is an optimizer or None
+"""More updates than a training has, so that no two ranks draw the same dropout."""
+_NO_STEP: Any = False  # spaCy's own training passes it, though its type says an optimizer or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is trained, and on what.
+    """The model and the data of a training.
 
     Attributes:
-        train: The ``.spacy`` file of the documents to learn from.
-        dev: That of the documents to be tested with.
+        train: The ``.spacy`` file of the training documents.
+        dev: The ``.spacy`` file of the test documents.
         config: spaCy's training config.
         overrides: Settings that differ from it, by their dotted names, as ``spacy train`` takes them.
     """
@@ -48,19 +48,19 @@ class Job:
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def load(self) -> Any:
-        """The config, with what differs."""
+        """The config, with the overrides."""
         paths = {"paths.train": str(self.train), "paths.dev": str(self.dev)}
         return load_config(self.config, overrides={**self.overrides, **paths})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter of a layer, and where it lies in the arrays of all parameters.
+    """A parameter of a layer, and its place in the arrays of all parameters.
 
     Attributes:
         node: The layer.
         name: The parameter's name there.
-        owner: The rank that owns it where parameters are shared out.
+        owner: The rank that owns it if parameters are sharded.
         start, stop: Its elements in the arrays of all parameters.
         shape: Its own.
     """
@@ -83,14 +83,14 @@ class Parameter:
 
 
 def floats(array: Array) -> FloatsXd:
-    """The same array; thinc's types know numpy's under names of their own."""
+    """The same array, with thinc's type."""
     return cast(FloatsXd, array)
 
 
 def share_out(models: Iterable[Model[Any, Any]], ranks: int) -> list[Parameter]:
     """Gives each rank whole parameters of about the same size in all, and lays them out rank after rank.
 
-    The biggest first, each to who has least: the tables of the embedding are most of the model.
+    The largest parameters go first, each to the rank with the least: the embedding tables are most of the model.
     """
     found = [(node, name) for model in models for node in model.walk() for name in node.param_names]
     found = [(node, name) for node, name in found if node.has_param(name)]
@@ -112,7 +112,7 @@ class Learner:
     """A spaCy pipeline that computes gradients of its batches, and takes steps down a sum of gradients.
 
     All learners of a training begin with the same weights. Batch ``i`` of a rank is batch ``i * ranks + rank`` of the
-    training; its dropout is drawn from a seed made of rank and update. So what an update computes depends on neither
+    training; its dropout is drawn from a seed made of rank and update. So the result of an update depends on neither
     the process nor the way gradients travel.
 
     Args:
@@ -156,7 +156,7 @@ class Learner:
         self._batches = self.batches()
 
     def batches(self) -> Iterator[list[Example]]:
-        """The batches of this rank, from the beginning and without an end."""
+        """The batches of this rank, from the beginning, endless."""
         return itertools.islice(self._all_batches(), self.rank, None, self.ranks)
 
     def _all_batches(self) -> Iterator[list[Example]]:
@@ -167,7 +167,7 @@ class Learner:
             yield from self.training["batcher"](order)
 
     def backward(self) -> None:
-        """Adds the gradients of the next batch to those there are; thinc calls `inc_grad` for each."""
+        """Adds the gradients of the next batch to the present ones; thinc calls `inc_grad` for each."""
         fix_random_seed(self.update * _MANY_UPDATES + self.rank)
         losses = self.nlp.update(next(self._batches), sgd=_NO_STEP, drop=self.training["dropout"])
         self.loss = losses["ner"]
@@ -186,7 +186,7 @@ class Learner:
         self.optimizer.step_schedules()
 
     def step_owned(self) -> None:
-        """The step of those that this rank owns; the gradients of the others are dropped."""
+        """An optimizer's step of the parameters that this rank owns; the gradients of the others are dropped."""
         self.step(self.owned(self.rank))
         self.flat_gradients[...] = 0
         self.optimizer.step_schedules()
@@ -201,7 +201,7 @@ class Learner:
         return [flat[span[0].start : span[-1].stop] for span in spans]
 
     def set_proxy(self, proxy: Any) -> None:
-        """Has thinc ask this object for weights, and give it gradients; None: the arrays here, as they are."""
+        """Makes thinc use this object for weights and gradients; None: the arrays here."""
         for parameter in self.parameters:
             parameter.node._params.proxy = proxy  # thinc has no public name for it; spacy-ray does the same
         if proxy is None:
@@ -211,7 +211,7 @@ class Learner:
     # ------------------------------------------------------------------------------------------ looking at it
 
     def digest(self) -> str:
-        """What says whether two learners' weights are the same to the last bit."""
+        """Equal if two learners' weights are the same to the last bit."""
         return hashlib.sha256(b"".join(self.weight(p).tobytes() for p in self.parameters)).hexdigest()
 
     def weight(self, parameter: Parameter) -> Array:
@@ -219,7 +219,7 @@ class Learner:
         return cast(Array, parameter.node.get_param(parameter.name))
 
     def evaluate(self) -> dict[str, Any]:
-        """spaCy's scores on the documents to be tested with: ``ents_p``, ``ents_r``, ``ents_f`` and more."""
+        """spaCy's scores on the test documents: ``ents_p``, ``ents_r``, ``ents_f`` and more."""
         return self.nlp.evaluate(list(self._dev(self.nlp)))
 
     def save(self, path: Path) -> None:
@@ -228,7 +228,7 @@ class Learner:
 
 
 def train_in_one_process(job: Job, ranks: int, updates: int) -> tuple[Learner, list[float]]:
-    """What the actors must reach: one process computes all ranks' gradients one after the other, and adds them up.
+    """The reference: one process computes all ranks' gradients one after the other, and adds them up.
 
     Returns:
         The learner with the final weights, and the loss of each update over all ranks.

@@ -1,4 +1,4 @@
-"""What ``project.yml`` runs: a module of this package, found from the project's own folder.
+"""Runs a module of this package from the project's own folder, for ``project.yml``.
 
 python project.py <module> [arguments]
 """

@@ -1,18 +1,18 @@
-"""The sharded parameter server of spacy-ray, in lockstep: gradients are pushed to whoever owns them, weights come back.
+"""The sharded parameter server of spacy-ray, in lockstep: gradients are pushed to their owners, weights come back.
 
-As in spacy-ray (https://github.com/explosion/spacy-ray, ``proxies.py`` and ``worker.py``), a proxy takes the place of
-thinc's own storage of parameters. Every parameter has an owner. A gradient of another's parameter goes to it by
+As in spacy-ray (https://github.com/explosion/spacy-ray, ``proxies.py`` and ``worker.py``), a proxy replaces thinc's own
+storage of parameters. Every parameter has an owner. A gradient of another's parameter goes to it by
 ``inc_grad.remote``, a call per parameter; the owner adds up what all workers sent, lets the optimizer change the
 parameter, and sends it to all by ``set_param.remote``. A worker trains in one thread and serves its peers in another.
 
-What differs, so that the results can be compared:
+The differences make the results comparable:
 
-- Workers wait for each other. spacy-ray's do not: they go on with the weights that they have, and drop gradients of
-  weights that are no longer current, so how much is learned from depends on who is fast.
+- Workers wait for each other. spacy-ray's do not: they continue with the weights that they have, and drop gradients of
+  old weights, so the amount of data that counts depends on the workers' speed.
 - The gradients of a parameter are added in the order of ranks, not as they come: the sum has the same bits each time.
-- Who owns what is balanced by size. spacy-ray gives each worker as many layers.
+- Ownership is balanced by size. spacy-ray gives each worker the same number of layers.
 - thinc adds to a gradient several times per update: the parser once per transition. spacy-ray makes a call each time
-  (``every_call=True``); here the sum of an update can be sent instead, which is a fourth of the calls.
+  (``every_call=True``); here the sum of an update can be sent instead, which takes a fourth of the calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAIT_S = 120.0
 
 
 class Shard:
-    """The parameters as this worker has them, and the gradients that came for those that it owns.
+    """This worker's parameters, and the gradients received for those that it owns.
 
     It is the proxy of all layers: thinc asks it for weights, and gives it gradients.
 
@@ -51,7 +51,7 @@ class Shard:
         self.restart(every_call=False)
 
     def restart(self, *, every_call: bool) -> None:
-        """Begins with the weights that the learner has.
+        """Starts with the learner's weights.
 
         Args:
             every_call: Whether each gradient that thinc adds is sent at once, by a call of its own.
@@ -72,11 +72,11 @@ class Shard:
         return self._params[model_id, name]
 
     def set_param(self, model_id: int, name: str, value: Array) -> None:
-        """Puts other weights in their place, here only."""
+        """Replaces the weights, here only."""
         self._params[model_id, name] = value
 
     def set_grad(self, model_id: int, name: str, value: Array) -> None:
-        """Puts another gradient in the place of this rank's."""
+        """Replaces this rank's gradient."""
         self._mine[model_id, name] = value
 
     def inc_grad(self, model_id: int, name: str, value: Array) -> None:
@@ -97,30 +97,30 @@ class Shard:
     # ------------------------------------------------------------------------------------------ what peers call
 
     def receive_grad(self, key: Key, version: int, rank: int, value: Array) -> None:
-        """Keeps a gradient of an owned parameter, or adds it to what this rank has sent of this update.
+        """Keeps a gradient of an owned parameter, or adds it to those that the rank has sent in this update.
 
         Raises:
-            ValueError: It is the gradient of other weights than those here.
+            ValueError: The gradient belongs to other weights than those here.
         """
         with self._changed:
             if version != self._versions[key]:
                 raise ValueError(f"a gradient of version {version}, but the weights are of {self._versions[key]}")
             if rank in self._grads[key]:
                 self._grads[key][rank] += value
-            else:  # what came by Ray is read-only
+            else:  # values from Ray are read-only
                 self._grads[key][rank] = value.copy() if self._every_call else value
             if self._every_call and rank != self._rank:
                 self._arrived[version][rank] += 1
             self._changed.notify_all()
 
     def receive_end(self, version: int, rank: int, calls: int) -> None:
-        """Notes that a rank has sent all its gradients of this version, in so many calls."""
+        """Records that a rank has sent all its gradients of this version, and in how many calls."""
         with self._changed:
             self._announced[version][rank] = calls
             self._changed.notify_all()
 
     def receive_param(self, key: Key, version: int, value: Array) -> None:
-        """Takes the weights that their owner sends; copied, as what came by Ray is read-only, which thinc refuses."""
+        """Takes the weights from their owner; copied, as values from Ray are read-only, which thinc refuses."""
         with self._changed:
             self._params[key][...] = value
             self._versions[key] = version
@@ -129,7 +129,7 @@ class Shard:
     # ------------------------------------------------------------------------------------------ an update
 
     def exchange(self) -> None:
-        """Pushes gradients, changes what is owned, and waits for the rest."""
+        """Pushes gradients, updates the owned parameters, and waits for the rest."""
         for key, value in self._mine.items():
             if self._owners[key] == self._rank:
                 self.receive_grad(key, self._versions[key], self._rank, value)
@@ -146,7 +146,7 @@ class Shard:
         self._wait(lambda: all(version == update for version in self._versions.values()))
 
     def _wait_for_calls(self, version: int) -> None:
-        """Tells the others how many calls they were sent, and waits for as many as they have told."""
+        """Tells the others how many calls were sent to them, and waits for the announced calls from each."""
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
             self._peers[rank].end.remote(version, self._rank, self._sent[rank])
@@ -182,14 +182,14 @@ class Shard:
 class ServerWorker:
     """A worker that trains, and serves the parameters that it owns. Its peers' calls come in another thread.
 
-    Keys travel as places in the list of parameters: thinc's own count layers of a process.
+    Keys travel as places in the list of parameters, since thinc's own keys count layers of a process.
     """
 
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         self._learner = Learner(job, rank, ranks)
 
     def set_peers(self, peers: list[Any]) -> None:
-        """Puts the proxy in its place; `peers` has all workers by rank."""
+        """Installs the proxy; `peers` has all workers by rank."""
         self._shard = Shard(self._learner, peers)
         self._learner.set_proxy(self._shard)
 
@@ -204,7 +204,7 @@ class ServerWorker:
 
     @ray.method(concurrency_group="training")
     def restart(self, every_call: bool) -> None:
-        """Forgets what it has learned; `Shard.restart` says the rest."""
+        """Forgets what it has learned; see `Shard.restart`."""
         self._learner.set_proxy(None)
         self._learner.restart()
         self._shard.restart(every_call=every_call)
@@ -212,7 +212,7 @@ class ServerWorker:
 
     @ray.method(concurrency_group="training")
     def train(self, updates: int) -> list[float]:
-        """Makes so many updates with the others; the losses of its batches."""
+        """Makes some updates with the others; returns the losses of its batches."""
         losses = []
         for _ in range(updates):
             self._learner.backward()

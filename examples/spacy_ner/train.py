@@ -1,9 +1,9 @@
-"""What ``spacy project run ray-train`` runs: trains a spaCy config in several Ray actors, and keeps the best pipeline.
+"""Trains a spaCy config in several Ray actors, and keeps the best pipeline; ``spacy project run ray-train`` runs it.
 
     python -m examples.spacy_ner.train [--workers 2] [--config config.cfg] [--output training]
 
-Length of the training, batches, dropout and optimizer are those of the config. An update is one run of a captured step,
-and learns from one batch of each worker.
+The config sets the length of the training, batches, dropout and optimizer. An update is one run of a captured step, and
+learns from one batch of each worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Evaluation:
         updates: How many.
         loss: The loss of a batch, the mean since the last evaluation.
         update_ms: How long an update took, the mean since the last evaluation.
-        precision, recall, f_score: spaCy's, of entities in the documents to be tested with.
+        precision, recall, f_score: spaCy's, of entities in the test documents.
     """
 
     updates: int
@@ -58,7 +58,7 @@ HEADER = _row(("update", "loss", "ms", "P", "R", "F"))
 
 
 def train(actors: list[Any], output: Path | None = None) -> Iterator[Evaluation]:
-    """Trains from the beginning, and tells how good the pipeline is every ``eval_frequency`` updates.
+    """Trains from the beginning, and evaluates the pipeline every ``eval_frequency`` updates.
 
     Args:
         actors: The trainers, by rank; they live on.

@@ -1,4 +1,4 @@
-"""The same training by collectives: an actor whose gradients and weights are tensors that the driver may name."""
+"""The same training by collectives: an actor whose gradients and weights are tensors for collectives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from examples.spacy_ner.threads import ONE_THREAD
 
 @ray.remote(num_cpus=0, runtime_env=ONE_THREAD)  # so that four of them run on two cores
 class Trainer(col.CollectiveParticipant):
-    """A learner in an actor. Its arrays lie in shared memory: the others add to them where they are."""
+    """A learner in an actor. Its arrays are in shared memory, where the others add to them in place."""
 
     def __init__(self, job: Job, rank: int, ranks: int) -> None:
         self._learner = Learner(job, rank, ranks, col.zeros)
@@ -39,7 +39,7 @@ class Trainer(col.CollectiveParticipant):
         return self._gradients
 
     def apply(self, gradients: dict[str, Array]) -> float:
-        """Takes the optimizer's step down what has become of `gradients`; the loss of the batch."""
+        """Takes the optimizer's step with the reduced `gradients`; returns the loss of the batch."""
         self._learner.step_all()
         return self._learner.loss
 
@@ -51,7 +51,7 @@ class Trainer(col.CollectiveParticipant):
         return self._learner.pieces(self._learner.flat_gradients)
 
     def received(self) -> Array:
-        """Where the sum of the gradients of its own parameters shall be written."""
+        """The array for the sum of the gradients of its own parameters."""
         return self._received
 
     def apply_owned(self, gradients: Array) -> Array:
@@ -80,9 +80,9 @@ class Trainer(col.CollectiveParticipant):
         _collectives(library).destroy_collective_group(group)
 
     def train(self, library: str, group: str, updates: int) -> list[float]:
-        """Makes so many updates with the others, an allreduce per parameter; the losses of its batches.
+        """Makes some updates with the others, an allreduce per parameter; returns the losses of its batches.
 
-        This is what the founding documents put in the place of ``inc_grad.remote``.
+        The original documents replace ``inc_grad.remote`` with this.
         """
         allreduce, losses = _collectives(library).allreduce, []
         for _ in range(updates):
@@ -115,7 +115,7 @@ class Trainer(col.CollectiveParticipant):
 
     @col.by_value
     def settings(self) -> dict[str, int]:
-        """What the config says of the length of the training."""
+        """The length of the training, from the config."""
         return {name: self._learner.training[name] for name in ("max_steps", "eval_frequency")}
 
     def save(self, path: Any) -> None:

@@ -30,7 +30,7 @@ class Way:
 
     @property
     def ranks(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return len(self.actors)
 
     def restart(self) -> None:
@@ -46,7 +46,7 @@ class Way:
         return [sum(self.update()) for _ in range(updates)]
 
     def update(self) -> list[float]:
-        """Makes one update, and gives the loss of each rank."""
+        """Makes one update, and returns the loss of each rank."""
         raise NotImplementedError
 
     def cpu_s(self) -> float:
@@ -58,7 +58,7 @@ class Way:
         return ray.get([actor.digest.remote() for actor in self.actors])
 
     def close(self) -> None:
-        """Gives back what the way has; the actors live on."""
+        """Releases what the way holds; the actors live on."""
 
 
 class Server(Way):
@@ -66,7 +66,7 @@ class Server(Way):
 
     Args:
         actors: One per rank.
-        every_call: Whether every gradient that thinc adds is a call, as there, or the sum of an update.
+        every_call: Whether every gradient that thinc adds is a call, as in spacy-ray, or the sum of an update.
     """
 
     def __init__(self, actors: list[Any], *, every_call: bool) -> None:
@@ -84,7 +84,7 @@ class Server(Way):
 
 
 class Imperative(Way):
-    """An allreduce per parameter, called by each rank: what the founding documents put in the server's place.
+    """An allreduce per parameter, called by each rank, as in the original documents.
 
     Args:
         actors: One per rank.
@@ -107,14 +107,14 @@ class Imperative(Way):
 
 
 class Declared(Way):
-    """What the driver's ways have in common: a declared group."""
+    """The base of the driver's ways: a declared group."""
 
     def __init__(self, actors: list[Any]) -> None:
         super().__init__(actors)
         col.declare_collective_group(actors, group_name=self.group)
 
     def close(self) -> None:
-        """Gives the group back."""
+        """Destroys the group."""
         col.destroy_collective_group(self.group)
 
 
@@ -129,7 +129,7 @@ class Refs(Declared):
 
 
 class Captured(Declared):
-    """The whole update recorded once: gradients, their sum, the optimizer's step."""
+    """The whole update, recorded once: gradients, their sum, the optimizer's step."""
 
     def __init__(self, actors: list[Any]) -> None:
         super().__init__(actors)
@@ -144,14 +144,14 @@ class Captured(Declared):
         self.step.returns([self.step.call(actor, "apply", of_rank) for actor, of_rank in pairs])
 
     def communicate(self, gradients: list[Any]) -> None:
-        """States what becomes of the gradients of all ranks."""
+        """Records how the gradients of all ranks are used."""
         col.allreduce_refs(gradients, self.group)
 
     def update(self) -> list[float]:
         return self.step.run()
 
     def close(self) -> None:
-        """Closes the step, then gives the group back."""
+        """Closes the step, then destroys the group."""
         self.step.close()
         super().close()
 
@@ -171,7 +171,7 @@ class Sharded(Captured):
 
 
 class Alone(Captured):
-    """No communication: each rank trains by itself, on its own batches. It tells what the computing takes."""
+    """No communication: each rank trains by itself, on its own batches. It shows the time of computing alone."""
 
     def communicate(self, gradients: list[Any]) -> None:
         """Nothing."""
@@ -201,7 +201,7 @@ class Team:
     Args:
         job: What is trained.
         ranks: How many workers.
-        names: The ways that are wanted.
+        names: The wanted ways.
     """
 
     def __init__(self, job: Job, ranks: int, names: Sequence[str]) -> None:

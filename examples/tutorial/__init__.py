@@ -1,4 +1,4 @@
-"""The programs of a torch.distributed tutorial, on four ranks, in both ways of saying a collective.
+"""The programs of a torch.distributed tutorial, on four ranks, in both ways of calling a collective.
 
 Each module prints what the tutorial prints, twice: first with every rank making its own call (``imperative``), then
 with the driver making one call over refs (``declarative``). Run one with ``python -m examples.tutorial.all_reduce``.
@@ -14,11 +14,11 @@ import raycollect as col
 WORLD_SIZE = 4
 
 Way = Callable[[list[Any]], list[str]]
-"""Runs the collective on four workers and tells what each rank saw, in rank order."""
+"""Runs the collective on four workers and returns what each rank saw, in rank order."""
 
 
 def run(worker: Any, *ways: Way) -> list[list[str]]:
-    """Runs each way on workers of its own, and prints what it tells."""
+    """Runs each way on workers of its own, and prints the results."""
     told = []
     for way in ways:
         workers = [worker.remote(rank) for rank in range(WORLD_SIZE)]

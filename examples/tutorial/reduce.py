@@ -1,4 +1,4 @@
-"""reduce: one rank gets the sum over all; what the others hold stays as it is.
+"""reduce: one rank gets the sum over all; the other tensors stay unchanged.
 
 python -m examples.tutorial.reduce
 """

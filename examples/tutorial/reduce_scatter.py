@@ -1,7 +1,7 @@
 """reducescatter: the sum over all, of which every rank gets its part.
 
-What a rank gives is one contiguous tensor here, as long as the parts of all ranks together; a list of parts would do
-as well.
+The input of a rank is one contiguous tensor here, as long as the parts of all ranks together. A list of parts works as
+well.
 
 python -m examples.tutorial.reduce_scatter
 """

@@ -1,6 +1,6 @@
-"""Workloads as they are met in practice, each beside the usual ways to do it: what holds, and how long each way takes.
+"""Workloads from practice, each compared with the usual ways: checks, and times of each way.
 
-Each is run as a module, and prints a table; `--json` prints the same for programs.
+Run each as a module. It prints a table; `--json` prints the same for programs.
 
     python -m examples.workloads.weight_sync        # the weights of a trainer, in all rollout workers (torch)
     python -m examples.workloads.torch_ddp          # data-parallel training (torch)

@@ -3,12 +3,12 @@
     python -m examples.workloads.embedding [--actors 4] [--rows 100000] [--runs 9] [--json]
 
 Rank r holds the rows from `r * rows / ranks` on. Each actor has a batch of ids, which are of any rows, often the same
-ones, and sometimes none at all. A lookup is two all-to-alls of uneven pieces: each actor sorts its ids, each once, so
-that those of one owner lie together, and asks every owner for its part; the owners look the rows up, and send them
-back; each actor puts them into the places of its batch. The gradient of the rows goes the same way as the ids did:
-each actor adds up what belongs to one row, and the owners add up what comes from all actors.
+ones, and sometimes none at all. A lookup is two all-to-alls of uneven pieces. Each actor sorts its distinct ids, so
+that those of one owner are adjacent, and asks every owner for its part. The owners look the rows up, and send them
+back. Each actor puts them into the places of its batch. The gradient of the rows travels the same way as the ids: each
+actor adds up the gradients of one row, and the owners add up the gradients of all actors.
 
-The program checks lookups and gradients beside a table in one piece, with duplicates and with actors that ask for
+The program compares lookups and gradients with a table in one piece, with duplicates and with actors that ask for
 nothing, by calls and captured. Then it times a lookup in these ways: by `alltoall_refs`, by calls and captured, and
 through the object store, with a remote call for each pair of actors.
 """
@@ -50,7 +50,7 @@ def make_rows(first: int, last: int) -> Rows:
 
 
 class Shard:
-    """A shard of the table, and a batch. Knows nothing of Ray."""
+    """A shard of the table, and a batch. It does not use Ray."""
 
     def begin(self, rank: int, ranks: int, rows: int) -> None:
         """Makes the shard."""
@@ -102,13 +102,13 @@ class Shard:
         return self.gradient
 
     def get_found(self) -> Rows:
-        """What `assemble` made last."""
+        """The last result of `assemble`."""
         return self.found
 
 
 @ray.remote(num_cpus=0)
 class Owner(col.CollectiveParticipant, Shard):
-    """A shard in an actor. The methods serve the comparison with the object store."""
+    """A shard in an actor. The methods are for the comparison with the object store."""
 
     @col.by_value
     def request_of(self, rank: int) -> Ids:
@@ -143,7 +143,7 @@ def send_gradients(owners: list[Any], scale: float) -> list[Any]:
 
 
 def capture_lookup(owners: list[Any]) -> col.Capture:
-    """Records a lookup. The batches, and so the sizes of all pieces, may be others in each run."""
+    """Records a lookup. The batches, and so the sizes of all pieces, may differ in each run."""
     with col.capture() as step:
         asked = col.alltoall_refs(None, [step.call(owner, "requests") for owner in owners], GROUP)
         rows = [step.call(owner, "lookup", ids) for owner, ids in zip(owners, asked, strict=True)]

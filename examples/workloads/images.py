@@ -1,4 +1,4 @@
-"""The handwritten digits of scikit-learn, for the workloads that learn them."""
+"""The handwritten digits of scikit-learn, for workloads."""
 
 from __future__ import annotations
 

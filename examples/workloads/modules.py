@@ -1,4 +1,4 @@
-"""The tensors of a torch module for collectives: all of them by name, and all of them in a few pieces of memory."""
+"""The tensors of a torch module for collectives: by name, or in a few pieces of memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import raycollect as col
 def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module, by name.
 
-    This is `state_dict` with two differences that collectives need. Buffers that are not persistent are there, as they
-    are weights like the others where a model is in use. A parameter that has two names (tied weights) is there once:
-    under both it would be written twice, which is refused as an alias.
+    This is `state_dict` with two differences that collectives need. It includes buffers that are not persistent, as a
+    model uses them like other weights. A parameter with two names (tied weights) appears once: otherwise it would be
+    written twice, which is refused as an alias.
     """
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -23,9 +23,9 @@ def tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def share(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Moves the parameters and buffers of a module into shared memory, one tensor for each dtype.
 
-    The module's own tensors become views of these, so that a collective on the few works on all. Do it before the
-    optimizer is made, and keep what it returns. To pickle such a module, or to return its `state_dict` by value, clone
-    the tensors first: torch writes the whole memory that a view is of, once for each view.
+    The module's own tensors become views of these, so that a collective on the few works on all. Call it before the
+    optimizer is made, and keep the result. To pickle such a module, or to return its `state_dict` by value, clone the
+    tensors first: torch writes the whole memory of a view, once for each view.
 
     Returns:
         The tensors [elements], by the name of their dtype.
@@ -36,7 +36,7 @@ def share(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def share_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Gives the parameters of a module gradients of zero in shared memory, one tensor for each dtype; see `share`.
 
-    A backward pass adds to them where they are, if they are zeroed by `zero_grad(set_to_none=False)`.
+    A backward pass adds to them in place, if they are zeroed by `zero_grad(set_to_none=False)`.
     """
     parameters = list(module.parameters())
     for parameter in parameters:

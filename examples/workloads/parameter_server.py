@@ -7,10 +7,10 @@ random features. Each worker computes the gradient of a small batch of its own, 
 inbox in the server, the server applies it, and another `send_ref` pulls the new weights into the worker's buffer. All
 of these tensors lie in shared memory and are made once; nothing goes through the object store.
 
-The driver is a coroutine per worker. It has an exchange done when the worker's gradient is there, not before:
-collectives run in the order of the calls, so that one called earlier would hold up the server until the slowest worker
-comes. The calls of an exchange need no waiting in between, as each stands behind the others in the actors' queues; Work
-handles are awaited like refs. (In a group with `ordering="data"` the driver would have to wait for each.) Captured, an
+The driver has a coroutine per worker. It starts an exchange when the worker's gradient is ready, not before:
+collectives run in the order of the calls, so one called earlier would block the server until the slowest worker comes.
+The calls of an exchange need no waiting in between, as each comes after the others in the actors' queues; Work handles
+are awaited like refs. (In a group with `ordering="data"` the driver would have to wait for each.) Captured, an
 exchange and the computation after it are one run, in which the server is free again once it has given its weights.
 
 Weights and gradients travel with their version, so the server knows how stale each gradient is: how many updates it has
@@ -19,8 +19,8 @@ parallel, Ho et al. 2013), which bounds the staleness: while a worker computes o
 most `2 * slack + 2` updates.
 
 The program checks that the loss falls, that staleness keeps its bound, and that no update is lost or done twice: the
-server counts them for each worker, and its weights are what all gradients that the workers know to have pushed add up
-to. Then it times an update, over all workers, in these ways: by calls, by captured steps, and through the object store.
+server counts them for each worker, and its weights are the sum of all gradients that the workers have pushed. Then it
+times an update, over all workers, in these ways: by calls, by captured steps, and through the object store.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def message(features: int) -> Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the server has done.
+    """The server's history.
 
     Attributes:
         updates: How many of each worker.
@@ -102,7 +102,7 @@ class Server(col.CollectiveParticipant):
     """Holds the weights, and an inbox for each worker."""
 
     def begin(self, workers: int, features: int) -> None:
-        """Forgets all it had."""
+        """Resets it."""
         self.weights = message(features)
         self.inboxes = [message(features) for _ in range(workers)]
         self.updates = [0] * workers
@@ -179,7 +179,7 @@ class Worker(col.CollectiveParticipant):
         return self.gradient, True
 
     def _compute(self, weights: Message) -> None:
-        self.total += self.gradient["values"]  # it has been pushed, else there were no next one
+        self.total += self.gradient["values"]  # it has been pushed, otherwise there would be no next one
         chosen = self.rng.integers(len(self.images.labels), size=self.batch)
         seen = features_of(self.images.pixels[chosen], self.projection)
         errors = softmax(seen @ weights["values"])
@@ -313,7 +313,7 @@ async def drive(way: Way, workers: int, updates: int, slack: int) -> None:
 
 
 def begin(server: Any, workers: list[Any], images: Images, features: int) -> None:
-    """Has all begin anew; the last worker is the slowest."""
+    """Restarts all; the last worker is the slowest."""
     held = ray.put(images)
     batches = [BATCH] * (len(workers) - 1) + [SLOWEST_BATCH]
     ready = [server.begin.remote(len(workers), features)]
@@ -323,7 +323,7 @@ def begin(server: Any, workers: list[Any], images: Images, features: int) -> Non
 
 
 def check_way(name: str, server: Any, workers: list[Any], *, updates: int, slack: int) -> list[Check]:
-    """Trains in one way, and tells what must hold."""
+    """Trains in one way, and returns the checks."""
     (images, _), count = load(), len(workers)
     begin(server, workers, images, FEATURES[0])
     way = WAYS[name](server, workers)

@@ -1,4 +1,4 @@
-"""What the workloads share: ways are timed in turn, and a report tells what was found, as a table or as JSON."""
+"""Helpers of the workloads: timing ways in turn, and a report as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import raycollect as col
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that must hold.
+    """A check.
 
     Attributes:
         name: What.
@@ -40,7 +40,7 @@ class Timing:
 
     Attributes:
         what: The amount of work, in words.
-        ms: The median of each way, in ms. The first way is ours; the others are told as multiples of it.
+        ms: The median of each way, in ms. The first way is ours; the others are shown as multiples of it.
     """
 
     what: str
@@ -55,7 +55,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What a workload found.
+    """The result of a workload.
 
     Attributes:
         title: What it does.
@@ -75,7 +75,7 @@ class Report:
         return all(check.good for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, with the machine and its load."""
+        """The report as plain values, with the machine and its load."""
         return {
             "title": self.title,
             "unit": self.unit,
@@ -85,7 +85,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The same to read: the checks, then a table for each row."""
+        """The report as text: the checks, then a table for each row."""
         lines = [self.title, ""]
         lines += [f"{'ok' if check.good else 'NOT OK':>6}  {check.name:<34} {check.found}" for check in self.checks]
         for timing in self.timings:
@@ -98,7 +98,7 @@ class Report:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, as far as it matters for times: how much else it has to do is in its load."""
+    """The machine and its load, as far as they matter for times."""
     return {
         "cores": os.cpu_count(),
         "processor": platform.processor() or platform.machine(),
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def compare(ways: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2) -> dict[str, float]:
-    """Times ways in turn, so that whatever else the machine does hits all of them.
+    """Times ways in turn, so that other load affects all of them alike.
 
     Args:
         ways: What each way does once, by its name.
@@ -141,7 +141,7 @@ def ending(actors: list[Any]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def declared(actors: list[Any], name: str) -> Iterator[str]:
-    """A declared group that is destroyed with the block; gives its name."""
+    """A declared group that is destroyed with the block; yields its name."""
     col.declare_collective_group(actors, group_name=name)
     try:
         yield name

@@ -9,11 +9,11 @@ them in place, each takes the same optimizer step.
 
 The parts of a batch are of unequal size, and the last batch of an epoch is smaller still; some parts may be empty. So
 each actor scales the summed loss of its part by `ranks / images of the batch`: then the average over ranks is the mean
-over images, whoever had how many.
+over images, however they are distributed.
 
 It trains by calls, then by a captured step, and checks that all replicas hold the same bits, in both ways, and that one
-process which sees the whole batches reaches the same weights, within 1e-5 of their norm. To the last bit they can't be
-the same: the parts' float32 sums are added in another order, and each step carries the difference on.
+process which sees the whole batches reaches the same weights, within 1e-5 of their norm. They can't be the
+same to the last bit: the parts' float32 sums are added in another order, and each step carries the difference on.
 
 Then it times a step of a small and a larger perceptron in these ways:
 
@@ -57,7 +57,7 @@ GROUP = "replicas"
 
 
 class Learner:
-    """A replica, and its part of every batch. Knows nothing of Ray."""
+    """A replica, and its part of every batch. It does not use Ray."""
 
     def begin(self, images: Images, *, width: int, batch: int, rank: int, ranks: int) -> None:
         """Makes the replica, always with the same weights.
@@ -114,7 +114,7 @@ class Learner:
 
 @ray.remote(num_cpus=0)
 class Replica(col.CollectiveParticipant, Learner):
-    """A learner in an actor. All that is not inherited serves the comparison."""
+    """A learner in an actor. Its own methods are for the comparison."""
 
     @col.by_value
     def gradient_by_value(self) -> NDArray[np.float32]:
@@ -139,7 +139,7 @@ class Replica(col.CollectiveParticipant, Learner):
             self.their_optimizer.step()
 
     def leave(self) -> None:
-        """Ends what `join` began."""
+        """Leaves the group of `join`."""
         del self.theirs
         distributed.destroy_process_group()
 
@@ -173,14 +173,14 @@ def step_by_driver(replicas: list[Any]) -> None:
 
 
 def begin(replicas: list[Any], images: Images, *, width: int, batch: int) -> None:
-    """Has all replicas begin."""
+    """Restarts all replicas."""
     held = ray.put(images)
     settings = {"width": width, "batch": batch, "ranks": len(replicas)}
     ray.get([replica.begin.remote(held, rank=rank, **settings) for rank, replica in enumerate(replicas)])
 
 
 def train_in_one_process(images: Images, *, steps: int, width: int, batch: int) -> NDArray[np.float32]:
-    """What the replicas must reach: the same training, all of each batch in one place."""
+    """The reference: the same training in one process, with whole batches."""
     learner = Learner()
     learner.begin(images, width=width, batch=batch, rank=0, ranks=1)
     for _ in range(steps):

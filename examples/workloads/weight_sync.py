@@ -1,11 +1,11 @@
-"""Reinforcement learning: one trainer, several rollout workers, and the weights of the one in all others.
+"""Reinforcement learning: a trainer sends its weights to several rollout workers.
 
     python -m examples.workloads.weight_sync [--workers 3] [--rounds 40] [--runs 9] [--json]
 
-The trainer and each rollout worker hold a torch module of their own. A sync is one call: `broadcast_refs` of all its
-tensors, which overwrites the weights of the rollout workers where they are. Nobody calls `load_state_dict`, and nothing
-goes through the object store. Autograd does not see that weights were overwritten: who trains with synced weights must
-not have a sync between a forward and its backward pass.
+The trainer and each rollout worker hold a torch module of their own. A sync is one call: `broadcast_refs` of all
+tensors, which overwrites the weights of the rollout workers in place. No actor calls `load_state_dict`, and nothing
+goes through the object store. Autograd does not see that weights were overwritten: don't sync between a forward and its
+backward pass if you train with synced weights.
 
 First a policy learns to balance a pole (REINFORCE). While the rollout workers play, the driver has the trainer learn
 from what they played before, and has called the next sync already: it waits in the actors' queues, behind the rollouts,
@@ -63,7 +63,7 @@ class Versioned(torch.nn.Module):
 
 
 class Policy(Versioned):
-    """Tells how likely each push is; [n, 4] float32 -> [n, 2] logits."""
+    """Returns the logits of the two pushes; [n, 4] float32 -> [n, 2] logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Transformer(Versioned):
 
 
 class Holder(col.CollectiveParticipant):
-    """Holds a module in shared memory, and another one as torch makes it, for the ways that know no shared memory."""
+    """Holds a module in shared memory, and an ordinary one for the ways without shared memory."""
 
     def begin(self, make: Callable[[], Versioned], seed: int) -> None:
         """Makes the modules, with random numbers of this seed."""
@@ -109,7 +109,7 @@ class Holder(col.CollectiveParticipant):
         self.shared = modules.share(self.module)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All tensors of the module, as they are: they stay here, and the ref stands for them as long as it lives."""
+        """All tensors of the module; they stay here, and the ref stands for them as long as it lives."""
         return modules.tensors(self.module)
 
     def flat(self) -> dict[str, torch.Tensor]:
@@ -120,7 +120,7 @@ class Holder(col.CollectiveParticipant):
         """A hash of all tensors that a module has now."""
         return modules.digest(modules.tensors(self.usual if usual else self.module))
 
-    # What the other ways need:
+    # For the other ways:
 
     @col.by_value
     def state(self) -> dict[str, torch.Tensor]:
@@ -155,7 +155,7 @@ def as_bytes(tensor: torch.Tensor) -> Any:
 
 @ray.remote(num_cpus=0)
 class Trainer(Holder):
-    """Holds the weights that all others get."""
+    """Holds the weights that all others receive."""
 
     def begin(self, make: Callable[[], Versioned], seed: int) -> None:
         super().begin(make, seed)
@@ -175,7 +175,7 @@ class Trainer(Holder):
         return float(np.concatenate([steps.returns for steps in played]).mean())
 
     def disturb(self) -> None:
-        """Stands for a step of training, where only the sync is of interest."""
+        """Replaces a step of training if only the sync is timed."""
         with torch.no_grad():
             for module in (self.module, self.usual):
                 for tensor in module.state_dict().values():  # it lacks the buffer that is not persistent
@@ -184,7 +184,7 @@ class Trainer(Holder):
 
 @ray.remote(num_cpus=0)
 class Rollout(Holder):
-    """Plays with the weights that it holds."""
+    """Plays with its weights."""
 
     def begin(self, make: Callable[[], Versioned], seed: int) -> None:
         super().begin(make, seed)
@@ -266,7 +266,7 @@ def capture(refs: list[Any], group: str) -> col.Capture:
 
 
 def begin(everyone: list[Any], make: Callable[[], Versioned]) -> None:
-    """Has everyone make a module, each another one."""
+    """Lets every actor make a module, each a different one."""
     ray.get([one.begin.remote(make, SEED + at) for at, one in enumerate(everyone)])
 
 
@@ -292,7 +292,7 @@ def learn_in_both_ways(everyone: list[Any], rounds: int) -> list[Check]:
 
 
 def load_from_object_store(trainer: Any, workers: list[Any]) -> None:
-    state = trainer.state.remote()  # what `ray.put` would do, without the way through the driver
+    state = trainer.state.remote()  # what `ray.put` would do, without going through the driver
     ray.get([worker.load.remote(state) for worker in workers])
 
 

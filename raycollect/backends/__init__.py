@@ -1,9 +1,12 @@
 """The backends: what each can do, whether it is installed, and how to load it.
 
-A backend is a factory (see `raycollect.contracts.CommunicatorFactory`) and a line of the capability table; names are
+A backend is a factory (`CommunicatorFactory`) and a line of the capability table; names are
 case-insensitive. Lines come with this package, by `register`, and from installed packages: the entry point group
 `raycollect.backends` maps a name to a `Capabilities`, and is read when a name is asked for that is not in the table.
 `torch:<name>` is any backend of `torch.distributed`. Importing this package loads none of them.
+
+Who writes a backend finds here, too, what it has to look like (`core.protocols`), and the values that it gets
+(`core.model`).
 """
 
 from __future__ import annotations
@@ -13,7 +16,22 @@ from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, cast
 
-from raycollect.contracts import CommunicatorFactory
+from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
+from raycollect.backends.gpus import Gpu, sharing
+from raycollect.backends.gpus import why_not as gpus_meet
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.core.protocols import (
+    Again,
+    Communicator,
+    CommunicatorFactory,
+    Completion,
+    Exchange,
+    Forsaking,
+    Rendezvous,
+    SegmentSource,
+    Surviving,
+    Together,
+)
 from raycollect.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -21,18 +39,29 @@ from raycollect.errors import (
     Violation,
     refusal,
 )
-from raycollect.model import OpKind
-
-from .capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
-from .gpus import Gpu, sharing
-from .gpus import why_not as gpus_meet
 
 __all__ = [
     "BACKENDS",
     "ENTRY_POINTS",
+    "Again",
     "Capabilities",
     "Choice",
+    "Communicator",
+    "CommunicatorFactory",
+    "Completion",
+    "Exchange",
+    "Forsaking",
     "Gpu",
+    "GroupSpec",
+    "Kernel",
+    "Launch",
+    "OpKind",
+    "ReduceOp",
+    "Rendezvous",
+    "SegmentSource",
+    "Surviving",
+    "TensorInfo",
+    "Together",
     "canonical",
     "check_op",
     "check_placement",
@@ -120,7 +149,7 @@ def load(name: str, group_name: str = "default") -> CommunicatorFactory:
     backend = get(name, group_name)
     if missing := _missing(backend):
         cure = f". Install it: {backend.install}" if backend.install else ""
-        why = f"it needs what is not there ({missing}){cure}"
+        why = f"it needs what is not there ({missing}){cure}; or use backend='auto', which picks from what is there"
         raise BackendNotInstalledError(group_name=group_name, detail=f"backend {backend.name!r}: {why}")
     if backend.factory is not None:
         return backend.factory

@@ -1,8 +1,8 @@
-"""Tensors on several devices of one process: brought to one of them, folded there, and copied back.
+"""Tensors on several devices of one process: copied to one device, folded there, and copied back.
 
-All of it is enqueued on the caller's streams, those of cupy, and on each device behind all that the caller has enqueued
-there (`streams.follow`). Bytes go from device to device without the host, where the devices reach each other; else the
-driver takes them through its memory.
+All work is enqueued on cupy's current streams of the calling thread, on each device after the caller's earlier work
+there (`streams.follow`). Copies go directly between devices with peer access; else the driver stages them in host
+memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,18 @@ from typing import Any, cast
 
 import numpy as np
 
-from raycollect.model import ReduceOp, TensorInfo
+from raycollect.backends import arrays
+from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, device_id
+from raycollect.backends.folds import FOLDS, is_widened, refusal_reason
+from raycollect.backends.streams import follow, has_run, wait
+from raycollect.core.model import ReduceOp, TensorInfo
 
-from . import arrays
-from .device_arrays import DeviceArray, bits_view, cupy_view, device_id
-from .folds import FOLDS, is_widened, refusal_reason
-from .streams import follow, has_run, wait
-
-__all__ = ["bring", "brought", "ended", "fold", "folded", "objection", "room", "spread"]
-
+# NCCL, which reduces next, drops a NaN in favor of a number, and so must this
 _NCCLS = {ReduceOp.MIN: "fmin", ReduceOp.MAX: "fmax"}
-"""Where NCCL, which comes next, has another rule for NaN: a NaN from here, it would drop with the numbers behind it."""
 
 
 def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
-    """Why tensors of so many devices can't be folded; None: they can."""
+    """Says why the tensors of `count` devices can't be folded, or None if they can."""
     reason = refusal_reason(op, dtype.name)
     if reason is None and count > 1 and dtype in arrays.NARROW:
         reason = f"{op.name} of {dtype.name}: cupy has no such type, and so can't fold the tensors of several GPUs"
@@ -39,52 +36,30 @@ def objection(op: ReduceOp, dtype: np.dtype[Any], count: int) -> str | None:
 def room(
     like: DeviceArray, home: int, count: int, allocate: Callable[[TensorInfo], Any] | None = None
 ) -> tuple[DeviceArray, ...]:
-    """Makes tensors on a device, one behind the other, of one's shape, dtype and library.
-
-    Args:
-        like: The one.
-        home: The device.
-        count: How many.
-        allocate: Makes a tensor; None: `arrays.empty`.
-
-    Raises:
-        MemoryError: There is no memory for them.
-    """
+    """Allocates `count` consecutive tensors like `like` on device `home`; may raise MemoryError."""
     info = replace(arrays.info(like, like.library), shape=(count, *like.shape), device=f"cuda:{home}")
     made = (allocate or arrays.empty)(info)
     return tuple(_seen(made[at]) for at in range(count))
 
 
 def brought(sources: Sequence[DeviceArray], home: int) -> tuple[DeviceArray, ...]:
-    """Copies tensors of one shape and dtype to a device, from whichever they are on.
-
-    Raises:
-        MemoryError: There is no memory for the copies.
-    """
+    """Copies tensors of one shape and dtype to device `home`, from any device; may raise MemoryError."""
     made = room(sources[0], home, len(sources))
     bring(sources, made)
     return made
 
 
 def bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
-    """Copies tensors, from whichever devices they are on, to as many of one device that have no gaps."""
+    """Copies tensors, from any device, to as many contiguous ones on one device."""
     for source, target in zip(sources, targets, strict=True):
         _bring([source], [target], _device(target))
 
 
 def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> tuple[DeviceArray, ...]:
-    """Reduces the tensors of several devices elementwise, in the order of the devices.
+    """Reduces the tensors of several devices elementwise, in device order.
 
-    Args:
-        lists: For each device the same number of tensors, all of one shape and dtype.
-        op: How; it has a meaning for them, and cupy has their dtype. AVG: over the devices.
-        home: The device where it is done.
-
-    Returns:
-        As many tensors, on `home`, one behind the other. As much memory again is used meanwhile.
-
-    Raises:
-        MemoryError: There is no memory for them.
+    Each list has the tensors of one device, all of one shape and dtype. AVG is over the devices. Returns consecutive
+    tensors on `home`; twice their memory is used meanwhile. May raise MemoryError.
     """
     count = len(lists[0])
     made = room(lists[0][0], home, count)
@@ -100,13 +75,9 @@ def fold(
     targets: Sequence[DeviceArray],
     incoming: Sequence[DeviceArray],
 ) -> None:
-    """The same, into memory that is there.
+    """Reduces like `folded`, into consecutive `targets` on one device.
 
-    Args:
-        lists: See `folded`.
-        op: See there.
-        targets: On one device, one behind the other: where the result goes.
-        incoming: As many on the same device, for what arrives; nothing where there is one list.
+    `incoming`: as many tensors there for arriving data; empty if there is one list.
     """
     cupy, home = import_module("cupy"), _device(targets[0])
     first, *others = lists
@@ -128,7 +99,7 @@ def fold(
 
 
 def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
-    """Copies tensors of one device to another, after all that the caller has enqueued on both; does not wait for it."""
+    """Enqueues copies of one device's tensors to another, after the caller's work on both; does not wait."""
     if not targets:
         return
     cupy = import_module("cupy")
@@ -151,11 +122,7 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
 
 
 def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> None:
-    """Waits until all has ended that was enqueued here on some devices.
-
-    Args:
-        devices: The devices.
-        check: Asked while they are waited for, and may raise; None: nothing ends the wait.
+    """Waits until all work that this thread has enqueued on `devices` has ended; `check` may raise to end the wait.
 
     Raises:
         Exception: A device has failed, cupy's own; or what `check` raises.
@@ -170,7 +137,6 @@ def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> No
 
 
 def _bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], home: int) -> None:
-    """Copies tensors of one device to as many on `home` that have no gaps, and lets the stream there follow."""
     cupy, device = import_module("cupy"), _device(sources[0])
     stream = follow(device, [home])
     try:
@@ -190,7 +156,6 @@ def _copy(to: int, source: int, nbytes: int, stream: int) -> None:
 
 
 def _line(made: Sequence[DeviceArray]) -> Any:
-    """Tensors that lie one behind the other, as one row of cupy."""
     cupy, first = import_module("cupy"), cupy_view(made[0])
     return cupy.ndarray((len(made) * first.size,), first.dtype, memptr=first.data)
 

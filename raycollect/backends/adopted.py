@@ -1,10 +1,10 @@
-"""Groups in the shape of `ray.util.collective`'s `BaseGroup` as backends: `register_collective_backend`.
+"""Backends made of classes in the shape of `ray.util.collective`'s `BaseGroup`: `register_collective_backend`.
 
-Such a class is built as ``group_cls(world_size, rank, group_name)`` and works on lists of tensors, in place, all ranks
-at once. So this adapter copies where a kernel's arrays are apart, pads pieces of different sizes to the largest, and
-gives copies where a class might write what a kernel may only read (as Ray's own gloo does in reducescatter).
-Memory: up to one copy of the operands. What the class does can't be interrupted, and after a failure nobody knows where
-its members are: the group is broken then. Nothing of Ray is imported.
+Such a class is built as ``group_cls(world_size, rank, group_name)`` and works in place on lists of tensors, with all
+ranks at once. So this adapter copies where source and destination differ, pads pieces of different sizes to the
+largest, and passes copies where a class might write to an array that a kernel may only read (Ray's gloo does so in
+reducescatter). Memory: up to one copy of the operands. A call of the class can't be interrupted, and a failure leaves
+the members in an unknown state, so the group is broken then. Nothing of Ray is imported.
 """
 
 from __future__ import annotations
@@ -21,20 +21,12 @@ from typing import Any
 import numpy as np
 
 from raycollect import backends
-from raycollect.contracts import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import (
-    BackendUnavailableError,
-    Violation,
-    refusal,
-)
-from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-
-from ._exchanged import Exchanged
-from .arrays import Array
-from .capabilities import Capabilities
-from .completion import DONE, reduce_op, translated
-from .folds import finish
-from .options import (
+from raycollect.backends.arrays import Array
+from raycollect.backends.capabilities import Capabilities
+from raycollect.backends.completion import DONE, reduce_op, translated
+from raycollect.backends.exchanged import Exchanged
+from raycollect.backends.folds import finish
+from raycollect.backends.options import (
     AllGatherOptions,
     AllReduceOptions,
     BarrierOptions,
@@ -44,9 +36,15 @@ from .options import (
     ReduceScatterOptions,
     SendOptions,
 )
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import (
+    BackendUnavailableError,
+    Violation,
+    refusal,
+)
 
-__all__ = ["AdoptedCommunicator", "Adoption", "adopt", "register_collective_backend"]
-
+# The operations of a `BaseGroup`
 METHODS: dict[OpKind, str] = {
     OpKind.ALLREDUCE: "allreduce",
     OpKind.BARRIER: "barrier",
@@ -57,11 +55,9 @@ METHODS: dict[OpKind, str] = {
     OpKind.SEND: "send",
     OpKind.RECV: "recv",
 }
-"""The operations of a `BaseGroup`."""
 
+# Such a class knows the first four. AVG is a sum, divided here.
 REDUCE_OPS = frozenset({ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG})
-"""The four that such a class knows, and the average, which is a sum divided here."""
-
 _RAY_BASE = "ray.util.collective.collective_group.base_collective_group"
 _RAY_TYPES = "ray.util.collective.types"
 
@@ -70,25 +66,12 @@ def register_collective_backend(name: str, group_cls: type[Any]) -> None:
     """Makes a class in the shape of Ray's `BaseGroup` a backend of this process; each process of a group needs it.
 
     Only the operations that the class overrides are the backend's; the planner makes some others of these.
-
-    Args:
-        name: What the backend will be called, in any case.
-        group_cls: The class. It sees numpy arrays, and options of `raycollect.types`.
-
-    Raises:
-        TypeError: It lacks `check_backend_availability`, or has no operation at all.
-        ValueError: Another backend has that name.
     """
     backends.register(adopt(name, group_cls))
 
 
 def adopt(name: str, group_cls: type[Any]) -> Capabilities:
-    """Makes the capability line of a class in the shape of `BaseGroup`.
-
-    Raises:
-        TypeError: The class has not that shape.
-        ValueError: The name can't be one.
-    """
+    """Makes the capability line of a class in the shape of `BaseGroup`."""
     ops = frozenset(kind for kind, method in METHODS.items() if _overrides(group_cls, method))
     if not isinstance(group_cls, type) or not ops or not _overrides(group_cls, "check_backend_availability"):
         raise TypeError(
@@ -115,16 +98,12 @@ def _overrides(group_cls: type[Any], method: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """The factory of communicators over one class; see `raycollect.contracts.CommunicatorFactory`.
-
-    Attributes:
-        group_cls: The class.
-    """
+    """Creates communicators over one class, as a `raycollect.core.protocols.CommunicatorFactory`."""
 
     group_cls: type[Any]
 
     def missing(self) -> str:
-        """Says that the class can't work here, or ""."""
+        """Says why the class does not work here, or ""."""
         asked = f"{self.group_cls.__name__}.check_backend_availability()"
         try:
             return "" if self.group_cls.check_backend_availability() else f"{asked} says no"
@@ -141,11 +120,7 @@ class Adoption:
         host: str = "",
         segments: SegmentSource | None = None,
     ) -> AdoptedCommunicator:
-        """Builds the class's group; `spec.options` are its further keyword arguments.
-
-        Raises:
-            BackendUnavailableError: The class's constructor failed.
-        """
+        """Builds the class's group; `spec.options` are its further keyword arguments."""
         # Several communicators of one group live at once, and later groups may have its name: a nonce keeps them apart.
         name = re.sub(r"[^\w.-]+", "-", f"{spec.name}.{spec.group_id}")
         try:
@@ -158,7 +133,7 @@ class Adoption:
 
 
 def _concrete(group_cls: type[Any]) -> type[Any]:
-    """The class, free of abstract methods: those that it leaves out are never called."""
+    # Abstract methods that the class leaves out are never called.
     if not getattr(group_cls, "__abstractmethods__", None):
         return group_cls
     made: type[Any] = new_class(group_cls.__name__, (group_cls,))
@@ -167,7 +142,7 @@ def _concrete(group_cls: type[Any]) -> type[Any]:
 
 
 class AdoptedCommunicator(Exchanged):
-    """One rank's membership. An abort wakes it at the door; a kernel runs to its end."""
+    """One rank's membership. An abort wakes it during the agreement only; a kernel runs to its end."""
 
     def __init__(self, group: Any, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         super().__init__(spec, rank, exchange)
@@ -177,19 +152,9 @@ class AdoptedCommunicator(Exchanged):
         self._reduce_ops = _reduce_ops(type(group))
         self._closed = False
         self._busy = threading.Lock()
-        self._kernels: dict[OpKind, Callable[[Kernel, timedelta], None]] = {
-            OpKind.ALLREDUCE: self._allreduce,
-            OpKind.BARRIER: lambda kernel, left: self._group.barrier(BarrierOptions(timeout_ms=left)),
-            OpKind.REDUCE: self._reduce,
-            OpKind.ALLGATHER: self._allgather,
-            OpKind.BROADCAST: self._broadcast,
-            OpKind.REDUCESCATTER: self._reducescatter,
-            OpKind.SEND: self._send,
-            OpKind.RECV: self._recv,
-        }
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Moves nothing; refuses before the door what the class can't do."""
+        """Checks before the agreement that the class supports the kernel."""
         self._check_supported(launch, kernel)
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
@@ -199,7 +164,7 @@ class AdoptedCommunicator(Exchanged):
             self._check_going(launch)
             try:
                 with translated(kernel.kind, self._spec.name, self.rank):
-                    self._kernels[kernel.kind](kernel, timedelta(seconds=launch.timeout_s))
+                    _KERNELS[kernel.kind](self, kernel, timedelta(seconds=launch.timeout_s))
             except BaseException as exc:
                 self._broken = f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
                 raise
@@ -208,7 +173,7 @@ class AdoptedCommunicator(Exchanged):
         return DONE
 
     def close(self) -> None:
-        """Lets the class destroy its group; where a kernel is under way, when that has ended."""
+        """Lets the class destroy its group, at once or at the end of the running kernel."""
         self._broken = self._broken or "the communicator was closed"
         self._closed = True
         if self._busy.acquire(blocking=False):
@@ -227,7 +192,7 @@ class AdoptedCommunicator(Exchanged):
         if kernel.op is not None and kernel.op not in self._reduce_ops:
             self._refuse(kernel, "reduce op", kernel.op.name, ", ".join(op.name for op in self._reduce_ops))
         if not pair and len(launch.ranks) != self.world_size:
-            self._refuse(kernel, "ranks", str(list(launch.ranks)), "all of the group")
+            self._refuse(kernel, "list of ranks", str(list(launch.ranks)), "all of the group")
 
     def _refuse(self, kernel: Kernel, field: str, found: str, expected: str) -> None:
         violation = Violation(
@@ -239,13 +204,14 @@ class AdoptedCommunicator(Exchanged):
         )
         raise refusal(kernel.kind.value, self._spec.name, (violation,))
 
-    # ------------------------------------------------------------------------------------------ kernels
-
     def _allreduce(self, kernel: Kernel, left: timedelta) -> None:
         lent = _Lent(kernel.dst, kernel.src.shape, holding=kernel.src)
         if lent.size:
             self._group.allreduce([lent.tensor], AllReduceOptions(reduceOp=self._named(kernel), timeout_ms=left))
         lent.give_back(kernel.op, self.world_size)
+
+    def _barrier(self, kernel: Kernel, left: timedelta) -> None:
+        self._group.barrier(BarrierOptions(timeout_ms=left))
 
     def _reduce(self, kernel: Kernel, left: timedelta) -> None:
         lent = (
@@ -300,12 +266,23 @@ class AdoptedCommunicator(Exchanged):
         lent.give_back()
 
     def _named(self, kernel: Kernel) -> Any:
-        """The reduce op as the class knows it."""
         return self._reduce_ops[reduce_op(kernel)]
 
 
+_KERNELS: dict[OpKind, Callable[[AdoptedCommunicator, Kernel, timedelta], None]] = {
+    OpKind.ALLREDUCE: AdoptedCommunicator._allreduce,
+    OpKind.BARRIER: AdoptedCommunicator._barrier,
+    OpKind.REDUCE: AdoptedCommunicator._reduce,
+    OpKind.ALLGATHER: AdoptedCommunicator._allgather,
+    OpKind.BROADCAST: AdoptedCommunicator._broadcast,
+    OpKind.REDUCESCATTER: AdoptedCommunicator._reducescatter,
+    OpKind.SEND: AdoptedCommunicator._send,
+    OpKind.RECV: AdoptedCommunicator._recv,
+}
+
+
 def _reduce_ops(group_cls: type[Any]) -> dict[ReduceOp, Any]:
-    """Our reduce ops, and what the class compares them with: its base's, as members of two enums are never equal."""
+    # Ray's enum where the class derives from Ray's: members of two enums are never equal.
     theirs: Any = ReduceOp
     if any(base.__module__ == _RAY_BASE for base in group_cls.__mro__):
         theirs = sys.modules[_RAY_TYPES].ReduceOp
@@ -313,17 +290,12 @@ def _reduce_ops(group_cls: type[Any]) -> dict[ReduceOp, Any]:
 
 
 def _row(pieces: Sequence[Array]) -> tuple[int]:
-    """The shape of a row that holds the largest piece: the same on all ranks, whose shapes may differ."""
+    # All ranks see the same largest piece, but shapes may differ between ranks.
     return (max(piece.size for piece in pieces),)
 
 
 class _Lent:
-    """An array as the class gets it: C order, native, writable and of the shape asked for.
-
-    Attributes:
-        tensor: The array itself where it is all that, else one that stands for it until `give_back`.
-        size: The number of its elements.
-    """
+    """An array as the class gets it: C order, native byte order, writable and of the requested shape."""
 
     __slots__ = ("_array", "size", "tensor")
 
@@ -331,6 +303,7 @@ class _Lent:
         shape = array.shape if shape is None else shape
         native = array.dtype.isnative
         suits = array.flags.carray and native and array.shape == shape
+        # the array itself if it qualifies, else a temporary until `give_back`
         self.tensor = array if suits else np.zeros(shape, array.dtype if native else array.dtype.newbyteorder("="))
         self.size = self.tensor.size
         self._array = array
@@ -339,18 +312,15 @@ class _Lent:
 
     @classmethod
     def copy(cls, array: Array, shape: tuple[int, ...] | None = None) -> _Lent:
-        """A copy, which the class may write."""
         own = np.zeros(array.shape if shape is None else shape, array.dtype)
         _copy(array, own)
         return cls(own, holding=own)
 
     @classmethod
     def to_read(cls, array: Array) -> _Lent:
-        """An array that is not given back."""
         return cls(array, holding=array)
 
     def give_back(self, op: ReduceOp | None = None, world_size: int = 1) -> None:
-        """Brings what the class wrote to the array, as an average where that was asked for."""
         if op is not None:
             finish(op, self.tensor, world_size)
         if self.tensor is not self._array:
@@ -358,7 +328,7 @@ class _Lent:
 
 
 def _copy(source: Array, target: Array) -> None:
-    """Copies in flat order as many elements as both have: one of them may be padded."""
+    # One of them may be padded: copies the first elements, in flat order.
     size = min(source.size, target.size)
     if source.shape == target.shape:
         target[...] = source

@@ -1,8 +1,8 @@
-"""What backends know about tensors: how each becomes a numpy array, storage ranges, reduction rules, access by chunks.
+"""Tensors of any library as numpy arrays over their own memory: views, layout, overlap, and access by chunks.
 
-A tensor of whatever library is worked on as a numpy array over its own memory; nothing is copied. bfloat16 and the
-8-bit floats are the dtypes of `ml_dtypes`. torch is never imported here: where nobody else did, nobody has its tensors.
-What lies in a device's memory is told of in `device_arrays`, element types in `elements`.
+Nothing is copied. bfloat16 and 8-bit floats are the dtypes of `ml_dtypes`. torch is never imported here: a process that
+has not imported it has no tensors of it. Tensors in device memory are in `device_arrays`, element types in
+`elements`.
 """
 
 from __future__ import annotations
@@ -14,59 +14,37 @@ from typing import Any, cast
 
 import numpy as np
 
-from raycollect.model import TensorInfo
-from raycollect.words import a_type
+from raycollect.backends.device_arrays import (
+    DeviceArray,
+    Interface,
+    empty_on_device,
+    is_cupy,
+    on_gpu,
+    shown_by_torch,
+    view_of_cupy,
+)
+from raycollect.backends.elements import NARROW, TORCH_DTYPES, Array, is_number, name_of, native, torch_name
+from raycollect.backends.unsuited import resolved, told
+from raycollect.core.model import TensorInfo
 
-from .device_arrays import DeviceArray, Interface, empty_on_device, is_cupy, on_gpu, shown_by_torch, view_of_cupy
-from .elements import NARROW, TORCH_DTYPES, Array, is_number, name_of, native, torch_name
+__all__ = ["NARROW", "Array", "DeviceArray", "is_number", "native", "resolved", "told"]  # re-exported
 
-__all__ = [
-    "NARROW",
-    "Array",
-    "DeviceArray",
-    "Flat",
-    "Stretch",
-    "byte_range",
-    "copy_to_host",
-    "describe",
-    "empty",
-    "info",
-    "is_number",
-    "is_tensor",
-    "is_writeable",
-    "library",
-    "memory",
-    "native",
-    "overlap",
-    "overlaps_itself",
-    "owner",
-    "place",
-    "place_of",
-    "restore",
-    "split",
-    "view",
-]
-
-OVERLAP_WORK = 10_000
-"""How many candidates numpy may try to decide whether two strided views meet."""
+OVERLAP_WORK = 10_000  # How many candidates numpy may try to decide whether two strided views overlap
 
 
 _DLPACK_CPU = 1
-_TORCH_MODULES = "torch", "torch.nn.parameter"
-"""Where the classes of torch's own tensors say that they are from."""
+_TORCH_MODULES = "torch", "torch.nn.parameter"  # The modules of torch's own tensor classes
+# numpy before 2.1 has no `copy` argument
 _DLPACK_VIEW: dict[str, Any] = {"copy": False} if np.lib.NumpyVersion(np.__version__) >= "2.1.0" else {}
-"""Before 2.1 numpy could not ask for a copy, nor forbid one."""
-
-# ---------------------------------------------------------------------------------------------- any library's tensor
 
 
 def view(value: object) -> Array | DeviceArray | None:
-    """Gives a tensor's memory as an array; None for what collectives don't work on.
+    """Returns a tensor's memory as an array, or None if collectives don't accept the value.
 
     Tensors are numpy arrays, torch tensors, cupy arrays, and objects that show CPU memory by DLPack or numpy's array
-    interface, or memory of an NVIDIA GPU by DLPack or the CUDA array interface. Not among them: subclasses (masked
-    arrays, matrices), scalars, structured, object, text and date arrays, torch's sparse, quantized, meta and lazily
-    conjugated or negated tensors.
+    interface, or memory of an NVIDIA GPU by DLPack or the CUDA array interface. Not accepted: subclasses (masked
+    arrays, matrices), scalars, structured, object, text and date arrays; torch's sparse, nested, quantized and meta
+    tensors, and lazily conjugated or negated ones. `told` says why a value is refused.
     """
     if type(value) in (np.ndarray, np.memmap):
         array = cast("Array", value)
@@ -88,33 +66,35 @@ def view(value: object) -> Array | DeviceArray | None:
 
 
 def is_tensor(value: object) -> bool:
-    """Tells whether a value is a tensor that collectives work on; see `view`."""
+    """Tells whether collectives accept a value; see `view`."""
     return view(value) is not None
 
 
+def is_scalar(tensor: object) -> bool:
+    """Tells whether a tensor has no dimensions."""
+    shape = getattr(tensor, "shape", None)  # which not all that show their memory have
+    return not (shape if isinstance(shape, tuple) else memory(tensor).shape)
+
+
 def memory(tensor: object) -> Array | DeviceArray:
-    """Gives the memory, as of now, of what was a tensor when it was kept; see `view`.
+    """Returns the current memory of a value that was a tensor before; see `view`.
 
     Raises:
-        TypeError: It has become something else, such as a torch tensor whose storage was given back.
+        TypeError: It is no tensor any more, such as a torch tensor whose storage was freed.
     """
     seen = view(tensor)
     if seen is None:
-        raise TypeError(f"{a_type(tensor, in_full=True)} without memory of its own")
+        raise TypeError(f"{told(tensor)}, which is no tensor any more")
     return seen
 
 
 def describe(tensor: object) -> TensorInfo:
-    """Describes a tensor of any library.
-
-    Raises:
-        TypeError: It has no memory; see `memory`.
-    """
+    """Describes a tensor of any library; raises TypeError like `memory`."""
     return info(memory(tensor), library(tensor))
 
 
 def library(value: object) -> str:
-    """Names the library whose tensors `restore` and `empty` shall make for one who has this one."""
+    """Names the library in which `restore` and `empty` make tensors like this one."""
     if isinstance(value, DeviceArray):
         return value.library
     tensor_type = _torch_type()
@@ -124,30 +104,21 @@ def library(value: object) -> str:
 
 
 def info(array: Array | DeviceArray, library: str = "numpy") -> TensorInfo:
-    """Describes a tensor as `view` gave it; the byte order is left out, because kernels convert it.
-
-    Args:
-        array: The tensor.
-        library: Whose tensor it was.
-    """
+    """Describes a tensor returned by `view`; omits the byte order, which kernels convert."""
     dtype = array.dtype
     device = array.device if isinstance(array, DeviceArray) else "cpu"
     return TensorInfo(shape=array.shape, dtype=name_of(dtype), itemsize=dtype.itemsize, device=device, library=library)
 
 
 def empty(tensor: TensorInfo) -> Any:
-    """Allocates a tensor of that shape, dtype and library, C order, contents undefined.
-
-    Raises:
-        MemoryError: There is no memory for it.
-    """
+    """Allocates a C-order tensor of that shape, dtype, device and library; may raise MemoryError."""
     if tensor.device == "cpu":
         return restore(np.empty(tensor.shape, np.dtype(tensor.dtype)), tensor.library)
     return empty_on_device(tensor)
 
 
 def restore(array: Array, library: str) -> Any:
-    """Turns a fresh array into a tensor of a library, over the same memory; where it can't, the array stays one."""
+    """Turns a fresh array into a tensor of a library over the same memory, or returns it if that is impossible."""
     torch = sys.modules.get("torch")
     if library != "torch" or torch is None or not hasattr(torch, name_of(array.dtype)):
         return array
@@ -158,14 +129,9 @@ def restore(array: Array, library: str) -> Any:
 
 
 def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, ...] | None:
-    """Cuts a contiguous tensor along its first axis into equal pieces, one per rank, that are views of it.
+    """Cuts a contiguous tensor along its first axis into equal views, one per rank; None if that is impossible.
 
-    Args:
-        array: [count, ...], which gives pieces [...]; or [count * n, ...], which gives pieces [n, ...].
-        count: The number of pieces.
-
-    Returns:
-        The pieces; None where the tensor can't be cut so.
+    [count, ...] gives pieces [...], and [count * n, ...] gives pieces [n, ...].
     """
     shape = array.shape
     if not shape or shape[0] % count or not _shadow(array).flags.c_contiguous:
@@ -177,7 +143,7 @@ def split(array: Array | DeviceArray, count: int) -> tuple[Array | DeviceArray, 
 
 
 def _torch_type() -> Any:
-    """The class of torch's tensors; None where torch was not imported, or not yet whole."""
+    # None while torch is not imported, or only in part.
     return getattr(sys.modules.get("torch"), "Tensor", None)
 
 
@@ -186,7 +152,9 @@ def _view_of_torch(tensor: Any) -> Array | DeviceArray | None:
     dtype = TORCH_DTYPES.get(torch_name(tensor.dtype))
     if dtype is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
-    if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # its storage was given back
         return None
@@ -223,11 +191,8 @@ def _view_of_interface(value: Any) -> Array | None:
         return None
 
 
-# ---------------------------------------------------------------------------------------------- storage
-
-
 def byte_range(array: Array | DeviceArray) -> tuple[int, int]:
-    """Gives the addresses [start, stop) that the array's elements lie in; empty for an array without elements."""
+    """Returns the address range [start, stop) of the elements; empty if there are none."""
     array = _shadow(array)
     start = stop = int(array.ctypes.data)
     if array.size == 0:
@@ -244,13 +209,15 @@ def byte_range(array: Array | DeviceArray) -> tuple[int, int]:
 
 
 def place(array: Array | DeviceArray) -> tuple[Any, ...]:
-    """Where and how an array lies: equal as long as everything else here says the same of it."""
+    """Returns an array's address and layout, to compare for equality."""
     dtype, array = array.dtype, _shadow(array)
-    return array.ctypes.data, array.shape, array.strides, dtype, array.flags.writeable
+    # Where no elements lie: numpy makes up an address for what has none, another one each time.
+    address = array.ctypes.data if array.size else 0
+    return address, array.shape, array.strides, dtype, array.flags.writeable
 
 
 def place_of(tensor: object) -> tuple[Any, ...]:
-    """The same for a tensor of any library, and several times cheaper: for those who ask again and again.
+    """The same for a tensor of any library, and several times cheaper, for frequent checks.
 
     Raises:
         TypeError: It has no memory any more; see `memory`.
@@ -267,15 +234,14 @@ def place_of(tensor: object) -> tuple[Any, ...]:
 
 
 def _place_of_torch(tensor: Any) -> tuple[Any, ...]:
-    """The same for torch, with all that assigning to `tensor.data` can change."""
-    if not tensor.data_ptr():  # empty, or its storage was given back
+    # Includes everything that assigning to `tensor.data` can change.
+    if not tensor.data_ptr() and tensor.numel():  # its storage was given back
         return place(memory(tensor))
     where = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     return *where, tensor.is_conj(), tensor.is_neg()
 
 
 def _is_plain_torch(tensor: object) -> bool:
-    """Whether it is a tensor of torch's own, of no subclass but that for parameters; told at once."""
     kind = type(tensor)
     if kind.__module__ not in _TORCH_MODULES:
         return False
@@ -284,7 +250,7 @@ def _is_plain_torch(tensor: object) -> bool:
 
 
 def has_version(tensor: object) -> bool:
-    """Whether torch counts how often a tensor was written, so that it can tell that a gradient would be wrong."""
+    """Tells whether torch's autograd counts the writes to a tensor."""
     return _is_plain_torch(tensor) and not cast("Any", tensor).is_inference()
 
 
@@ -303,8 +269,13 @@ def is_writeable(array: Array | DeviceArray) -> bool:
     return _shadow(array).flags.writeable
 
 
+def is_lent_by_ray(array: Array | DeviceArray) -> bool:
+    """Tells whether an array is a view of a Ray object, as arguments of methods and values of refs are."""
+    return type(getattr(owner(array), "base", None)).__module__.startswith("ray.")
+
+
 def overlap(a: Array | DeviceArray, b: Array | DeviceArray) -> bool:
-    """Tells whether two arrays share an element's storage; where that is too hard to tell, whether they may."""
+    """Tells whether two arrays share memory of an element; True if that is too hard to decide."""
     a, b = _shadow(a), _shadow(b)
     a_start, a_stop = byte_range(a)
     b_start, b_stop = byte_range(b)
@@ -331,7 +302,7 @@ def overlaps_itself(array: Array | DeviceArray) -> bool:
 
 
 def owner(tensor: object) -> object:
-    """Gives the object that lives as long as a tensor's memory: the array under a numpy view, a torch storage."""
+    """Returns the object that lives as long as a tensor's memory: numpy's base array, or torch's storage."""
     while isinstance(tensor, np.ndarray) and isinstance(tensor.base, np.ndarray):
         tensor = tensor.base
     tensor_type = _torch_type()
@@ -341,7 +312,7 @@ def owner(tensor: object) -> object:
 
 
 def copy_to_host(array: Array | DeviceArray) -> Array:
-    """Copies a tensor as `view` gave it into a fresh array, C order."""
+    """Copies a tensor returned by `view` to a fresh C-order array."""
     if isinstance(array, DeviceArray):
         return np.asarray(cast("Array", view(array.to_host())), order="C")
     return np.array(array, order="C", copy=True, subok=False)
@@ -351,19 +322,11 @@ def _shadow(array: Array | DeviceArray) -> Array:
     return array.shadow if isinstance(array, DeviceArray) else array
 
 
-# ---------------------------------------------------------------------------------------------- chunks
-
-
 class Flat:
     """Any array as a flat C-order row of native elements, read and written by chunks.
 
-    Kernels see one kind of array. Where the array is contiguous and native, chunks are views of it; else a chunk is a
-    copy, so that the memory beyond the array itself is that of a chunk (P8).
-
-    Attributes:
-        size: The number of elements.
-        dtype: Their type, native byte order.
-        direct: Whether chunks are views.
+    Where the array is contiguous and native, chunks are views of it; else a chunk is a copy, so that the extra memory
+    is that of one chunk (P8).
     """
 
     __slots__ = ("_array", "_line", "direct", "dtype", "size")
@@ -371,37 +334,38 @@ class Flat:
     def __init__(self, array: Array) -> None:
         base = array.view(np.ndarray)
         self.size: int = base.size
-        self.dtype: np.dtype[Any] = native(base.dtype)
+        self.dtype: np.dtype[Any] = native(base.dtype)  # in native byte order
+        # whether chunks are views
         self.direct: bool = base.flags.c_contiguous and base.flags.aligned and base.dtype.isnative
         self._array = base
         self._line = base.reshape(-1) if self.direct else base[:0] if base.ndim else base.reshape(1)[:0]
 
     @property
     def address(self) -> int:
-        """Where the first element lies."""
+        """The address of the first element."""
         return int(self._array.ctypes.data)
 
     def read(self, lo: int, hi: int) -> Array:
-        """Gives elements [lo, hi): a view where `direct`, else a copy."""
+        """Returns elements [lo, hi): a view where `direct`, else a copy."""
         if self.direct:
             return self._line[lo:hi]
         chunk: Array = self._array.flat[lo:hi]
         return chunk.astype(self.dtype, copy=False)
 
-    def stretches(self, lo: int, hi: int) -> Sequence[Stretch]:
-        """Cuts elements [lo, hi) into stretches of which each lies in one array: there is but one."""
+    def spans(self, lo: int, hi: int) -> Sequence[Span]:
+        """Cuts elements [lo, hi) into segments that each lie in one array; here there is only one."""
         return ((lo, hi, self, lo, hi),)
 
     def fill(self, chunk: Array, lo: int, hi: int) -> None:
-        """Copies elements [lo, hi) to a chunk of as many."""
+        """Copies elements [lo, hi) to a chunk of equal size."""
         chunk[...] = self.read(lo, hi)
 
     def target(self, lo: int, hi: int) -> Array:
-        """Gives a place to write elements [lo, hi) to; `commit` it afterwards."""
+        """Returns memory in which to write elements [lo, hi); `commit` it afterwards."""
         return self._line[lo:hi] if self.direct else np.empty(hi - lo, self.dtype)
 
     def commit(self, lo: int, hi: int, target: Array) -> None:
-        """Brings what was written into a `target` to the array; nothing to do where `direct`."""
+        """Copies a written `target` to the array; does nothing where `direct`."""
         if not self.direct and hi > lo:
             self._array.flat[lo:hi] = target
 
@@ -413,5 +377,5 @@ class Flat:
             self.commit(lo, hi, values)
 
 
-Stretch = tuple[int, int, Flat, int, int]
-"""Elements [first, last) of a row, and the one array in which they lie, as its elements [start, stop)."""
+# Elements [first, last) of a row, the array that holds them, and their range [start, stop) in it
+Span = tuple[int, int, Flat, int, int]

@@ -1,4 +1,4 @@
-"""The capability table: what each backend that comes with the package can do."""
+"""The capability table: what each built-in backend can do."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from raycollect.contracts import CommunicatorFactory
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.protocols import CommunicatorFactory
 
-__all__ = ["BUILT_IN", "TORCH_PREFIX", "Capabilities", "no_gpu", "torch_line"]
-
-TORCH_PREFIX = "torch:"
-"""What stands before the name of a `torch.distributed` backend."""
-
+TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
 _NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
 
 
@@ -26,20 +22,20 @@ class Capabilities:
         name: What users call it, in lower case.
         module: The module with its factory `create`; or
         factory: the factory itself.
-        libraries: Modules of which it needs one; empty where it needs none.
+        libraries: Modules of which it needs one; empty if it needs none.
         install: The command that installs what is missing, or what to install.
         probe: Says what else is missing on this machine, or "".
-        ops: The operations it runs itself; the planner makes some others of these.
+        ops: The operations it runs itself; the planner builds some others from these.
         reduce_ops: The reduce ops it runs.
-        devices: Where its tensors may live, as torch calls it: ``"cpu"``, ``"cuda"``; ``"any"`` where that is unknown.
-        interruptible: Whether an abort wakes a rank in mid-kernel.
+        devices: Where its tensors may live, as torch calls it: ``"cpu"``, ``"cuda"``; ``"any"`` if unknown.
+        interruptible: Whether an abort wakes a rank inside a kernel.
         bitwise: Whether each element is the left fold in rank order; else bits are only equal across ranks.
         cross_host: Whether members may be on several machines.
         one_process: Whether all ranks must be in one process.
         tested: Whether this project's own tests run it.
 
     Raises:
-        ValueError: The name can't be one, or it is not clear where the factory is.
+        ValueError: The name is invalid, or not exactly one of module and factory is given.
     """
 
     name: str
@@ -67,14 +63,7 @@ class Capabilities:
 
 
 def torch_line(name: str) -> Capabilities:
-    """Makes the line of a `torch.distributed` backend that the table does not know.
-
-    Args:
-        name: ``"torch:foo"``.
-
-    Raises:
-        ValueError: There can't be a backend of that name.
-    """
+    """Makes the entry of a `torch.distributed` backend that the table lacks; raises ValueError for invalid names."""
     plain = name.removeprefix(TORCH_PREFIX)
     install = f"pip install torch, and the package that registers {plain!r} with torch.distributed; import that package"
     return _torch(plain, install=install, devices=frozenset({"any"}))
@@ -92,7 +81,7 @@ def _torch(
 ) -> Capabilities:
     return Capabilities(
         name=TORCH_PREFIX + name,
-        module="raycollect.backends.torch_dist",
+        module="raycollect.backends.torch_dist.communicator",
         libraries=(library,),
         install=install,
         probe=lambda: _not_in_torch(name, on_gpu=devices == _CUDA),
@@ -106,7 +95,7 @@ def _torch(
 
 
 def _not_in_torch(name: str, *, on_gpu: bool) -> str:
-    """What torch itself says: it may be built without distributed, or without this backend, or see no GPU."""
+    # torch may lack distributed, or this backend, or see no GPU.
     try:
         distributed = import_module("torch.distributed")
     except (ImportError, OSError) as exc:
@@ -118,8 +107,13 @@ def _not_in_torch(name: str, *, on_gpu: bool) -> str:
     return "a GPU: torch sees none" if on_gpu and not import_module("torch").cuda.is_available() else ""
 
 
+def has_torch_gloo() -> bool:
+    """Tells whether torch is installed with gloo; imports it."""
+    return not _not_in_torch("gloo", on_gpu=False)
+
+
 def no_gpu() -> str:
-    """Why NCCL can't be used here though cupy is installed, or ""."""
+    """Says why NCCL can't be used here though cupy is installed, or ""."""
     try:
         cupy, nccl = import_module("cupy"), import_module("cupy.cuda.nccl")
         count = int(cupy.cuda.runtime.getDeviceCount())
@@ -144,7 +138,7 @@ _LINES = (
     ),
     Capabilities(
         name="shm",
-        module="raycollect.backends.shm",
+        module="raycollect.backends.shm.communicator",
         interruptible=True,
         bitwise=True,
         cross_host=False,
@@ -152,7 +146,7 @@ _LINES = (
     ),
     Capabilities(
         name="tcp",
-        module="raycollect.backends.tcp",
+        module="raycollect.backends.tcp.communicator",
         interruptible=True,
         bitwise=True,
         cross_host=True,
@@ -160,8 +154,8 @@ _LINES = (
     ),
     Capabilities(
         name="gloo",
-        module="raycollect.backends.gloo",
-        libraries=("pygloo", "xoscar.collective.xoscar_pygloo"),
+        module="raycollect.backends.gloo.communicator",
+        libraries=("pygloo", "xoscar.collective.xoscar_pygloo", "torch"),
         # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
         install="pip install 'raycollect[gloo]'",
         interruptible=False,
@@ -171,7 +165,7 @@ _LINES = (
     ),
     Capabilities(
         name="nccl",
-        module="raycollect.backends.nccl",
+        module="raycollect.backends.nccl.communicator",
         libraries=("cupy.cuda.nccl",),
         # cupy's wheels are by the CUDA of the driver.
         install="pip install 'raycollect[cuda12]' or 'raycollect[cuda13]'",
@@ -209,5 +203,5 @@ _LINES = (
     ),
 )
 
+# Name -> entry, in the order of the documentation
 BUILT_IN: dict[str, Capabilities] = {line.name: line for line in _LINES}
-"""Name -> line, in the order of the documentation."""

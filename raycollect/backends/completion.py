@@ -1,4 +1,4 @@
-"""Kernels that end before `launch` returns, and what backends share at the door and around a kernel."""
+"""Helpers around kernels that several backends share, and the completion of kernels that run synchronously."""
 
 from __future__ import annotations
 
@@ -9,41 +9,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from raycollect.backends.arrays import Array, Flat
+from raycollect.core.kernel_progress import here
+from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.errors import InternalError, KernelError, RaycollectError, Violation, refusal
-from raycollect.meters import here
-from raycollect.model import Kernel, OpKind, ReduceOp
-
-from .arrays import Array, Flat
-
-__all__ = [
-    "DONE",
-    "Done",
-    "check_arrival",
-    "chunks",
-    "clipped",
-    "keep_own",
-    "metered",
-    "movement",
-    "pieces",
-    "reduce_op",
-    "reduction",
-    "remembered",
-    "row",
-    "scattered_reduction",
-    "source",
-    "transfers",
-    "translated",
-]
 
 _Found = TypeVar("_Found")
 
 
 def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int) -> None:
-    """Refuses what is too long to be brought to the door.
-
-    Raises:
-        UnsupportedError: It is.
-    """
+    """Raises UnsupportedError if an arrival is too long for the agreement."""
     if len(arrival) > limit_nbytes:
         found = f"of so many tensors that their description takes {len(arrival)} bytes"
         expected = f"at most {limit_nbytes}: several operands, one after the other"
@@ -52,7 +27,7 @@ def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int)
 
 
 class Done:
-    """The completion of a kernel that has ended already."""
+    """The completion of a kernel that has already ended."""
 
     __slots__ = ()
 
@@ -64,14 +39,14 @@ DONE = Done()
 
 
 def chunks(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cuts `size` elements into ranges [lo, hi) of at most `step`; none where there are no elements."""
+    """Cuts `size` elements into ranges [lo, hi) of at most `step`; none if there are no elements."""
     step = max(1, step)
     for lo in range(0, size, step):
         yield lo, min(lo + step, size)
 
 
 def metered(size: int, step: int) -> Iterator[tuple[int, int]]:
-    """Cuts as `chunks` does; who asks for the next range has done the one before, and this thread's meter shows it."""
+    """Cuts like `chunks`, and updates this thread's progress meter when the next range is requested."""
     return chunks(size, step) if size <= step else _metered(size, max(1, step))
 
 
@@ -87,14 +62,14 @@ def _metered(size: int, step: int) -> Iterator[tuple[int, int]]:
     meter.part = base + size * each
 
 
-def clipped(flat: Flat, lo: int, hi: int) -> tuple[int, int]:
-    """Cuts a range of the largest piece down to what this one has of it; perhaps nothing."""
-    hi = min(hi, flat.size)
+def clipped(one: Any, lo: int, hi: int) -> tuple[int, int]:
+    """Clips a range of the largest piece to the `size` of this piece; may be empty."""
+    hi = min(hi, one.size)
     return min(lo, hi), hi
 
 
 def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Kernel]], _Found]) -> _Found:
-    """What was found about kernels that run together; kept with the first of them, as long as it runs with the same."""
+    """Caches a result about kernels that run together, in the first one's memo, while it runs with the same others."""
     first, *rest = kernels
     known: tuple[list[Kernel], _Found] | None = first.memo.get(name)
     if known is not None and len(known[0]) == len(rest) and all(map(operator.is_, known[0], rest)):
@@ -105,7 +80,7 @@ def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Ke
 
 
 def source(kernel: Kernel) -> Flat:
-    """What a kernel with one array on each side reads, as a flat row; found once."""
+    """Returns the source of a kernel with one array per side, as a cached flat row."""
     found: Flat | None = kernel.memo.get("source")
     if found is None:
         found = kernel.memo["source"] = row(kernel.src)
@@ -113,16 +88,12 @@ def source(kernel: Kernel) -> Flat:
 
 
 def row(array: Array | Flat) -> Flat:
-    """An array as a flat row; what is one already stays as it is."""
+    """Returns an array as a flat row; a flat row stays as it is."""
     return array if isinstance(array, Flat) else Flat(array)
 
 
 def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
-    """Gives source and target of a reduction to an array of the same size.
-
-    Raises:
-        InternalError: They differ in size or dtype; the planner should have seen it.
-    """
+    """Returns source and target of a reduction, of equal size and dtype."""
     found: tuple[Flat, Flat] | None = kernel.memo.get("reduction")
     if found is None:
         src = source(kernel)
@@ -133,30 +104,17 @@ def reduction(kernel: Kernel) -> tuple[Flat, Flat]:
 
 
 def scattered_reduction(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[tuple[Flat, ...], Flat]:
-    """Gives the pieces, in rank order, and the target of a REDUCESCATTER, which may be the storage of one's own piece.
-
-    Raises:
-        InternalError: They don't fit.
-    """
+    """Returns the pieces in rank order and the target of a REDUCESCATTER; the target may be this rank's own piece."""
     src, dst = pieces(kernel, kernel.src, ranks), Flat(kernel.dst)
     _check_fit(kernel, src[ranks.index(rank)], dst)
     return src, dst
 
 
 def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int, Flat], dict[int, Flat]]:
-    """Gives what a rank gives to each rank, and what it takes from each, in a kernel that moves pieces.
+    """Returns what a rank sends to and receives from each rank in an ALLGATHER, GATHER, SCATTER or ALLTOALL.
 
-    That is an ALLGATHER, GATHER, SCATTER or ALLTOALL. Ranks that it gives nothing, or takes nothing from, are not
-    there. What it gives itself is; see `keep_own`.
-
-    Args:
-        kernel: The kernel.
-        ranks: Those of the launch.
-        rank: One's own.
-
-    Raises:
-        InternalError: The number of pieces is not that of the ranks, what a rank gives itself does not fit, or a piece
-            is larger than `Kernel.most`.
+    Ranks with nothing to exchange are left out. The rank itself is included; see `keep_own`. Raises InternalError if
+    the pieces do not match the ranks, or one is larger than `Kernel.most`.
     """
     is_root, root = rank == kernel.peer, (kernel.peer,)
 
@@ -183,11 +141,7 @@ def transfers(kernel: Kernel, ranks: Sequence[int], rank: int) -> tuple[dict[int
 
 
 def pieces(kernel: Kernel, side: Any, ranks: Sequence[int]) -> tuple[Flat, ...]:
-    """Gives the arrays of a kernel's side that has one per rank.
-
-    Raises:
-        InternalError: It has another number of them, or several dtypes.
-    """
+    """Returns a kernel's side that has one array per rank, all of one dtype."""
     if type(side) is not tuple or len(side) != len(ranks):
         raise InternalError(detail=f"{kernel.kind.value} among {len(ranks)} ranks without a piece for each")
     flats = tuple(map(Flat, side))
@@ -197,7 +151,7 @@ def pieces(kernel: Kernel, side: Any, ranks: Sequence[int]) -> tuple[Flat, ...]:
 
 
 def keep_own(give: dict[int, Flat], take: dict[int, Flat], rank: int, step: int) -> None:
-    """Copies what a rank gives itself, unless that is where it is to be; at most `step` elements at a time."""
+    """Copies a rank's own piece unless it is in place already, at most `step` elements at a time."""
     src, dst = give.get(rank), take.get(rank)
     if src is None or dst is None or src.address == dst.address:
         return
@@ -206,12 +160,9 @@ def keep_own(give: dict[int, Flat], take: dict[int, Flat], rank: int, step: int)
 
 
 def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None, Flat]:
-    """Gives what a rank reads and what it writes in a broadcast, a send or a receive; third, whichever there is.
+    """Returns what a rank reads and writes in a broadcast, send or receive; third, whichever there is.
 
-    The root reads `src` (or `dst`, where that is its one array) and writes `dst` only if it is another array.
-
-    Raises:
-        InternalError: The array is missing.
+    The root reads `src` (or `dst`, if that is its only array), and writes `dst` only if it is another array.
     """
     read = kernel.dst if kernel.src is None else kernel.src
     write = kernel.src if kernel.dst is None else kernel.dst
@@ -227,11 +178,7 @@ def movement(kernel: Kernel, *, is_root: bool) -> tuple[Flat | None, Flat | None
 
 
 def reduce_op(kernel: Kernel) -> ReduceOp:
-    """Gives the reduce op of a reduction.
-
-    Raises:
-        InternalError: It has none.
-    """
+    """Returns the reduce op of a reduction."""
     if kernel.op is None:
         raise InternalError(detail=f"{kernel.kind.value} without a reduce op")
     return kernel.op
@@ -246,15 +193,9 @@ _FOLDING = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
 
 
 class translated:  # noqa: N801 - used like a function
-    """Around a kernel: where it folds, numpy's warnings are off, and a foreign exception becomes a KernelError.
+    """Around a kernel: disables numpy's warnings where it folds, and turns foreign exceptions into KernelError.
 
     A class and not a generator: it is entered twice per plan, and this is several times faster.
-
-    Args:
-        kind: The kind of the kernel.
-        group_name: The group.
-        rank: One's own rank.
-        folds: False where it is only prepared.
     """
 
     __slots__ = ("_errstate", "_group_name", "_kind", "_rank")

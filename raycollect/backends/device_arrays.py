@@ -1,6 +1,6 @@
-"""Tensors in a device's memory: torch's and cupy's, and whatever else lies on an NVIDIA GPU, which cupy looks at.
+"""Tensors in device memory: torch's and cupy's, and others on an NVIDIA GPU, through cupy.
 
-torch and cupy are not imported here before somebody has a tensor of theirs, or one that only cupy can look at.
+torch and cupy are imported here only once there is a tensor of theirs, or one that only cupy can view.
 """
 
 from __future__ import annotations
@@ -12,47 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.model import TensorInfo
-
-from .elements import TORCH_DTYPES, Array, is_number, torch_name
-
-__all__ = [
-    "DeviceArray",
-    "Interface",
-    "bits_view",
-    "cupy_view",
-    "device_id",
-    "empty_on_device",
-    "is_cupy",
-    "on_gpu",
-    "put_on_gpu",
-    "shown_by_torch",
-    "view_of_cupy",
-]
+from raycollect.backends.elements import TORCH_DTYPES, Array, is_number, torch_name
+from raycollect.core.model import TensorInfo
 
 _DLPACK_CUDA = 2
-
+# Bytes per element -> a type of that size
 _BITS = {np.dtype(name).itemsize: np.dtype(name) for name in ("u1", "u2", "u4", "u8", "c16")}
-"""Bytes per element -> a type of that size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceArray:
-    """A tensor in a device's memory, as far as it can be described from here; only its library reads it.
+    """A tensor in device memory, as far as the host can describe it; only its library reads it."""
 
-    Attributes:
-        tensor: The tensor: torch's, detached, or a `cupy.ndarray`.
-        library: ``"torch"`` or ``"cupy"``.
-        dtype: The numpy dtype of its elements.
-        device: ``"cuda:0"``.
-        shadow: An array of the same address, shape and strides, whose elements must never be touched: it answers every
-            question about where elements lie. (With unified addressing no device has addresses of the host.)
-    """
-
-    tensor: Any
-    library: str = field(init=False)
-    dtype: np.dtype[Any] = field(init=False)
-    device: str = field(init=False)
+    tensor: Any  # torch's, detached, or a `cupy.ndarray`
+    library: str = field(init=False)  # ``"torch"`` or ``"cupy"``
+    dtype: np.dtype[Any] = field(init=False)  # numpy's
+    device: str = field(init=False)  # ``"cuda:0"``
+    # Has the same address, shape and strides, and answers questions about layout; its elements must never be touched.
+    # (With unified addressing, device and host addresses never coincide.)
     shadow: Array = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -82,15 +59,15 @@ class DeviceArray:
 
     @property
     def address(self) -> int:
-        """Where the first element lies, in the device's memory."""
-        return int(self.shadow.ctypes.data)
+        """The address of the first element, in device memory; 0 if there is none."""
+        return int(self.shadow.ctypes.data) if self.shadow.size else 0
 
     def to_host(self) -> Any:
-        """Copies it to the host's memory, after all that the caller's stream has to do: a numpy array, or torch's."""
+        """Copies it to host memory, after the work on the caller's stream: a numpy array, or torch's."""
         return self.tensor.get() if self.library == "cupy" else self.tensor.cpu()
 
     def take(self, other: DeviceArray) -> None:
-        """Copies another one of as many elements, of the same dtype and device, into it, on the caller's stream."""
+        """Copies another tensor of equal size, dtype and device into this one, on the caller's stream."""
         if self.library == "cupy":
             bits_view(self)[...] = bits_view(other).reshape(self.shape)
         else:
@@ -99,7 +76,7 @@ class DeviceArray:
 
 
 class Interface:
-    """Memory that somebody describes to numpy, and whom the array that comes of it keeps alive."""
+    """Memory described to numpy, and the owner that the resulting array keeps alive."""
 
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__ = interface
@@ -112,20 +89,20 @@ def device_id(device: str) -> int:
 
 
 def is_cupy(value: Any) -> bool:
-    """Whether it is a `cupy.ndarray`, no subclass; cupy is not imported for that."""
+    """Tells whether a value is a `cupy.ndarray`, and no subclass; does not import cupy."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and type(value) is getattr(cupy, "ndarray", None)
 
 
 def view_of_cupy(array: Any) -> DeviceArray | None:
-    """A cupy array as what collectives work on; None where its elements are no numbers."""
+    """Views a cupy array as an operand of collectives; None if its elements are not numbers."""
     return DeviceArray(array) if is_number(np.dtype(array.dtype)) else None
 
 
 def on_gpu(value: Any) -> DeviceArray | None:
-    """An object of another library that lies on an NVIDIA GPU, as an array of cupy over its memory; None: it does not.
+    """Views an object of another library on an NVIDIA GPU as a cupy array over its memory; None if it is not one.
 
-    It says so by the CUDA array interface, or by DLPack.
+    Such an object has the CUDA array interface or DLPack.
     """
     kind = type(value)
     try:
@@ -141,12 +118,12 @@ def on_gpu(value: Any) -> DeviceArray | None:
 
 
 def cupy_view(array: DeviceArray) -> Any:
-    """A tensor as a `cupy.ndarray` over the same memory, which it keeps alive."""
+    """Views a tensor as a `cupy.ndarray` over the same memory, which it keeps alive."""
     return _cupy_view(array, array.dtype)
 
 
 def bits_view(array: DeviceArray) -> Any:
-    """The same with elements of a plain type of that size, for copies: cupy does not have all types."""
+    """The same with a plain element type of equal size, for copies: cupy does not have all types."""
     return _cupy_view(array, _BITS[array.dtype.itemsize])
 
 
@@ -162,11 +139,7 @@ def _cupy_view(array: DeviceArray, dtype: np.dtype[Any]) -> Any:
 
 
 def empty_on_device(tensor: TensorInfo) -> Any:
-    """Allocates a tensor of that shape, dtype, device and library, C order, contents undefined.
-
-    Raises:
-        MemoryError: There is no memory for it.
-    """
+    """Allocates a C-order tensor of that shape, dtype, device and library; may raise MemoryError."""
     use_torch = tensor.library == "torch" or (tensor.library != "cupy" and "torch" in sys.modules)
     return _empty_of_torch(tensor) if use_torch else _empty_of_cupy(tensor)
 
@@ -189,12 +162,7 @@ def _empty_of_cupy(tensor: TensorInfo) -> Any:
 
 
 def put_on_gpu(value: Any, library: str) -> Any:
-    """Copies a tensor of the host's memory to the GPU that is current here, for a library; without one it stays itself.
-
-    Args:
-        value: A torch tensor or a numpy array.
-        library: ``"torch"`` or ``"cupy"``.
-    """
+    """Copies a torch or numpy tensor to the current GPU, for library "torch" or "cupy"; else returns it unchanged."""
     torch = sys.modules.get("torch")
     if library == "torch" and torch is not None and isinstance(value, torch.Tensor):
         return value.to("cuda") if torch.cuda.is_available() else value
@@ -208,9 +176,9 @@ def put_on_gpu(value: Any, library: str) -> Any:
 
 
 def shown_by_torch(tensor: Any, itemsize: int) -> Array:
-    """The memory of a torch tensor as an array of bare elements.
+    """Views the memory of a torch tensor as an array of bare elements.
 
-    Not by `Tensor.numpy`, after which torch refuses for good to resize the storage.
+    This avoids `Tensor.numpy`, after which torch never again resizes the storage.
     """
     strides = tuple(stride * itemsize for stride in tensor.stride())
     return _shown(tensor, tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)

@@ -1,4 +1,4 @@
-"""Element types: which are numbers that collectives work on, what they are called, and how torch calls them."""
+"""Element types: which are numbers, and their names in numpy and torch."""
 
 from __future__ import annotations
 
@@ -9,27 +9,24 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["NARROW", "TORCH_DTYPES", "Array", "is_number", "name_of", "native", "torch_name"]
-
 Array = NDArray[Any]
 
-KINDS = "biufc"
-"""The numpy kinds that are tensors: bool, signed, unsigned, float, complex."""
+KINDS = "biufc"  # The numpy kinds that collectives accept: bool, signed, unsigned, float, complex
 
+# The floats of `ml_dtypes`. numpy takes most of them for void types, so their kind says nothing.
 NARROW: frozenset[np.dtype[Any]] = frozenset(
     np.dtype(getattr(ml_dtypes, name)) for name in dir(ml_dtypes) if name.startswith(("bfloat16", "float8_"))
 )
-"""The floats that numpy itself lacks; it takes most of them for void types, so their kind says nothing."""
 
+# torch's name of an element type, which is also numpy's -> numpy's type
 TORCH_DTYPES: dict[str, np.dtype[Any]] = {
     dtype.name: dtype
     for dtype in (*map(np.dtype, "?bhilqBHILQefdFD"), *NARROW)  # by their codes in C: all of them, some twice
 }
-"""torch's name of an element type, which is numpy's -> numpy's type."""
 
 
 def is_number(dtype: np.dtype[Any]) -> bool:
-    """Tells whether elements of a dtype are numbers that collectives work on."""
+    """Tells whether collectives accept elements of a dtype."""
     return dtype.kind in KINDS or dtype in NARROW
 
 
@@ -40,11 +37,11 @@ def native(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 @lru_cache(maxsize=64)
 def name_of(dtype: np.dtype[Any]) -> str:
-    """What numpy calls a type in this machine's byte order."""
+    """Returns numpy's name of a type in native byte order."""
     return native(dtype).name
 
 
 @lru_cache(maxsize=64)
 def torch_name(dtype: Any) -> str:
-    """What torch calls one of its types, which is what numpy calls it."""
+    """Returns torch's name of one of its types, which is also numpy's."""
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""How elements of several ranks become one: what each reduce op does and refuses, and the fold that defines the bits.
+"""Reductions on the host: what each reduce op does and refuses, and the fold that defines the bits.
 
-Narrow floats are folded in float32 and rounded once; complex numbers part by part, so that neither strides nor place
-change the bits.
+Narrow floats are folded in float32 and rounded once. Complex numbers are folded by parts, so that strides and position
+do not change the bits.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.model import ReduceOp
+from raycollect.backends.arrays import NARROW, Array, is_number
+from raycollect.core.model import ReduceOp
 
-from .arrays import NARROW, Array, is_number
-
-__all__ = ["FOLDS", "finish", "fold", "is_widened", "refusal_reason"]
-
+# Reduced in float32 and rounded once: a sum of eight terms in 3 bits of mantissa would be noise
 WIDENED: frozenset[np.dtype[Any]] = NARROW | {np.dtype(np.float16)}
-"""What is reduced in float32 and rounded once: a sum of eight terms in 3 bits of mantissa would be noise."""
-
+# How two elements become one. On bool numpy's add is a logical or, its multiply a logical and.
 FOLDS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.SUM: np.add,
     ReduceOp.PRODUCT: np.multiply,
@@ -30,11 +27,10 @@ FOLDS: dict[ReduceOp, Callable[..., Any]] = {
     ReduceOp.BOR: np.bitwise_or,
     ReduceOp.BXOR: np.bitwise_xor,
 }
-"""How two ranks' elements become one. On bool numpy's add is a logical or, its multiply a logical and."""
 
 _NO_ORDER = "complex numbers have no order"
 _NO_BITS = "only bool and whole numbers have bits to combine"
-
+# Reduce op -> the kinds for which it has no meaning, and why
 REFUSED: dict[ReduceOp, tuple[str, str]] = {
     ReduceOp.AVG: ("biu", "an average of whole numbers is no whole number"),
     ReduceOp.MIN: ("c", _NO_ORDER),
@@ -43,15 +39,13 @@ REFUSED: dict[ReduceOp, tuple[str, str]] = {
     ReduceOp.BOR: ("fc", _NO_BITS),
     ReduceOp.BXOR: ("fc", _NO_BITS),
 }
-"""Reduce op -> the kinds for which it has no meaning, and why."""
 
 _FLOAT32_NBYTES = 4
-_BLOCK = 1 << 15
-"""Elements that are reduced in float32 at a time: they stay in the cache."""
+_BLOCK = 1 << 15  # Elements that are reduced in float32 at a time: they stay in the cache
 
 
 def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
-    """Says why `op` has no meaning for elements of that dtype, or None where it has one."""
+    """Says why `op` has no meaning for elements of that dtype, or None if it has one."""
     found = np.dtype(dtype)
     if not is_number(found):
         return f"{op.name} of {dtype}: elements are not numbers"
@@ -62,13 +56,9 @@ def refusal_reason(op: ReduceOp, dtype: str) -> str | None:
 def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
     """Left-folds the ranks' parts in rank order into `out`, which may be the storage of ``parts[0]``.
 
-    This one expression defines the bits of a reduction (P7). For AVG it is the sum of `parts` over their number. Floats
-    of 16 and 8 bits are folded in float32 and rounded once, at the end.
-
-    Args:
-        op: The reduce op.
-        parts: One native, contiguous 1-D array per rank, [n] each, in rank order.
-        out: Native, contiguous, 1-D, [n].
+    This function defines the bits of a reduction (P7). `parts` has one array per rank; all are native, contiguous and
+    [n]. AVG is the sum of `parts` over their number. Floats of 16 and 8 bits are folded in float32 and rounded once, at
+    the end.
     """
     dtype, combine = out.dtype, FOLDS[op]
     if dtype.kind == "c":
@@ -95,7 +85,7 @@ def fold(op: ReduceOp, parts: Sequence[Array], out: Array) -> None:
 
 
 def is_widened(dtype: np.dtype[Any]) -> bool:
-    """Tells whether elements are reduced in float32, which costs several times the copying of them."""
+    """Tells whether elements are reduced in float32, which costs several times a copy."""
     return dtype.itemsize < _FLOAT32_NBYTES and dtype in WIDENED
 
 
@@ -110,10 +100,8 @@ def _as_real(array: Array) -> Array:
 
 
 def _times(a: Array, b: Array, out: Array) -> None:
-    """Multiplies complex numbers, one rounding per step; `out` may be `a`.
-
-    numpy's own product gives other last bits with other strides, overlaps and processors (fused multiply-add or not).
-    """
+    # One rounding per step; `out` may be `a`. numpy's own product depends on strides, overlap and processor (fused
+    # multiply-add or not).
     real, imag = a.real * b.real, a.real * b.imag
     real -= a.imag * b.imag
     imag += a.imag * b.real

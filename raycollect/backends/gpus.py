@@ -1,6 +1,7 @@
-"""The GPU that a process has for the backend `nccl`, and whether the members of a group can meet on theirs.
+"""The GPU that this process has for backend `nccl`, and whether the members of a group can use theirs together.
 
-A process that has none finds that out without importing cupy: it was given none, hides them, has no driver, or no cupy.
+Where there is no GPU, this is found out without importing cupy: none was assigned, they are hidden, or there is no
+driver or no cupy.
 """
 
 from __future__ import annotations
@@ -15,30 +16,27 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from .capabilities import no_gpu
+from raycollect.backends.capabilities import no_gpu
 
-__all__ = ["SHARING", "SHARING_FROM", "Gpu", "here", "sharing", "why_not"]
-
-SHARING_FROM = 23000
-"""The NCCL that takes several ranks on one GPU, where `SHARING` is set before it is first used."""
+SHARING_FROM = 23000  # The first NCCL that takes several ranks on one GPU, if `SHARING` is set before its first use
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 _log = logging.getLogger("raycollect")
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NOTHING = ("", "-1", "NoDevFiles")
+# Files that exist where there is a driver; the last one is that of WSL
 _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
-"""What there is where there is a driver; the last one under Windows' Linux."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU as `nccl` would take it, and what this process has to do so.
+    """A GPU as `nccl` would use it, and the NCCL of this process.
 
     Attributes:
-        bus: Its place in its machine.
-        version: NCCL's, as 22803 for 2.28.3.
-        may_share: Whether the environment lets it share the GPU with other ranks.
+        bus: The GPU's PCI bus id.
+        version: NCCL's version, as 22803 for 2.28.3.
+        may_share: Whether the environment allows sharing the GPU with other ranks.
     """
 
     bus: str
@@ -47,10 +45,9 @@ class Gpu:
 
 
 def here(given: bool | None = None) -> Gpu | None:
-    """The GPU that is current in the calling thread; None: there is none, or not all that `nccl` needs.
+    """Returns the calling thread's current GPU, or None if there is none or something that `nccl` needs is missing.
 
-    Args:
-        given: Whether whoever started this process gave it a GPU; None: that is not known, and its environment counts.
+    `given`: whether this process was assigned a GPU by whoever started it; None if unknown: its environment counts.
     """
     if given is False or not _may_have_one() or no_gpu():
         return None
@@ -65,12 +62,7 @@ def here(given: bool | None = None) -> Gpu | None:
 
 
 def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
-    """Why members that have GPUs can't meet on them, or "".
-
-    Args:
-        machines: One machine id per member, as in `Member.machine`.
-        gpus: What each has; all have one.
-    """
+    """Says why members that all have GPUs can't use them together, or ""."""
     found = [one for one in gpus if one is not None]
     if len({one.version for one in found}) > 1:
         return "the ranks have different releases of NCCL"
@@ -85,12 +77,7 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
 
 
 def sharing(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
-    """How several members work that all share one GPU, where NCCL does not take that; else "".
-
-    Args:
-        machines: As `why_not` has them.
-        gpus: Likewise.
-    """
+    """Says how members that all share one GPU work where NCCL does not support that, else ""."""
     found = [one for one in gpus if one is not None]
     is_one = len({(machine, one.bus) for machine, one in zip(machines, found, strict=True)}) == 1
     return (
@@ -99,7 +86,6 @@ def sharing(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
 
 
 def _may_have_one() -> bool:
-    """Whether it is worth importing cupy to ask."""
     if "cupy" in sys.modules:
         return True
     if os.environ.get(_VISIBLE) in _NOTHING or not any(path.exists() for path in _DRIVER):

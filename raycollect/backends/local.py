@@ -1,7 +1,7 @@
-"""Backend `local`: ranks are threads of one process. It defines what every verb means; the others must agree with it.
+"""Backend `local`: ranks are threads of one process. It defines the semantics of every operation.
 
-Each verb is one meeting, where every rank gives a value and gets everybody's in rank order, then plain numpy on the
-result. Nothing is chunked or overlapped. Memory: one copy of what each rank gives.
+In each operation every rank provides a value, gets those of all ranks in rank order, and applies plain numpy to them.
+Nothing is chunked or overlapped. Memory: one copy of what each rank provides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.contracts import Communicator, Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.backends.arrays import Array, Flat
+from raycollect.backends.completion import DONE, movement, reduce_op, translated
+from raycollect.backends.folds import fold
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -20,16 +24,8 @@ from raycollect.errors import (
     InternalError,
     PlanAbortedError,
 )
-from raycollect.model import GroupSpec, Kernel, Launch, OpKind
 
-from .arrays import Array, Flat
-from .completion import DONE, movement, reduce_op, translated
-from .folds import fold
-
-__all__ = ["LocalCommunicator", "LocalWorld", "create"]
-
-OUTCOMES = 64
-"""How many ended launches a rank's slower peers can still ask about."""
+OUTCOMES = 64  # How many ended launches are kept for slower peers to query
 
 
 def create(
@@ -41,11 +37,7 @@ def create(
     host: str = "",
     segments: SegmentSource | None = None,
 ) -> Communicator:
-    """Makes the communicator of a group of one; larger ones share a `LocalWorld` inside one process.
-
-    Raises:
-        BackendUnavailableError: The group has more ranks.
-    """
+    """Makes the communicator of a group of one; larger groups share a `LocalWorld` inside one process."""
     if spec.world_size != 1:
         detail = f"backend 'local' lives inside one process, and the group has {spec.world_size} members"
         raise BackendUnavailableError(group_name=spec.name, detail=detail)
@@ -53,12 +45,7 @@ def create(
 
 
 class LocalWorld:
-    """What the ranks of one process share: who is where, and what they gave.
-
-    Args:
-        world_size: The number of ranks.
-        group_name: For errors.
-    """
+    """The shared state of the ranks of one process: their progress, and the values they provide."""
 
     def __init__(self, world_size: int, group_name: str = "local") -> None:
         self.world_size = world_size
@@ -70,14 +57,9 @@ class LocalWorld:
         self._entered = [0] * world_size  # rank -> the latest launch it is or was in
 
     def meet(self, launch: Launch, rank: int, phase: int, value: Any, stopped: Callable[[], str]) -> list[Any]:
-        """Gives a value and waits for those of `launch.ranks`, in their order.
+        """Provides a value and returns those of `launch.ranks`, in their order.
 
-        Args:
-            launch: The launch.
-            rank: Who gives.
-            phase: The count of this meeting in the launch, from 1.
-            value: What it gives.
-            stopped: Says why the wait must end, or "".
+        `phase` counts the exchanges of the launch from 1; `stopped` says why the wait must end, or "".
 
         Raises:
             CollectiveTimeoutError: Not all came within `launch.timeout_s`.
@@ -107,7 +89,7 @@ class LocalWorld:
             return values
 
     def leave(self, launch: Launch, rank: int, passed: int) -> None:
-        """Notes that a rank has left a launch after `passed` meetings, and forgets what only it still held."""
+        """Records that a rank has left a launch after `passed` exchanges, and frees values nobody needs any more."""
         with self.changed:
             left = self._left[rank]
             left[launch.seq] = passed
@@ -124,12 +106,11 @@ class LocalWorld:
         return bool(stopped()) or all(r in given for r in launch.ranks) or bool(self._gone(launch, phase))
 
     def _gone(self, launch: Launch, phase: int) -> list[int]:
-        """Who has left without getting through this meeting."""
+        # The ranks that have left without passing this exchange.
         seq = launch.seq
         return [r for r in launch.ranks if self._left[r].get(seq, -1 if self._entered[r] > seq else phase) < phase]
 
     def _take(self, key: tuple[int, int], rank: int, ranks: Sequence[int]) -> None:
-        """Forgets the values once all have them."""
         taken = self._taken.setdefault(key, set())
         taken.add(rank)
         if taken.issuperset(ranks):
@@ -138,7 +119,7 @@ class LocalWorld:
 
 
 class LocalCommunicator:
-    """One rank's membership; see `raycollect.contracts.Communicator`."""
+    """One rank's membership, a `Communicator`."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.rank = rank
@@ -149,19 +130,6 @@ class LocalCommunicator:
         self._passed = 0
         self._aborted: set[int] = set()
         self._closed = False
-        self._kernels: dict[OpKind, Callable[[Launch, Kernel], None]] = {
-            OpKind.ALLREDUCE: self._allreduce,
-            OpKind.REDUCE: self._reduce,
-            OpKind.BROADCAST: self._copy,
-            OpKind.ALLGATHER: self._allgather,
-            OpKind.GATHER: self._gather,
-            OpKind.SCATTER: self._scatter,
-            OpKind.REDUCESCATTER: self._reducescatter,
-            OpKind.ALLTOALL: self._alltoall,
-            OpKind.SEND: self._copy,
-            OpKind.RECV: self._copy,
-            OpKind.BARRIER: self._barrier,
-        }
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Does nothing: the ranks read each other's arrays."""
@@ -179,7 +147,7 @@ class LocalCommunicator:
         """Runs a kernel in the caller's thread."""
         self._check_open()
         with translated(kernel.kind, self._world.group_name, self.rank):
-            self._kernels[kernel.kind](launch, kernel)
+            _KERNELS[kernel.kind](self, launch, kernel)
         return DONE
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
@@ -220,25 +188,21 @@ class LocalCommunicator:
         return f"launch {self._seq} was aborted" if self._seq in self._aborted else ""
 
     def _give(self, launch: Launch, src: Any) -> list[Any]:
-        """Gives a copy of an array, of each of its pieces, or nothing; and gets what every rank gave, in rank order."""
         return self._meet(launch, tuple(map(_copied, src)) if type(src) is tuple else _copied(src))
 
     def _barrier(self, launch: Launch, kernel: Kernel) -> None:
-        """A barrier: nobody goes on before all have come."""
         self._give(launch, None)
 
     def _allreduce(self, launch: Launch, kernel: Kernel) -> None:
-        """An allreduce: every rank's `dst` becomes the left fold, in rank order, of all ranks' `src`."""
         _write(kernel.dst, _folded(kernel, self._give(launch, kernel.src)))
 
     def _reduce(self, launch: Launch, kernel: Kernel) -> None:
-        """A reduce: the root's `dst` becomes the left fold of all ranks' `src`."""
         parts = self._give(launch, kernel.src)
         if self.rank == kernel.peer:
             _write(kernel.dst, _folded(kernel, parts))
 
     def _copy(self, launch: Launch, kernel: Kernel) -> None:
-        """A broadcast (or send and receive): every `dst` becomes the root's `src`."""
+        # A broadcast, or a send and its receive.
         root = self.rank if kernel.kind is OpKind.SEND else kernel.peer
         src, dst, _ = movement(kernel, is_root=self.rank == root)
         given = self._meet(launch, None if src is None else np.array(src.read(0, src.size)))
@@ -246,33 +210,42 @@ class LocalCommunicator:
             dst.write(0, dst.size, given[launch.ranks.index(root)])
 
     def _allgather(self, launch: Launch, kernel: Kernel) -> None:
-        """An allgather: every rank's ``dst[r]`` becomes the `src` of rank r."""
         _write_each(kernel.dst, self._give(launch, kernel.src))
 
     def _gather(self, launch: Launch, kernel: Kernel) -> None:
-        """A gather: the root's ``dst[r]`` becomes the `src` of rank r."""
         given = self._give(launch, kernel.src)
         if self.rank == kernel.peer:
             _write_each(kernel.dst, given)
 
     def _scatter(self, launch: Launch, kernel: Kernel) -> None:
-        """A scatter: every `dst` becomes the root's piece for that rank."""
         given = self._give(launch, kernel.src if self.rank == kernel.peer else None)
         _write(kernel.dst, given[launch.ranks.index(kernel.peer)][launch.ranks.index(self.rank)])
 
     def _reducescatter(self, launch: Launch, kernel: Kernel) -> None:
-        """A reduce-scatter: every `dst` becomes the left fold of all ranks' pieces for that rank."""
         mine = launch.ranks.index(self.rank)
         _write(kernel.dst, _folded(kernel, [given[mine] for given in self._give(launch, kernel.src)]))
 
     def _alltoall(self, launch: Launch, kernel: Kernel) -> None:
-        """An all-to-all: ``dst[r]`` becomes the piece of rank r for this rank."""
         mine = launch.ranks.index(self.rank)
         _write_each(kernel.dst, [given[mine] for given in self._give(launch, kernel.src)])
 
 
+_KERNELS: dict[OpKind, Callable[[LocalCommunicator, Launch, Kernel], None]] = {
+    OpKind.ALLREDUCE: LocalCommunicator._allreduce,
+    OpKind.REDUCE: LocalCommunicator._reduce,
+    OpKind.BROADCAST: LocalCommunicator._copy,
+    OpKind.ALLGATHER: LocalCommunicator._allgather,
+    OpKind.GATHER: LocalCommunicator._gather,
+    OpKind.SCATTER: LocalCommunicator._scatter,
+    OpKind.REDUCESCATTER: LocalCommunicator._reducescatter,
+    OpKind.ALLTOALL: LocalCommunicator._alltoall,
+    OpKind.SEND: LocalCommunicator._copy,
+    OpKind.RECV: LocalCommunicator._copy,
+    OpKind.BARRIER: LocalCommunicator._barrier,
+}
+
+
 def _copied(array: Array | None) -> Array | None:
-    """A flat copy that outlives what its owner does next."""
     return None if array is None else np.array(Flat(array).read(0, array.size))
 
 

@@ -1,18 +1,16 @@
-"""Streams: what a kernel on a GPU comes after, and how this process learns that it has ended.
+"""CUDA streams: which work a kernel follows, and how this process learns that the kernel has ended.
 
-Work on a GPU runs in the order of its stream, and streams know nothing of each other. A communicator has a stream of
-its own. Before each kernel it is made to wait for what the caller has enqueued: on cupy's and torch's current streams
-of the caller's thread, and on the default stream, where all threads meet. A kernel has ended when the event behind it
-has, which is asked of from the host; so whatever the caller enqueues next, on any stream, comes after it.
+GPU work runs in the order of its stream, and streams are independent of each other. A communicator has its own stream.
+Before each kernel this stream waits for what the caller has enqueued: on cupy's and torch's current streams of the
+calling thread, and on the default stream. A kernel has ended when the event after it is done, which the host queries;
+so whatever the caller enqueues next, on any stream, comes after it.
 
-A call that another thread makes for its caller follows the caller's mark instead (`mark`, `after`). What a method
-leaves on a stream of its own is joined to the default stream when its tensors are kept (`settle`). What goes from one
-device to another follows the caller's streams on both (`follow`).
+A call that another thread makes for its caller follows the caller's mark instead (`mark`, `after`). Work that a method
+leaves on its own stream is joined to the default stream when its tensors are kept (`settle`). Copies between devices
+follow the caller's streams on both (`follow`). Repeated work is captured on a separate stream (`captured`), so that a
+failed capture leaves the communicator's stream intact.
 
-What is to run again and again as one piece is recorded on a stream of its own (`captured`), so that one that fails
-leaves the communicator's as it was.
-
-Events are used again: no call makes one. Where cupy was not imported there are no streams to follow.
+Events are reused: no call creates one. If cupy was not imported, there are no streams to follow.
 """
 
 from __future__ import annotations
@@ -27,54 +25,37 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from raycollect.model import TensorInfo
+from raycollect.backends.device_arrays import device_id
+from raycollect.core.model import TensorInfo
 
-from .device_arrays import device_id
-
-__all__ = ["GroupStream", "Mark", "after", "captured", "follow", "has_run", "mark", "settle", "wait"]
-
-_LOOK_S = 0.0002
-"""How long a wait for a device sleeps between two looks."""
-
-DEFAULT = 0
-"""The pointer of the default stream, which waits for all others that do not say that they are independent of it."""
-
-_NOT_READY = 600
-"""cudaErrorNotReady."""
+_LOOK_S = 0.0002  # How long a wait for a device sleeps between two queries
+DEFAULT = 0  # The pointer of the default stream, which waits for all streams that are not non-blocking
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 class Mark:
-    """How far the streams of a thread had come, on each device; its events are used again when it is let go of.
-
-    Attributes:
-        events: Device -> the events to follow.
-    """
+    """The progress of a thread's streams on each device; its events are reused when it is released."""
 
     __slots__ = ("__weakref__", "events")
 
     def __init__(self, events: dict[int, list[Any]]) -> None:
-        self.events: dict[int, list[Any]] = events
+        self.events: dict[int, list[Any]] = events  # device -> the events to follow
         # No `__del__`: where a mark is in a cycle, those of its events would be called with it, and end them.
         weakref.finalize(self, _give_back, _free, events).atexit = False
 
 
 class _Thread(threading.local):
-    """What a thread's kernels follow, if that is not what it has enqueued itself."""
+    """What a thread's kernels follow instead of its own streams."""
 
     mark: Mark | None = None
 
 
 _thread = _Thread()
-_free: dict[int, list[Any]] = defaultdict(list)
-"""Device -> events that nobody uses. Appending and popping are atomic."""
+_free: dict[int, list[Any]] = defaultdict(list)  # Device -> unused events. Appending and popping are atomic.
 
 
 class GroupStream:
-    """The stream of one communicator, used by one thread at a time.
-
-    Args:
-        device: The number of its device in this process.
-    """
+    """The stream of one communicator on a device, used by one thread at a time."""
 
     def __init__(self, device: int) -> None:
         self._cuda = import_module("cupy").cuda
@@ -91,7 +72,7 @@ class GroupStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Lets what cupy does inside run on this stream, behind all that the caller has enqueued; notes the end."""
+        """Runs cupy's work inside on this stream, after the caller's work; records the end."""
         with self._cuda.Device(self._device):
             self._follow()
             with self.stream:
@@ -101,11 +82,7 @@ class GroupStream:
                     self._after.record(self.stream)
 
     def has_ended(self) -> bool:
-        """Whether all that was done when it was last `entered` has been done.
-
-        Raises:
-            Exception: The device has failed; cupy's own.
-        """
+        """Tells whether the work of the last `entered` is done; raises cupy's error if the device has failed."""
         return _is_done(self._cuda.runtime.eventQuery(self._after.ptr))  # to `Event.done`, what failed is under way
 
     def _follow(self) -> None:
@@ -120,16 +97,12 @@ class GroupStream:
 
 
 def has_run(stream: int) -> bool:
-    """Whether a stream of the current device, by its pointer, has done all that it was given.
-
-    Raises:
-        Exception: The device has failed; cupy's own.
-    """
+    """Tells whether a stream of the current device is idle; raises cupy's error if the device has failed."""
     return _is_done(import_module("cupy").cuda.runtime.streamQuery(stream))
 
 
 def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
-    """Waits for a device, and asks besides whether to go on: `check` may raise."""
+    """Polls a device until it is done; `check` runs in between and may raise."""
     while not has_ended():
         check()
         time.sleep(_LOOK_S)
@@ -142,18 +115,9 @@ def _is_done(status: Any) -> bool:
 
 
 def captured(device: int, enqueue: Callable[[int], object]) -> Any:
-    """Records work as a CUDA graph, and runs none of it.
+    """Captures work as a CUDA graph, without running it; returns cupy's graph and raises cupy's errors.
 
-    Args:
-        device: The number of the device.
-        enqueue: Puts the work on a stream, which is current and whose pointer it is given. It must neither wait for
-            anything nor allocate memory.
-
-    Returns:
-        cupy's graph.
-
-    Raises:
-        Exception: The driver did not take it; cupy's own.
+    `enqueue` gets the pointer of the current stream. It must neither wait for anything nor allocate memory.
     """
     cuda = import_module("cupy").cuda
     with cuda.Device(device):
@@ -172,7 +136,7 @@ def captured(device: int, enqueue: Callable[[int], object]) -> Any:
 
 
 def mark(tensors: Iterable[TensorInfo]) -> Mark | None:
-    """Notes how far the calling thread's streams have come on the devices of tensors; None where there are none."""
+    """Records the progress of the calling thread's streams on the devices of tensors; None if there are none."""
     events: dict[int, list[Any]] = {}
     for device in _devices(tensors):
         cuda = import_module("cupy").cuda
@@ -186,7 +150,7 @@ def mark(tensors: Iterable[TensorInfo]) -> Mark | None:
 
 @contextmanager
 def after(told: Mark | None) -> Iterator[None]:
-    """Lets kernels that the calling thread launches inside follow a mark; None: what the thread itself has enqueued."""
+    """Makes kernels that the calling thread launches inside follow a mark; None: its own streams."""
     before, _thread.mark = _thread.mark, told
     try:
         yield
@@ -195,7 +159,7 @@ def after(told: Mark | None) -> Iterator[None]:
 
 
 def settle(tensors: Iterable[TensorInfo]) -> None:
-    """Lets the default stream of the devices of tensors follow the calling thread's, for whoever uses them next."""
+    """Makes the default stream of the tensors' devices follow the calling thread's streams, for later users."""
     for device in _devices(tensors):
         cuda = import_module("cupy").cuda
         with cuda.Device(device):
@@ -208,11 +172,7 @@ def settle(tensors: Iterable[TensorInfo]) -> None:
 
 
 def follow(device: int, others: Iterable[int] = ()) -> int:
-    """Lets cupy's current stream of a device follow what the calling thread has enqueued there and on other devices.
-
-    Returns:
-        The pointer of that stream.
-    """
+    """Makes cupy's current stream of a device follow the calling thread's work there and on others; returns it."""
     cuda = import_module("cupy").cuda
     stream = int(cuda.get_current_stream(device).ptr)
     for other in {device, *others}:
@@ -229,7 +189,6 @@ def follow(device: int, others: Iterable[int] = ()) -> int:
 
 
 def _devices(tensors: Iterable[TensorInfo]) -> set[int]:
-    """The GPUs on which tensors lie; none where cupy was not imported."""
     if "cupy" not in sys.modules:
         return set()
     return {device_id(one.device) for one in tensors if one.device.startswith("cuda")}
@@ -241,7 +200,6 @@ def _give_back(to: dict[int, list[Any]], events: dict[int, list[Any]]) -> None:
 
 
 def _event(cuda: Any, device: int) -> Any:
-    """An event of the current device, perhaps used before."""
     try:
         return _free[device].pop()
     except IndexError:
@@ -249,7 +207,7 @@ def _event(cuda: Any, device: int) -> Any:
 
 
 def _current(device: int) -> Sequence[int]:
-    """The streams on which the calling thread's work may be: the default one, cupy's and torch's current ones."""
+    # The default stream, cupy's and torch's current ones.
     found = {DEFAULT: None, int(import_module("cupy").cuda.get_current_stream(device).ptr): None}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():

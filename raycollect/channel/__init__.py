@@ -1,12 +1,12 @@
 """The control plane: small authenticated messages, and bulk data, between the processes of a plan.
 
 ========================  ====================================================================
-`packing`, `messages`     msgpack with limits; the table of what can be said
+`packing`, `messages`     msgpack with limits; the messages and their codec
 `protocol`                handshake, frames and their tags: no I/O, no clock, no threads
 `loop`, `endpoint`        one thread that watches sockets; a control connection on it
 `stream`                  a connection in blocking mode
-`server`, `client`        the end that listens, the ends that connect
-`refusals`                what the log hears of those who are not let in
+`server`, `client`        the listening end, the connecting ends
+`refusals`                logs refused clients
 ========================  ====================================================================
 """
 

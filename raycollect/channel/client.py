@@ -1,4 +1,4 @@
-"""The ends that connect: the controller's hub of control connections, and the client of a data connection."""
+"""The connecting ends: the controller's hub of control connections, and the client of a data connection."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
 from raycollect.channel.stream import open_stream
+from raycollect.core.model import Address
 from raycollect.errors import ConnectionLostError
-from raycollect.model import Address
 
 __all__ = ["DataClient", "Hub"]
 
@@ -23,9 +23,9 @@ class Hub:
         self._loop = Loop("raycollect-hub")
 
     def connect(self, address: Address, hello: dict[str, Any], handler: LinkHandler, timeout_s: float) -> Link:
-        """Connects to a participant; blocks the caller until both ends trust each other.
+        """Connects to a participant; returns when both ends have authenticated each other.
 
-        `handler` may be called, on the hub's thread, before this returns.
+        The hub's thread may call `handler` before this returns.
 
         Raises:
             ConnectionLostError: Nobody answers there, or not in time, or the hub is closed.
@@ -49,32 +49,17 @@ class DataClient:
     """Fetches from one participant, blocking; for one thread at a time (the caller locks)."""
 
     def __init__(self, address: Address, timeout_s: float, hello: dict[str, Any] | None = None) -> None:
-        """Connects.
-
-        Args:
-            address: Whom to ask.
-            timeout_s: For connecting, and the default for each answer.
-            hello: What to say of oneself.
-
-        Raises:
-            ConnectionLostError: Nobody answers there, or not in time.
-            AuthenticationError: One end doesn't hold the key.
-            ProtocolError: It is no raycollect endpoint, or of another version.
-        """
+        """Connects; `timeout_s` is also the default for each answer. Raises what `open_stream` does."""
         self._timeout_s = timeout_s
         self._stream = open_stream(address, "data", hello or {}, timeout_s)
 
     @property
     def blob_left(self) -> int:
-        """How many bytes of the last answer's blob have not been read."""
+        """The unread bytes of the last answer's blob."""
         return self._stream.blob_left
 
     def request(self, message: Message, timeout_s: float | None = None) -> Message:
         """Sends a request and waits for its answer; an answer's blob must be read before the next request.
-
-        Args:
-            message: The request.
-            timeout_s: How long the answer may take; left out, the client's own limit.
 
         Raises:
             ConnectionLostError: The connection ended, or the time was up; the client is closed.
@@ -86,11 +71,7 @@ class DataClient:
         return self._stream.receive(limit_s)
 
     def tell(self, message: Message) -> None:
-        """Sends what has no answer.
-
-        Raises:
-            ConnectionLostError: The connection ended.
-        """
+        """Sends a message that has no answer; raises ConnectionLostError."""
         self._stream.send(message, timeout_s=self._timeout_s)
 
     def receive_blob(self, into: memoryview) -> None:

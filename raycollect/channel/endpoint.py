@@ -1,4 +1,4 @@
-"""A control connection on a `Loop`: what the server and the controller's hub have in common."""
+"""A control connection on a `Loop`: the common part of the server and the controller's hub."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
-from raycollect import sockets
 from raycollect.channel.loop import Loop, Timer
-from raycollect.channel.messages import Message
+from raycollect.channel.messages import Broken, Message
 from raycollect.channel.protocol import Connection, Event
-from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
+from raycollect.core import sockets, threads
+from raycollect.errors import ChannelError, ConnectionLostError, InternalError, ProtocolError, anew
 
 __all__ = ["MAX_QUEUED_NBYTES", "Link", "LinkHandler"]
 
 _log = logging.getLogger("raycollect")
 
-MAX_QUEUED_NBYTES = 64 << 20
-"""What may wait for a peer that doesn't read; then the link is given up."""
-
+MAX_QUEUED_NBYTES = 64 << 20  # may wait for a peer that doesn't read; beyond it, the link ends
 _LINGER_S = 1.0
 _LAST_READS = 64
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class LinkHandler(Protocol):
-    """What becomes of a link's messages. Called on the loop's thread: be quick, never block."""
+    """Receives a link's messages. Called on the loop's thread: be quick, never block."""
 
     def received(self, link: Link, message: Message) -> None:
         """A message came; on one link in the order in which they were sent."""
@@ -54,37 +52,25 @@ class Link:
     def __init__(
         self, loop: Loop, sock: socket.socket, connection: Connection, handler: LinkHandler, *, hello: dict[str, Any]
     ) -> None:
-        """Takes over a socket whose handshake is done; `attach` comes next, on the loop's thread.
-
-        Args:
-            loop: Whose thread reads it.
-            sock: In non-blocking mode.
-            connection: The protocol's state.
-            handler: Who is told.
-            hello: What the client said of itself.
-        """
+        """Takes over a non-blocking socket whose handshake is done; `attach` comes next, on the loop's thread."""
         self.hello = hello
         self.peer: str = sockets.peer_of(sock)
         self._loop = loop
         self._sock = sock
         self._connection = connection
-        self._handler = handler
+        self._handler: LinkHandler | None = handler  # None: it was told of the end
         self._lock = threading.Lock()
         self._phase = _Phase.OPEN
         self._queue: deque[memoryview] = deque()
         self._queued_nbytes = 0
-        self._announced = False
         self._linger: Timer | None = None
 
     def __repr__(self) -> str:
-        """Names the peer."""
         return f"Link({self.peer}, {self._phase.name.lower()})"
-
-    # ------------------------------------------------------------------------------------------ any thread
 
     @property
     def queued_nbytes(self) -> int:
-        """How many bytes wait for the socket to take them; 0 once the link has ended."""
+        """The bytes that wait for the socket; 0 once the link has ended."""
         return self._queued_nbytes if self._phase is not _Phase.CLOSED else 0
 
     def send(self, message: Message) -> None:
@@ -102,7 +88,7 @@ class Link:
                 self._phase = _Phase.CLOSING
         if lost is not None:
             self._loop.call_soon(partial(self._give_up, lost))
-            raise lost
+            raise anew(lost)
 
     def close(self) -> None:
         """Ends the link, after what was sent has gone out, or a second. May be called twice."""
@@ -113,7 +99,7 @@ class Link:
         self._loop.call_soon(self._drain)
 
     def _write(self, frame: bytes) -> ConnectionLostError | None:
-        """Writes or queues a frame, under the lock, so that frames go out in the order of their numbers."""
+        # Under the lock, so that frames go out in the order of their numbers.
         rest = memoryview(frame)
         if not self._queue:
             try:
@@ -134,8 +120,6 @@ class Link:
             )
         return None
 
-    # ------------------------------------------------------------------------------------------ loop's thread
-
     def attach(self, events: Iterable[Event]) -> None:
         """Starts reading, after `events` that came in with the handshake's last bytes."""
         self._loop.owned.add(self)
@@ -143,7 +127,7 @@ class Link:
         self.deliver(events)
 
     def end(self, reason: ChannelError) -> None:
-        """Closes the socket at once, and tells the handler if nobody did."""
+        """Closes the socket at once, and tells the handler if it was not told."""
         with self._lock:
             self._phase = _Phase.CLOSED
             self._queue.clear()
@@ -155,19 +139,31 @@ class Link:
         self._announce(reason)
 
     def _announce(self, reason: ChannelError) -> None:
-        if self._announced:
+        handler, self._handler = self._handler, None  # which may hold this link, and more
+        if handler is None:
             return
-        self._announced = True
-        try:
-            self._handler.closed(self, reason)
-        except Exception:  # noqa: BLE001 - the handler is not ours
-            _log.exception("%r: the handler failed in closed()", self)
+        threads.survives(handler.closed, self, reason)
 
     def _on_ready(self, ready: int) -> None:
-        if ready & _WRITE:
-            self._flush()
-        if ready & _READ:
-            self._read()
+        try:
+            if ready & _WRITE:
+                self._flush()
+            if ready & _READ:
+                self._read()
+        except Exception as exc:  # noqa: BLE001 - any: what was half done can't be gone on with
+            self.fail(threads.failed("reading a connection", exc))
+
+    def fail(self, error: InternalError) -> None:
+        """Ends the link after a failure of this end, which leaves its state unknown; the peer is told why."""
+        reason = ConnectionLostError(detail=f"this end failed: {error.detail}", peer=self.peer)
+        try:
+            self.send(Broken(detail=error.detail))
+        except ChannelError:
+            self.end(reason)
+        else:
+            with self._lock:
+                self._phase = _Phase.CLOSING
+            self._drain(reason)
 
     def _read(self) -> bool:
         """Reads once; False when there was nothing to read."""
@@ -180,7 +176,7 @@ class Link:
         except OSError as exc:
             self.end(ConnectionLostError(detail=f"the connection broke: {exc}", peer=self.peer))
             return False
-        if nbytes and self._announced:
+        if nbytes and self._handler is None:
             return True
         try:
             if not nbytes:
@@ -196,18 +192,20 @@ class Link:
     def deliver(self, events: Iterable[Event]) -> None:
         """Hands messages to the handler, in order."""
         for event in events:
-            if self._announced or self._phase is _Phase.CLOSED:
+            handler = self._handler
+            if handler is None or self._phase is _Phase.CLOSED:
                 return
-            if isinstance(event, Message):
+            if isinstance(event, Broken):
+                self.end(ConnectionLostError(detail=f"the other end failed: {event.detail}", peer=self.peer))
+            elif isinstance(event, Message):
                 try:
-                    self._handler.received(self, event)
+                    handler.received(self, event)
                 except ProtocolError as exc:
                     _log.warning("%r is ended: %s", self, exc.detail)
                     exc.peer = self.peer
                     self.end(exc)
-                except Exception as exc:  # noqa: BLE001 - the handler is not ours
-                    _log.exception("%r: the handler failed at %s", self, type(event).__name__)
-                    self.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=self.peer))
+                except Exception as exc:  # noqa: BLE001 - handlers deal with what they know how to go on from
+                    self.fail(threads.failed(f"taking in {type(event).__name__}", exc))
 
     def _watch_writes(self) -> None:
         if self._phase is not _Phase.CLOSED:
@@ -233,17 +231,17 @@ class Link:
             self._shut()
 
     def _give_up(self, reason: ConnectionLostError) -> None:
-        """Ends a link that can't be written, after what the peer said last: it may be why."""
+        # After reading what the peer said last, which may be why it can't be written.
         for _ in range(_LAST_READS):
             if not self._read():
                 break
         self.end(reason)
 
-    def _drain(self) -> None:
-        """Closes in good order: a socket closed over unread input would reset, and the peer lose our last words."""
+    def _drain(self, reason: ConnectionLostError | None = None) -> None:
+        # A socket closed over unread input would reset, and the peer lose our last words.
         if self._phase is _Phase.CLOSED:
             return
-        reason = ConnectionLostError(detail="closed by this end", peer=self.peer)
+        reason = reason or ConnectionLostError(detail="closed by this end", peer=self.peer)
         self._announce(reason)
         self._linger = self._loop.call_later(_LINGER_S, partial(self.end, reason))
         with self._lock:

@@ -1,4 +1,4 @@
-"""One daemon thread that watches sockets: shared by the server's and the controller's end."""
+"""A daemon thread that watches sockets, for the server and the controller."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from raycollect import sockets
+from raycollect.core import sockets, threads
 from raycollect.errors import ChannelError, ConnectionLostError
 
 __all__ = ["Loop", "Owned", "Timer"]
@@ -22,10 +22,11 @@ __all__ = ["Loop", "Owned", "Timer"]
 _log = logging.getLogger("raycollect")
 
 _JOIN_TIMEOUT_S = 5.0
+_REST_S = 0.25  # how long a socket rests after its callback failed, in seconds
 
 
 class Owned(Protocol):
-    """What a loop ends when it stops."""
+    """Anything that a loop ends when it stops."""
 
     def end(self, reason: ChannelError) -> None:
         """Closes what it holds; may be called twice."""
@@ -38,7 +39,6 @@ class Timer:
     __slots__ = ("call",)
 
     def __init__(self, call: Callable[[], None]) -> None:
-        """Makes a timer; `Loop.call_later` starts it."""
         self.call: Callable[[], None] | None = call
 
     def cancel(self) -> None:
@@ -64,13 +64,10 @@ class Loop:
         self._lock = threading.Lock()
         self._stopping = False
         self.buffer: memoryview = memoryview(bytearray(256 * 1024))  # what all sockets of this thread are read into
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    # ------------------------------------------------------------------------------------------ any thread
+        self._thread = threads.start(name, self._run)
 
     def call_soon(self, call: Callable[[], None]) -> bool:
-        """Lets the loop's thread make a call; False when it has stopped and never will."""
+        """Makes a call on the loop's thread; False when it has stopped and never will."""
         with self._lock:
             if self._stopping:
                 return False
@@ -80,7 +77,7 @@ class Loop:
         return True
 
     def close(self) -> None:
-        """Ends all that the loop owns, and the thread; waits for it. May be called twice, and by the thread itself."""
+        """Ends all that the loop owns, and the thread; waits for it, unless called by it. May be called twice."""
         with self._lock:
             first, self._stopping = not self._stopping, True
         if first:
@@ -94,11 +91,12 @@ class Loop:
         with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: the thread has ended
             self._wake_out.send(b"\0")
 
-    # ------------------------------------------------------------------------------------------ own thread
-
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
         """Calls `callback(ready)` whenever one of the `events` of `selectors` is there."""
-        self._selector.register(sock, events, callback)
+        if sock in self._selector.get_map():
+            self.rewatch(sock, events, callback)
+        else:
+            self._selector.register(sock, events, callback)
 
     def rewatch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
         """Changes what is watched for on a socket."""
@@ -117,33 +115,47 @@ class Loop:
 
     def _run(self) -> None:
         try:
-            while not self._stopping:
-                self._select()
-                while self._calls and not self._stopping:
-                    self._guard(self._calls.popleft())
-                self._fire()
+            threads.repeat(self._turn)
         finally:
             with self._lock:
                 self._stopping = True
             while self._calls:  # what was asked for before the end: links to take over, and so to close
-                self._guard(self._calls.popleft())
+                threads.survives(self._calls.popleft())
             reason = ConnectionLostError(detail="this end was closed")
             for owned in list(self.owned):
-                self._guard(owned.end, reason)
+                threads.survives(owned.end, reason)
+            self.owned.clear()
+            self._timers.clear()
             self._selector.close()
             sockets.close((self._wake_in, self._wake_out))
 
-    def _select(self) -> None:
-        """Calls back for what is ready; nothing of it is held by the thread while it waits for more."""
-        for key, ready in self._selector.select(self._idle_s()):
-            self._guard(key.data, ready)
+    def _turn(self) -> bool:
+        """Does what is due, and waits where nothing is; False: the loop has to stop."""
+        if not self._stopping:
+            self._select()
+        while self._calls and not self._stopping:
+            threads.survives(self._calls.popleft())
+        self._fire()
+        return not self._stopping
 
-    def _guard(self, call: Callable[..., None], *args: object) -> None:
-        try:
-            call(*args)
-        except Exception:  # noqa: BLE001 - see below
-            # Every owner of a socket handles its own failures; what comes here is our bug, and must not end the thread.
-            _log.exception("%s: a callback failed (this is a bug of raycollect)", self._thread.name)
+    def _select(self) -> None:
+        # The thread holds nothing of what was ready while it waits for more.
+        for key, ready in self._selector.select(self._idle_s()):
+            if not threads.survives(key.data, ready):
+                self._rest(key)
+
+    def _rest(self, key: selectors.SelectorKey) -> None:
+        # What failed on a socket may fail again at once: it is left alone for a moment.
+        sock = key.fileobj
+        if not isinstance(sock, socket.socket):
+            return
+
+        def again() -> None:
+            if sock.fileno() >= 0:  # it was not closed meanwhile
+                self.watch(sock, key.events, key.data)
+
+        self.unwatch(sock)
+        self.call_later(_REST_S, again)
 
     def _idle_s(self) -> float | None:
         while self._timers and self._timers[0][2].call is None:
@@ -156,7 +168,7 @@ class Loop:
         while self._timers and self._timers[0][0] <= time.monotonic():
             call = heapq.heappop(self._timers)[2].call
             if call is not None:
-                self._guard(call)
+                threads.survives(call)
 
     def _on_wake(self, ready: int) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""msgpack with this project's limits, and with types (the library ships none)."""
+"""msgpack with this project's limits, and with types, which the library lacks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from raycollect.errors import ProtocolError
 
 __all__ = ["MAX_ITEMS", "pack", "unpack"]
 
-MAX_ITEMS = 65_536
-"""The longest list or map: a header that lies about its length must not make us allocate for it."""
+MAX_ITEMS = 65_536  # the longest list or map: a header that lies about its length must not make us allocate for it
 
 # The library has no type stubs; imported by name, its functions are `Any` here and typed right below.
 _msgpack = importlib.import_module("msgpack")
@@ -25,11 +24,7 @@ def _refuse_extension(code: int, data: bytes) -> Any:
 
 
 def pack(value: Any) -> bytes:
-    """Packs plain values.
-
-    Raises:
-        ProtocolError: It holds something that msgpack has no form for.
-    """
+    """Packs plain values; raises ProtocolError on other values."""
     try:
         # A lone surrogate (an odd file name in somebody's traceback) must not keep an error from being told.
         return _packb(value, unicode_errors="backslashreplace")

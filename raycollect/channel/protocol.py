@@ -49,7 +49,8 @@ __all__ = [
 ]
 
 MAGIC = b"RCOL"
-VERSION = 11
+VERSION = 12
+OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release
 NONCE_NBYTES = 16
 PROOF_NBYTES = 32
 TAG_NBYTES = 16
@@ -62,13 +63,12 @@ REFUSAL = b"refused"
 _LENGTH = struct.Struct(">I")
 _NUMBERED = struct.Struct(">QI")
 _CHALLENGE = struct.Struct(f">4sH{NONCE_NBYTES}s")
-_HEADER_NBYTES = _LENGTH.size + TAG_NBYTES
 
 Buffer = bytes | bytearray | memoryview
 
 
 class State(enum.Enum):
-    """Where a connection stands, seen from one end."""
+    """The state of a connection, seen from one end."""
 
     NEW = enum.auto()
     CHALLENGING = enum.auto()  # server: sent its challenge, expects the proof
@@ -80,7 +80,7 @@ class State(enum.Enum):
 
 
 class Move(enum.Enum):
-    """What can happen to a connection."""
+    """The transitions of a connection."""
 
     SEND_CHALLENGE = enum.auto()
     AWAIT_CHALLENGE = enum.auto()
@@ -103,8 +103,7 @@ MOVES: dict[tuple[State, Move], State] = {
     **{(state, Move.CLOSE): State.CLOSED for state in State},
 }
 
-ROLES = {"server": Move.SEND_CHALLENGE, "client": Move.AWAIT_CHALLENGE}
-"""Role -> its first move."""
+ROLES = {"server": Move.SEND_CHALLENGE, "client": Move.AWAIT_CHALLENGE}  # role -> its first move
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ class Connection:
         purpose: str = "control",
         hello: dict[str, Any] | None = None,
     ) -> None:
-        """Makes an end that has said nothing yet; see `start`.
+        """Makes an end that has sent nothing yet.
 
         Args:
             role: ``"server"`` or ``"client"``.
@@ -188,16 +187,11 @@ class Connection:
         self._offset = 0
         self._blob_left = 0
         self._outward = self._inward = _Seal(b"")
-        self._handshake: dict[State, Callable[[bytes], list[Event]]] = {
-            State.CALLING: self._receive_challenge,
-            State.CHALLENGING: self._receive_proof,
-            State.PROVING: self._receive_confirmation,
-        }
         if NONCE_NBYTES + PROOF_NBYTES + len(self._claim) > MAX_HANDSHAKE_NBYTES:
             raise ProtocolError(detail=f"the hello has {len(self._claim)} bytes, the limit is {MAX_HANDSHAKE_NBYTES}")
 
     def start(self) -> bytes:
-        """Begins the handshake; returns what to send first, which is nothing for a client."""
+        """Begins the handshake; returns what to send first: nothing for a client."""
         self._move(ROLES[self._role])
         if self._role == "client":
             return b""
@@ -260,14 +254,14 @@ class Connection:
         return events
 
     def receive_eof(self) -> ConnectionLostError:
-        """Tells that the peer will send no more; returns the reason to give."""
+        """Closes after the peer's last byte; returns the reason to give."""
         whole = self.state is State.OPEN and not self._buffer
         cut = f"the connection ended in the middle of something ({self.state.name})"
         self.close()
         return ConnectionLostError(detail="the peer closed the connection" if whole else cut)
 
     def take_buffered(self, nbytes: int) -> bytes:
-        """Gives bytes of the current blob that came in with its frame: at most `nbytes`, and empty when used up."""
+        """Returns up to `nbytes` of the current blob that came in with its frame; empty when used up."""
         if self.state is not State.BLOB:
             raise ProtocolError(detail=f"no blob is due: the connection is {self.state.name}")
         taken = bytes(self._buffer[: min(nbytes, self._blob_left)])
@@ -276,18 +270,15 @@ class Connection:
         return taken
 
     def blob_received(self) -> None:
-        """Tells that the blob was read to its end; frames follow again."""
+        """The blob was read to its end; frames follow again."""
         self._move(Move.END_BLOB)
         self._blob_left = 0
 
     def close(self) -> None:
         """Ends the connection and forgets what was buffered."""
         self._move(Move.CLOSE)
-        self._handshake = {}
         self._buffer = bytearray()
         self._offset = 0
-
-    # ------------------------------------------------------------------------------------------ rules
 
     def _move(self, move: Move) -> None:
         try:
@@ -296,17 +287,16 @@ class Connection:
             raise ProtocolError(detail=f"{move.name} is not possible while {self.state.name}") from None
 
     def _next_event(self) -> list[Event] | None:
-        """Parses one frame; None when more bytes are needed first."""
         if self.state is State.OPEN:
             return self._next_message()
-        read = self._handshake.get(self.state)
+        read = _HANDSHAKE.get(self.state)
         if read is None:
             return None
         payload = self._next_payload(0, MAX_HANDSHAKE_NBYTES)
-        return None if payload is None else read(bytes(payload))
+        return None if payload is None else read(self, bytes(payload))
 
     def _next_payload(self, tag_nbytes: int, limit: int) -> bytearray | None:
-        """Takes a frame's payload, after its tag, off the buffer. The length is judged before the rest is awaited."""
+        # The length is checked before the rest is awaited.
         start = self._offset + _LENGTH.size
         if len(self._buffer) < start:
             return None
@@ -334,14 +324,12 @@ class Connection:
             self._move(Move.BEGIN_BLOB)
         return [message]
 
-    # ------------------------------------------------------------------------------------------ handshake
-
     def _receive_challenge(self, payload: bytes) -> list[Event]:
         if len(payload) != _CHALLENGE.size or not payload.startswith(MAGIC):
             raise ProtocolError(detail="the peer is no raycollect endpoint")
         _, version, nonce = _CHALLENGE.unpack(payload)
         if version != VERSION:
-            raise ProtocolError(detail=f"the peer speaks version {version} of the protocol, this end {VERSION}")
+            raise ProtocolError(detail=f"{OTHER_VERSION} {version} of the protocol, this end {VERSION}")
         self._nonces = nonce + self._nonce
         self._move(Move.RECEIVE_CHALLENGE)
         return [Reply(_framed(self._nonce + self._proof("client") + self._claim))]
@@ -368,7 +356,6 @@ class Connection:
         keys = {role: self._hmac(f"session key of the {role}") for role in ROLES}
         self._outward = _Seal(keys.pop(self._role))
         self._inward = _Seal(keys.popitem()[1])
-        self._handshake = {}  # it refers to this object: a cycle that would outlive the connection
         return [*replies, Opened(self.purpose, self._hello)]
 
     def _proof(self, role: str) -> bytes:
@@ -377,6 +364,13 @@ class Connection:
     def _hmac(self, label: str) -> bytes:
         # The label ends with a zero byte and the nonces have a fixed size, so no two inputs read the same.
         return hmac.digest(self._secret, f"raycollect {label}\0".encode() + self._nonces + self._claim, "sha256")
+
+
+_HANDSHAKE: dict[State, Callable[[Connection, bytes], list[Event]]] = {
+    State.CALLING: Connection._receive_challenge,
+    State.CHALLENGING: Connection._receive_proof,
+    State.PROVING: Connection._receive_confirmation,
+}
 
 
 def _framed(payload: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What the log hears of clients that are not let in: a line at once, then a line a minute, however many there are."""
+"""Logs clients that are refused: a line at once, then a line a minute, however many there are."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ __all__ = ["EVERY_S", "MAX_REASONS", "Refusals"]
 
 _log = logging.getLogger("raycollect")
 
-EVERY_S = 60.0
-"""How often it is told how many there were, in seconds."""
-
-MAX_REASONS = 8
-"""How many reasons are told apart; a client can make up any number of them."""
-
+EVERY_S = 60.0  # how often the count is logged, in seconds
+MAX_REASONS = 8  # how many reasons are told apart; a client can make up any number of them
 _OTHERS = "other reasons"
 
 
@@ -32,12 +28,7 @@ class Refusals:
         self._last = ""
 
     def add(self, peer: str, why: str) -> None:
-        """Tells of the first after a quiet minute; counts the others.
-
-        Args:
-            peer: Who it was, as ``host:port``.
-            why: Why it was refused; nothing of what it said.
-        """
+        """Logs the first after a quiet minute; counts the others. `why` holds nothing that the client said."""
         if self._is_quiet:
             _log.warning("refused a connection from %s: %s", peer, why)
             self._is_quiet = False
@@ -47,7 +38,7 @@ class Refusals:
         self._reasons[why if why in self._reasons or len(self._reasons) < MAX_REASONS else _OTHERS] += 1
 
     def tell(self) -> None:
-        """Tells of those that were only counted."""
+        """Logs those that were only counted."""
         reasons, self._reasons = self._reasons, Counter()
         if reasons:
             said = "; ".join(f"{why} ({count})" for why, count in reasons.most_common())

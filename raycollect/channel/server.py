@@ -1,4 +1,4 @@
-"""The end that listens: every participant has one, on a thread of its own, so that it answers while methods run."""
+"""The listening end: every participant has one, on its own thread, so that it answers while methods run."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from raycollect import sockets
 from raycollect.channel.endpoint import Link, LinkHandler
 from raycollect.channel.loop import Loop
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
 from raycollect.channel.refusals import Refusals
 from raycollect.channel.stream import Stream
+from raycollect.core import sockets, threads
+from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError
-from raycollect.model import Address
 
 __all__ = ["HANDSHAKE_TIMEOUT_S", "MAX_HALF_OPEN", "DataLink", "Server", "ServerHandler"]
 
 _log = logging.getLogger("raycollect")
 
 HANDSHAKE_TIMEOUT_S = 5.0
+# How many clients may be shaking hands; more wait in the kernel's backlog.
+#
+# Each takes a descriptor and less than 16 KiB, so that those without the key never have more than 64 and 1 MiB.
 MAX_HALF_OPEN = 64
-"""How many clients may be shaking hands; more wait in the kernel's backlog.
-
-Each takes a descriptor and less than 16 KiB, so that those without the key never have more than 64 and 1 MiB.
-"""
 
 _GRACE_S = 0.25
 _READ = selectors.EVENT_READ
@@ -42,16 +41,16 @@ class DataLink:
     """A data connection seen from its server; used by its own thread."""
 
     def __init__(self, stream: Stream, hello: dict[str, Any]) -> None:
-        """Serves a connection whose handshake is done; `hello` is what the client said of itself."""
+        """Serves a connection whose handshake is done; `sent` counts answers."""
         self.hello = hello
         self.peer: str = stream.peer
+        self.sent: int = 0
         self._stream = stream
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """Waits for the next request; None when the client, or the server, has ended the connection.
 
-        Args:
-            timeout_s: How long it may take; then the connection ends.
+        After `timeout_s` the connection ends.
 
         Raises:
             ProtocolError: The client broke a rule.
@@ -70,10 +69,11 @@ class DataLink:
             ProtocolError: The message can't be sent; the connection goes on.
         """
         self._stream.send(message, blobs)
+        self.sent += 1
 
 
 class ServerHandler(LinkHandler, Protocol):
-    """What a participant does with its connections. All but `serve_data` run on the server's thread: be quick."""
+    """Handles a participant's connections. All but `serve_data` run on the server's thread: be quick."""
 
     def opened(self, link: Link, hello: dict[str, Any]) -> None:
         """A controller has connected. The first call for a link; `closed` is the last."""
@@ -88,12 +88,7 @@ class Server:
     """Listens on one address for those who hold the secret."""
 
     def __init__(self, host: str, secret: bytes, handler: ServerHandler) -> None:
-        """Binds a free port and starts the thread.
-
-        Args:
-            host: The Ray node's address; never one that means all interfaces.
-            secret: What clients must hold.
-            handler: Who is told.
+        """Binds a free port of the Ray node's address, and starts the thread.
 
         Raises:
             ValueError: The host means all interfaces, or the secret is too short.
@@ -101,7 +96,7 @@ class Server:
         """
         Connection("server", secret, nonce=bytes(NONCE_NBYTES))  # judges the secret now rather than at the first client
         self._secret = secret
-        self._handler = handler
+        self._handler: ServerHandler | None = handler  # None: it has ended
         self._listener = sockets.listen(host)
         self._paused = self._sweeping = False
         self._half_open: dict[_HalfOpen, None] = {}  # a set that remembers who came first
@@ -123,13 +118,12 @@ class Server:
             if thread is not threading.current_thread():
                 thread.join(_DATA_JOIN_S)
 
-    # ------------------------------------------------------------------------------------------ server's thread
-
     def end(self, reason: ChannelError) -> None:
         """Stops listening: called by the loop when it stops."""
         self._loop.unwatch(self._listener)
         sockets.close((self._listener,))
         self._refusals.tell()
+        self._handler = None  # which may hold this server
 
     def _begin(self) -> None:
         self._loop.owned.add(self)
@@ -159,7 +153,7 @@ class Server:
         self._half_open.pop(client, None)
 
     def _sweep(self) -> None:
-        """Drops those whose time is over. One timer for all: one for each would be kept after the client has gone."""
+        # One timer for all: one for each would be kept after the client has gone.
         now_s = time.monotonic()
         for client in list(self._half_open):
             if client.until_s > now_s:
@@ -169,7 +163,7 @@ class Server:
         self._sweeping = False
 
     def _pause(self) -> None:
-        """Leaves newcomers in the backlog for a moment; then whoever came first and is not done makes room."""
+        # Newcomers stay in the backlog for a moment; then the oldest unfinished handshakes make room.
         if not self._paused:
             self._paused = True
             self._loop.unwatch(self._listener)
@@ -183,41 +177,39 @@ class Server:
         self._loop.watch(self._listener, _READ, self._accept)
 
     def _promote(self, client: _HalfOpen, opened: Opened, rest: list[Event]) -> None:
-        if opened.purpose == "data":
-            self._serve(Stream(client.sock, client.connection, rest), opened.hello)
+        handler = self._handler
+        if handler is None:  # never: this is the loop's thread, which has ended by then
             return
-        link = Link(self._loop, client.sock, client.connection, self._handler, hello=opened.hello)
+        if opened.purpose == "data":
+            self._serve(Stream(client.sock, client.connection, rest), opened.hello, handler)
+            return
+        link = Link(self._loop, client.sock, client.connection, handler, hello=opened.hello)
         link.attach(())
         try:
-            self._handler.opened(link, opened.hello)
+            handler.opened(link, opened.hello)
         except Exception as exc:  # noqa: BLE001 - the handler is not ours
-            _log.exception("%r: the handler failed in opened()", link)
-            link.end(ConnectionLostError(detail=f"this end failed: {exc!r}", peer=link.peer))
+            link.fail(threads.failed("taking in a connection", exc))
         link.deliver(rest)
 
-    def _serve(self, stream: Stream, hello: dict[str, Any]) -> None:
+    def _serve(self, stream: Stream, hello: dict[str, Any], handler: ServerHandler) -> None:
         stream.sock.setblocking(True)
-        name = f"raycollect-data-{stream.peer}"
-        thread = threading.Thread(target=self._serve_data, args=(stream, hello), name=name, daemon=True)
-        with self._data_lock:
-            self._data[stream] = thread
         try:
-            thread.start()
+            with self._data_lock:  # which the thread takes as well, at its end
+                serving = threads.start(f"raycollect-data-{stream.peer}", self._serve_data, stream, hello, handler)
+                self._data[stream] = serving
         except RuntimeError as exc:  # the process has no more threads to give
             self._refusals.add(stream.peer, f"there is no thread for it: {exc}")
             self._forget(stream)
 
-    # ------------------------------------------------------------------------------------------ data threads
-
-    def _serve_data(self, stream: Stream, hello: dict[str, Any]) -> None:
+    def _serve_data(self, stream: Stream, hello: dict[str, Any], handler: ServerHandler) -> None:
         try:
-            self._handler.serve_data(DataLink(stream, hello))
+            handler.serve_data(DataLink(stream, hello))
         except ConnectionLostError as exc:
             _log.debug("data connection: %s", exc)
         except ChannelError as exc:
             _log.warning("data connection: %s", exc)
-        except Exception:  # noqa: BLE001 - the handler is not ours
-            _log.exception("data connection of %s: the handler failed", stream.peer)
+        except Exception as exc:  # noqa: BLE001 - the handler is not ours
+            threads.failed("serving a data connection", exc)
         finally:
             self._forget(stream)
 
@@ -228,7 +220,7 @@ class Server:
 
 
 class _HalfOpen:
-    """A client that has not yet shown that it holds the secret. All of it runs on the server's thread."""
+    """A client that has not authenticated yet. All of it runs on the server's thread."""
 
     def __init__(
         self,

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from raycollect import sockets
 from raycollect.channel.messages import Message
 from raycollect.channel.protocol import NONCE_NBYTES, Connection, Event, Opened, Reply
+from raycollect.core import sockets
+from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
-from raycollect.model import Address
 
 __all__ = ["Stream", "open_stream"]
 
@@ -116,7 +116,7 @@ class Stream:
             self._events.extend(self._checked(self._recv(deadline_s)))
 
     def take_events(self) -> list[Event]:
-        """Gives up what was received and not yet asked for, to whoever takes over the socket."""
+        """Returns what was received and not yet asked for, to whoever takes over the socket."""
         events = list(self._events)
         self._events.clear()
         return events
@@ -164,7 +164,7 @@ class Stream:
 
 
 def _left(deadline_s: float | None) -> float | None:
-    """Time until a deadline; the least positive one where it has passed, as 0 would mean non-blocking."""
+    # The least positive time where the deadline has passed, as 0 would mean non-blocking.
     return None if deadline_s is None else max(1e-3, deadline_s - time.monotonic())
 
 

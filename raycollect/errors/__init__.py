@@ -1,25 +1,13 @@
-"""Every error that raycollect raises, by whose fault it is and what to do now.
+"""Every error that raycollect raises, by what is at fault.
 
 ::
 
     RaycollectError
     ├── RefusedError              nothing ran, every tensor is untouched, the group works on
-    │   ├── ForeignRefError           a ref that no actor method returned
-    │   ├── NotAParticipantError      its actor lacks the mixin
-    │   ├── NotAMemberError           its actor is outside the group
-    │   ├── DuplicateActorError       two refs of one actor
-    │   ├── MissingMemberError        a member without a ref
-    │   ├── NotATensorError           the ref holds something else
-    │   ├── MismatchError             the ranks disagree
-    │   ├── ReadOnlyError             an operand may not be written
-    │   ├── AliasError                operands overlap in memory
-    │   ├── InvalidArgumentError      a root, a rank, a reduce op or a time limit that makes no sense
-    │   ├── UnsupportedError          this backend or numpy has no meaning for it
-    │   ├── TensorFreedError          used after it was freed
-    │   ├── TensorLostError           the process that held it is gone
-    │   ├── TensorDirtyError          a failed collective left it half-written
-    │   ├── ProducerFailedError       the method that should have returned it raised
-    │   └── AllocationError           no memory for an output or a staging buffer
+    │   ├── ForeignRefError   NotAParticipantError   NotAMemberError   DuplicateActorError   MissingMemberError
+    │   ├── NotATensorError   MismatchError   ReadOnlyError   AliasError   InvalidArgumentError
+    │   ├── ConcurrentCallError   UnsupportedError   TensorFreedError   TensorLostError   TensorDirtyError
+    │   └── ProducerFailedError   AllocationError
     ├── GroupError                the group, not an operand
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
@@ -30,7 +18,10 @@
     │   ├── PlanAbortedError   DispatchError   KernelError
     │   └── MethodError               a method that a captured step calls raised
     ├── ChannelError              the control plane
-    │   └── ProtocolError   AuthenticationError   ConnectionLostError
+    │   ├── ProtocolError   AuthenticationError   ConnectionLostError
+    │   └── HolderUnreachableError    what holds a tensor can't be reached; the tensor is as it was
+    ├── HandleError               a handle was used as the value that it stands for
+    │   └── HandleAttributeError      it was asked for an attribute that it does not have
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
     │   └── CaptureBrokenError        one of its runs failed: there will be no others
@@ -49,9 +40,16 @@ from __future__ import annotations
 
 from typing import ClassVar as ClassVar  # annotations of the errors are looked up among the names of this module
 
-from raycollect.errors._base import RaycollectError
+from raycollect.errors._base import RaycollectError, anew, kept
 from raycollect.errors._base import _rebuild as _rebuild
-from raycollect.errors._channel import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
+from raycollect.errors._channel import (
+    AuthenticationError,
+    ChannelError,
+    ConnectionLostError,
+    HolderUnreachableError,
+    ProtocolError,
+)
+from raycollect.errors._faults import COULD_NOT_LOOK as COULD_NOT_LOOK
 from raycollect.errors._faults import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -84,6 +82,8 @@ from raycollect.errors._others import (
     BatchError,
     CaptureBrokenError,
     CaptureError,
+    HandleAttributeError,
+    HandleError,
     InternalError,
     ProgressError,
     RetryError,
@@ -94,6 +94,7 @@ from raycollect.errors._refused import REFUSALS as REFUSALS
 from raycollect.errors._refused import (
     AliasError,
     AllocationError,
+    ConcurrentCallError,
     DuplicateActorError,
     ForeignRefError,
     InvalidArgumentError,
@@ -127,7 +128,9 @@ __all__ = [
     "CaptureError",
     "ChannelError",
     "CollectiveTimeoutError",
+    "ConcurrentCallError",
     "ConnectionLostError",
+    "HolderUnreachableError",
     "ControlError",
     "ControllerConflictError",
     "DispatchError",
@@ -138,6 +141,8 @@ __all__ = [
     "GroupBrokenError",
     "GroupError",
     "GroupExistsError",
+    "HandleAttributeError",
+    "HandleError",
     "InternalError",
     "InvalidArgumentError",
     "InvalidGroupError",
@@ -168,12 +173,14 @@ __all__ = [
     "UnknownGroupError",
     "UnsupportedError",
     "Violation",
+    "anew",
     "brief",
     "from_wire",
+    "kept",
     "refusal",
     "to_wire",
 ]
 
 for _name in (*__all__, "_rebuild"):
-    globals()[_name].__module__ = __name__  # where users find it; tracebacks and pickles name no room
+    globals()[_name].__module__ = __name__  # where users find it; tracebacks and pickles name no private module
 del _name

@@ -1,9 +1,12 @@
-"""The root of the errors, and what all of them have."""
+"""The base class of all errors."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
+
+_Error = TypeVar("_Error", bound="RaycollectError")
 
 
 @dataclass(eq=False)
@@ -11,14 +14,33 @@ class RaycollectError(RuntimeError):
     """Base of all errors of this package; a RuntimeError, as what `ray.util.collective` raises."""
 
     def __str__(self) -> str:
-        return summary(type(self))
+        return getattr(self, "detail", "") or summary(type(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), {f.name: getattr(self, f.name) for f in fields(self)})
 
 
+def kept(error: _Error) -> _Error:
+    """An error prepared for keeping: without tracebacks, whose frames would keep all their objects alive.
+
+    It also loses its `__context__`, which may be the user's.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = one.__context__ = None
+        one = one.__cause__
+    return error
+
+
+def anew(error: _Error) -> _Error:
+    """A copy of a kept error, to be raised: the frames that a traceback adds may hold the keeper."""
+    found = copy.copy(error)
+    found.__cause__ = error.__cause__
+    return found
+
+
 def summary(cls: type) -> str:
-    """What an error says that has nothing of its own to say: the first line of its class's docstring."""
+    """The default text of an error: the first line of its class's docstring."""
     return (cls.__doc__ or cls.__name__).split("\n", 1)[0].rstrip(".")
 
 

@@ -1,20 +1,16 @@
-"""What fails in the control plane."""
+"""Errors of the control plane."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError
 
 
 @dataclass(eq=False, kw_only=True)
 class ChannelError(RaycollectError):
-    """The control plane failed.
-
-    Attributes:
-        detail: What happened.
-        peer: The other end, as text.
-    """
+    """The control plane failed."""
 
     detail: str
     peer: str = ""
@@ -33,3 +29,26 @@ class AuthenticationError(ChannelError):
 
 class ConnectionLostError(ChannelError):
     """The connection ended."""
+
+
+@dataclass(eq=False, kw_only=True)
+class HolderUnreachableError(ChannelError):
+    """The process that holds a tensor could not be reached in time; it may well live, and the tensor is as it was.
+
+    Attributes:
+        op: What was asked of it: ``"get"`` or ``"free"``.
+        actor: What a person calls it.
+        ref: The ref, in hexadecimal.
+    """
+
+    op: str = ""
+    actor: str = ""
+    ref: str = ""
+    cure: ClassVar[str] = (
+        "call it again; if it stays so, see to what the detail names: file descriptors (ulimit -n) here or there, the "
+        "network between the hosts, or a holder that is stopped"
+    )
+
+    def __str__(self) -> str:
+        who = f"{self.actor} at {self.peer}" if self.actor else self.peer
+        return f"{self.op} of {self.ref}: can't reach {who}: {self.detail}\nWhat to do: {self.cure}."

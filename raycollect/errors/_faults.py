@@ -1,11 +1,16 @@
-"""What fails while a plan is in flight."""
+"""Errors that occur while a plan is in flight."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError, summary
+from raycollect.errors.text import listed
+
+COULD_NOT_LOOK = "could not look: "
+"""Begins what a process reports about itself where looking failed; the cause follows."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -18,7 +23,7 @@ class FaultError(RaycollectError):
         rank: The rank at fault; -1 where there is none.
         actor: The actor of that rank.
         detail: What happened.
-        story: The tail of the recorder of the participant that reported it, oldest first.
+        story: The last events of the participant that reported it, oldest first.
     """
 
     op: str = ""
@@ -61,18 +66,17 @@ class RankReport:
 
     Attributes:
         rank: Its rank.
-        actor: What a person calls it.
-        answers: False where its process gave no answer: it is stopped, or a call in it holds the interpreter.
+        actor: Its actor's name for people.
+        answers: False where its process gave no answer: it is stopped, or a call in it holds the interpreter's lock.
         has_begun: Whether it had begun the collective in question.
-        step: Where in it the rank was: at the door, or in which bundle of calls; of a captured step which call; else
-            empty.
-        awaited_s: How long others had waited for it, from the first arrival at the door to which it had not come, in
-            seconds; 0: nobody did.
-        doing: The outermost call of the user's that was under way there: name, file and line; empty for none.
+        step: Where in it the rank was: at the door, or in which bundle of calls or call of a captured step; or empty.
+        awaited_s: How long others had waited for it at the door, from the first arrival on, in seconds; 0: nobody did.
+        doing: The outermost call of the user's that was under way there: name, file and line; empty for none. Where its
+            process could not say so: ``"could not look: "``, and the cause.
         stack: From there on a line per frame, the innermost last.
-        ended: The last collective, or run, of this controller that it had ended; 0: none, or members' own calls are
-            concerned.
-        story: The tail of its recorder, oldest first; empty where members' own calls are concerned.
+        ended: The last collective, or run, of this controller that it had ended; 0: none, or these are members' own
+            calls.
+        story: Its last events, oldest first; empty for members' own calls.
     """
 
     rank: int
@@ -93,11 +97,13 @@ class RankReport:
     def __str__(self) -> str:
         who = f"rank {self.rank} ({self.actor})" if self.actor else f"rank {self.rank}"
         if not self.answers:
-            silent = "its process is stopped, or a call in it holds the interpreter's lock"
+            silent = "its process is stopped, or cut off, or a call in it holds the interpreter's lock"
             return f"{who} gives no answer: {silent}{self._awaited}"
         what = "is in it" if self.has_begun else "has not begun it"
         step = f" ({self.step})" if self.step else ""
         place = f", and is in {self.doing}" if self.doing else "" if self.has_begun else ", and is in no method"
+        if self.doing.startswith(COULD_NOT_LOOK):
+            what, place = ("is in it", f", and {self.doing}") if self.has_begun else (self.doing, "")
         last = f"; the last that it has ended is {self.ended}" if self.ended else ""
         told = f"{who} {what}{step}{place}{last}{self._awaited}"
         return "\n    ".join((told, *(() if self.has_begun and not self.doing else self.stack)))
@@ -112,20 +118,31 @@ class CollectiveTimeoutError(FaultError):
     """Not everyone came in time.
 
     Attributes:
-        missing: The ranks that had not arrived.
+        missing: The ranks that had not arrived; where all had, and a kernel did not end, those that gave no answer.
         timeout_s: The limit, in seconds.
-        reports: What these were doing when it was looked into, just after.
+        reports: What these ranks were doing just after.
+        within: In a kernel, the ranks that ran it with the one that reports this; empty: it waited at the door.
     """
 
     missing: tuple[int, ...] = ()
     timeout_s: float = 0.0
     reports: tuple[RankReport, ...] = ()
+    within: tuple[int, ...] = ()
     cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
     _tells_story: ClassVar[bool] = False  # of one that waited; what matters is in the reports
 
+    def told(self, who: Sequence[str], others: Sequence[str]) -> str:
+        """The text of `detail`, from the names of the ranks in `missing` and in `within`."""
+        if not others:
+            return f"after {self.timeout_s:g} s these had not come: {listed(who) or 'nobody'}"
+        silent = f"these gave no answer: {listed(who)}"
+        alive = "all of these answer, but not by the library's own connections, or not fast enough"
+        return f"after {self.timeout_s:g} s in the kernel, with {listed(others)}: {silent if who else alive}"
+
     def __str__(self) -> str:
         text, cure, rest = FaultError.__str__(self).partition("\nWhat to do: ")
-        return text + "".join(f"\n  - {report}" for report in self.reports) + cure + rest
+        told = "\n  - " + listed(self.reports, "\n  - ") if self.reports else ""
+        return text + told + cure + rest
 
 
 class PlanAbortedError(FaultError):

@@ -14,18 +14,18 @@ from raycollect.errors._refused import RefusedError, Violation
 
 _ERRORS: dict[str, type[RaycollectError]] = {
     name: value
-    for room in (_base, _refused, _groups, _faults, _channel, _others)
-    for name, value in vars(room).items()
+    for module in (_base, _refused, _groups, _faults, _channel, _others)
+    for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, RaycollectError)
 }
 """Type on the wire -> class."""
 
 _NESTED: dict[str, Callable[..., Violation | RankReport]] = {"violations": Violation, "reports": RankReport}
-"""The fields that hold tuples of values of their own."""
+"""The fields that hold tuples of other values."""
 
 
 def brief(error: RaycollectError) -> str:
-    """An error in one line: its type, what failed and where; without the traceback, and what to do."""
+    """An error in one line: its type, what failed and where; without the traceback and the remedy."""
     if isinstance(error, RefusedError) and error.violations:
         more = len(error.violations) - 1
         text = f"{error.op} was refused: {error.violations[0]}" + (f", and {more} more" if more else "")

@@ -1,4 +1,4 @@
-"""What is wrong with a group, and who may drive whom."""
+"""Errors of groups, and of who may drive whom."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from raycollect.errors._base import RaycollectError, summary
 
 @dataclass(eq=False, kw_only=True)
 class GroupError(RaycollectError):
-    """Something is wrong with the group itself.
-
-    Attributes:
-        group_name: The group's name.
-        detail: What is wrong.
-    """
+    """Something is wrong with the group itself."""
 
     group_name: str
     detail: str = ""
@@ -66,9 +61,6 @@ class BackendUnavailableError(GroupError):
     """The backend can't serve these members."""
 
 
-# ---------------------------------------------------------------------------------------------- control
-
-
 class ControlError(RaycollectError):
     """Who may drive whom."""
 
@@ -94,11 +86,7 @@ class ControllerConflictError(ControlError):
 
 @dataclass(eq=False, kw_only=True)
 class SelfDrivenError(ControlError):
-    """An actor asked for a plan in which it takes part itself; it would wait for itself for ever.
-
-    Attributes:
-        actor: The actor.
-    """
+    """An actor asked for a plan in which it takes part itself; it would wait for itself for ever."""
 
     actor: str
 

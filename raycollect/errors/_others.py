@@ -1,4 +1,4 @@
-"""Batches and captured steps used where they can't be, memory that is full, and our own bugs."""
+"""Errors of handles, batches, captured steps and memory, and our own bugs."""
 
 from __future__ import annotations
 
@@ -9,31 +9,29 @@ from raycollect.errors._base import RaycollectError
 
 
 @dataclass(eq=False, kw_only=True)
-class BatchError(RaycollectError):
-    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it.
-
-    Attributes:
-        detail: What was used, and what to do.
-    """
+class HandleError(RaycollectError, TypeError):
+    """A handle was used as the value that it stands for; a TypeError as well."""
 
     detail: str
 
-    def __str__(self) -> str:
-        return self.detail
+
+@dataclass(eq=False, kw_only=True)
+class HandleAttributeError(HandleError, AttributeError):
+    """A handle was asked for an attribute that only the value may have; an AttributeError as well."""
+
+
+@dataclass(eq=False, kw_only=True)
+class BatchError(RaycollectError):
+    """A batch, or what one of its calls gave, was used where it can't be; nothing was sent because of it."""
+
+    detail: str
 
 
 @dataclass(eq=False, kw_only=True)
 class CaptureError(RaycollectError):
-    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it.
-
-    Attributes:
-        detail: What was used, and what to do.
-    """
+    """A captured step, or what stands for a value in it, was used where it can't be; nothing ran because of it."""
 
     detail: str
-
-    def __str__(self) -> str:
-        return self.detail
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,12 +55,7 @@ class CaptureBrokenError(CaptureError):
 
 @dataclass(eq=False, kw_only=True)
 class RetryError(RaycollectError):
-    """A collective can't be run again as it was; nothing was sent.
-
-    Attributes:
-        op: What it is.
-        detail: Why not.
-    """
+    """A collective can't be run again as it was; nothing was sent."""
 
     op: str
     detail: str
@@ -73,39 +66,21 @@ class RetryError(RaycollectError):
 
 @dataclass(eq=False, kw_only=True)
 class TimelineError(RaycollectError):
-    """A timeline was asked for where there can't be one; what was recorded before goes on.
-
-    Attributes:
-        detail: What is in the way, and what to do.
-    """
+    """A timeline was asked for where there can't be one; what was recorded before goes on."""
 
     detail: str
-
-    def __str__(self) -> str:
-        return self.detail
 
 
 @dataclass(eq=False, kw_only=True)
 class ProgressError(RaycollectError):
-    """A progress bar was asked for where there can't be one; nothing was waited for because of it.
-
-    Attributes:
-        detail: What is in the way, and what to do.
-    """
+    """A progress bar was asked for where there can't be one; nothing was waited for because of it."""
 
     detail: str
-
-    def __str__(self) -> str:
-        return self.detail
 
 
 @dataclass(eq=False, kw_only=True)
 class StoreFullError(RaycollectError):
-    """The Python Object Store can't take more.
-
-    Attributes:
-        limit: How many entries it may hold.
-    """
+    """The Python Object Store can't take more than `limit` entries."""
 
     limit: int
 
@@ -143,11 +118,7 @@ class ArenaFullError(RaycollectError, MemoryError):
 
 @dataclass(eq=False, kw_only=True)
 class InternalError(RaycollectError):
-    """A bug of raycollect.
-
-    Attributes:
-        detail: What was found.
-    """
+    """A bug of raycollect."""
 
     detail: str
 

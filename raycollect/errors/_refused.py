@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError
+from raycollect.errors.text import listed
+
+MOST_VIOLATIONS = 100
+"""How many reasons of a refusal its text lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,15 +18,15 @@ class Violation:
 
     Attributes:
         kind: A key of the table `REFUSALS`, such as ``"mismatch"``.
-        rank: The rank whose operand is at fault; -1 where it is nobody's.
+        rank: The rank whose operand is at fault; -1 for none.
         field: What is wrong with it: ``"shape"``, ``"dtype"``, ``"ref"``, ...
         found: What was found.
         expected: What would have been right.
         actor: The actor of that rank, as ``Class(id)``.
         ref: The hexadecimal id of the ObjectRef.
-        call: Which call of a batch or of a captured step, counted from 0; -1 where there is but one.
-        is_step: Whether the call is counted among all of a captured step, those of methods too.
-        value: What is at fault where it has no ref: what a call of a captured step gave.
+        call: The call of a batch or captured step, from 0; -1 where there is only one.
+        is_step: Whether calls are counted over a captured step, methods included.
+        value: The value at fault where it has no ref: the result of a call of a captured step.
     """
 
     kind: str
@@ -66,9 +70,9 @@ class RefusedError(RaycollectError):
     cure: ClassVar[str] = "correct the operands and call again; no tensor was touched"
 
     def __str__(self) -> str:
-        listed = "".join(f"\n  - {violation}" for violation in self.violations)
+        told = listed(self.violations, "\n  - ", MOST_VIOLATIONS)
         where = f" on group {self.group_name!r}" if self.group_name else ""
-        return f"{self.op}{where} was refused:{listed}\nWhat to do: {self.cure}."
+        return f"{self.op}{where} was refused:\n  - {told}\nWhat to do: {self.cure}."
 
 
 class ForeignRefError(RefusedError):
@@ -108,8 +112,8 @@ class NotATensorError(RefusedError):
     """A ref whose value is no tensor kept in the Python Object Store."""
 
     cure = (
-        "give a numpy array or a torch tensor (or a list, tuple or dict of them); a ref's is returned by a method that "
-        "is not marked by_value"
+        "give a numpy array or a torch tensor, or a list, tuple or dict of them; where a ref is given, its method has "
+        "to return that, and must not be marked by_value"
     )
 
 
@@ -123,8 +127,8 @@ class ReadOnlyError(RefusedError):
     """An operand that would be written is read-only."""
 
     cure = (
-        "use a writable array (Ray's arguments are read-only views: copy them); with inplace=False calls that take "
-        "refs leave it as it is"
+        "use a writable array, such as a copy by np.array(x): what Ray passes to a method or gives for a ref is a "
+        "read-only view of a shared object; with inplace=False calls that take refs leave it as it is"
     )
 
 
@@ -138,6 +142,15 @@ class InvalidArgumentError(RefusedError, ValueError):
     """An argument that makes no sense: a root, a rank, a reduce op, a time limit; a ValueError as well."""
 
     cure = "correct that argument and call again; no tensor was touched"
+
+
+class ConcurrentCallError(RefusedError):
+    """Several threads of a rank called a group at once, so that luck decides which calls meet on which ranks."""
+
+    cure = (
+        "let each thread use a group of its own; or let a call begin after those of other threads have ended, in an "
+        "order that is the same on all ranks; no tensor was touched"
+    )
 
 
 class UnsupportedError(RefusedError):
@@ -187,6 +200,7 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "read_only": ReadOnlyError,
     "alias": AliasError,
     "argument": InvalidArgumentError,
+    "concurrent": ConcurrentCallError,
     "unsupported": UnsupportedError,
     "freed": TensorFreedError,
     "lost": TensorLostError,
@@ -194,20 +208,11 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "producer_failed": ProducerFailedError,
     "allocation": AllocationError,
 }
-"""Violation.kind -> the leaf that is raised when every violation is of that kind."""
+"""Violation.kind -> the error that is raised when every violation is of that kind."""
 
 
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:
-    """Builds the most specific error for a set of violations.
-
-    Args:
-        op: The operation asked for.
-        group_name: The group it was asked of.
-        violations: At least one.
-
-    Returns:
-        The leaf of the table `REFUSALS` when all violations are of one kind, else `RefusedError` itself.
-    """
+    """Builds the most specific error of the table `REFUSALS` for at least one violation."""
     kinds = {violation.kind for violation in violations}
     cls = REFUSALS[kinds.pop()] if len(kinds) == 1 else RefusedError
     return cls(op=op, group_name=group_name, violations=violations)

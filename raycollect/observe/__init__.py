@@ -1,4 +1,4 @@
-"""What happened: a bounded record that every error can show; and where the time went, in timelines."""
+"""What happened, for errors (`Recorder`), and where the time went (`Tracer`)."""
 
 from __future__ import annotations
 

@@ -1,30 +1,35 @@
-"""Timelines as files of the Trace Event Format, which Perfetto and chrome://tracing read; and back.
+"""Writes timelines in the Trace Event Format, which Perfetto and chrome://tracing read, and reads them back.
 
-A process has a row of rows, one per thread. Spans of one row that overlap without one lying inside the other, as the
-plans of a controller and the methods of an async actor do, go to rows of their own. A flow arrow leads from each plan
-to each participant's part in it.
+Each process has a row per thread. Spans of one thread that overlap without nesting, such as the plans of a controller
+or the methods of an async actor, go to rows of their own. A flow arrow leads from each plan to each participant's part
+in it.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from raycollect.errors.text import shown
 from raycollect.observe.trace import KINDS, PART, PLAN, RUN
 from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
 
-__all__ = ["document", "read", "trace_of", "write"]
-
 FORMAT = 1
+MOST_NBYTES = 2 << 30
+"""The longest file that is read, unpacked."""
+_MOST_TEXT = 300
+"""How many characters of a reason are shown."""
 _OWN = "raycollect"
 _OTHER_TID = 10_000_000
-"""Where the ids of rows begin that are no thread's own."""
+"""Where the ids of rows begin that belong to no single thread."""
 
 _ARGS = ("seq", "op", "group_id", "rank", "ranks", "nbytes", "calls", "meeting", "error", "group", "backend")
 _DEFAULTS = Slice._field_defaults
@@ -33,20 +38,17 @@ _PLANS = (PLAN, RUN)
 Event = dict[str, Any]
 
 
-# ---------------------------------------------------------------------------------------------- writing
-
-
 def document(trace: Trace) -> dict[str, Any]:
     """A timeline in the JSON object form of the format."""
     events: list[Event] = []
-    book = _Ids()
-    drawn: list[_Drawn] = []
+    pids, tids = set[int](), set[int]()
+    drawn: list[_ProcessRows] = []
     processes = []
     for at, process in enumerate(trace.processes):
-        one = _Drawn(process, book.pid(process.pid), trace.began_s)
-        events += one.heads(at, book)
+        one = _ProcessRows(process, _free(process.pid, pids), trace.began_s)
+        events += one.heads(at, tids)
         drawn.append(one)
-        processes.append(_told(process, one))
+        processes.append(_metadata(process, one))
     for one in drawn:
         events += [_event(slice_, one.pid, tid, trace.began_s) for slice_, tid in one.placed]
     events += _flows(drawn, trace.began_s)
@@ -68,7 +70,7 @@ def document(trace: Trace) -> dict[str, Any]:
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Writes a file; one whose name ends with ``.gz`` is packed. Another one of that name is replaced at once, or not.
+    """Writes a file, atomically; one whose name ends with ``.gz`` is packed.
 
     Raises:
         OSError: It can't be written.
@@ -84,22 +86,8 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
         raise
 
 
-class _Ids:
-    """Ids of processes and rows that no other one in the file has."""
-
-    def __init__(self) -> None:
-        self._pids: set[int] = set()
-        self._tids: set[int] = set()
-
-    def pid(self, pid: int) -> int:
-        return _free(pid, self._pids)
-
-    def tid(self, native: int) -> int:
-        return _free(native, self._tids)
-
-
 def _free(wanted: int, taken: set[int]) -> int:
-    """The id, or where another one has it, on another host, the next above those that systems give."""
+    """The id, or, where another host's process has it, one above those that systems give."""
     found = wanted
     if found in taken or found <= 0:
         found = max(_OTHER_TID, max(taken, default=0) + 1)
@@ -108,25 +96,16 @@ def _free(wanted: int, taken: set[int]) -> int:
 
 
 @dataclass
-class _Drawn:
-    """A process on its way into a file.
-
-    Attributes:
-        process: The process.
-        pid: Its id in the file.
-        origin_s: When the file's times begin.
-        placed: Its spans, each with the id of its row.
-        rows: (thread, which of its rows) -> the id of the row.
-    """
+class _ProcessRows:
+    """A process on its way into a file."""
 
     process: Process
-    pid: int
-    origin_s: float
-    placed: list[tuple[Slice, int]] = field(default_factory=list)
-    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    pid: int  # its id in the file
+    origin_s: float  # when the file's times begin
+    placed: list[tuple[Slice, int]] = field(default_factory=list)  # its spans, each with the id of its row
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)  # (thread, which of its rows) -> the id of the row
 
-    def heads(self, at: int, book: _Ids) -> Iterator[Event]:
-        """Places its spans, and gives the events that name the process and its rows."""
+    def heads(self, at: int, tids: set[int]) -> Iterator[Event]:
         yield self._named("process_name", 0, name=self.process.title)
         yield self._named("process_sort_index", 0, sort_index=at)
         by_row: dict[tuple[int, bool], list[Slice]] = defaultdict(list)
@@ -134,19 +113,19 @@ class _Drawn:
             by_row[one.thread, one.kind in _PLANS].append(one)
         # A plan ends on another thread than the one that has sent it: plans are rows for themselves.
         plans = [one for (_, is_plan), some in by_row.items() if is_plan for one in some]
-        yield from self._place(plans, -1, Thread(0, "plans"), book, nests=False)
+        yield from self._place(plans, -1, Thread(0, "plans"), tids, nests=False)
         for (thread, is_plan), some in by_row.items():
             if not is_plan:
                 known = self.process.threads.get(thread, Thread(0, "a thread"))
-                yield from self._place(some, thread, known, book, nests=True)
+                yield from self._place(some, thread, known, tids, nests=True)
 
     def _place(
-        self, slices: Sequence[Slice], thread: int, known: Thread, book: _Ids, *, nests: bool
+        self, slices: Sequence[Slice], thread: int, known: Thread, tids: set[int], *, nests: bool
     ) -> Iterator[Event]:
         for one, row in _rows(slices, self.origin_s, nests=nests):
             tid = self.rows.get((thread, row))
             if tid is None:
-                tid = self.rows[thread, row] = book.tid(known.native if not row else 0)
+                tid = self.rows[thread, row] = _free(known.native if not row else 0, tids)
                 yield self._named("thread_name", tid, name=known.name if not row else f"{known.name} ({row + 1})")
                 yield self._named("thread_sort_index", tid, sort_index=len(self.rows))
             self.placed.append((one, tid))
@@ -156,7 +135,7 @@ class _Drawn:
 
 
 def _rows(slices: Sequence[Slice], origin_s: float, *, nests: bool) -> Iterator[tuple[Slice, int]]:
-    """Each span with the first row in which it lies inside what is open there, or behind it."""
+    """Each span with the first row in which it nests in what is open, or follows it."""
     open_: list[list[float]] = []  # by row, the ends of what is open, the innermost last
     for one in sorted(slices, key=lambda one: (one.begin_s, -one.end_s)):
         begin, end = _us(one.begin_s, origin_s), _us(one.end_s, origin_s)
@@ -172,7 +151,6 @@ def _rows(slices: Sequence[Slice], origin_s: float, *, nests: bool) -> Iterator[
 
 
 def _us(at_s: float, origin_s: float) -> float:
-    """Microseconds, of which thousandths are kept."""
     return round(1e6 * (at_s - origin_s), 3)
 
 
@@ -193,8 +171,8 @@ def _event(one: Slice, pid: int, tid: int, origin_s: float) -> Event:
     }
 
 
-def _flows(drawn: Sequence[_Drawn], origin_s: float) -> Iterator[Event]:
-    """An arrow from each plan to each participant's part in it: its outermost span."""
+def _flows(drawn: Sequence[_ProcessRows], origin_s: float) -> Iterator[Event]:
+    """An arrow from each plan to the outermost span of each participant's part in it."""
     parts: dict[tuple[str, int], list[tuple[Slice, int, int]]] = defaultdict(list)
     for one in drawn:
         first: dict[int, tuple[Slice, int]] = {}
@@ -216,8 +194,7 @@ def _flows(drawn: Sequence[_Drawn], origin_s: float) -> Iterator[Event]:
             yield {"ph": "f", "bp": "e", **same, "ts": bind_us, "pid": part_pid, "tid": part_tid}
 
 
-def _told(process: Process, drawn: _Drawn) -> dict[str, Any]:
-    """What a file says of a process, besides its spans."""
+def _metadata(process: Process, drawn: _ProcessRows) -> dict[str, Any]:
     names = ("name", "host", "pid", "clock", "leader", "leads", "uncertainty_s", "dropped")
     return {
         **{name: getattr(process, name) for name in names},
@@ -228,37 +205,45 @@ def _told(process: Process, drawn: _Drawn) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------- reading
+_MALFORMED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    OSError,
+    OverflowError,
+    RecursionError,
+    zlib.error,
+)
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
     """Reads a file that `write` has written.
 
     Raises:
-        FileNotFoundError: It is not there.
         OSError: It can't be read.
-        ValueError: It is no such file; the text says so.
+        ValueError: It is no such file.
     """
-    data = Path(path).read_bytes()
-    try:
-        if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
-        return trace_of(json.loads(data))
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, RecursionError) as exc:
-        why = f"it has no {exc}" if isinstance(exc, KeyError) else exc
-        raise ValueError(f"{os.fspath(path)!r} is no timeline of raycollect: {why}") from exc
+    with Path(path).open("rb") as file:
+        try:
+            is_packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            data = (gzip.GzipFile(fileobj=file) if is_packed else file).read(MOST_NBYTES + 1)
+            if len(data) > MOST_NBYTES:
+                raise ValueError(f"it is longer than {MOST_NBYTES} bytes")
+            return trace_of(json.loads(data))
+        except _MALFORMED as exc:
+            why = f"it has no {shown(exc.args[0])}" if isinstance(exc, KeyError) else str(exc)[:_MOST_TEXT]
+            raise ValueError(f"{os.fspath(path)!r} is no timeline of raycollect: {why}") from exc
 
 
 def trace_of(found: Any) -> Trace:
-    """The timeline of a document; the inverse of `document`, but for what microseconds leave out.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: It is no such document.
-    """
+    """The inverse of `document`, rounded to nanoseconds; what it raises for other documents varies."""
     own = found["otherData"][_OWN]
     if own["format"] != FORMAT:
-        raise ValueError(f"format {own['format']!r}, this raycollect reads {FORMAT}")
-    began_s = float(own["began_s"])
+        raise ValueError(f"format {shown(own['format'])}, this raycollect reads {FORMAT}")
+    began_s = _finite(own["began_s"])
     rows: dict[int, dict[int, int]] = {
         int(one["id"]): {int(tid): int(thread) for tid, thread in one["rows"].items()} for one in own["processes"]
     }
@@ -268,7 +253,7 @@ def trace_of(found: Any) -> Trace:
             slices[event["pid"]].append(_slice(event, rows[event["pid"]], began_s))
     return Trace(
         began_s=began_s,
-        ended_s=float(own["ended_s"]),
+        ended_s=_finite(own["ended_s"]),
         clock=str(own["clock"]),
         processes=tuple(_process(one, slices[int(one["id"])]) for one in own["processes"]),
         missing=tuple(Missing(**one) for one in own["missing"]),
@@ -277,16 +262,23 @@ def trace_of(found: Any) -> Trace:
 
 def _slice(event: Mapping[str, Any], rows: Mapping[int, int], began_s: float) -> Slice:
     args = {name: type(_DEFAULTS[name])(value) for name, value in event["args"].items() if name in _ARGS}
-    begin_s = began_s + float(event["ts"]) / 1e6
+    begin_s = began_s + _finite(event["ts"]) / 1e6
     name = event["name"].removesuffix(f" ({args['error']})") if args.get("error") else event["name"]
     return Slice(
         kind=event["cat"],
         name=str(name),
         begin_s=begin_s,
-        end_s=begin_s + float(event["dur"]) / 1e6,
+        end_s=begin_s + _finite(event["dur"]) / 1e6,
         thread=int(event["args"].get("thread", rows[event["tid"]])),
         **args,
     )
+
+
+def _finite(value: Any) -> float:
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"{found} is no time")
+    return found
 
 
 def _process(one: Mapping[str, Any], slices: Iterable[Slice]) -> Process:
@@ -298,7 +290,7 @@ def _process(one: Mapping[str, Any], slices: Iterable[Slice]) -> Process:
         leader=str(one["leader"]),
         leads=bool(one["leads"]),
         ranks=tuple((str(group), int(rank)) for group, rank in one["ranks"]),
-        uncertainty_s=float(one["uncertainty_s"]),
+        uncertainty_s=_finite(one["uncertainty_s"]),
         dropped=int(one["dropped"]),
         threads={int(thread): Thread(int(native), str(name)) for thread, native, name in one["threads"]},
         slices=tuple(sorted(slices, key=lambda one: one.end_s)),

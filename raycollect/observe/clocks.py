@@ -1,10 +1,9 @@
-"""How the clocks of two processes are to each other, from messages that go to and fro between them.
+"""Compares the clocks of two processes by messages between them.
 
-`time.monotonic` is one clock for all processes of a host: where both name the same one, the offset is nothing. For
-others it is estimated as Cristian's algorithm does (F. Cristian, Probabilistic clock synchronization, 1989): the other
-clock is taken to have been read in the middle of the shortest round trip. That is wrong by half of the round trip at
-most, however the way there and the way back differ. Two such fixes, at the beginning and at the end, tell how one clock
-drifts against the other.
+`time.monotonic` is one clock for all processes of a host: where both have the same clock id, the offset is zero. For
+others it is estimated by Cristian's algorithm (F. Cristian, Probabilistic clock synchronization, 1989): the other clock
+is taken to have been read in the middle of the shortest round trip. The error is half of that round trip at most, even
+where the two directions differ. Two such fixes, at the beginning and at the end, give the drift.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-__all__ = ["ROUND_TRIPS", "Alignment", "Fix", "Sample", "clock_id", "fix"]
-
 ROUND_TRIPS = 8
 """How many round trips a fix is made of."""
 
 _LEAST_S = 1.0
-"""Fixes that are closer to each other tell nothing of drift that would not be noise."""
+"""Closer fixes say nothing about drift that would not be noise."""
 
 
 @lru_cache(maxsize=1)
 def clock_id() -> str:
-    """What names the clock of `time.monotonic`: the boot of this host and the time namespace; empty: not known."""
+    """The id of the clock of `time.monotonic`: boot and time namespace of this host; empty: unknown."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with suppress(OSError):
@@ -37,13 +34,7 @@ def clock_id() -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One round trip.
-
-    Attributes:
-        sent_s: When the question left, by one's own clock.
-        remote_s: When it was answered, by the other one.
-        received_s: When the answer was back.
-    """
+    """One round trip: sent and received by this clock, answered by the other one."""
 
     sent_s: float
     remote_s: float
@@ -52,13 +43,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """What the other clock showed at a moment of one's own.
-
-    Attributes:
-        at_s: The moment.
-        offset_s: The other clock less one's own.
-        uncertainty_s: By how much that may be wrong, either way.
-    """
+    """The offset of the other clock from this one at one moment, and its error either way."""
 
     at_s: float
     offset_s: float
@@ -66,7 +51,7 @@ class Fix:
 
 
 def fix(samples: Iterable[Sample]) -> Fix | None:
-    """The best that can be known from round trips; None where there is none."""
+    """The fix by the shortest round trip; None where there is none."""
     best = min(samples, key=lambda one: one.received_s - one.sent_s, default=None)
     if best is None:
         return None
@@ -77,25 +62,20 @@ def fix(samples: Iterable[Sample]) -> Fix | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alignment:
-    """From the other clock to one's own.
+    """Converts times of the other clock to this one."""
 
-    Attributes:
-        first: A fix; None: it is the same clock.
-        last: A later one, if there is any.
-    """
-
-    first: Fix | None = None
-    last: Fix | None = None
+    first: Fix | None = None  # a fix; None: it is the same clock
+    last: Fix | None = None  # a later fix, if there is one
 
     @property
     def uncertainty_s(self) -> float:
-        """By how much times may be wrong between the fixes, either way."""
+        """The error of times between the fixes, either way."""
         worst_s = max((one.uncertainty_s for one in (self.first, self.last) if one is not None), default=0.0)
         return worst_s / (1 + min(self.drift, 0.0))  # what is wrong by the other clock is more by a faster one
 
     @property
     def drift(self) -> float:
-        """How much faster the other clock goes, in seconds per second; 0 where that is not known."""
+        """How much faster the other clock runs, in seconds per second; 0 where that is unknown."""
         first, last = self.first, self.last
         if first is None or last is None:
             return 0.0
@@ -105,7 +85,7 @@ class Alignment:
         return (last.offset_s - first.offset_s) / between_s
 
     def local(self, remote_s: float) -> float:
-        """When it was, by one's own clock, that the other one showed this."""
+        """The time of this clock when the other one showed `remote_s`."""
         first, last = self.first, self.last
         if first is None:
             return remote_s

@@ -1,23 +1,16 @@
-"""The story: a bounded log of small events, never tensors."""
+"""A bounded log of small events, never tensors; errors show its end."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
 
-from raycollect.contracts import Clock
+from raycollect.core.protocols import Clock
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
-
-    Attributes:
-        at_s: When, in seconds of the recorder's clock.
-        what: A short name: ``"door"``, ``"launched"``, ``"done"``.
-        seq: The plan; 0: none.
-        detail: A few words.
-    """
+    """One event: when (by the recorder's clock), a short name such as ``"launched"``, the plan or 0, and details."""
 
     at_s: float
     what: str
@@ -30,12 +23,7 @@ class Event:
 
 
 class Recorder:
-    """Keeps the last events of this process. Any thread may call it.
-
-    Args:
-        clock: Where the times come from.
-        limit: How many events are kept.
-    """
+    """Keeps the last events of this process. Any thread may call it."""
 
     def __init__(self, clock: Clock, *, limit: int = 512) -> None:
         self._clock = clock
@@ -46,7 +34,7 @@ class Recorder:
         self._events.append((self._clock(), what, seq, detail))
 
     def story(self, seq: int | None = None) -> tuple[Event, ...]:
-        """The events kept, oldest first; only those of one plan if `seq` is given."""
+        """The events kept, oldest first; with `seq` only those of one plan."""
         return tuple(Event(*event) for event in self._events.copy() if seq is None or event[2] == seq)
 
     def tail(self, count: int = 12) -> tuple[str, ...]:

@@ -1,9 +1,9 @@
-"""What a timeline comes to: a row per group, operation and backend.
+"""Summarizes a timeline: a row per group, operation and backend.
 
 Bytes and bandwidths are those of nccl-tests (doc/PERFORMANCE.md there). The *bytes* of a collective are what each rank
-holds in full: of an allreduce its tensor, of an allgather the result, of a reduce-scatter what is given. *Algorithm
-bandwidth* is bytes over time. *Bus bandwidth* is that times what the operation has to move at least over each link of
-the slowest rank, so that it can be compared with what the hardware can do, whatever the number of ranks.
+holds in full: an allreduce's tensor, an allgather's result, a reduce-scatter's input. *Algorithm bandwidth* is bytes
+over time. *Bus bandwidth* is that times the least that the operation has to move over each link of the slowest rank, so
+that it compares with the hardware whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from raycollect import html
+from raycollect.core import html
 from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL
 from raycollect.observe.whole import Process, Trace
 from raycollect.planner.wording import counted, nbytes_words, seconds_words
-
-__all__ = ["Summary", "SummaryRow", "bus_factor", "summarize"]
 
 _BUS: Mapping[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -38,7 +36,7 @@ _BUS: Mapping[str, Callable[[int], float]] = {
 
 
 def bus_factor(op: str, ranks: int) -> float:
-    """Bus bandwidth over algorithm bandwidth; 0 for what has none: a barrier, a batch."""
+    """Bus bandwidth over algorithm bandwidth; 0 for a barrier or a batch, which have none."""
     return _BUS[op](ranks) if op in _BUS and ranks > 0 else 0.0
 
 
@@ -48,22 +46,22 @@ class SummaryRow:
 
     Attributes:
         group: The group.
-        op: The operation; ``"batch"``: whole batches, and the plans of captured steps that have several calls. What
-            they are made of has rows of its own, without a door.
+        op: The operation; ``"batch"``: whole batches, and plans of captured steps that have several calls. The calls in
+            them have rows of their own, without times at the door.
         backend: The backend.
-        ranks: How many ranks took part, at most.
-        calls: How many there were.
-        nbytes: The bytes of all of them; see above.
-        median_s: The median time of one, in seconds: from leaving the door to the end of the kernels, on the rank
-            where that took longest.
+        ranks: The most ranks that took part.
+        calls: How many calls there were.
+        nbytes: The bytes of all of them, as nccl-tests count them.
+        median_s: The median time of one, in seconds: from leaving the door to the end of the kernels, on the slowest
+            rank.
         p99_s: The 99th percentile of these.
         algorithm_bandwidth: In bytes per second; 0: nothing was moved.
-        bus_bandwidth: The same.
-        waiting: What share of the ranks' time passed at the door, from 0 to 1.
+        bus_bandwidth: In bytes per second.
+        waiting: The share of the ranks' time that they waited at the door, from 0 to 1.
         skew_s: How much later than the first the last rank came to the door, in seconds: the median.
-        worst_skew_s: The worst.
-        last_rank: Which rank came last most often; -1: there was no door that several were seen at.
-        last_share: At what share of the doors.
+        worst_skew_s: The largest such delay.
+        last_rank: The rank that came last most often; -1: no door had several ranks.
+        last_share: At what share of the doors it came last.
     """
 
     group: str
@@ -110,7 +108,7 @@ class Summary:
         duration_s: How long was recorded, in seconds.
         processes: How many processes have recorded.
         missing: What could not be collected, in words.
-        dropped: How many entries were overwritten, as rings were full.
+        dropped: How many entries were overwritten because rings were full.
     """
 
     rows: tuple[SummaryRow, ...]
@@ -181,11 +179,9 @@ def _bandwidth(rate: float) -> str:
     return f"{rate / 1e9:.3g} GB/s" if rate else ""
 
 
-# ---------------------------------------------------------------------------------------------- from a timeline
-
 _Row = tuple[str, str, str]
 _Meeting = tuple[str, str, str, int, int]
-"""(controller, members' meeting, group id, launch, which of its pieces)."""
+"""(controller, call id of members' own calls, group id, launch, which of its pieces)."""
 
 
 @dataclass(slots=True)
@@ -202,14 +198,14 @@ class _Call:
 
 @dataclass(slots=True)
 class _Door:
-    """One agreement: rank -> (when it came, when it went on)."""
+    """One agreement: rank -> (when it came, when it left)."""
 
     row: _Row
     stays: dict[int, tuple[float, float]]
 
 
 def summarize(trace: Trace) -> Summary:
-    """A timeline in numbers."""
+    """Summarizes a timeline."""
     calls: dict[_Meeting, _Call] = {}
     doors: dict[_Meeting, _Door] = {}
     for process in trace.processes:
@@ -231,7 +227,6 @@ def summarize(trace: Trace) -> Summary:
 
 
 def _gather(process: Process, calls: dict[_Meeting, _Call], doors: dict[_Meeting, _Door]) -> None:
-    """Adds what one process saw."""
     pieces = Counter[tuple[str, str, int, str]]()
     for one in process.slices:
         leader = "" if one.meeting else process.leader

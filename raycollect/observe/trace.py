@@ -1,8 +1,7 @@
-"""The spans of a timeline: what took how long in this process, kept in a ring of fixed size.
+"""The spans of a timeline: what took how long in this process, in a ring of fixed size.
 
-Whoever does something that may be timed asks its `Tracer` for the ring; where that is None nothing is recorded, and
-nothing else is done. What is noted on the way is a tuple of numbers and of what is known anyhow. It becomes `Span` only
-when somebody reads the ring, and never holds a tensor.
+Code that may be timed asks its `Tracer` for the ring; where that is None nothing is recorded, and nothing else is done.
+An entry is a tuple of numbers and known objects, never a tensor. It becomes a `Span` only when somebody reads the ring.
 """
 
 from __future__ import annotations
@@ -17,114 +16,59 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgpack
 
-from raycollect.words import a_type
-
-__all__ = [
-    "AGAIN",
-    "CALL",
-    "COLLECTIVE",
-    "DOOR",
-    "KERNEL",
-    "KINDS",
-    "LIMIT",
-    "METHOD",
-    "MOST",
-    "NO_LABEL",
-    "PART",
-    "PLAN",
-    "RUN",
-    "STAGING",
-    "WAIT",
-    "WAIT_S",
-    "Entry",
-    "Label",
-    "Place",
-    "Recorded",
-    "Ring",
-    "Span",
-    "Tracer",
-    "decode_recorded",
-    "encode_recorded",
-]
+from raycollect.errors.text import a_type
 
 PLAN, RUN, PART, WAIT, DOOR = "plan", "run", "part", "wait", "door"
 COLLECTIVE, KERNEL, STAGING, METHOD, CALL = "collective", "kernel", "staging", "method", "call"
 KINDS = (PLAN, RUN, PART, WAIT, DOOR, COLLECTIVE, KERNEL, STAGING, METHOD, CALL)
-"""What a span can be of; docs/timeline.md says what each one covers."""
+"""The kinds of spans; docs/timeline.md says what each one covers."""
 
 AGAIN = "again"
-"""In the ring alone: a part, its door and its one kernel in one entry, for loops whose runs take some 100 us."""
+"""In the ring only: a part, its agreement and its one kernel in one entry, for loops whose runs take some 100 us."""
 
 _MOST_LABELLED = 1024
 """How many things are remembered by their labels."""
 
 LIMIT = 65_536
-"""How many entries a ring keeps, unless somebody says otherwise: 10 MB of memory at most."""
+"""The default for how many entries a ring keeps: 10 MB of memory at most."""
 MOST = 500_000
-"""How many it may keep: what a control connection can carry without being given up."""
+"""The most that it may keep: as many as fit through a control connection before that is given up."""
 
 WAIT_S = 20e-6
-"""Shorter waits are none: whoever had not to wait has only looked."""
+"""Shorter waits are not recorded: nobody really waited."""
 
 
 class Label(NamedTuple):
-    """What is known of a piece of work besides its times.
-
-    Attributes:
-        op: The operation.
-        group_id: Its group; of a plan over several, their ids with commas between them; empty: none.
-        rank: This process's rank in it, at a door that the controller keeps its position; -1: none.
-        ranks: How many ranks take part.
-        nbytes: The bytes of the collective, as nccl-tests count them; of a kernel inside one, those that it reads.
-        calls: How many collectives it is; 0: a piece of one.
-        meeting: Of members' own calls, what tells their launches from those of others; empty: a controller's plan.
-    """
+    """What is known of a piece of work besides its times."""
 
     op: str = ""
-    group_id: str = ""
-    rank: int = -1
+    group_id: str = ""  # its group; of a plan over several, their ids with commas between them; empty: none
+    rank: int = -1  # this process's rank in it, or its position if they agree through the controller; -1: none
     ranks: int = 0
+    # The bytes of the collective, as nccl-tests count them; of a kernel inside one, those that it reads
     nbytes: int = 0
-    calls: int = 0
-    meeting: str = ""
+    calls: int = 0  # how many collectives it is; 0: a piece of one
+    meeting: str = ""  # tells the launches of members' own calls from those of others; empty: a controller's plan
 
 
 NO_LABEL = Label()
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """Something that took time."""
 
-    Attributes:
-        kind: One of `KINDS`.
-        name: What to call it.
-        begin_s: When it began, by `time.monotonic`.
-        end_s: When it ended.
-        thread: The thread, as `threading.get_ident` has it.
-        seq: The launch, or its plan's number; 0: none.
-        label: What else is known of it.
-        error: The name of what it failed with; empty: it did not, as far as is known.
-    """
-
-    kind: str
+    kind: str  # one of `KINDS`
     name: str
     begin_s: float
     end_s: float
     thread: int
-    seq: int = 0
-    label: Label = NO_LABEL
+    seq: int = 0  # the launch, or its plan's number; 0: none
+    label: Label = NO_LABEL  # what else is known of it
     error: str = ""
 
 
 class Place(NamedTuple):
-    """What a process knows of a group.
-
-    Attributes:
-        name: What the user calls it.
-        backend: Its backend.
-        rank: This process's rank; -1: it drives the group.
-        world_size: How many ranks it has.
-    """
+    """A group as a process knows it; rank -1: it drives the group."""
 
     name: str
     backend: str
@@ -133,56 +77,39 @@ class Place(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What a ring held when it was read.
+    """What a ring held when it was read."""
 
-    Attributes:
-        spans: By the order in which they ended.
-        dropped: How many entries were overwritten, as the ring was full.
-        threads: Thread -> (its id in the system, its name).
-        groups: Group id -> the group.
-    """
-
-    spans: tuple[Span, ...]
-    dropped: int
-    threads: dict[int, tuple[int, str]]
-    groups: dict[str, Place]
+    spans: tuple[Span, ...]  # by the order in which they ended
+    dropped: int  # how many entries were overwritten because the ring was full
+    threads: dict[int, tuple[int, str]]  # thread -> (its id in the system, its name)
+    groups: dict[str, Place]  # group id -> the group
 
 
 Entry = tuple[int, str, str, float, float, int, int, int, str, float]
-"""Its number; the fields of a `Span`, of which an empty name stands for the op, and a number for the label; of `AGAIN`
-when the door was passed, 0: it was not."""
+"""Its number; the fields of a `Span`, with an empty name for the op, and a number for the label; of `AGAIN` when the
+agreement ended, or 0."""
 
 
 class Ring:
     """The newest entries of one process. Any thread may call it.
 
-    Whoever can't afford a call appends to `entries` itself, has named its thread by `meet`, and takes the number of its
-    label once. An entry holds nothing but numbers and strings, so that the garbage collector does not follow it.
-
-    Args:
-        limit: How many entries are kept.
-        clock: Where the times come from.
-
-    Attributes:
-        clock: See above.
-        groups: The groups that labels name, as far as they were noted.
-        entries: The entries, the oldest first.
-        numbers: Gives each its number.
-        labelled: The ids of things that come again -> these very things, and the number of their label.
+    Code that can't afford a call appends to `entries` itself, after it has registered its thread by `meet` and taken
+    the number of its label once. Entries hold only numbers and strings, so that the garbage collector does not track
+    them.
     """
 
     def __init__(self, limit: int = LIMIT, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.groups: dict[str, Place] = {}
-        self.entries: deque[Entry] = deque(maxlen=limit)
+        self.groups: dict[str, Place] = {}  # that labels name, as far as they were noted
+        self.entries: deque[Entry] = deque(maxlen=limit)  # the oldest first
         self.numbers: itertools.count[int] = itertools.count()
         self._threads: dict[int, tuple[int, str]] = {}
         self._labels: dict[Label, int] = {NO_LABEL: 0}
-        self.labelled: dict[tuple[int, ...], tuple[object, int]] = {}
+        self.labelled: dict[tuple[int, ...], tuple[object, int]] = {}  # ids -> these objects, their label
         self._lock = threading.Lock()
 
     def meet(self) -> int:
-        """Names this thread for those who read the ring, and gives its number."""
+        """Registers the name of this thread for readers of the ring, and returns its number."""
         thread = threading.get_ident()
         if thread not in self._threads:
             self._threads[thread] = threading.get_native_id(), threading.current_thread().name
@@ -197,12 +124,7 @@ class Ring:
         return known
 
     def label_of(self, make: Callable[[], Label], *things: object) -> int:
-        """The number of the label of things that come again, which is made once; see `labelled`.
-
-        Args:
-            make: Makes the label.
-            *things: What tells it from others; they are kept, so that nothing else gets their ids.
-        """
+        """The number of the label of recurring objects; they are kept, so that nothing else gets their ids."""
         ids = tuple(map(id, things))
         known = self.labelled.get(ids)
         if known is not None:
@@ -223,25 +145,25 @@ class Ring:
         label: Label = NO_LABEL,
         error: str = "",
     ) -> None:
-        """Notes a span of this thread."""
+        """Adds a span of this thread."""
         self.put(kind, name, begin_s, end_s, seq, self.label(label), error)
 
     def put(self, kind: str, name: str, begin_s: float, end_s: float, seq: int, number: int, error: str = "") -> None:
-        """Notes a span of this thread, by the number of its label."""
+        """Adds a span of this thread, by the number of its label."""
         self.entries.append((next(self.numbers), kind, name, begin_s, end_s, self.meet(), seq, number, error, 0.0))
 
     def ended(self, kind: str, name: str, begin_s: float, seq: int = 0, label: Label = NO_LABEL) -> None:
-        """Notes a span that ends now."""
+        """Adds a span that ends now."""
         self.add(kind, name, begin_s, self.clock(), seq, label)
 
     def waited(self, name: str, begin_s: float, seq: int = 0) -> None:
-        """Notes a wait that ends now, if it was one."""
+        """Adds a wait that ends now, if it was long enough."""
         now_s = self.clock()
         if now_s - begin_s >= WAIT_S:
             self.add(WAIT, name, begin_s, now_s, seq)
 
     def since(self, mark: int) -> tuple[int, list[Span]]:
-        """The spans that came after a mark, and the mark that comes after them; 0 marks the beginning."""
+        """The spans after a mark (0: from the beginning), and the mark that follows them."""
         entries = [one for one in self.entries.copy() if one[0] >= mark]
         return max((one[0] + 1 for one in entries), default=mark), list(_spans(entries, list(self._labels)))
 
@@ -270,7 +192,7 @@ class Tracer:
 
     Attributes:
         ring: What is recorded into; None: nothing is recorded.
-        holder: Who has begun it; empty: nobody.
+        holder: Who began it; empty: nobody.
     """
 
     _current: ClassVar[Tracer | None] = None
@@ -283,19 +205,14 @@ class Tracer:
 
     @classmethod
     def current(cls) -> Tracer:
-        """That of this process; a forked child does not go on with its parent's."""
+        """That of this process; a forked child does not continue its parent's."""
         found = cls._current
         if found is None or found._pid != os.getpid():
             found = cls._current = cls()
         return found
 
     def begin(self, holder: str, limit: int = LIMIT) -> Ring | None:
-        """Begins to record; None where somebody else does.
-
-        Args:
-            holder: Who wants it, for a person to read; the same one begins anew.
-            limit: See `Ring`.
-        """
+        """Begins to record for `holder`, who may begin anew; None where somebody else records."""
         with self._lock:
             if self.ring is not None and self.holder != holder:
                 return None
@@ -303,7 +220,7 @@ class Tracer:
             return self.ring
 
     def end(self, holder: str) -> Ring | None:
-        """Ends what `begin` began, and gives the ring; None where that was not this one's."""
+        """Ends a recording and returns its ring; None where it is somebody else's."""
         with self._lock:
             if self.holder != holder:
                 return None
@@ -311,16 +228,13 @@ class Tracer:
             return ring
 
     def of(self, holder: str) -> Ring | None:
-        """The ring, if it is this one's."""
+        """The ring, if `holder` records."""
         with self._lock:
             return self.ring if self.holder == holder else None
 
 
-# ---------------------------------------------------------------------------------------------- how it travels
-
-
 def encode_recorded(recorded: Recorded) -> bytes:
-    """Packs what a ring held; labels and names, of which there are few, travel once."""
+    """Packs what a ring held; the few labels and names travel once."""
     labels: dict[Label, int] = {}
     names: dict[tuple[str, str, str], int] = {}
     rows = []
@@ -337,7 +251,7 @@ def decode_recorded(payload: bytes | bytearray) -> Recorded:
     """Unpacks what `encode_recorded` made.
 
     Raises:
-        ValueError: It is no such thing.
+        ValueError: It is malformed.
     """
     try:
         names, labels, rows, dropped, threads, groups = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
@@ -347,7 +261,7 @@ def decode_recorded(payload: bytes | bytearray) -> Recorded:
         places = {str(key): Place(str(n), str(b), int(r), int(size)) for key, (n, b, r, size) in groups.items()}
         return Recorded(spans, int(dropped), told, places)
     except (msgpack.UnpackException, ValueError, TypeError, LookupError, AttributeError, OverflowError) as exc:
-        raise ValueError(f"malformed spans: {exc}") from exc
+        raise ValueError(f"malformed spans: {str(exc)[:200]}") from exc
 
 
 def _plain(value: Any) -> Any:
@@ -359,7 +273,7 @@ def _plain(value: Any) -> Any:
 def _span(what: Sequence[Any], row: Sequence[Any], label: Label) -> Span:
     kind, name, error = map(str, what)
     if kind not in KINDS:
-        raise ValueError(f"a span of {kind!r}")
+        raise ValueError(f"a span of {kind[:40]!r}")
     begin_s, end_s = float(row[1]), float(row[2])
     if not 0 <= begin_s <= end_s < float("inf"):
         raise ValueError(f"a span from {begin_s} to {end_s}")

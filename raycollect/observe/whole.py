@@ -9,30 +9,9 @@ from typing import NamedTuple
 from raycollect.observe.clocks import Alignment
 from raycollect.observe.trace import Place, Recorded, Span
 
-__all__ = ["Missing", "Process", "Slice", "Thread", "Trace", "process_of"]
-
 
 class Slice(NamedTuple):
-    """A span, with what its process knows of its group.
-
-    Attributes:
-        kind: See `Span`, as the next ones.
-        name: See there.
-        begin_s: By the clock of the timeline.
-        end_s: By the clock of the timeline.
-        thread: See `Span`.
-        seq: See there.
-        op: See `Label`, as the next ones.
-        group_id: See there.
-        rank: See there.
-        ranks: See there.
-        nbytes: See there.
-        calls: See there.
-        meeting: See there.
-        error: See `Span`.
-        group: What the user calls the group, or the groups.
-        backend: Its backend; empty: not known.
-    """
+    """A span by the clock of the timeline, with the fields of its `Label`, the group's name and the backend."""
 
     kind: str
     name: str
@@ -61,31 +40,17 @@ class Thread(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """One process of a timeline.
+    """One process of a timeline."""
 
-    Attributes:
-        name: What a person calls it: ``"Worker(3f2a91)"``, ``"driver"``.
-        host: Where it runs.
-        pid: Its id there.
-        clock: What names its clock; see `clocks.clock_id`.
-        leader: The id of the controller whose plans it runs, or which it is; empty: it makes calls of its own.
-        leads: Whether it is that controller.
-        ranks: (group, rank) of all that it is a member of.
-        uncertainty_s: By how much its times may be wrong beside the timeline's clock, either way.
-        dropped: How many entries its ring has overwritten.
-        threads: Thread -> what it is.
-        slices: What it did.
-    """
-
-    name: str
+    name: str  # its name for people: ``"Worker(3f2a91)"``, ``"driver"``
     host: str
     pid: int
-    clock: str = ""
-    leader: str = ""
-    leads: bool = False
-    ranks: tuple[tuple[str, int], ...] = ()
-    uncertainty_s: float = 0.0
-    dropped: int = 0
+    clock: str = ""  # the id of its clock; see `clocks.clock_id`
+    leader: str = ""  # the id of the controller whose plans it runs, or which it is; empty: it makes calls of its own
+    leads: bool = False  # whether it is that controller
+    ranks: tuple[tuple[str, int], ...] = ()  # (group, rank) of its memberships
+    uncertainty_s: float = 0.0  # the error of its times against the timeline's clock, either way
+    dropped: int = 0  # how many entries its ring has overwritten
     threads: Mapping[int, Thread] = field(default_factory=dict, repr=False)
     slices: tuple[Slice, ...] = field(default=(), repr=False)
 
@@ -98,14 +63,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing:
-    """A participant of which nothing was recorded, or not all.
-
-    Attributes:
-        name: What a person calls it.
-        host: Where it ran.
-        pid: Its id there.
-        why: Why it is missing.
-    """
+    """A participant of which nothing was recorded, or not everything, and why."""
 
     name: str
     host: str
@@ -118,21 +76,13 @@ class Missing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """A whole timeline.
+    """A whole timeline."""
 
-    Attributes:
-        began_s: When it was begun, by `time.monotonic` of the process that did.
-        ended_s: When it ended.
-        clock: What names that clock.
-        processes: Those that have recorded; the one that began it comes first.
-        missing: Those that have not, or whose spans did not come.
-    """
-
-    began_s: float
+    began_s: float  # when it began, by `time.monotonic` of the process that began it
     ended_s: float
-    clock: str
-    processes: tuple[Process, ...]
-    missing: tuple[Missing, ...] = ()
+    clock: str  # the id of that clock
+    processes: tuple[Process, ...]  # those that have recorded; the one that began it comes first
+    missing: tuple[Missing, ...] = ()  # those that have not, or whose spans did not arrive
 
     @property
     def dropped(self) -> int:
@@ -146,7 +96,7 @@ class Trace:
 
     @staticmethod
     def merged(traces: Sequence[Trace]) -> Trace:
-        """Several timelines of one clock as one.
+        """Merges timelines of one clock.
 
         Raises:
             ValueError: They are of several clocks.
@@ -174,18 +124,7 @@ def process_of(
     leads: bool = False,
     alignment: Alignment | None = None,
 ) -> Process:
-    """A process, from what its ring held.
-
-    Args:
-        recorded: That.
-        name: See `Process`, as the next ones.
-        host: See there.
-        pid: See there.
-        clock: See there.
-        leader: See there.
-        leads: See there.
-        alignment: How its clock is to the timeline's; None: they are one.
-    """
+    """A process of a timeline, from what its ring held; `alignment` None: its clock is the timeline's."""
     aligned = alignment or Alignment()
     groups = recorded.groups
     places = sorted({(place.name, place.rank) for place in groups.values() if place.rank >= 0})

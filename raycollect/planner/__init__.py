@@ -1,7 +1,6 @@
 """The planner: requests become a verified `Plan`. Pure: no ray, numpy, clock or environment.
 
-`plan(requests, rosters)` runs the passes in order: validate -> lower -> route -> verify for the form of each request,
-then schedule for all of them.
+`plan(requests, rosters)` validates, lowers, routes and verifies the form of each request, then schedules all of them.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from raycollect.planner.algorithms import ALGORITHMS, STAND_INS
 from raycollect.planner.cost import Cost, Layout, Line, native
 from raycollect.planner.ir import GpuLists, Made, Part, Plan, Request, Source, Together
 from raycollect.planner.listed import BACKEND as LISTS_BACKEND
-from raycollect.planner.passes import SUBSTITUTES, brought, plan, plan_part
+from raycollect.planner.lower import SUBSTITUTES
+from raycollect.planner.passes import plan, plan_part
 from raycollect.planner.predict import Cluster, Prediction, predict
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task, Ticket
 from raycollect.planner.template import CROSSINGS, Buffer, Choice, Local, Role, Step, Template
 from raycollect.planner.topology import BETWEEN, INSIDE, Inner, Link, Roster, Topology
+from raycollect.planner.validate import brought, root_parameter
 from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "encode_program",
     "native",
     "plan",
+    "root_parameter",
     "plan_part",
     "predict",
 ]

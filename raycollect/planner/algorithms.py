@@ -1,9 +1,8 @@
-"""How a request can be done, and which way is the cheapest.
+"""The algorithms for each operation, and which is the cheapest for how many bytes.
 
-Each algorithm is a row: for which operations it is, when it is possible, what it costs and how its steps are written.
-What a backend does itself comes first, and is all there is on one host. Where ranks are on several, the costs are lines
-in the bytes that a rank gives; of these the lower envelope is taken, so that each size has the cheapest way. Where a
-backend can't do an operation but can send and receive, an algorithm made of these stands in.
+The backend's own kernel comes first, and is the only choice on one host. On several hosts each cost is a line in the
+bytes that a rank gives; the lower envelope of these lines has the cheapest algorithm for each size. Where a backend
+lacks an operation but can send and receive, an algorithm made of these stands in.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from raycollect.model import OpKind
+from raycollect.core.model import OpKind
 from raycollect.planner import hierarchical, pairs
 from raycollect.planner.cost import Cost, Line, priced
 from raycollect.planner.ir import Part
@@ -20,35 +19,23 @@ from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import NATIVE, Buffer, Choice, Template
 from raycollect.planner.topology import Roster
 
-__all__ = ["ALGORITHMS", "STAND_INS", "Algorithm", "build", "envelope", "route", "stand_in"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
-    """One way of doing some operations.
-
-    Attributes:
-        name: See `Choice.name`.
-        kinds: The operations.
-        needs: What the backend must have.
-        cost: What it costs.
-        write: The steps of each rank; None: those of the backend's own kernel.
-        is_possible: Whether it can be done in some setting.
-        stepwise: The operations that it folds in several kernels (`Choice.stepwise`).
-        scratch: What a rank needs beside the buffers of the operation.
-        levels: The inner groups in which it runs (`Part.levels`).
-        at_most: How many ranks there may be where it is an alternative: the steps of some grow with the square.
-    """
+    """One way of doing some operations."""
 
     name: str
     kinds: frozenset[OpKind]
-    needs: tuple[OpKind, ...] = ()
+    needs: tuple[OpKind, ...] = ()  # the operations that the backend must have
     cost: Callable[[Setting], Cost]
+    # Writes the steps of each rank; None: the backend's own kernel
     write: Callable[[Part, Roster], Written] | None = None
-    is_possible: Callable[[Setting], bool] = lambda setting: True
-    stepwise: frozenset[OpKind] = frozenset()
-    scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()
+    is_possible: Callable[[Setting], bool] = lambda setting: True  # whether it works for this group and request
+    stepwise: frozenset[OpKind] = frozenset()  # the operations that it folds in several kernels (`Choice.stepwise`)
+    scratch: Callable[[Template], tuple[Buffer, ...]] = lambda template: ()  # the buffers that a rank needs in addition
+    # The inner groups that it uses (`Part.levels`)
     levels: Callable[[Roster], tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]] = lambda roster: ()
+    # The most ranks for which it is considered: the steps of some grow with the square of the ranks
     at_most: int = 1 << 30
 
     def serves(self, setting: Setting) -> bool:
@@ -100,30 +87,18 @@ _ROWS = (
 )
 
 ALGORITHMS: dict[str, Algorithm] = {row.name: row for row in _ROWS}
-"""Name -> algorithm."""
 
 STAND_INS: dict[OpKind, Algorithm] = {kind: row for kind in OpKind for row in _ROWS if row.needs and kind in row.kinds}
-"""What a backend lacks -> what stands for it where the backend can send and receive."""
+"""Operation that a backend lacks -> the algorithm that stands in, where the backend can send and receive."""
 
 
 def stand_in(part: Part, roster: Roster) -> Part:
-    """Does by sends and receives what the backend can't do itself.
-
-    Args:
-        part: What the backend's own kernel would be; there must be a stand-in for it.
-        roster: The group.
-    """
+    """Replaces a kernel that the backend lacks by sends and receives."""
     return build(part, roster, STAND_INS[part.request.kind])
 
 
 def build(part: Part, roster: Roster, algorithm: Algorithm) -> Part:
-    """Does by one algorithm what a part does by the backend's own kernel.
-
-    Args:
-        part: That part; its request must be one of the algorithm's.
-        roster: The group.
-        algorithm: The algorithm; it must be possible.
-    """
+    """Replaces a part's own kernel by the steps of one algorithm, which must be possible."""
     if algorithm.write is None:
         return part
     written = algorithm.write(part, roster)
@@ -136,15 +111,7 @@ def build(part: Part, roster: Roster, algorithm: Algorithm) -> Part:
 
 
 def route(part: Part, roster: Roster) -> Part:
-    """Adds the algorithms that are cheaper than the backend's own kernel for some sizes.
-
-    Args:
-        part: The backend's own way.
-        roster: The group.
-
-    Returns:
-        The part, where its group is on one host, or shapes are learned at the door, or nothing is cheaper.
-    """
+    """Adds the algorithms that are cheaper than the backend's own kernel for some sizes."""
     request = part.request
     if roster.topology.host_count == 1 or request.kind.value not in request.group.ops or part.rounds > 1:
         return part
@@ -189,7 +156,6 @@ def _assembled(
     choices: tuple[Choice, ...],
     levels: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...],
 ) -> Part:
-    """The part with a template for each rank, of which equal ones become one."""
     known = {template: at for at, template in enumerate(dict.fromkeys(templates))}
     return replace(
         part,
@@ -201,11 +167,7 @@ def _assembled(
 
 
 def envelope(lines: Sequence[Line]) -> list[tuple[int, int]]:
-    """The lower envelope of some lines.
-
-    Returns:
-        (index of a line, the bytes from which on it is the lowest), ascending; the first one from 0 on.
-    """
+    """The lower envelope of lines: (index of a line, bytes from which it is the lowest), ascending from 0 bytes."""
     at = min(range(len(lines)), key=lambda one: (lines[one].fixed_s, lines[one].per_byte_s))
     found = [(at, 0)]
     while True:
@@ -226,4 +188,4 @@ def envelope(lines: Sequence[Line]) -> list[tuple[int, int]]:
 
 
 _MOST_NBYTES = 1 << 62
-"""What nobody gives."""
+"""More than any rank gives."""

@@ -1,8 +1,7 @@
-"""What a plan will do, for people: which algorithm and why, what travels together, the bytes, the memory and the time.
+"""Explains a plan: the algorithms and why, what travels together, bytes, memory and time.
 
-An `Explanation` is made from a plan and what its operands hold, a `StepExplanation` from the plans and method calls of
-a captured step. It is foreseen, not measured: times and the bytes on the ways between ranks are those of the cost model
-(`cost`), by which the planner also chooses algorithms.
+All of it is predicted, not measured: times and bytes come from the cost model (`cost`) by which the planner also
+chooses algorithms.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from raycollect.model import GroupSpec
+from raycollect.core.model import GroupSpec
 from raycollect.planner.ir import Made, Plan, Source, Together
 from raycollect.planner.pricing import packing, price, rivals
 from raycollect.planner.render import html, step_html, step_text, text
@@ -20,8 +19,6 @@ from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, 
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
 from raycollect.planner.wording import acts, counted, nbytes_words, op_words, ranks_words, seconds_words
-
-__all__ = ["Explanation", "Planned", "StepExplanation", "explain", "explain_step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,31 +71,20 @@ class StepExplanation(StepReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
-    """A plan that is a stage of a captured step.
-
-    Attributes:
-        plan: The plan.
-        given: What each operand holds; see `explain`.
-        first: The place of its first call among all calls of the step.
-        fixed: How many of the operands are refs.
-    """
+    """A plan that is a stage of a captured step."""
 
     plan: Plan
-    given: Mapping[Source, Infos]
-    first: int
-    fixed: int = 0
+    given: Mapping[Source, Infos]  # the tensors of each operand; see `explain`
+    first: int  # the number of its first call among all calls of the step
+    fixed: int = 0  # how many of the operands are refs
 
 
 def explain_step(stages: Sequence[Planned | Methods], participants: int) -> StepExplanation:
-    """Says what each run of a captured step will do.
-
-    Args:
-        stages: The plans and the method calls, in order.
-        participants: How many processes take part.
+    """Explains what each run of a captured step will do.
 
     Raises:
-        KeyError: It is not known what an operand holds.
-        ValueError: What is given can't be cut into a piece per rank.
+        KeyError: An operand's tensors are not known.
+        ValueError: An operand can't be cut into a piece per rank.
     """
     found = [stage if isinstance(stage, Methods) else explain(stage.plan, stage.given, stage.first) for stage in stages]
     plans = [stage for stage in found if isinstance(stage, Report)]
@@ -116,16 +102,16 @@ def explain_step(stages: Sequence[Planned | Methods], participants: int) -> Step
 
 
 def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explanation:
-    """Says what a plan will do.
+    """Explains what a plan will do.
 
     Args:
         plan: The plan.
-        given: What each operand holds, by what stands for it in the requests (`Made` ones are worked out).
-        first: The number of its first call, where it is a part of more.
+        given: The tensors of each operand, by its source in the requests; those of `Made` ones are worked out.
+        first: The number of its first call, where it is part of a step.
 
     Raises:
-        KeyError: It is not known what an operand holds.
-        ValueError: What is given can't be cut into a piece per rank.
+        KeyError: An operand's tensors are not known.
+        ValueError: An operand can't be cut into a piece per rank.
     """
     sizes = Sizes(plan, given)
     bundles = [_Bundle(plan, sizes, together, first) for together in plan.order]
@@ -154,76 +140,48 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
 
 
 def _plain(value: Any) -> Any:
-    """A value with its tuples as lists."""
     if isinstance(value, (tuple, list)):
         return [_plain(one) for one in value]
     return {name: _plain(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
-# ---------------------------------------------------------------------------------------------- bundles
-
-
 class _Bundle:
-    """Calls that run together, and the algorithm that they take.
-
-    Args:
-        plan: The plan.
-        sizes: What its operands hold.
-        together: The bundle.
-        first: The number of the plan's first call.
-
-    Attributes:
-        calls: Its calls, by their places in the plan.
-        first: The number of the plan's first call.
-        numbers: The numbers of its calls.
-        part: What is done for each of them.
-        roster: Their group.
-        nbytes: The bytes that a rank gives to all of them.
-        taken: Which of the part's algorithms they take.
-        base: The launch in which its first steps run.
-        members: The positions of those who take part.
-        tensors: How many tensors a rank gives to all of them; in pieces, how many to each piece.
-        packing: What travels together.
-        costs: What each of the part's algorithms costs.
-        times_s: How long it takes by each of the part's algorithms, in seconds.
-    """
+    """Calls that run together, and the algorithm that they take."""
 
     def __init__(self, plan: Plan, sizes: Sizes, together: Together, first: int) -> None:
-        self.calls = together.requests
+        self.calls = together.requests  # places in the plan
         self.first = first
-        self.numbers = tuple(first + number for number in self.calls)
+        self.numbers = tuple(first + number for number in self.calls)  # for the user
         self.part, self.roster = plan.parts[self.calls[0]], plan.rosters[self.calls[0]]
-        self.nbytes = sum(sizes.nbytes(number) for number in self.calls)
+        self.nbytes = sum(sizes.nbytes(number) for number in self.calls)  # given by a rank to all of them
         infos = [info for number in self.calls for info in sizes.given(number)]
+        # Whether it has floats of less than 32 bits
         self.narrow = any(info.itemsize < 4 and "float" in info.dtype for info in infos)
         self.taken = max(at for at, choice in enumerate(self.part.choices) if at == 0 or self._may(choice))
-        self.base = together.base[self.taken]
-        self.members = tuple(plan.positions[self.roster.members[rank]] for rank in self.part.ranks)
+        self.base = together.base[self.taken]  # the launch of its first steps
+        self.members = tuple(plan.positions[self.roster.members[rank]] for rank in self.part.ranks)  # positions
         staged = [one for number in self.calls for one in sizes.staged(number)]
         on_device = self.roster.spec.memory not in ("", "cpu")  # where nothing is packed
         staging = 0 if on_device else plan.staging
         self.packing = packing(self.part.request.kind, self.roster.spec.backend, staged, staging)
-        self.tensors = len(staged)
+        self.tensors = len(staged)  # per rank, in pieces: per piece
         self.costs = tuple(price(self.part, self.roster, choice.name) for choice in self.part.choices)
         alone = self.tensors - self.packing.tensors - self.packing.together
         begun = max(alone + self.packing.kernels + min(self.packing.together, 1), 1) - 1  # kernels after the first one
         more_s = begun * self.costs[0].line.fixed_s
-        self.times_s = tuple(cost.line.time_s(self.nbytes) + more_s for cost in self.costs)
+        self.times_s = tuple(cost.line.time_s(self.nbytes) + more_s for cost in self.costs)  # by each of the algorithms
 
     @property
     def label(self) -> str:
-        """What to call it."""
         calls = f"call{'s' if len(self.numbers) > 1 else ''} {ranks_words(self.numbers)}"
         return f"{calls}: {op_words(self.part.request)}, {self.part.choices[self.taken].name}"
 
     @cached_property
     def launches(self) -> tuple[int, ...]:
-        """The launches in which it runs."""
         steps = [step for template in self.part.templates for step in template.ways[self.taken]]
         return tuple(sorted({self.base + step.at for step in steps})) or (self.base,)
 
     def ways(self, nbytes: int) -> tuple[Way, ...]:
-        """The algorithms, for a call to which a rank gives so many bytes."""
         found = []
         for choice, seconds, cost in zip(self.part.choices, self.times_s, self.costs, strict=True):
             inside, between = cost.traffic(nbytes)
@@ -240,18 +198,16 @@ class _Bundle:
 
     @cached_property
     def acts(self) -> tuple[Act, ...]:
-        """What the ranks do."""
         return acts(self.part, self.roster, self.taken, self.base)
 
     def groups(self) -> list[GroupSpec]:
-        """The groups over which it runs; of those of the hosts one, as a rank is in one of them only."""
+        """The groups over which it runs; of the hosts' groups only one, as a rank is in one of them."""
         steps = [step for template in self.part.templates for step in template.ways[self.taken]]
         inner = [one.spec for one in (*self.roster.hosts[:1], self.roster.leaders) if one is not None]
         return [self.roster.spec, *(inner if any(step.level for step in steps) else [])]
 
     @cached_property
     def why(self) -> str:
-        """Why it takes what it takes."""
         choices = self.part.choices
         if len(choices) == 1:
             return self._only()
@@ -312,7 +268,6 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
 
 
 def _brought(sizes: Sizes, bundle: _Bundle, number: int) -> tuple[Brought, ...]:
-    """What the ranks bring to where the backend works, those that bring as much from the same device together."""
     alike: dict[tuple[str, str, int, int], list[int]] = {}
     for rank in bundle.part.ranks:
         for (device, memory), (there, back) in sizes.brought(number, rank, bundle.taken).items():
@@ -324,7 +279,6 @@ def _brought(sizes: Sizes, bundle: _Bundle, number: int) -> tuple[Brought, ...]:
 
 
 def _after(plan: Plan) -> list[tuple[int, ...]]:
-    """For each call, the earlier ones whose results it uses, or whose operands it writes."""
     written: dict[Source, int] = {}
     read: dict[Source, list[int]] = {}
     found = []
@@ -348,7 +302,6 @@ def _after(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], list[float]]:
-    """When the bundles run, if every participant begins one as soon as all who run it are free; and their begins."""
     free = [0.0] * count
     bars: list[list[int]] = [[] for _ in range(count)]
     drawn = []
@@ -368,10 +321,8 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
     return lanes, [bar.begins_s for bar in drawn]
 
 
-# ---------------------------------------------------------------------------------------------- memory
-
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 6 << 20, "gloo": 12 << 20}
-"""Backend -> the bytes of its chunks on a rank, at most; the contract of each is in its docstring."""
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 6 << 20, "gloo": 32 << 20}
+"""Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that."""
 
 _TORCH_CHUNKS = 32 << 20
 
@@ -381,7 +332,7 @@ def _chunks(backend: str) -> int:
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
-    """What a participant needs at most: outputs stay, what is for the steps of one call is there until the end."""
+    """The most that a participant needs: outputs and scratch are kept until the end of the plan."""
     made, scratch, stand_ins = ([0] * len(plan.participants) for _ in range(3))
     for bundle in bundles:
         for number in bundle.calls:
@@ -401,7 +352,6 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
 
 
 def _memory_of_all(parts: Sequence[Memory]) -> Memory:
-    """What plans need that run one after the other, and keep what they make."""
     return Memory(
         outputs=sum(one.outputs for one in parts),
         scratch=max((one.scratch for one in parts), default=0),

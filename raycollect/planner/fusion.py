@@ -1,46 +1,39 @@
-"""Which tensors of a bundle travel together, by facts that all ranks have agreed on: so all decide alike.
+"""Which tensors of a bundle travel together. Depends only on facts that all ranks have agreed on, so all decide alike.
 
-Small ones are packed: copied into one staging array, moved by one kernel, copied out. Of the larger ones several are
-offered to the backend at once, which may run them with one meeting of the ranks; those of them that are not too large
-are packed where it does not.
+Small tensors are packed: copied into one staging array, moved by one kernel, copied out. Several larger ones are
+offered to the backend at once, which may run them with one synchronization of the ranks; where it does not, those that
+are small enough are packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-__all__ = ["PACKED_UP_TO_NBYTES", "TOGETHER_FROM_NBYTES", "buckets", "offered"]
-
 PACKED_UP_TO_NBYTES = 128 << 10
-"""The largest tensor (in pieces: all of them together) that is packed: copying it in and out takes about as long as
-the start of a kernel, some 20 us within a machine; above, two more copies cost more than they save."""
+"""The largest tensor (all its pieces together) that is packed: copying it in and out takes about as long as the start
+of a kernel, some 20 us within a machine. Above that, two more copies cost more than they save."""
 
 TOGETHER_FROM_NBYTES = 32 << 10
-"""The smallest tensor that is offered to the backend together with others: below, packing is cheaper than whatever a
-backend does for each."""
+"""The smallest tensor that is offered to the backend together with others: below it, packing is cheaper."""
 
 _NONE: list[int] = []
 
 
 def offered(sizes: Sequence[int]) -> list[int]:
-    """Which tensors the backend is offered at once: none, or several.
-
-    Args:
-        sizes: The bytes of staging that each takes; -1: it can't be packed.
-    """
+    """Which tensors the backend is offered at once: none or several; a size of -1 can't be packed."""
     large = [at for at, nbytes in enumerate(sizes) if nbytes >= TOGETHER_FROM_NBYTES]
     return large if len(large) > 1 else []
 
 
 def buckets(sizes: Sequence[tuple[Hashable, int]], staging: int) -> list[list[int]]:
-    """Puts together the tensors that travel packed.
+    """Groups the tensors that travel packed.
 
     Args:
-        sizes: For each tensor its dtype, and the bytes of staging that it takes; -1: it can't be packed.
-        staging: The bytes that one bucket may take; 0: every tensor goes by itself.
+        sizes: For each tensor its dtype and the staging bytes that it takes; -1: it can't be packed.
+        staging: The bytes that one bucket may take; 0: no tensor is packed.
 
     Returns:
-        Which tensors each kernel moves, in the order of the kernels; one alone is not packed.
+        The tensors that each kernel moves, in the order of the kernels; a single one is not packed.
     """
     found: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}

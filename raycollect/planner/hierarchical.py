@@ -1,28 +1,25 @@
-"""Collectives in two levels: inside each host, and between one rank of each.
+"""Collectives in two levels: inside each host, and between one rank of each host.
 
-The links between hosts are slow, and the ranks of a host share theirs. So the bytes of a host cross it once, by its
-leader (the host's lowest rank), and not once for each rank (Karonis et al.: "Exploiting hierarchy in parallel computer
-networks to optimize collective operation performance", 2000). Level 1 are the groups of the hosts, level 2 is that of
-the leaders.
+Links between hosts are slow, and the ranks of a host share theirs. So the bytes of a host cross it once, by its leader
+(the host's lowest rank), and not once per rank (Karonis et al.: "Exploiting hierarchy in parallel computer networks to
+optimize collective operation performance", 2000). Level 1 has the groups of the hosts, level 2 that of the leaders.
 
-An allreduce whose bits are those of the left fold in rank order can't fold the hosts side by side:
-``(a + b) + (c + d)`` is not ``((a + b) + c) + d``. It goes through the hosts one after the other: a leader folds what
-the hosts before it have made with what it has, then the ranks of its host fold theirs onto that. That is slower the
-more hosts there are, and still less than everybody's bytes over the shared links, where hosts hold many ranks.
+An allreduce that has to give the bits of the left fold in rank order can't fold the hosts side by side:
+``(a + b) + (c + d)`` is not ``((a + b) + c) + d``. It goes through the hosts one after the other: a leader folds the
+result of the hosts before it with its own tensor, then the ranks of its host fold theirs onto that. This is slower the
+more hosts there are, but still cheaper than sending all bytes over the shared links where hosts hold many ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.cost import FREE, Cost, beside, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import Step
 from raycollect.planner.topology import Roster
-
-__all__ = ["cost", "is_possible", "levels", "write"]
 
 _HOST, _LEADERS = 1, 2
 
@@ -40,16 +37,13 @@ def is_possible(setting: Setting) -> bool:
 
 
 def levels(roster: Roster) -> tuple[tuple[tuple[str, tuple[int, ...]], ...], ...]:
-    """The groups, as `Part.levels`."""
+    """The inner groups, as `Part.levels`."""
     leaders = () if roster.leaders is None else (roster.leaders,)
     return tuple(tuple((inner.spec.group_id, inner.ranks) for inner in level) for level in (roster.hosts, leaders))
 
 
-# ---------------------------------------------------------------------------------------------- cost
-
-
 def cost(setting: Setting) -> Cost:
-    """What it costs."""
+    """The cost by both levels."""
     if setting.kind is OpKind.BROADCAST:
         root = FREE if setting.root_leads else _inside(setting, OpKind.BROADCAST, setting.layout.root_size)
         first = Cost(line=root.line)  # the root's host is counted with the others
@@ -88,17 +82,8 @@ def _inside(setting: Setting, kind: OpKind, ranks: int) -> Cost:
     return launch(setting.hosts, host) + priced(kind, setting.hosts, host)
 
 
-# ---------------------------------------------------------------------------------------------- steps
-
-
-class _Score:
-    """The steps of all ranks as they are written, launch by launch.
-
-    Attributes:
-        steps: For each rank, what was written for it.
-        hosts: For each host, its ranks.
-        at: The launch that is being written.
-    """
+class _StepWriter:
+    """Collects the steps of all ranks, launch by launch; `at` is the launch that is being written."""
 
     def __init__(self, part: Part, roster: Roster) -> None:
         self.steps: dict[int, list[Step]] = {rank: [] for rank in part.ranks}
@@ -110,18 +95,12 @@ class _Score:
         self._now = {rank: template.src for rank, template in templates.items()}  # where what it has now is
 
     def inside(self, host: int, kind: OpKind, root: int = 0) -> None:
-        """One kernel over the ranks of a host; none where there is but one."""
         if len(self.hosts[host]) > 1:
             self._kernel(kind, self.hosts[host], range(len(self.hosts[host])), level=_HOST, root=root)
 
     def over_leaders(self, kind: OpKind, root: int = -1, pair: tuple[int, ...] = ()) -> None:
-        """One kernel over the leaders of all hosts, or of two."""
         leaders = [ranks[0] for ranks in self.hosts]
         self._kernel(kind, leaders, pair or range(len(leaders)), level=_LEADERS, root=root, pair=pair)
-
-    def next(self) -> None:
-        """Goes on to the next launch."""
-        self.at += 1
 
     def _kernel(
         self,
@@ -154,51 +133,50 @@ class _Score:
 
 def write(part: Part, roster: Roster) -> Written:
     """Writes the steps of each rank."""
-    score = _Score(part, roster)
+    writer = _StepWriter(part, roster)
     if part.request.kind is OpKind.BROADCAST:
-        _broadcast(score, part.request.root, roster.topology.hosts[part.request.root])
+        _broadcast(writer, part.request.root, roster.topology.hosts[part.request.root])
     elif roster.bitwise:
-        _fold_host_by_host(score)
+        _fold_host_by_host(writer)
     else:
-        _fold_side_by_side(score)
-    return tuple(tuple(score.steps[rank]) for rank in part.ranks)
+        _fold_side_by_side(writer)
+    return tuple(tuple(writer.steps[rank]) for rank in part.ranks)
 
 
-def _broadcast(score: _Score, root: int, home: int) -> None:
-    """From the root to its host, where it does not lead it; to the leaders; to their hosts."""
-    leads = score.hosts[home][0] == root
+def _broadcast(writer: _StepWriter, root: int, home: int) -> None:
+    """From the root to its host, unless it leads it; to the leaders; to their hosts."""
+    leads = writer.hosts[home][0] == root
     if not leads:
-        score.inside(home, OpKind.BROADCAST, score.hosts[home].index(root))
-        score.next()
-    score.over_leaders(OpKind.BROADCAST, home)
-    score.next()
-    for host in range(len(score.hosts)):
+        writer.inside(home, OpKind.BROADCAST, writer.hosts[home].index(root))
+        writer.at += 1
+    writer.over_leaders(OpKind.BROADCAST, home)
+    writer.at += 1
+    for host in range(len(writer.hosts)):
         if host != home or leads:
-            score.inside(host, OpKind.BROADCAST)
+            writer.inside(host, OpKind.BROADCAST)
 
 
-def _fold_side_by_side(score: _Score) -> None:
-    for host in range(len(score.hosts)):
-        score.inside(host, OpKind.REDUCE)
-    score.next()
-    score.over_leaders(OpKind.ALLREDUCE)
-    _spread(score)
+def _fold_side_by_side(writer: _StepWriter) -> None:
+    for host in range(len(writer.hosts)):
+        writer.inside(host, OpKind.REDUCE)
+    writer.at += 1
+    writer.over_leaders(OpKind.ALLREDUCE)
+    _spread(writer)
 
 
-def _fold_host_by_host(score: _Score) -> None:
-    for host, ranks in enumerate(score.hosts):
+def _fold_host_by_host(writer: _StepWriter) -> None:
+    for host, ranks in enumerate(writer.hosts):
         if host:
-            score.over_leaders(OpKind.REDUCE, host, (host - 1, host))
-            score.next()
+            writer.over_leaders(OpKind.REDUCE, host, (host - 1, host))
+            writer.at += 1
         if len(ranks) > 1:
-            score.inside(host, OpKind.REDUCE)
-            score.next()
-    score.over_leaders(OpKind.BROADCAST, len(score.hosts) - 1)
-    _spread(score)
+            writer.inside(host, OpKind.REDUCE)
+            writer.at += 1
+    writer.over_leaders(OpKind.BROADCAST, len(writer.hosts) - 1)
+    _spread(writer)
 
 
-def _spread(score: _Score) -> None:
-    """From each leader, which has the result, to its host."""
-    score.next()
-    for host in range(len(score.hosts)):
-        score.inside(host, OpKind.BROADCAST)
+def _spread(writer: _StepWriter) -> None:
+    writer.at += 1
+    for host in range(len(writer.hosts)):
+        writer.inside(host, OpKind.BROADCAST)

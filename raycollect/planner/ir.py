@@ -1,12 +1,11 @@
 """Requests and plans: what the planner reads and writes.
 
 A `Request` is one call of the user, bound to ranks. A `Part` says what every rank does for one request, columnar: ranks
-that play the same part share one `Template`. A `Plan` is the parts of one call or of a whole batch, in one global
-order. A `Program` is one participant's half of a plan, the only thing that travels; which tensors it works on travels
-beside it, so that the same program serves other tensors too.
+that do the same share one `Template`. A `Plan` is the parts of a call or of a whole batch, in one global order. A
+`Program` is one participant's half of a plan. It is sent without its operands, so that it serves other tensors too.
 
-A participant is one process. It has one rank in each group that it is a member of; its *position* is its place among
-the participants of a plan. In the plan of one call, positions are the ranks that take part, in their order.
+A participant is one process. It has one rank in each of its groups; its *position* is its place among the participants
+of a plan. In the plan of one call, positions are the ranks that take part, in their order.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from raycollect.model import GroupSpec, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, OpKind, ReduceOp
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task
 from raycollect.planner.template import NATIVE, Choice, Role, Template
 from raycollect.planner.topology import Roster
@@ -42,64 +41,40 @@ asks for an output (see `passes`)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLists:
-    """Operands are lists with tensors of each GPU of a rank (`gpu_lists`).
+    """Operands are lists with tensors of each GPU of a rank (`gpu_lists`)."""
 
-    Attributes:
-        src_tensor: Which tensor of the root's list a broadcast spreads, by its place; a send sends, by its GPU.
-        dst_tensor: Into which tensor of the list a reduce or send goes, likewise.
-    """
-
-    src_tensor: int = 0
-    dst_tensor: int = 0
+    src_tensor: int = 0  # the tensor of the root's list that a broadcast spreads (by place) or a send sends (by GPU)
+    dst_tensor: int = 0  # the tensor of the list into which a reduce or send writes, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One collective, bound to the ranks of a group.
-
-    Attributes:
-        kind: The operation; a send and the receive that matches it are one request of kind SEND.
-        group: The group.
-        operands: For each rank that takes part, ascending.
-        op: The reduce op, for reductions.
-        root: The source rank of a broadcast, scatter or send, the destination of a reduce or gather; -1 otherwise.
-        peer: The destination rank of a send; -1 otherwise.
-        inplace: False: an allreduce or reduce goes into new tensors, the operands are only read.
-        timeout_s: How long ranks wait for each other, in seconds.
-        snapshot: Whether ranks that work in place keep what they have until all have come to their results
-            (`Local.COMMIT`).
-        lists: What there is to know where operands are lists with tensors of each GPU; None: they are not.
-    """
+    """One collective, bound to the ranks of a group."""
 
     kind: OpKind
     group: GroupSpec
-    operands: tuple[Operands, ...]
-    op: ReduceOp | None = None
+    operands: tuple[Operands, ...]  # for each rank that takes part, ascending
+    op: ReduceOp | None = None  # for reductions
+    # The source rank of a broadcast, scatter or send, the destination of a reduce or gather; -1 otherwise
     root: int = -1
-    peer: int = -1
-    inplace: bool = True
-    timeout_s: float = 60.0
-    snapshot: bool = False
-    lists: GpuLists | None = None
+    peer: int = -1  # the destination rank of a send; -1 otherwise
+    inplace: bool = True  # False: an allreduce or reduce goes into new tensors, the operands are only read
+    timeout_s: float = 60.0  # how long ranks wait for each other, in seconds
+    snapshot: bool = False  # whether in-place ranks keep their operands until all have their results (`Local.COMMIT`)
+    lists: GpuLists | None = None  # set where operands are lists with tensors of each GPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What every rank does for one request, whatever its tensors.
+    """What every rank does for one request, whatever its tensors."""
 
-    Attributes:
-        request: The request; of its operands only which are there counts.
-        templates: The distinct parts.
-        parts: For each rank that takes part, ascending: the index of its template.
-        choices: The algorithms, in the order of `Template.ways`; the first is always possible.
-        levels: For each level above 0, the groups of it, which share no rank: (group id, the ranks of the request's
-            group that are its ranks 0, 1, ...).
-    """
-
-    request: Request
-    templates: tuple[Template, ...]
-    parts: tuple[int, ...]
+    request: Request  # of its operands only their presence counts
+    templates: tuple[Template, ...]  # distinct
+    parts: tuple[int, ...]  # for each rank that takes part, ascending: the index of its template
+    # The algorithms, in the order of `Template.ways`; the first is always possible
     choices: tuple[Choice, ...] = (NATIVE,)
+    # For each level above 0, its groups, which share no rank: (group id, the ranks of the request's group that
+    # are its ranks 0, 1, ...)
     levels: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...] = ()
 
     @cached_property
@@ -114,17 +89,17 @@ class Part:
 
     @cached_property
     def rounds(self) -> int:
-        """How often the ranks have to meet at the door for it."""
+        """How many rounds of agreement it needs."""
         return 2 if any(template.is_learned for template in self.templates) else 1
 
     @cached_property
     def width(self) -> int:
-        """How many launches it may have."""
+        """The most launches that it may have."""
         return max(choice.width for choice in self.choices)
 
     @cached_property
     def writes(self) -> tuple[tuple[bool, bool], ...]:
-        """For each template: whether it writes what its rank gives, and the operand that it takes into."""
+        """For each template: whether it writes the operand that its rank gives, and the one that it takes into."""
         written = [{step.dst for way in template.ways for step in way} - {-1} for template in self.templates]
         return tuple(
             (template.src in found, template.dst in found and template.buffers[template.dst].role is Role.OPERAND)
@@ -132,7 +107,7 @@ class Part:
         )
 
     def template(self, rank: int) -> Template:
-        """The part of one rank."""
+        """The template of one rank."""
         return self.templates[self.parts[self.places[rank]]]
 
     def outputs(self, rank: int) -> int:
@@ -151,12 +126,7 @@ class Part:
         return found
 
     def domains(self, rank: int, roster: Roster | None = None) -> tuple[Domain, ...]:
-        """The groups in which one rank takes part, by level; an empty one where it has none.
-
-        Args:
-            rank: The rank.
-            roster: The request's group, which knows where those inside it work.
-        """
+        """The groups in which one rank takes part, by level; an empty one where it has none."""
         group = self.request.group
         found = [Domain(group_id=group.group_id, rank=rank, ranks=self.ranks, memory=group.memory)]
         for level in self.levels:
@@ -174,12 +144,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Together:
-    """Requests that run together: the columnar form of a `Bundle`.
-
-    Attributes:
-        requests: Their places in the plan, ascending.
-        base: See `Bundle.base`.
-    """
+    """Requests that run together: the columnar form of a `Bundle`."""
 
     requests: tuple[int, ...]
     base: tuple[int, ...]
@@ -187,37 +152,24 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """What every participant does for one call, or for all calls of a batch.
-
-    Attributes:
-        requests: What was asked for, in program order.
-        parts: What is done for each; requests of one form have the same.
-        rosters: The group of each.
-        participants: What names them (`Roster.members`), by position.
-        order: What runs together, in the one order for all.
-        alone: For each request, where its launches begin if nothing may be reordered.
-        brought: For each request, the round of the door to which it is first brought.
-        rounds: How often the participants meet at the door.
-        door: The roster of a group that has all participants; None: the controller keeps the door.
-        width: How many launches there may be, the door's included.
-        staging: See `Program.staging`.
-    """
+    """What every participant does for one call, or for all calls of a batch."""
 
     requests: tuple[Request, ...]
-    parts: tuple[Part, ...]
-    rosters: tuple[Roster, ...] = field(repr=False)
-    participants: tuple[str, ...]
-    order: tuple[Together, ...]
-    alone: tuple[int, ...]
-    brought: tuple[int, ...]
-    rounds: int
+    parts: tuple[Part, ...]  # the part of each; requests of one form share it
+    rosters: tuple[Roster, ...] = field(repr=False)  # the group of each
+    participants: tuple[str, ...]  # their names (`Roster.members`), by position
+    order: tuple[Together, ...]  # what runs together, in the one global order
+    alone: tuple[int, ...]  # for each request, where its launches begin if nothing may be reordered
+    brought: tuple[int, ...]  # for each request, the first round of agreement that it takes part in
+    rounds: int  # how many rounds of agreement there are
+    # The roster of a group that has all participants; None: they agree through the controller
     door: Roster | None = field(repr=False)
-    width: int
-    staging: int = STAGING_NBYTES
+    width: int  # how many launches there may be, that of the agreement included
+    staging: int = STAGING_NBYTES  # see `Program.staging`
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """The operation, or ``"batch"``, for messages."""
         return self.requests[0].kind.value if len(self.requests) == 1 else "batch"
 
     @property
@@ -232,7 +184,7 @@ class Plan:
 
     @cached_property
     def is_idempotent(self) -> bool:
-        """Whether it may run again after it has run in part: it writes nothing that it has read before, or then."""
+        """Whether it may run again after it has run in part: nothing that it reads is overwritten."""
         read: set[Source] = set()
         for request, part in zip(self.requests, self.parts, strict=True):
             written: set[Source] = set()
@@ -281,14 +233,14 @@ class Plan:
         return tuple(number for number, rank in self.involved[position] if self.parts[number].outputs(rank))
 
     def sources(self, position: int) -> tuple[Source, ...]:
-        """What stands for the keys of a participant's program, in their order."""
+        """The sources behind the keys of a participant's program, in their order."""
         found: dict[Source, None] = {}
         for number, rank in self.involved[position]:
             found.update(dict.fromkeys(one for one in self._given(number, rank) if type(one) is not Made))
         return tuple(found)
 
     def uses(self) -> dict[Source, bool]:
-        """What stands for all operands -> whether the plan writes it."""
+        """Source of each operand -> whether the plan writes it."""
         used: dict[Source, bool] = {}
         for request, part in zip(self.requests, self.parts, strict=True):
             for source, written in part.touches(request):
@@ -331,7 +283,7 @@ class Plan:
         )
 
     def _task(self, share: int, number: int, inputs: tuple[int, ...]) -> Task:
-        """A task; that of another participant where it is the same."""
+        """Participants share equal tasks, which saves memory in large plans."""
         task = self._tasks.get((share, number, inputs))
         if task is None:
             task = Task(
@@ -345,7 +297,6 @@ class Plan:
         return {}
 
     def _bundles(self, task_of: dict[int, int]) -> tuple[Bundle, ...]:
-        """The order, of some of the requests (request -> task)."""
         if len(task_of) == len(self.requests):
             return self._whole
         found = []
@@ -357,7 +308,6 @@ class Plan:
 
     @cached_property
     def _whole(self) -> tuple[Bundle, ...]:
-        """The order, for who takes part in all requests."""
         return tuple(Bundle(tasks=together.requests, base=together.base) for together in self.order)
 
     def _door(self, position: int) -> Domain:
@@ -367,13 +317,11 @@ class Plan:
 
     @cached_property
     def _at_door(self) -> tuple[int, ...]:
-        """For each position its rank at the door."""
         if self.door is None:
             return tuple(range(len(self.participants)))
         return tuple(map(self.door.rank_of, self.participants))
 
     def _given(self, number: int, rank: int) -> tuple[Source, ...]:
-        """What a rank brings to a request, in the order of its OPERAND buffers."""
         part = self.parts[number]
         _, src, dst = self.requests[number].operands[part.places[rank]]
         return tuple(one for one in (src, dst) if one is not None)

@@ -1,19 +1,18 @@
-"""Operands that are lists with tensors of each GPU of a rank: kernels on the GPU of the group, and what is around them.
+"""Lowers requests whose operands are lists with tensors of each GPU of a rank.
 
-Each rank brings its list there, folded where the operation reduces, the kernels of any algorithm run on that, and the
-rank spreads what they made. So a list is written at the very end, and between ranks goes what one GPU each would send.
+Each rank copies its list to the group's GPU, folded where the operation reduces. The kernels of any algorithm run on
+that, and the rank spreads the result over its GPUs. So a list is written at the very end, and ranks send each other
+only what one GPU each would send.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from raycollect.core.model import OpKind
 from raycollect.errors import Violation
-from raycollect.model import OpKind
 from raycollect.planner.ir import GpuLists, Operands, Part, Request
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
-
-__all__ = ["BACKEND", "crossing_of", "listed", "listed_violations"]
 
 BACKEND = "nccl"
 """The backend whose groups may have several GPUs per process."""
@@ -31,16 +30,16 @@ _INDEXES: dict[OpKind, tuple[str, ...]] = {
     OpKind.BROADCAST: ("src_tensor",),
     OpKind.SEND: ("src_tensor", "dst_tensor"),
 }
-"""Which of the indexes of `GpuLists` an operation has."""
+"""Which indexes of `GpuLists` an operation has."""
 
 _MOST_GPUS = 1 << 16
-"""More than a process has; what is beyond that may not even travel."""
+"""More than a process has; a larger number might not fit into a message."""
 
 _OPERAND = Buffer(role=Role.OPERAND)
 
 
 def listed_violations(request: Request) -> list[Violation]:
-    """What can be seen to be wrong with a request of lists without any tensor."""
+    """What is wrong with a request of lists, as far as it shows without any tensor."""
     lists, kind = request.lists, request.kind
     if lists is None:
         return []
@@ -66,12 +65,7 @@ def listed_violations(request: Request) -> list[Violation]:
 
 
 def listed(part: Part, request: Request) -> Part:
-    """What ranks do whose operands are lists.
-
-    Args:
-        part: What they do where each has one tensor, or one per rank, in place where that can be.
-        request: The same request, of lists.
-    """
+    """Turns a part for one tensor per rank, in place where possible, into that of the same request with lists."""
     written = [
         _listed(part.templates[index], request, operands)
         for index, operands in zip(part.parts, request.operands, strict=True)
@@ -82,7 +76,7 @@ def listed(part: Part, request: Request) -> Part:
 
 
 def _listed(template: Template, request: Request, operands: Operands) -> Template:
-    """The lists come first, then what stands for them and whatever else the kernels use."""
+    """The lists come first in the buffers, then their stand-ins and whatever else the kernels use."""
     lists: list[Buffer] = []
     place: dict[int, int] = {}  # a buffer of the kernels -> that of the list for which it stands
     for index, given in ((template.src, operands[1]), (template.dst, operands[2])):
@@ -114,7 +108,6 @@ def _listed(template: Template, request: Request, operands: Operands) -> Templat
 def _way(
     way: tuple[Step, ...], template: Template, request: Request, rank: int, moved: tuple[int, int]
 ) -> tuple[Step, ...]:
-    """The kernels by one algorithm, with what is before and behind them."""
     count, result = moved
     first, last = (way[0].at, way[-1].at) if way else (0, 0)
     steps = [

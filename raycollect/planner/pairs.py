@@ -1,21 +1,21 @@
 """Collectives made of sends and receives between two ranks at a time.
 
-Each pair that meets is a launch of its own, so that pairs which share no rank run side by side under one number. What a
-rank gives itself is a copy. Where w ranks each give n bytes:
+Each pair that meets is a launch of its own, so pairs that share no rank run side by side under one number. A rank
+copies what it gives itself. Where w ranks each give n bytes:
 
 ============  ================================  ==============================================================
 name          kinds                             launches, one after the other
 ============  ================================  ==============================================================
 ``tree``      BROADCAST                         a binomial tree over the hosts, then one inside each:
                                                 ``ceil(log2 hosts) + ceil(log2 ranks of the largest host)``
-``ring``      ALLGATHER                         w - 1 times everyone sends on what it got last, in the order of
-                                                the hosts: senders at even places, at odd ones, and for an odd
-                                                w the last one: 2 (w - 1) or 3 (w - 1)
+``ring``      ALLGATHER                         w - 1 times every rank sends on what it got last, in the order
+                                                of the hosts: senders at even places, at odd ones, and for an
+                                                odd w the last one: 2 (w - 1) or 3 (w - 1)
 ``pairwise``  ALLTOALL, GATHER, SCATTER         every pair once, as in a tournament ("circle method"): w - 1, or
                                                 w for an odd w; at a root each other rank in turn: w - 1
 ============  ================================  ==============================================================
 
-Sources: Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005.
+Source: Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005.
 """
 
 from __future__ import annotations
@@ -24,47 +24,35 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from raycollect.model import OpKind
+from raycollect.core.model import OpKind
 from raycollect.planner.cost import FREE, Cost, Layout, Line, depth, launch, priced
 from raycollect.planner.ir import Part
 from raycollect.planner.setting import Setting, Written
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
 from raycollect.planner.topology import Roster
 
-__all__ = ["pairwise", "pairwise_cost", "ring", "ring_cost", "scratch", "tree", "tree_cost"]
-
 _T = TypeVar("_T")
 
 
-class _Score:
-    """The steps of all ranks as they are written."""
+class _StepWriter:
+    """Collects the steps of all ranks."""
 
     def __init__(self, part: Part) -> None:
         self._steps: dict[int, list[Step]] = {rank: [] for rank in part.ranks}
 
     def send(self, at: int, giver: int, src: tuple[int, int], taker: int, dst: tuple[int, int]) -> None:
-        """One rank sends to another.
-
-        Args:
-            at: In which launch.
-            giver: The rank that sends.
-            src: (buffer, piece) on it.
-            taker: The rank that receives.
-            dst: (buffer, piece) on it.
-        """
         # The two are all that take part where there are only two.
         pair = (min(giver, taker), max(giver, taker)) if len(self._steps) > 2 else ()
         self._steps[giver].append(Step(kind=OpKind.SEND, src=src[0], src_piece=src[1], peer=taker, ranks=pair, at=at))
         self._steps[taker].append(Step(kind=OpKind.RECV, dst=dst[0], dst_piece=dst[1], peer=giver, ranks=pair, at=at))
 
     def copy(self, rank: int, src: tuple[int, int], dst: tuple[int, int]) -> None:
-        """One rank copies, in the launch of its last step; in that of its first one where nothing came before."""
+        """Copies in the launch of the rank's last step; in that of its first step where nothing came before."""
         self._steps[rank].append(
             Step(kind=Local.COPY, src=src[0], src_piece=src[1], dst=dst[0], dst_piece=dst[1], at=_LAST)
         )
 
     def written(self) -> Written:
-        """The steps, by rank."""
         return tuple(_placed(steps) for steps in self._steps.values())
 
 
@@ -72,7 +60,6 @@ _LAST = -1
 
 
 def _placed(steps: list[Step]) -> tuple[Step, ...]:
-    """The steps of a rank, each copy in the launch of the step before it, or else of the one behind it."""
     at = next((step.at for step in steps if step.at != _LAST), 0)
     placed = []
     for step in steps:
@@ -81,72 +68,64 @@ def _placed(steps: list[Step]) -> tuple[Step, ...]:
     return tuple(placed)
 
 
-# ---------------------------------------------------------------------------------------------- tree
-
-
 def tree(part: Part, roster: Roster) -> Written:
     """Writes a broadcast as a binomial tree over the hosts, then one inside each."""
-    root, score = part.request.root, _Score(part)
-    hosts = [_turned(ranks, root) for ranks in roster.topology.groups()]
+    root, writer = part.request.root, _StepWriter(part)
+    hosts = [_rotated(ranks, root) for ranks in roster.topology.groups()]
     buffer = {rank: part.template(rank).result for rank in part.ranks}
-    first = [ranks[0] for ranks in _turned(hosts, hosts[roster.topology.hosts[root]])]
+    first = [ranks[0] for ranks in _rotated(hosts, hosts[roster.topology.hosts[root]])]
     begin = depth(len(first))
     edges = [(at, a, b) for at, a, b in _binomial(first)]
     edges += [(begin + at, a, b) for ranks in hosts for at, a, b in _binomial(ranks)]
     for at, giver, taker in edges:
-        score.send(at, giver, (buffer[giver], -1), taker, (buffer[taker], -1))
-    return score.written()
+        writer.send(at, giver, (buffer[giver], -1), taker, (buffer[taker], -1))
+    return writer.written()
 
 
-def _turned(items: Sequence[_T], first: _T) -> tuple[_T, ...]:
-    """The items in a circle from one of them on; as they are, where it is not among them."""
+def _rotated(items: Sequence[_T], first: _T) -> tuple[_T, ...]:
     at = items.index(first) if first in items else 0
     return (*items[at:], *items[:at])
 
 
 def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(round, giver, taker) of a binomial tree from the first rank."""
     for at in range(depth(len(ranks))):
         for giver in range(min(1 << at, len(ranks) - (1 << at))):
             yield at, ranks[giver], ranks[giver + (1 << at)]
 
 
 def tree_cost(setting: Setting) -> Cost:
-    """What a tree costs."""
+    """The cost of a tree."""
     layout = setting.layout
     line = _hops(setting, layout.apart(2), depth(layout.host_count))
     line += _hops(setting, layout.one_host(2), depth(layout.largest))
     return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
-# ---------------------------------------------------------------------------------------------- ring
-
-
 def ring(part: Part, roster: Roster) -> Written:
-    """Writes an allgather in which everyone sends on what it got last, in the order of the hosts."""
+    """Writes an allgather in which each rank sends on what it got last, in the order of the hosts."""
     order = [rank for ranks in roster.topology.groups() for rank in ranks]
-    score, world, phases = _Score(part), len(order), len(_phases(len(order)))
+    writer, world, phases = _StepWriter(part), len(order), len(_phases(len(order)))
     for rank in part.ranks:
         template = part.template(rank)
-        score.copy(rank, (template.src, -1), (template.dst, rank))
+        writer.copy(rank, (template.src, -1), (template.dst, rank))
     for turn in range(world - 1):
         for phase, places in enumerate(_phases(world)):
             for place in places:
                 giver, taker, piece = order[place], order[(place + 1) % world], order[place - turn]
                 src = (part.template(giver).dst, piece) if turn else (part.template(giver).src, -1)
-                score.send(turn * phases + phase, giver, src, taker, (part.template(taker).dst, piece))
-    return score.written()
+                writer.send(turn * phases + phase, giver, src, taker, (part.template(taker).dst, piece))
+    return writer.written()
 
 
 def _phases(world: int) -> tuple[range, ...]:
-    """The places of who sends in each of the launches that it takes until everyone has sent once."""
+    """Who sends in each of the launches that it takes until everyone has sent once."""
     if world % 2 == 0:
         return range(0, world, 2), range(1, world, 2)
     return range(0, world - 1, 2), range(1, world, 2), range(world - 1, world)
 
 
 def ring_cost(setting: Setting) -> Cost:
-    """What a ring costs."""
+    """The cost of a ring."""
     layout, world = setting.layout, setting.layout.world
     if world == 1:
         return FREE
@@ -156,37 +135,31 @@ def ring_cost(setting: Setting) -> Cost:
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
 
 
-# ---------------------------------------------------------------------------------------------- pairwise
-
-
 def pairwise(part: Part, roster: Roster) -> Written:
-    """Writes an all-to-all, gather or scatter in which the two of each pair meet by themselves."""
-    score = _Score(part)
-    _PAIRWISE[part.request.kind](part, score)
-    return score.written()
+    """Writes an all-to-all, gather or scatter in which ranks meet pair by pair."""
+    writer = _StepWriter(part)
+    _PAIRWISE[part.request.kind](part, writer)
+    return writer.written()
 
 
 def scratch(template: Template) -> tuple[Buffer, ...]:
-    """What a rank needs beside the buffers of the operation.
-
-    It may take into what it gives; then what comes must not be over what has yet to go.
-    """
+    """The scratch of a rank that may take into what it gives: data must not overwrite what it still has to send."""
     given_and_taken = template.src >= 0 and template.dst >= 0 and template.buffers[template.dst].role is Role.OPERAND
     return (Buffer(role=Role.LIKE, source=template.dst, scratch=True),) if given_and_taken else ()
 
 
-def _alltoall(part: Part, score: _Score) -> None:
-    """The lower rank of a pair sends first; the higher one receives into scratch, where it may be in place."""
+def _alltoall(part: Part, writer: _StepWriter) -> None:
+    """The lower rank of a pair sends first; the higher one receives into scratch, as it may be in place."""
     templates = [part.template(rank) for rank in part.ranks]
     landing = [len(one.buffers) if scratch(one) else one.dst for one in templates]
     for rank, one in enumerate(templates):
-        score.copy(rank, (one.src, rank), (one.dst, rank))
+        writer.copy(rank, (one.src, rank), (one.dst, rank))
     for at, low, high in _tournament(len(templates)):
         a, b = templates[low], templates[high]
-        score.send(at, low, (a.src, high), high, (landing[high], low))
-        score.send(at, high, (b.src, low), low, (a.dst, high))
+        writer.send(at, low, (a.src, high), high, (landing[high], low))
+        writer.send(at, high, (b.src, low), low, (a.dst, high))
         if landing[high] != b.dst:
-            score.copy(high, (landing[high], low), (b.dst, low))
+            writer.copy(high, (landing[high], low), (b.dst, low))
 
 
 def _tournament(world: int) -> Iterator[tuple[int, int, int]]:
@@ -201,23 +174,23 @@ def _tournament(world: int) -> Iterator[tuple[int, int, int]]:
                 yield at, a, world - 1
 
 
-def _scatter(part: Part, score: _Score) -> None:
+def _scatter(part: Part, writer: _StepWriter) -> None:
     root = part.request.root
     source = part.template(root)
-    score.copy(root, (source.src, root), (source.dst, -1))
+    writer.copy(root, (source.src, root), (source.dst, -1))
     for at, rank in enumerate(rank for rank in part.ranks if rank != root):
-        score.send(at, root, (source.src, rank), rank, (part.template(rank).dst, -1))
+        writer.send(at, root, (source.src, rank), rank, (part.template(rank).dst, -1))
 
 
-def _gather(part: Part, score: _Score) -> None:
+def _gather(part: Part, writer: _StepWriter) -> None:
     root = part.request.root
     target = part.template(root)
-    score.copy(root, (target.src, -1), (target.dst, root))
+    writer.copy(root, (target.src, -1), (target.dst, root))
     for at, rank in enumerate(rank for rank in part.ranks if rank != root):
-        score.send(at, rank, (part.template(rank).src, -1), root, (target.dst, rank))
+        writer.send(at, rank, (part.template(rank).src, -1), root, (target.dst, rank))
 
 
-_PAIRWISE: dict[OpKind, Callable[[Part, _Score], None]] = {
+_PAIRWISE: dict[OpKind, Callable[[Part, _StepWriter], None]] = {
     OpKind.ALLTOALL: _alltoall,
     OpKind.GATHER: _gather,
     OpKind.SCATTER: _scatter,
@@ -225,7 +198,7 @@ _PAIRWISE: dict[OpKind, Callable[[Part, _Score], None]] = {
 
 
 def pairwise_cost(setting: Setting) -> Cost:
-    """What meeting in pairs costs."""
+    """The cost of pairwise exchange."""
     layout, world = setting.layout, setting.layout.world
     if world == 1:
         return FREE
@@ -247,6 +220,5 @@ def pairwise_cost(setting: Setting) -> Cost:
 
 
 def _hops(setting: Setting, pair: Layout, count: int, share: float = 1) -> Line:
-    """So many launches of two ranks, in each of which one sends a share to the other."""
     begun, sent = launch(setting.backend, pair).line, priced(OpKind.SEND, setting.backend, pair).line
     return Line(count * (begun.fixed_s + sent.fixed_s), count * share * sent.per_byte_s)

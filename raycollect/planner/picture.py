@@ -1,6 +1,7 @@
-"""Pictures of a plan: who sends what to whom, and when.
+"""SVG pictures of a plan: who sends what to whom, and when.
 
-Text takes the colour of the page around it, and areas are half transparent, so that both read on light and dark pages.
+Text takes the colour of the page around it, and areas are half transparent, so that both are readable on light and dark
+pages.
 """
 
 from __future__ import annotations
@@ -9,35 +10,33 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from raycollect.html import MOST_CELL, Markup, text
+from raycollect.core.html import MOST_CELL, Markup, text
 from raycollect.planner.report import Act, Lane, Report, Row
 from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
 
-__all__ = ["course", "traffic"]
-
 MOST_LANES = 16
-"""How many lines of time are drawn."""
+"""How many rows of the time line are drawn."""
 
 MOST_COLUMNS = 16
 """How many ranks of a group are drawn."""
 
 MOST_BUNDLES = 12
-"""Of how many bundles of calls it is drawn who sends to whom."""
+"""Of how many bundles of calls the messages are drawn."""
 
 MOST_MOVES = 14
-"""How many messages and steps of a bundle are drawn, a line each."""
+"""How many messages and steps of a bundle are drawn, one line each."""
 
 _WIDTH, _LINE = 720, 22
 _COLOURS = ("#4878a8", "#d08040", "#5a9a5a", "#b05050", "#8868a8", "#807060")
 _LETTER = 6.2
-"""About how wide a letter is."""
+"""The approximate width of a letter."""
 
 _LAUNCH = re.compile(r" \(launch (\d+)\)$")
 _MESSAGE = re.compile(r"send(?: piece \d+)? to rank (\d+)$")
 _PIECE = re.compile(r"piece \d+")
 _ROOTED = re.compile(r"(to|from) rank (\d+)")
 _SILENT = ("recv ", "copy", "wait", "nothing")
-"""How steps begin in which nothing is sent; what is received was drawn where it is sent."""
+"""How steps begin in which nothing is sent; a receive is drawn with its send."""
 
 
 def _svg(height: float, parts: Sequence[str]) -> Markup:
@@ -56,14 +55,11 @@ def _colour(call: int) -> str:
     return _COLOURS[call % len(_COLOURS)]
 
 
-# ---------------------------------------------------------------------------------------------- when
-
-
 _LEFT = 150
 
 
 def course(report: Report) -> Markup:
-    """The line of time of each lane; a bar's title says what it is. Nothing where nothing takes time."""
+    """The time line of the participants; empty where nothing takes time."""
     lanes, more = report.lanes[:MOST_LANES], len(report.lanes) - MOST_LANES
     if not report.time_s:
         return Markup()
@@ -77,7 +73,6 @@ def course(report: Report) -> Markup:
 
 
 def _lane(lane: Lane, at: int, time_s: float) -> list[str]:
-    """The label of a lane, and its bars."""
     top, scale = _LINE * at, (_WIDTH - _LEFT) / time_s
     who = f"participant{'s' if len(lane.participants) > 1 else ''} {ranks_words(lane.participants)}"
     parts = [_label(0, top + 15, clipped(who, 26))]
@@ -93,31 +88,17 @@ def _lane(lane: Lane, at: int, time_s: float) -> list[str]:
     return parts
 
 
-# ---------------------------------------------------------------------------------------------- who to whom
-
-
 class _Move(NamedTuple):
-    """A message, or a step of several ranks at once.
+    """A message, or a step of several ranks at once."""
 
-    Attributes:
-        launch: When; 0 where the plan has no launches of its own.
-        words: What the ranks do.
-        gives: Who gives something.
-        takes: Who takes something; nobody of both where the words do not name the other end.
-    """
-
-    launch: int
+    launch: int  # when; 0 where the plan has no launches of its own
     words: str
-    gives: tuple[int, ...]
-    takes: tuple[int, ...]
+    gives: tuple[int, ...]  # the ranks that give something
+    takes: tuple[int, ...]  # the ranks that take something; both are empty where the words do not name the other end
 
 
 def traffic(bundles: Sequence[Sequence[Row]]) -> Markup:
-    """Who sends what to whom: a column per rank, an arrow per message, and for what all do at once a line over them.
-
-    Args:
-        bundles: The calls that run together, in the order in which they do. A picture shows those of one group.
-    """
+    """Who sends what to whom: a column per rank, an arrow per message, a line over the ranks of a collective."""
     groups: dict[str, list[Sequence[Row]]] = {}
     for rows in bundles[:MOST_BUNDLES]:
         groups.setdefault(rows[0].group, []).append(rows)
@@ -127,7 +108,7 @@ def traffic(bundles: Sequence[Sequence[Row]]) -> Markup:
 
 
 _NAMES, _WORDS = 280, 225
-"""How wide the texts on the left of the columns are, which say what is drawn, and those on the right, of each line."""
+"""The width of the texts left of the columns, and of those on the right of each line."""
 
 
 def _group(name: str, bundles: Sequence[Sequence[Row]]) -> str:
@@ -150,7 +131,6 @@ def _group(name: str, bundles: Sequence[Sequence[Row]]) -> str:
 
 
 def _bundle(rows: Sequence[Row], places: dict[int, float], top: float) -> tuple[list[str], float]:
-    """What is drawn of calls that run together, and how high that is."""
     row = rows[0]
     moves = _moves(row.acts)
     shown = moves[:MOST_MOVES]
@@ -172,7 +152,6 @@ def _bundle(rows: Sequence[Row], places: dict[int, float], top: float) -> tuple[
 
 
 def _moves(acts: Sequence[Act]) -> list[_Move]:
-    """What is sent, in the order of the launches; what ranks do together is one."""
     found: dict[tuple[int, str, int], set[int]] = {}
     for act in acts:
         for step in act.steps:
@@ -189,7 +168,6 @@ def _moves(acts: Sequence[Act]) -> list[_Move]:
 
 
 def _ends(launch: int, words: str, ranks: Sequence[int]) -> _Move:
-    """Who gives and who takes."""
     message, rooted = _MESSAGE.match(words), _ROOTED.search(words)
     if "the host" in words:  # each host does it by itself, and is told once
         return _Move(launch, words, tuple(ranks), ())
@@ -203,7 +181,6 @@ def _ends(launch: int, words: str, ranks: Sequence[int]) -> _Move:
 
 
 def _move(move: _Move, nbytes: str, places: dict[int, float], y: float, colour: str) -> list[str]:
-    """A line over those who take part, dots at those who give, and heads at those who take; and what it is."""
     gives, takes = ([places[rank] for rank in ranks if rank in places] for ranks in (move.gives, move.takes))
     xs = [*gives, *takes]
     if not xs:
@@ -223,7 +200,6 @@ def _move(move: _Move, nbytes: str, places: dict[int, float], y: float, colour: 
 
 
 def _head(x: float, gives: Sequence[float], y: float, colour: str) -> str:
-    """The head of an arrow at one who takes, as it comes from those who give; none is seen from both sides."""
     left, right = any(one < x for one in gives), any(one > x for one in gives)
     sides = [side for side, is_there in ((-1, left), (1, right)) if is_there]
     tips = "".join(f"M{x:g} {y:g}l{8 * side} -4v8z" for side in sides)

@@ -1,40 +1,29 @@
-"""What a collective would cost on a cluster that one does not have: in closed form, for any number of ranks."""
+"""Predicts what a collective would cost on any cluster, in closed form."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.cost import ONE_HOST, Layout
 from raycollect.planner.setting import Setting
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
-
-__all__ = ["Cluster", "Prediction", "predict"]
 
 _BITWISE = ("local", "shm", "tcp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Hosts that are alike, and the ranks on them, which follow each other host by host.
+    """Equal hosts with consecutive ranks."""
 
-    Attributes:
-        hosts: How many hosts.
-        ranks_per_host: How many ranks on each.
-        inside: What moving bytes costs inside a host.
-        between: What it costs between hosts; the ranks of one host share it.
-        backend: The backend of the group.
-        inner: The backend of the ranks of one host among themselves.
-        bitwise: Whether elements have to be folded in rank order; None: where the backend promises that (`shm`, `tcp`).
-    """
-
-    hosts: int
-    ranks_per_host: int
-    inside: Link = INSIDE
-    between: Link = BETWEEN
+    hosts: int  # how many hosts
+    ranks_per_host: int  # how many ranks on each
+    inside: Link = INSIDE  # the link inside a host
+    between: Link = BETWEEN  # the link between hosts, shared by the ranks of one host
     backend: str = "tcp"
-    inner: str = "shm"
+    inner: str = "shm"  # the backend of the ranks of one host among themselves
+    # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`, `tcp`)
     bitwise: bool | None = None
 
     def __post_init__(self) -> None:
@@ -46,14 +35,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What one algorithm would cost.
-
-    Attributes:
-        name: The algorithm (`Choice.name`).
-        time_s: Seconds.
-        nbytes_inside: The bytes that travel inside hosts, of all ranks together.
-        nbytes_between: The bytes that travel between hosts.
-    """
+    """The predicted cost of one algorithm; bytes are those of all ranks together."""
 
     name: str
     time_s: float
@@ -64,19 +46,16 @@ class Prediction:
 def predict(
     kind: OpKind | str, nbytes: int, cluster: Cluster, *, op: ReduceOp = ReduceOp.SUM
 ) -> tuple[Prediction, ...]:
-    """Predicts what a collective would cost.
+    """Predicts the cost of each algorithm that is possible, the fastest first.
 
     Args:
         kind: The operation, or its name; rank 0 is the root.
-        nbytes: The bytes that a rank gives, of pieces all together.
-        cluster: Where the ranks are.
+        nbytes: The bytes that a rank gives, all pieces together.
+        cluster: The cluster.
         op: The reduce op, of reductions.
 
-    Returns:
-        One prediction for each algorithm that is possible, the fastest first.
-
     Raises:
-        ValueError: There is no such operation, or fewer than no bytes.
+        ValueError: There is no such operation, or `nbytes` is negative.
     """
     if nbytes < 0:
         raise ValueError(f"a rank can't give {nbytes} bytes")

@@ -1,11 +1,11 @@
-"""What a part of a plan costs by each of its algorithms, and what of a bundle travels together."""
+"""What the algorithms of a part cost, and which tensors of a bundle travel together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from raycollect.model import PIECES, OpKind
+from raycollect.core.model import PIECES, OpKind
 from raycollect.planner.algorithms import ALGORITHMS
 from raycollect.planner.cost import FREE, Cost, Layout, priced
 from raycollect.planner.fusion import buckets, offered
@@ -14,38 +14,22 @@ from raycollect.planner.setting import Setting
 from raycollect.planner.template import NATIVE
 from raycollect.planner.topology import Roster
 
-__all__ = ["Packing", "packing", "price", "rivals"]
-
 TOGETHER = frozenset({"shm"})
-"""The backends that run kernels together (`raycollect.contracts.Together`)."""
+"""The backends that run kernels together (`raycollect.core.protocols.Together`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """What of a bundle travels together.
+    """Which tensors of a bundle travel together."""
 
-    Attributes:
-        tensors: How many tensors are packed.
-        kernels: In how many kernels.
-        nbytes: The most staging that a kernel takes on a rank, in bytes.
-        together: How many tensors the backend runs with one meeting of the ranks.
-    """
-
-    tensors: int = 0
-    kernels: int = 0
-    nbytes: int = 0
-    together: int = 0
+    tensors: int = 0  # how many tensors are packed
+    kernels: int = 0  # in how many kernels
+    nbytes: int = 0  # the most staging that a kernel takes on a rank
+    together: int = 0  # how many tensors the backend runs with one synchronization of the ranks
 
 
 def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], staging: int) -> Packing:
-    """Foresees what travels together; see `fusion`.
-
-    Args:
-        kind: The operation.
-        backend: The backend of its group.
-        sizes: For each tensor of a bundle its dtype, and the bytes of staging that it takes.
-        staging: See `Program.staging`.
-    """
+    """Predicts what travels together (`fusion`), from the dtype and the staging bytes of each tensor of a bundle."""
     runs_together = backend in TOGETHER and kind not in PIECES
     large = set(offered([nbytes for _, nbytes in sizes])) if runs_together else set[int]()
     rest = [one for at, one in enumerate(sizes) if at not in large]
@@ -59,20 +43,14 @@ def packing(kind: OpKind, backend: str, sizes: Sequence[tuple[str, int]], stagin
 
 
 def price(part: Part, roster: Roster, name: str) -> Cost:
-    """What one of a part's algorithms costs.
-
-    Args:
-        part: The part.
-        roster: Its group.
-        name: The algorithm.
-    """
+    """The cost of one of a part's algorithms."""
     if name == NATIVE.name:
         return _own(part, roster)
     return ALGORITHMS[name].cost(Setting.of(part, roster))
 
 
 def rivals(part: Part, roster: Roster) -> tuple[str, ...]:
-    """The algorithms that would be possible for a part beside those that it may take, and cost more at any size."""
+    """Algorithms that are possible for a part but cost more than its choices at any size."""
     if roster.topology.host_count == 1 or part.rounds > 1:
         return ()  # there the planner does not look for any
     setting, mine = Setting.of(part, roster), {choice.name for choice in part.choices}
@@ -88,7 +66,7 @@ def rivals(part: Part, roster: Roster) -> tuple[str, ...]:
 
 
 def _own(part: Part, roster: Roster) -> Cost:
-    """What the backend's own kernels cost, one after the other: of one kind, or of those that stand for it."""
+    """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
     hosts = roster.topology.hosts
     place = replace(roster.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
     layout = Layout.of(place, part.places.get(part.request.root, -1))

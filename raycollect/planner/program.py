@@ -1,52 +1,36 @@
-"""One participant's half of a plan: what travels."""
+"""One participant's half of a plan: the part of it that is sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycollect.model import ReduceOp
+from raycollect.core.model import ReduceOp
 from raycollect.planner.template import NATIVE, Choice, Template
 
 STAGING_NBYTES = 32 << 20
-"""The bytes of staging in which tensors may travel packed, where nobody says."""
+"""The default for the staging in which tensors may travel packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Who runs a kernel together.
+    """The ranks that run a kernel together."""
 
-    Attributes:
-        group_id: The group whose communicator runs it; empty at a door that the controller keeps.
-        rank: This participant's rank in it.
-        ranks: The ranks that take part, ascending.
-        memory: Where its kernels work; see `GroupSpec.memory`.
-    """
-
-    group_id: str
+    group_id: str  # the group whose communicator runs it; empty at an agreement through the controller
     rank: int
-    ranks: tuple[int, ...]
-    memory: str = ""
+    ranks: tuple[int, ...]  # the ranks that take part, ascending
+    memory: str = ""  # where its kernels work; see `GroupSpec.memory`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank does for one request; the same for all requests of the same form.
+    """What one rank does for all requests of one form."""
 
-    Attributes:
-        op: The operation's name, for messages and the door.
-        domains: Who takes part, by level (`Step.level`).
-        root: The root rank that all must agree on; -1: none.
-        reduce_op: The reduce op that all must agree on.
-        template: What to do.
-        choices: The algorithms, in the order of `Template.ways`.
-    """
-
-    op: str
-    domains: tuple[Domain, ...]
-    root: int
-    reduce_op: ReduceOp | None
+    op: str  # the operation's name, for messages and the agreement
+    domains: tuple[Domain, ...]  # who takes part, by level (`Step.level`)
+    root: int  # the root rank that all must agree on; -1: none
+    reduce_op: ReduceOp | None  # the reduce op that all must agree on
     template: Template
-    choices: tuple[Choice, ...] = (NATIVE,)
+    choices: tuple[Choice, ...] = (NATIVE,)  # the algorithms, in the order of `Template.ways`
 
     @property
     def group_id(self) -> str:
@@ -66,33 +50,22 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One request, on one participant.
+    """One request, on one participant."""
 
-    Attributes:
-        share: Which of the program's shares.
-        request: The place of the request in the plan.
-        inputs: For each OPERAND buffer, in order: n >= 0, the n-th key of the program; -1 - t, the output of task t.
-        round: The round of the door to which it is first brought, from 0.
-        alone: Where its launches begin if nothing may be reordered; see `Program.bundles`.
-    """
-
-    share: int
+    share: int  # the index of its share in the program
     request: int
+    # For each OPERAND buffer, in order: n >= 0, the n-th key of the program; -1 - t, the output of task t
     inputs: tuple[int, ...]
-    round: int = 0
-    alone: int = 0
+    round: int = 0  # its first round of agreement, from 0
+    alone: int = 0  # where its launches begin if nothing may be reordered; see `Program.bundles`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Tasks of one share that run together: tensors of all of them may travel packed.
+    """Tasks of one share that run together: tensors of all of them may travel packed."""
 
-    Attributes:
-        tasks: Which tasks, ascending.
-        base: For each of the share's choices, the launch in which its steps ``at == 0`` run; 0: the door's own.
-    """
-
-    tasks: tuple[int, ...]
+    tasks: tuple[int, ...]  # the indexes of the tasks, ascending
+    # For each of the share's choices, the launch of its steps with ``at == 0``; 0: that of the agreement
     base: tuple[int, ...] = (0,)
 
 
@@ -100,54 +73,40 @@ class Bundle:
 class Program:
     """One participant's half of a plan; the same whenever a plan of this form is dispatched again.
 
-    Launches are numbered over all participants, and each participant begins its own in ascending order: one global
-    order, so no cycle of waits. Launch n is ``seq + n`` of its communicator. Launch 0 is the door's; kernels whose
-    ranks are those of the door run in it too.
-
-    Attributes:
-        name: What to call it in messages: the operation, or ``"batch"``.
-        timeout_s: How long to wait for the others, in seconds.
-        rounds: How often the participants meet at the door; more than once where one learns shapes from others.
-        door: Who meets there: the ranks of a group that all participants are members of, or, where there is none, all
-            positions, with an empty group id: then the controller keeps the door.
-        shares: The distinct shares.
-        tasks: The tasks, in the order of the requests.
-        bundles: The tasks in the order in which they run. It holds where operands under different keys are different
-            memory. Where one participant finds that they are not, all run one task after the other instead, in the
-            order of the requests, with launches from `Task.alone` on.
-        everyone: For each request of the plan: (its ranks, their places at the door). Empty where each request has
-            exactly the ranks that are at the door.
-        keys: How many keys it works on.
-        staging: The bytes of staging in which tensors may travel packed; 0: none does.
-        commits: Whether all participants meet once more, at the controller, before they overwrite what they gave.
+    Launches are numbered over all participants, and each participant begins its own in ascending order. This is one
+    global order, so waits form no cycle. Launch n is ``seq + n`` of its communicator. Launch 0 is that of the
+    agreement; kernels with the same ranks run in it too.
     """
 
-    name: str
-    timeout_s: float
-    rounds: int
+    name: str  # the operation, or ``"batch"``, for messages
+    timeout_s: float  # how long to wait for the others, in seconds
+    rounds: int  # how many rounds of agreement; more than one where a participant learns shapes from others
+    # Who agrees: the ranks of a group that all participants are members of; or all positions, with an empty group
+    # id, through the controller
     door: Domain
-    shares: tuple[Share, ...]
+    shares: tuple[Share, ...]  # distinct
     tasks: tuple[Task, ...]
+    # The tasks in the order in which they run, valid where different keys are different memory. Where one
+    # participant finds that they are not, all run one task after the other instead, in the order of the requests,
+    # with launches from `Task.alone` on.
     bundles: tuple[Bundle, ...]
+    # For each request of the plan: (its ranks, their places in the agreement). Empty where each request has
+    # exactly the ranks of the agreement.
     everyone: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
-    keys: int = 0
-    staging: int = STAGING_NBYTES
+    keys: int = 0  # how many keys it works on
+    staging: int = STAGING_NBYTES  # the bytes of staging in which tensors may travel packed; 0: none does
+    # Whether all participants synchronize through the controller before they overwrite their operands
     commits: bool = False
 
     @property
     def makes(self) -> bool:
-        """Whether it makes anything for the user."""
+        """Whether it makes any output."""
         return any(self.shares[task.share].template.makes for task in self.tasks)
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A plan's place in the order of one participant (P2).
+    """A plan's place in the order of one participant (P2)."""
 
-    Attributes:
-        seq: Its place in its controller's order, from 1; its launches take the numbers from there on.
-        predecessor: The plan that this participant must have ended before; 0: none.
-    """
-
-    seq: int
-    predecessor: int
+    seq: int  # its place in its controller's order, from 1; its launches take the numbers from there on
+    predecessor: int  # the plan that must have ended on this participant before; 0: none

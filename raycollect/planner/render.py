@@ -1,22 +1,19 @@
-"""An explanation as text, and as a page of HTML that needs nothing else.
+"""Shows an explanation as text, and as HTML that needs nothing else.
 
-Calls that differ in nothing but their number share a row; so do those of one method. Everything that a user named is
-escaped.
+Calls that differ only in their number share a row; so do those of one method. Everything that a user named is escaped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raycollect.html import Markup, across, block, folded, line, lines, pairs, table
+from raycollect.core.html import Markup, across, block, folded, line, lines, pairs, table
 from raycollect.planner.picture import course, traffic
 from raycollect.planner.report import Invoked, Memory, Methods, Report, Row, StepReport
 from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
 
-__all__ = ["html", "step_html", "step_text", "text"]
-
 MOST_ACTS = 8
-"""How many different parts of ranks are told for a call; the others are counted."""
+"""How many different roles of ranks are listed per call; the others are counted."""
 
 MOST_RANKS = 40
 """How many characters a list of ranks may take."""
@@ -25,7 +22,7 @@ MOST_ACTORS = 4
 """How many actors of a method's calls are named; the others are counted."""
 
 _MEMORIES = {"cpu": "the host's memory", "cuda": "its GPU"}
-"""Where a backend works, or a tensor lies -> what a reader calls it; other devices by their names."""
+"""Device or memory of a backend -> its name for readers; others keep their names."""
 
 _HEAD = (
     "calls",
@@ -45,12 +42,12 @@ _RIGHT = frozenset({"tensors", "bytes per rank", "inside hosts", "between hosts"
 
 
 def text(report: Report) -> str:
-    """An explanation as text, in ASCII but for what the user named."""
+    """The explanation of a plan as text, in ASCII except for the user's names."""
     return _joined([_title(report), "", *_body(report), *_listed(_totals(report))])
 
 
 def step_text(report: StepReport) -> str:
-    """An explanation of a captured step as text, in ASCII but for what the user named."""
+    """The explanation of a captured step as text, in ASCII except for the user's names."""
     lines = [_step_title(report), ""]
     for at, stage in enumerate(report.stages):
         if isinstance(stage, Methods):
@@ -65,12 +62,12 @@ def step_text(report: StepReport) -> str:
 
 
 def html(report: Report) -> Markup:
-    """An explanation as a fragment of HTML: a table, and pictures of who sends to whom, and of the time."""
+    """The explanation of a plan as HTML: a table, and pictures of the messages and of the time."""
     return _html(report, _title(report), _totals(report))
 
 
 def step_html(report: StepReport) -> Markup:
-    """An explanation of a captured step as a fragment of HTML: its stages, one after the other."""
+    """The explanation of a captured step as HTML, stage by stage."""
     parts = []
     for at, stage in enumerate(report.stages):
         fixed = _fixed_lines(report.fixed[at])
@@ -88,7 +85,6 @@ def _joined(lines: Sequence[str]) -> str:
 
 
 def _body(report: Report) -> list[str]:
-    """The table, and what there is to say of each bundle."""
     bundles = _bundles(report.rows)
     lines = [*_table([_HEAD, *(cells for rows in bundles for cells in _cells(rows))]), ""]
     for rows in bundles:
@@ -102,11 +98,7 @@ def _listed(totals: Sequence[tuple[str, str]], title: str = "in all") -> list[st
     return [title, *(f"  {name:<{width}}  {what}" for name, what in totals)]
 
 
-# ---------------------------------------------------------------------------------------------- rows
-
-
 def _bundles(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows that run together, in the order in which they do."""
     found: dict[int, list[Row]] = {}
     for row in sorted(rows, key=lambda one: one.bundle):
         found.setdefault(row.bundle, []).append(row)
@@ -114,7 +106,6 @@ def _bundles(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _alike(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of a bundle, those whose tensors are alike together."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
         found.setdefault((row.tensors, row.dtypes, row.nbytes), []).append(row)
@@ -136,7 +127,6 @@ def _calls(rows: Sequence[Row | Invoked]) -> str:
 
 
 def _method_lines(stage: Methods) -> list[str]:
-    """A line for the calls of each method, in the order of their first ones."""
     found: dict[str, list[Invoked]] = {}
     for call in stage.calls:
         found.setdefault(call.method, []).append(call)
@@ -144,7 +134,6 @@ def _method_lines(stage: Methods) -> list[str]:
 
 
 def _fixed_lines(count: int) -> list[str]:
-    """What there is to say of the refs of a stage; nothing where there are none."""
     if not count:
         return []
     return [f"fixed when captured: {counted(count, 'ref')}, {'each ' if count > 1 else ''}the same value in every run"]
@@ -159,7 +148,7 @@ def _method_line(calls: Sequence[Invoked]) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """The lines of a bundle in the table; its time is told once."""
+    """The table rows of a bundle; its time stands only in the first."""
     return [_line(alike, told=at == 0) for at, alike in enumerate(_alike(rows))]
 
 
@@ -184,7 +173,7 @@ def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
 
 
 def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """What there is to say of a bundle."""
+    """The facts about a bundle below the table."""
     row = rows[0]
     packed, tensors, kernels = row.packed
     after = sorted({call for one in rows for call in one.after})
@@ -204,7 +193,6 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def _brought(rows: Sequence[Row]) -> str:
-    """What the ranks of a bundle bring to where the backend works, and back."""
     sums: dict[tuple[tuple[int, ...], str, str], tuple[int, int]] = {}
     for one in (one for row in rows for one in row.brought):
         there, back = sums.get((one.ranks, one.device, one.memory), (0, 0))
@@ -220,7 +208,6 @@ def _brought(rows: Sequence[Row]) -> str:
 
 
 def _acts(row: Row) -> list[str]:
-    """What the ranks do, a line for each step."""
     lines = []
     for act in row.acts[:MOST_ACTS]:
         who = f"rank{'s' if len(act.ranks) > 1 else ''} {clipped(ranks_words(act.ranks), MOST_RANKS)}"
@@ -236,7 +223,6 @@ def _totals(report: Report) -> list[tuple[str, str]]:
 
 
 def _stage_totals(report: Report) -> list[tuple[str, str]]:
-    """What there is to say of a plan that has no messages of its own."""
     memory = report.memory
     return [
         ("door", f"{report.door}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
@@ -272,7 +258,6 @@ def _step_totals(report: StepReport) -> list[tuple[str, str]]:
 
 
 def _stand_ins(memory: Memory) -> list[tuple[str, str]]:
-    """What stands for tensors that lie elsewhere than their backend works; nothing where none do."""
     return [("stand-ins on a rank", nbytes_words(memory.stand_ins))] if memory.stand_ins else []
 
 
@@ -281,7 +266,6 @@ def _chunks(memory: Memory) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of columns as wide as need be, with a rule below the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -293,11 +277,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
 
 
-# ---------------------------------------------------------------------------------------------- HTML
-
-
 def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> Markup:
-    """The explanation of one plan."""
     bundles = _bundles(report.rows)
     rows = [row for rows in bundles for row in _html_rows(rows)]
     calls = table(_HEAD, rows, right=_RIGHT, most=len(rows))
@@ -305,7 +285,6 @@ def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> Mark
 
 
 def _html_rows(rows: Sequence[Row]) -> list[tuple[str, ...] | Markup]:
-    """The lines of a bundle, and below them what there is to say of it."""
     why, *details = _details(rows)
     told = "\n".join([*(f"{name}: {what}" for name, what in details), *_acts(rows[0])])
     return [*_cells(rows), across(folded(" ".join(why), told), len(_HEAD))]

@@ -1,20 +1,13 @@
-"""What is told about a plan, or about a captured step, as plain values; `explain` writes them, `render` shows them."""
+"""The contents of an explanation as plain values; `explain` makes them, `render` shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Act", "Bar", "Brought", "Invoked", "Lane", "Memory", "Methods", "Report", "Row", "StepReport", "Way"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
-    """What some ranks do for a call.
-
-    Attributes:
-        ranks: The ranks, ascending.
-        steps: Their steps, in order.
-    """
+    """What some ranks do for a call: their steps, in order."""
 
     ranks: tuple[int, ...]
     steps: tuple[str, ...]
@@ -26,9 +19,9 @@ class Way:
 
     Attributes:
         name: Its name.
-        at_least: The bytes that a rank gives from which on it is taken.
-        time_s: What it would take for the bytes of the call and those that travel with it, in seconds.
-        nbytes_inside: The bytes that it would move inside hosts, on all ranks together, for this call.
+        at_least: The least bytes per rank from which it is taken.
+        time_s: Its time for the bytes of the call and those that travel with it, in seconds.
+        nbytes_inside: The bytes that all ranks together would move inside hosts for this call.
         nbytes_between: The same between hosts.
     """
 
@@ -41,7 +34,7 @@ class Way:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """What some ranks bring to where the backend works, and back, as it lies elsewhere.
+    """What some ranks copy to the memory where the backend works, and back, as their tensors lie elsewhere.
 
     Attributes:
         ranks: The ranks, ascending.
@@ -67,25 +60,25 @@ class Row:
         op: The operation, with its reduce op and root.
         group: The group's name.
         backend: Its backend.
-        chosen: See `Roster.chosen`.
+        chosen: Why the group has this backend, if nobody named one; or empty.
         ranks: The ranks that take part.
         tensors: How many tensors a rank gives.
         dtypes: Their distinct dtypes.
         nbytes: The most bytes that a rank gives.
-        after: The calls that have to come before it, as it uses what they write, or writes what they use.
-        bundle: Its place in the order in which calls run; those of one place run together.
+        after: The calls that must run before it, because one of the two writes what the other uses.
+        bundle: Its place in the execution order; calls with the same place run together.
         packed: How many tensors of its bundle travel packed, of how many, and in how many kernels.
-        together: How many tensors of its bundle the backend runs with one meeting of the ranks.
-        algorithm: The name of what is taken.
-        why: Why that one.
-        bits: What the bits of a reduction are (P7); empty for other operations.
+        together: How many tensors of its bundle the backend runs with one synchronization of the ranks.
+        algorithm: The name of the algorithm taken.
+        why: Why it is taken.
+        bits: What is promised about the bits of a reduction (P7); empty for other operations.
         ways: All algorithms that it could take, in the planner's order.
-        launches: Which launches of the plan it runs in; 0 is the door's.
+        launches: The launches of the plan in which it runs; 0 is that of the agreement.
         acts: What the ranks do.
         made_nbytes: The most bytes of output that are made on a rank.
-        scratch_nbytes: The most bytes that are made on a rank for the steps only.
-        brought: What is brought to where the backend works, and back.
-        begins_s: When its bundle begins, in seconds after the door.
+        scratch_nbytes: The most bytes of scratch that are made on a rank.
+        brought: What is copied to where the backend works, and back.
+        begins_s: When its bundle begins, in seconds after the agreement.
         time_s: How long its bundle takes, in seconds.
     """
 
@@ -116,20 +109,13 @@ class Row:
 
     @property
     def way(self) -> Way:
-        """What is taken."""
+        """The algorithm that is taken."""
         return next(way for way in self.ways if way.name == self.algorithm)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """A bundle on the line of time.
-
-    Attributes:
-        label: What it is.
-        calls: Its calls.
-        begins_s: When it begins, in seconds after the door.
-        ends_s: When it ends.
-    """
+    """A bundle on the time line; times are in seconds after the agreement."""
 
     label: str
     calls: tuple[int, ...]
@@ -139,12 +125,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """The line of time of participants that take part in the same bundles.
-
-    Attributes:
-        participants: Their positions.
-        bars: What they run, in order.
-    """
+    """The time line of participants (by position) that take part in the same bundles."""
 
     participants: tuple[int, ...]
     bars: tuple[Bar, ...]
@@ -157,9 +138,9 @@ class Memory:
     Attributes:
         outputs: What is made for the user.
         scratch: What is made for the steps only.
-        packing: Where tensors lie that travel packed.
-        stand_ins: What stands, where the backends work, for tensors that lie elsewhere.
-        chunks: For each group: (its name, the chunks of its backend; -1 where that is not known).
+        packing: The staging of tensors that travel packed.
+        stand_ins: Copies, where the backends work, of tensors that lie elsewhere.
+        chunks: For each group: (its name, the chunks of its backend; -1: unknown).
     """
 
     outputs: int
@@ -177,13 +158,13 @@ class Report:
         name: The operation, or ``"batch"``.
         participants: How many processes take part; each gets one message.
         door: Where they agree: the name of a group, or ``"the controller"``.
-        rounds: How often they meet there.
-        launches: How many launches there are, the door's included.
+        rounds: How many rounds of agreement there are.
+        launches: How many launches there are, that of the agreement included.
         staging: The bytes in which tensors may travel packed; 0: none does.
         rows: The calls.
-        lanes: When the bundles run.
-        memory: What is needed beyond the operands.
-        time_s: How long all of it takes after the door, in seconds.
+        lanes: The time line: when the bundles run.
+        memory: The memory needed beyond the operands.
+        time_s: The time of all calls after the agreement, in seconds.
         nbytes_inside: The bytes moved inside hosts, by all ranks together.
         nbytes_between: The same between hosts.
     """
@@ -238,12 +219,12 @@ class StepReport:
 
     Attributes:
         participants: How many processes take part; each gets one message per run.
-        calls: How many calls there are, of methods and of verbs.
-        stages: In order: method calls, and what a plan will do; its calls are numbered among all of the step.
+        calls: How many calls there are, of methods and of collectives.
+        stages: In order: method calls, or the report of a plan; calls are numbered over the whole step.
         fixed: For each stage, how many refs are its operands and arguments: they are the same in every run.
         launches: How many launches the plans have.
-        memory: What a run needs beyond the operands, at most: what is made stays until the run that follows.
-        time_s: How long all plans take, one after the other, each after its door, in seconds; without the methods.
+        memory: The most that a run needs beyond the operands: outputs stay until the next run.
+        time_s: The time of all plans, each after its agreement, in seconds; without the methods.
         nbytes_inside: The bytes moved inside hosts, by all ranks together.
         nbytes_between: The same between hosts.
     """

@@ -1,10 +1,9 @@
-"""Puts the parts of a batch into one order that all participants keep, and those that are alike together.
+"""Puts the requests of a batch into one order that all participants keep, and bundles equal ones.
 
-Requests are taken in program order. One that depends on another (it uses a ref that the other writes, or writes one
-that the other uses, or takes what the other makes) comes after it; one that is of the same form as others, and need not
-come after what follows these, joins them: their tensors may then travel packed. The order is one list for the whole
-plan, and every participant runs its share of it from the front, so nobody waits for someone who waits for him: of all
-launches that have not ended, the first one can always go on.
+Requests are taken in program order. A request runs after those it depends on: one of the two writes what the other
+uses, or it takes what the other makes. It joins an earlier bundle of its own form if its dependencies allow that; their
+tensors may then travel packed. The order is one list for the whole plan, and every participant runs its share of it
+from the front. So nobody waits in a cycle: of all launches that have not ended, the first one can always go on.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ from raycollect.planner.ir import Made, Part, Plan, Request, Together
 from raycollect.planner.template import NATIVE
 from raycollect.planner.topology import Roster
 
-__all__ = ["schedule"]
-
 
 class _Uses:
-    """Where in the order a source was used last."""
+    """The last places in the order that read or write a source."""
 
     __slots__ = ("read", "written")
 
@@ -29,14 +26,7 @@ class _Uses:
 
 
 def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequence[Roster], staging: int) -> Plan:
-    """Makes the plan of a batch.
-
-    Args:
-        requests: The requests, in program order.
-        parts: What is done for each; those of one form are the same object.
-        rosters: The group of each.
-        staging: See `Program.staging`.
-    """
+    """Makes the plan of a batch; parts of one form must be the same object."""
     participants, door = _participants(parts, rosters)
     order = _bundled(requests, parts)
     at_door = [
@@ -64,7 +54,7 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
 
 
 def _participants(parts: Sequence[Part], rosters: Sequence[Roster]) -> tuple[tuple[str, ...], Roster | None]:
-    """All participants, and a group that they are all members of: by its ranks, or else as the requests come."""
+    """All participants, and a group that has all of them: in the order of its ranks, else in that of the requests."""
     found: dict[str, None] = {}
     seen = set[tuple[int, int]]()
     for part, roster in zip(parts, rosters, strict=True):
@@ -79,7 +69,6 @@ def _participants(parts: Sequence[Part], rosters: Sequence[Roster]) -> tuple[tup
 
 
 def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[int]]:
-    """The requests in the order in which they run, those that run together in one list."""
     order: list[list[int]] = []
     place: list[int] = []  # request -> its bundle
     latest: dict[int, list[int]] = {}  # form -> its bundles
@@ -111,14 +100,11 @@ def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[in
 def _numbered(
     order: Sequence[Sequence[int]], parts: Sequence[Part], at_door: Sequence[bool]
 ) -> tuple[tuple[Together, ...], int]:
-    """Numbers the launches of what runs together.
-
-    Those over the same ranks of the same group, one after the other, are one.
-    """
+    """Numbers the launches; consecutive ones over the same ranks of the same group become one."""
     together = []
     width = 1
     open_: tuple[object, int] | None = None  # who is in the newest launch, and its number
-    begun = False  # whether a launch after the door's was begun
+    begun = False  # whether a launch after that of the agreement was begun
     for requests in order:
         part = parts[requests[0]]
         who = (part.request.group.group_id, part.ranks)
@@ -140,7 +126,6 @@ def _numbered(
 
 
 def _alone(parts: Sequence[Part], width: int) -> tuple[tuple[int, ...], int]:
-    """Numbers the launches of each request by itself."""
     bases = []
     for part in parts:
         bases.append(width)
@@ -149,7 +134,7 @@ def _alone(parts: Sequence[Part], width: int) -> tuple[tuple[int, ...], int]:
 
 
 def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:
-    """The round of the door to which each request is first brought: once the shapes of all that it uses are known."""
+    """The first round of agreement of each request: when the shapes of all that it uses are known."""
     known: list[int] = []  # request -> the round before which its output's shapes are known
     brought = []
     for request, part in zip(requests, parts, strict=True):

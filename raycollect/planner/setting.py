@@ -1,16 +1,14 @@
-"""What the algorithms look at when they say what they cost and whether they can be taken."""
+"""What the algorithms look at to tell their cost, and whether they are possible."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.cost import Layout
 from raycollect.planner.ir import Part
 from raycollect.planner.template import Step
 from raycollect.planner.topology import Inner, Roster
-
-__all__ = ["Setting", "Written"]
 
 Written = tuple[tuple[Step, ...], ...]
 """For each rank that takes part, ascending: its steps by some algorithm."""
@@ -23,31 +21,20 @@ _INNER_OPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A collective and its group, without naming any rank.
-
-    Attributes:
-        kind: The operation.
-        backend: The backend of the group.
-        layout: How many ranks are where.
-        op: The reduce op.
-        hosts: The backend of the groups of each host's ranks; empty where there are none.
-        leaders: The backend of the group of the hosts' lowest ranks; empty where there is none.
-        bitwise: See `Roster.bitwise`.
-        root_leads: Whether the root is the lowest rank of its host.
-    """
+    """A collective and its group, without naming any rank."""
 
     kind: OpKind
-    backend: str
-    layout: Layout
+    backend: str  # the backend of the group
+    layout: Layout  # how many ranks are where
     op: ReduceOp | None = None
-    hosts: str = ""
-    leaders: str = ""
-    bitwise: bool = True
-    root_leads: bool = True
+    hosts: str = ""  # the backend of the hosts' groups; empty where there are none
+    leaders: str = ""  # the backend of the leaders' group; empty where there is none
+    bitwise: bool = True  # see `Roster.bitwise`
+    root_leads: bool = True  # whether the root is the lowest rank of its host
 
     @classmethod
     def of(cls, part: Part, roster: Roster) -> Setting:
-        """What there is to see of one request's form."""
+        """The setting of one part."""
         request, groups = part.request, roster.topology.groups()
         leaders = tuple(ranks[0] for ranks in groups)
         fits = (
@@ -69,5 +56,4 @@ class Setting:
 
 
 def _serves(inner: Inner, ranks: tuple[int, ...], level: str) -> bool:
-    """Whether an inner group is that of these ranks, and can do what it has to."""
     return inner.ranks == ranks and (len(ranks) == 1 or all(op.value in inner.spec.ops for op in _INNER_OPS[level]))

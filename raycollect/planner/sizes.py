@@ -1,7 +1,7 @@
-"""What every rank of a plan holds, gives and gets, worked out from what its operands hold.
+"""What every rank of a plan holds, gives and gets, worked out from its operands.
 
-This is what the ranks tell each other at the door, foreseen: an output has the infos of what it is made like, of a
-piece, or of what the other ranks give (`Role`).
+This predicts what the ranks tell each other in the agreement: the infos of an output are those of the buffer it is made
+like, of a piece, or of what the other ranks give (`Role`).
 """
 
 from __future__ import annotations
@@ -10,24 +10,17 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raycollect.gpu_lists import carried, gpus_of, made
-from raycollect.model import PIECES, OpKind, TensorInfo
+from raycollect.core.model import PIECES, OpKind, TensorInfo
+from raycollect.planner.gpu_lists import carried, gpus_of, made
 from raycollect.planner.ir import Made, Part, Plan, Source
 from raycollect.planner.template import Local, Role, Step, Template
-
-__all__ = ["Infos", "Sizes"]
 
 Infos = tuple[TensorInfo, ...]
 """The tensors of one value, in order."""
 
 
 class Sizes:
-    """What the ranks of a plan hold.
-
-    Args:
-        plan: The plan.
-        given: What each operand holds, by what stands for it in the requests.
-    """
+    """The tensors of the ranks of a plan; `given` has those of each operand, by its source in the requests."""
 
     def __init__(self, plan: Plan, given: Mapping[Source, Infos]) -> None:
         self._plan = plan
@@ -35,12 +28,10 @@ class Sizes:
         self._made: dict[tuple[int, int], Infos] = {}
 
     def gives(self, number: int, rank: int) -> Infos:
-        """What a rank gives to a request; nothing where it only takes.
-
-        Of a list with tensors of each GPU, that is what it brings to the GPU of the group.
+        """What a rank gives to a request; empty where it only takes. Of GPU lists, what it brings to the group's GPU.
 
         Raises:
-            KeyError: It is not known what an operand holds.
+            KeyError: An operand's tensors are not known.
         """
         part, held = self._plan.parts[number], self._gives(number, rank)
         if not held or part.request.lists is None:
@@ -48,19 +39,19 @@ class Sizes:
         return carried(part.request.kind, held, len(part.ranks), gives=True)[1]
 
     def nbytes(self, number: int) -> int:
-        """The most bytes that a rank gives to a request, in all pieces together."""
+        """The most bytes that a rank gives to a request, all pieces together."""
         return max((_nbytes(self.gives(number, rank)) for rank in self._plan.parts[number].ranks), default=0)
 
     def given(self, number: int) -> Infos:
-        """What the ranks give to a request; where they differ, what the one gives that gives most."""
+        """What the ranks give to a request; where they differ, what the one with the most bytes gives."""
         return max((self.gives(number, rank) for rank in self._plan.parts[number].ranks), key=_nbytes, default=())
 
     def made(self, number: int, rank: int) -> Infos:
-        """What a request makes for the user on a rank; nothing where it makes nothing there.
+        """The output of a request on a rank; empty where it makes none there.
 
         Raises:
-            KeyError: It is not known what an operand holds.
-            ValueError: What is given can't be cut into a piece per rank.
+            KeyError: An operand's tensors are not known.
+            ValueError: An operand can't be cut into a piece per rank.
         """
         known = self._made.get((number, rank))
         if known is None:
@@ -69,16 +60,16 @@ class Sizes:
         return known
 
     def extra(self, number: int) -> tuple[int, int]:
-        """The most bytes that a rank makes for a request: (for the user, for its steps only)."""
+        """The most bytes that a rank makes for a request: (output, scratch)."""
         part = self._plan.parts[number]
         made = [_nbytes(self.made(number, rank)) for rank in part.ranks]
         scratch = [self._scratch(number, rank, part.template(rank)) for rank in part.ranks]
         return max(made, default=0), max(scratch, default=0)
 
     def staged(self, number: int) -> list[tuple[str, int]]:
-        """For each tensor of a request: its dtype, and the bytes of staging that it takes where it travels packed.
+        """For each tensor of a request: its dtype, and the staging bytes that it takes where it travels packed.
 
-        In pieces, it takes the largest piece for each rank, as all ranks have to lay it out alike.
+        In pieces, each rank's place is as large as the largest piece, because all ranks have to use the same layout.
         """
         part = self._plan.parts[number]
         kind, count = part.request.kind, len(part.ranks)
@@ -92,11 +83,7 @@ class Sizes:
         return [(column[0].dtype, rows * max(info.nbytes for info in column)) for column in zip(*pieces, strict=False)]
 
     def brought(self, number: int, rank: int, way: int) -> dict[tuple[str, str], tuple[int, int]]:
-        """What a rank copies to where the backend works, and back, by one of the part's algorithms.
-
-        Returns:
-            (device, `GroupSpec.memory`) -> the bytes there, and those back.
-        """
+        """What a rank copies for an algorithm: (device, `GroupSpec.memory`) -> the bytes there, and those back."""
         there, back = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         for step in self._plan.parts[number].template(rank).ways[way]:
             memory = self._memory(number, rank, step)
@@ -107,33 +94,27 @@ class Sizes:
         return {way: (there[way], back[way]) for way in (there | back)}
 
     def stand_ins(self, number: int, rank: int) -> int:
-        """The bytes of what stands for tensors of a rank that lie elsewhere than the backend works."""
+        """The bytes of the copies of tensors that lie elsewhere than the backend works."""
         steps = [step for way in self._plan.parts[number].template(rank).ways for step in way]
         used = {(index, self._memory(number, rank, step)) for step in steps for index in (step.src, step.dst)}
         return sum(_nbytes(self._elsewhere(number, rank, index, memory)) for index, memory in used)
 
-    # ------------------------------------------------------------------------------------------ of one rank
-
     def _gives(self, number: int, rank: int) -> Infos:
-        """The operand that a rank gives; nothing where it only takes."""
         part = self._plan.parts[number]
         source = self._plan.requests[number].operands[part.places[rank]][1]
         return () if source is None else self._held(number, rank, source)
 
     def _memory(self, number: int, rank: int, step: Step) -> str:
-        """Where a step's kernel works; empty where it takes tensors wherever they are."""
         if not isinstance(step.kind, OpKind):
             return ""
         return self._plan.parts[number].domains(rank, self._plan.rosters[number])[step.level].memory
 
     def _elsewhere(self, number: int, rank: int, index: int, memory: str) -> Infos:
-        """The tensors of a buffer that don't lie where a kernel works."""
         if index < 0 or not memory:
             return ()
         return tuple(info for info in self._buffer(number, rank, index) if info.device.partition(":")[0] != memory)
 
     def _buffer(self, number: int, rank: int, index: int) -> Infos:
-        """What a buffer of a rank holds."""
         part = self._plan.parts[number]
         template = part.template(rank)
         buffer = template.buffers[index]
@@ -170,7 +151,6 @@ class Sizes:
         return held if role is Role.LIKE else _piece(part, held, rank)
 
     def _learned(self, number: int, rank: int) -> Infos:
-        """What comes from the others: from all of them in pieces, or the root's."""
         part = self._plan.parts[number]
         in_pieces, out_pieces = PIECES.get(part.request.kind, (False, False))
         givers = part.ranks if out_pieces else (part.request.root,)
@@ -183,7 +163,7 @@ class Sizes:
         return self._beside(part, found, number, rank)
 
     def _beside(self, part: Part, infos: Infos, number: int, rank: int) -> Infos:
-        """What comes from the others, on the devices of what the rank gives itself, if it gives anything."""
+        """What comes from the others, on the devices of what the rank itself gives, if anything."""
         mine = self.gives(number, rank)
         if len({info.device for info in (*mine, *infos)}) < 2 or not mine:
             return infos
@@ -200,7 +180,7 @@ class Sizes:
         return _nbytes(self.gives(number, rank))
 
     def _beside_lists(self, number: int, rank: int, template: Template) -> int:
-        """What stands for lists on the GPU of the group, and as much again where others are folded into it."""
+        """The copies of lists on the group's GPU, and as much again where others are folded into it."""
         folded = {step.dst for step in template.steps if step.kind is Local.FOLD}
         total = 0
         for index, buffer in enumerate(template.buffers):
@@ -211,7 +191,6 @@ class Sizes:
 
 
 def _piece(part: Part, held: Infos, rank: int) -> Infos:
-    """A rank's piece of what is one piece per rank: a list with one item each, or one tensor that is cut."""
     count, at = len(part.ranks), part.places[rank]
     if len(held) % count == 0 and (len(held) > 1 or count == 1):
         each = len(held) // count

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
 
 
 class Role(enum.Enum):
@@ -14,62 +14,48 @@ class Role(enum.Enum):
     OPERAND = "operand"
     """Kept in the participant's store, given with the program, or made by an earlier task of it."""
     LIKE = "like"
-    """Made before the door, with the infos of another buffer of this rank."""
+    """Made before the agreement, with the infos of another buffer of this rank."""
     PIECE = "piece"
-    """Made before the door, with the infos of this rank's piece of another buffer."""
+    """Made before the agreement, with the infos of this rank's piece of another buffer."""
     LEARNED = "learned"
-    """Made between two rounds of the door, as what the other ranks bring demands."""
+    """Made between two rounds of agreement, when the infos of the other ranks are known."""
     HOME = "home"
-    """Scratch, made before the door on the GPU of the group: stands there for another buffer, a list with tensors of
-    each GPU of this rank (`gpu_lists.carried`)."""
+    """Scratch, made before the agreement on the group's GPU: the stand-in for a list with tensors of each GPU of this
+    rank (`gpu_lists.carried`)."""
     LISTS = "lists"
-    """Made before the door on the GPUs of another buffer that is such a list (`gpu_lists.made`)."""
+    """Made before the agreement on the GPUs of another buffer that is such a list (`gpu_lists.made`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """One operand, output or scratch; it may stand for a list or dict of tensors.
-
-    Attributes:
-        role: See `Role`.
-        source: LIKE, PIECE, HOME, LISTS: the index of the other buffer.
-        scratch: True: made for the steps only, and let go of when they have ended.
-    """
+    """One operand, output or scratch; it may stand for a list or dict of tensors."""
 
     role: Role
-    source: int = -1
-    scratch: bool = False
+    source: int = -1  # LIKE, PIECE, HOME, LISTS: the index of the other buffer
+    scratch: bool = False  # whether it is made for the steps only, and dropped when they have ended
 
     @property
     def is_output(self) -> bool:
-        """True where the plan makes it for the user."""
+        """Whether the plan makes it for the user."""
         return self.role is not Role.OPERAND and not self.scratch
 
 
 class Local(enum.Enum):
-    """What a rank does by itself."""
+    """What a rank does by itself. None of it begins a launch: `Step.at` is that of a kernel before or behind it."""
 
     COPY = "copy"
-    """Copies `src` (or one piece of it) to `dst` (or one piece of it), which may be the same memory.
-
-    It begins no launch: it has the `Step.at` of a kernel before or behind it, if there is one.
-    """
+    """Copies `src` (or one piece of it) to `dst` (or one piece of it), which may be the same memory."""
     COMMIT = "commit"
-    """Waits until the controller knows that all ranks have come so far: who goes on does not go back.
+    """Waits until the controller knows that all ranks have come this far.
 
-    Before it no operand is written, so that either all ranks get their results, or all keep what they had. Like a copy
-    it begins no launch.
-    """
+    No operand is written before it, so that either all ranks get their results, or all keep what they had."""
     FOLD = "fold"
-    """Reduces the tensors of the list `src` over this rank's GPUs, to `dst` on the GPU of the group.
-
-    It begins no launch, as the next two.
-    """
+    """Reduces the tensors of the list `src` over this rank's GPUs, to `dst` on the group's GPU."""
     BRING = "bring"
-    """Copies the list `src`, or the tensor of it that `src_piece` names, to `dst` on the GPU of the group."""
+    """Copies the list `src`, or the tensor of it that `src_piece` names, to `dst` on the group's GPU."""
     SPREAD = "spread"
-    """Copies `src`, on the GPU of the group, to the list `dst`: to all of its tensors but that which `src_piece` names,
-    or to the one that `dst_piece` names."""
+    """Copies `src`, on the group's GPU, to the list `dst`: to all of its tensors except the one that `src_piece` names,
+    or only to the one that `dst_piece` names."""
 
 
 CROSSINGS = (Local.FOLD, Local.BRING, Local.SPREAD)
@@ -78,53 +64,33 @@ CROSSINGS = (Local.FOLD, Local.BRING, Local.SPREAD)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One kernel, over all tensors of its buffers.
+    """One kernel, over all tensors of its buffers."""
 
-    Attributes:
-        kind: What to do; `model.PIECES` says where a buffer is taken as one piece per rank.
-        src: The index of the buffer read; -1: none.
-        dst: The index of the buffer written; -1: none; may equal `src`.
-        op: The reduce op.
-        peer: The root, or the other rank of a send or receive, by the ranks of the step's group; -1: no meaning.
-        level: In which group it runs: 0 the request's own; above, an inner one (`Part.levels`).
-        ranks: The ranks of that group that run it; empty: all that take part in the request.
-        at: In which launch of its part it runs, from 0. Launches of a part begin in this order on every rank.
-        src_piece: The piece of `src` that is meant; -1: all of it. For what is done between a rank's GPUs see `Local`:
-            there it names a tensor of a list by its place, or for a send by the number of its GPU.
-        dst_piece: The piece of `dst` that is meant; -1: all of it.
-    """
-
-    kind: OpKind | Local
-    src: int = -1
-    dst: int = -1
+    kind: OpKind | Local  # what to do; `model.PIECES` says where a buffer is taken as one piece per rank
+    src: int = -1  # the index of the buffer read; -1: none
+    dst: int = -1  # the index of the buffer written; -1: none; may equal `src`
     op: ReduceOp | None = None
-    peer: int = -1
-    level: int = 0
-    ranks: tuple[int, ...] = ()
+    peer: int = -1  # the root, or the other rank of a send or receive, by the ranks of the step's group; -1: none
+    level: int = 0  # the group in which it runs: 0 the request's own; above, an inner one (`Part.levels`)
+    ranks: tuple[int, ...] = ()  # the ranks of that group that run it; empty: all that take part in the request
+    # The launch of its part in which it runs, from 0. Every rank begins the launches of a part in this order.
     at: int = 0
+    # The piece of `src`; -1: all of it. For what is done between a rank's GPUs (`Local`) it names a tensor of a
+    # list by its place, or for a send by its GPU.
     src_piece: int = -1
-    dst_piece: int = -1
+    dst_piece: int = -1  # the piece of `dst`; -1: all of it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """What one or several ranks do.
-
-    Attributes:
-        buffers: The buffers, by index.
-        steps: The kernels, in order; by the first of the part's algorithms.
-        src: The index of the buffer that holds what this rank gives; -1: none.
-        dst: The index of the buffer that holds what it takes, where that is not `src`; -1: none.
-        result: The index of the buffer that holds this rank's result; -1: none.
-        others: The kernels by each other algorithm of the part, over the same buffers.
-    """
+    """What one rank does for a request."""
 
     buffers: tuple[Buffer, ...]
-    steps: tuple[Step, ...]
-    src: int = -1
-    dst: int = -1
-    result: int = -1
-    others: tuple[tuple[Step, ...], ...] = ()
+    steps: tuple[Step, ...]  # the kernels, in order, by the first of the part's algorithms
+    src: int = -1  # the index of the buffer that this rank gives; -1: none
+    dst: int = -1  # the index of the buffer that it takes into, where that is not `src`; -1: none
+    result: int = -1  # the index of the buffer with this rank's result; -1: none
+    others: tuple[tuple[Step, ...], ...] = ()  # the kernels by each other algorithm of the part, over the same buffers
 
     @property
     def ways(self) -> tuple[tuple[Step, ...], ...]:
@@ -150,26 +116,20 @@ class Template:
 
     @property
     def makes(self) -> bool:
-        """Whether this rank's result is made by the plan."""
+        """Whether the plan makes this rank's result."""
         return any(buffer.is_output for buffer in self.buffers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One of a part's algorithms, and when it is taken: the last one whose conditions hold.
+    """One of a part's algorithms, and its conditions; the last one whose conditions hold is taken."""
 
-    Attributes:
-        name: Its name: ``"native"``, ``"hierarchical"``, ...
-        at_least: The bytes that a rank gives from which on it is taken (all tensors of a bundle together).
-        stepwise: Whether it folds in several kernels, so that types which are folded wider than they are kept
-            (floats of less than 32 bits) would get other bits, and take an earlier choice.
-        width: How many launches it has.
-    """
-
-    name: str = "native"
-    at_least: int = 0
+    name: str = "native"  # `native`, `hierarchical`, ...
+    at_least: int = 0  # the least bytes per rank from which it is taken (all tensors of a bundle together)
+    # Whether it folds in several kernels. Types that are folded wider than they are kept (floats of less than 32
+    # bits) would get other bits, and take an earlier choice.
     stepwise: bool = False
-    width: int = 1
+    width: int = 1  # how many launches it has
 
 
 NATIVE = Choice()

@@ -1,23 +1,16 @@
-"""Where the ranks of a group are, and what the ways between them cost: values, asked for once."""
+"""Where the ranks of a group are, and what the links between them cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from raycollect.model import GroupSpec
-
-__all__ = ["BETWEEN", "INSIDE", "Inner", "Link", "Roster", "Topology"]
+from raycollect.core.model import GroupSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What it costs to move n bytes from one rank to another: ``latency_s + n / bandwidth`` (Hockney's model).
-
-    Attributes:
-        latency_s: Seconds until the first byte is there.
-        bandwidth: Bytes per second.
-    """
+    """The cost of moving n bytes between two ranks: ``latency_s + n / bandwidth`` (Hockney), in bytes per second."""
 
     latency_s: float
     bandwidth: float
@@ -27,7 +20,7 @@ class Link:
             raise ValueError(f"no such link: {self.latency_s} s, {self.bandwidth} bytes per second")
 
     def time_s(self, nbytes: float) -> float:
-        """How long n bytes take."""
+        """The seconds for n bytes."""
         return self.latency_s + nbytes / self.bandwidth
 
 
@@ -39,27 +32,15 @@ BETWEEN = Link(latency_s=60e-6, bandwidth=1.2e9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where each rank is.
+    """Where each rank is."""
 
-    Attributes:
-        hosts: For each rank, the number of its host, counted from 0 in the order of the ranks.
-        inside: What moving bytes costs between ranks of one host.
-        between: The same between ranks of different hosts. Ranks of one host share it.
-    """
-
-    hosts: tuple[int, ...]
-    inside: Link = INSIDE
-    between: Link = BETWEEN
+    hosts: tuple[int, ...]  # for each rank, the number of its host, counted from 0 in the order of the ranks
+    inside: Link = INSIDE  # the link between ranks of one host
+    between: Link = BETWEEN  # the link between ranks of different hosts; ranks of one host share it
 
     @classmethod
     def of(cls, places: Sequence[object], *, inside: Link = INSIDE, between: Link = BETWEEN) -> Topology:
-        """The topology of ranks whose hosts go by any names.
-
-        Args:
-            places: For each rank, what names its host.
-            inside: See `Topology`.
-            between: See `Topology`.
-        """
+        """The topology of ranks by the names of their hosts."""
         numbers: dict[object, int] = {}
         hosts = tuple(numbers.setdefault(place, len(numbers)) for place in places)
         return cls(hosts=hosts, inside=inside, between=between)
@@ -82,22 +63,17 @@ class Topology:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the ranks of each host follow each other, so that folding host by host is folding in rank order."""
+        """Whether the ranks of each host are consecutive, so that folding host by host is folding in rank order."""
         return list(self.hosts) == sorted(self.hosts)
 
     def link(self, a: int, b: int) -> Link:
-        """The way between two ranks."""
+        """The link between two ranks."""
         return self.inside if self.hosts[a] == self.hosts[b] else self.between
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
-    """A group inside a group, which only plans use.
-
-    Attributes:
-        spec: The group.
-        ranks: The ranks of the outer group that are its ranks 0, 1, ...
-    """
+    """A group inside a group, which only plans use; `ranks` are the outer group's ranks that are its ranks 0, 1, ..."""
 
     spec: GroupSpec
     ranks: tuple[int, ...]
@@ -105,25 +81,18 @@ class Inner:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Roster:
-    """A group as the planner sees it. Made once per group and compared by identity: it is part of cache keys.
-
-    Attributes:
-        spec: The group.
-        members: What names each rank's participant, alike in all groups.
-        topology: Where they are.
-        hosts: For each host the group of its ranks, by the number of the host; empty where there are none.
-        leaders: The group of each host's lowest rank, by the number of the host; None where there is none.
-        bitwise: Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise.
-        chosen: Why the group has its backend, where nobody named one and another could have been; or empty.
-    """
+    """A group as the planner sees it. Made once per group and compared by identity: it is part of cache keys."""
 
     spec: GroupSpec
-    members: tuple[str, ...]
+    members: tuple[str, ...]  # the name of each rank's participant, the same in all groups
     topology: Topology
+    # For each host the group of its ranks, by the number of the host; empty where there are none
     hosts: tuple[Inner, ...] = ()
+    # The group of each host's lowest rank, by the number of the host; None where there is none
     leaders: Inner | None = None
+    # Whether the backend folds every element in rank order (P7), so that no algorithm may do otherwise
     bitwise: bool = True
-    chosen: str = ""
+    chosen: str = ""  # why the group has this backend, if nobody named one and there were others; or empty
     _ranks: dict[str, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +102,7 @@ class Roster:
 
     @classmethod
     def alone(cls, spec: GroupSpec) -> Roster:
-        """The roster of a group of which nothing is known but its size: as if on one host, named by ranks."""
+        """The roster of a group of which only the size is known: as if on one host, participants named by rank."""
         count = spec.world_size
         return cls(spec=spec, members=tuple(map(str, range(count))), topology=Topology(hosts=(0,) * count))
 
@@ -143,5 +112,5 @@ class Roster:
         return next((one.spec.memory for one in inner if one is not None and one.spec.group_id == group_id), "")
 
     def rank_of(self, participant: str) -> int:
-        """The rank of a participant; -1 where it is no member."""
+        """The rank of a participant; -1 if it is no member."""
         return self._ranks.get(participant, -1)

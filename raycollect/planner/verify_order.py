@@ -1,9 +1,8 @@
-"""Proves that the order of a plan is one that all participants can keep, before it is sent.
+"""Proves, before it is sent, that all participants can keep the order of a plan.
 
-Three things follow from what it looks at. Whoever uses a value sees what program order says that it sees: requests that
-depend on each other run one after the other. Nobody waits for ever: all participants begin launches in one ascending
-order of numbers, and a number belongs to one set of ranks, so that of all launches under way the lowest one can go on.
-And nothing is left out or done twice.
+It proves three things. Requests that depend on each other run in program order. Nobody waits forever: all participants
+begin launches in one ascending order of numbers, and a number belongs to one set of ranks, so that the lowest launch
+under way can always go on. And no request is left out or run twice.
 """
 
 from __future__ import annotations
@@ -14,24 +13,28 @@ from raycollect.errors import InternalError
 from raycollect.planner.ir import Made, Part, Plan, Source, Together
 from raycollect.planner.topology import Roster
 
-__all__ = ["verify_order"]
-
 
 def verify_order(plan: Plan) -> None:
-    """Proves that the order of a plan keeps what depends on each other in program order, and that no wait is a cycle.
+    """Proves that the order keeps dependencies, and that waits form no cycle.
 
-    It looks at each operand of each request once, and at nothing that the schedule has noted down but the order itself.
+    It looks at each operand of each request once, and trusts nothing that the schedule has noted except the order
+    itself.
 
     Raises:
-        InternalError: It does not.
+        InternalError: The order does not hold.
     """
-    problem = _unfit(plan) or _incomplete(plan) or _reordered(plan) or _misnumbered(plan) or _unlike(plan)
+    problem = (
+        _participants_problem(plan)
+        or _requests_problem(plan)
+        or _dependency_problem(plan)
+        or _launch_problem(plan)
+        or _rounds_problem(plan)
+    )
     if problem:
         raise InternalError(detail=f"the order of a plan of {len(plan.requests)} requests {problem}")
 
 
-def _unfit(plan: Plan) -> str:
-    """Whether everyone who takes part is a participant, once."""
+def _participants_problem(plan: Plan) -> str:
     counts = {len(column) for column in (plan.requests, plan.parts, plan.rosters, plan.alone, plan.brought)}
     if len(counts) > 1:
         return f"has columns of {sorted(counts)} rows"
@@ -48,13 +51,11 @@ def _unfit(plan: Plan) -> str:
 
 
 def _distinct(plan: Plan) -> list[tuple[Part, Roster]]:
-    """The parts and their rosters, each pair once."""
     found = {(id(part), id(roster)): (part, roster) for part, roster in zip(plan.parts, plan.rosters, strict=True)}
     return list(found.values())
 
 
-def _incomplete(plan: Plan) -> str:
-    """Whether each request is there once, with others of its own form only."""
+def _requests_problem(plan: Plan) -> str:
     seen = [number for together in plan.order for number in together.requests]
     if sorted(seen) != list(range(len(plan.requests))):
         return f"has requests {sorted(seen)} where each is meant once"
@@ -69,7 +70,7 @@ def _incomplete(plan: Plan) -> str:
 
 
 class _Seen:
-    """Where the requests so far use one source: the last place of any use, and of any that writes."""
+    """The last places that use and that write a source."""
 
     __slots__ = ("used", "written")
 
@@ -78,8 +79,7 @@ class _Seen:
         self.written = -1
 
 
-def _reordered(plan: Plan) -> str:
-    """Whether a request runs, or is brought, before what it depends on."""
+def _dependency_problem(plan: Plan) -> str:
     place = {number: at for at, together in enumerate(plan.order) for number in together.requests}
     seen: dict[Source, _Seen] = {}
     for number, (request, part) in enumerate(zip(plan.requests, plan.parts, strict=True)):
@@ -101,7 +101,6 @@ def _reordered(plan: Plan) -> str:
 
 
 def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> str:
-    """Whether a request uses what another one makes before that is there, or its shape is known."""
     if not 0 <= maker < number:
         return f"has request {number} use what request {maker} makes"
     if place[maker] >= place[number]:
@@ -111,11 +110,7 @@ def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> st
     return ""
 
 
-# ---------------------------------------------------------------------------------------------- launches
-
-
-def _misnumbered(plan: Plan) -> str:
-    """Whether numbers of launches are used twice, or not in their order."""
+def _launch_problem(plan: Plan) -> str:
     highest, shared = 0, None  # the newest launch, and who may go on using it
     for together in plan.order:
         part, roster = plan.parts[together.requests[0]], plan.rosters[together.requests[0]]
@@ -132,13 +127,12 @@ def _misnumbered(plan: Plan) -> str:
             highest, shared = last, who
     if highest >= plan.width:
         return f"has launch {highest} of {plan.width}"
-    return _misnumbered_alone(plan)
+    return _sequential_launch_problem(plan)
 
 
-def _misnumbered_alone(plan: Plan) -> str:
-    """The same where requests run one after the other."""
+def _sequential_launch_problem(plan: Plan) -> str:
     if plan.width == 1 and not any(plan.alone):
-        # The order above has shown that all of them can run in the door's launch, where there is but one.
+        # The order above has shown that all of them can run in the launch of the agreement, if it is the only one.
         return "" if all(part.width == 1 for part in plan.parts) else "has launches that are not numbered"
     begin = 1
     for number, (base, part) in enumerate(zip(plan.alone, plan.parts, strict=True)):
@@ -157,11 +151,9 @@ def _last(together: Together, part: Part) -> int:
 
 
 def _is_whole(part: Part, roster: Roster, participants: Sequence[str]) -> bool:
-    """Whether exactly the participants take part."""
     return len(part.ranks) == len(participants) and {roster.members[rank] for rank in part.ranks} == set(participants)
 
 
-def _unlike(plan: Plan) -> str:
-    """Whether the participants meet at the door too seldom."""
+def _rounds_problem(plan: Plan) -> str:
     needed = max((first + part.rounds for first, part in zip(plan.brought, plan.parts, strict=True)), default=1)
     return f"needs {needed} rounds of the door and has {plan.rounds}" if needed > plan.rounds else ""

@@ -1,7 +1,7 @@
-"""Program <-> msgpack bytes, versioned. Positional, so that a small program is less than two hundred bytes.
+"""Programs as msgpack bytes, versioned; fields go by position, so a small program takes under 200 bytes.
 
-An order is a ticket of 16 bytes, the keys, and a program. A loop sends the same programs again and again, so these are
-encoded and decoded once, and remembered; the keys are bare bytes.
+An order is a ticket of 16 bytes, the keys, and a program. A loop sends the same programs again and again, so encoded
+and decoded ones are cached; keys are bare bytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import msgpack
 
+from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.errors import ProtocolError
-from raycollect.model import KEY_NBYTES, Key, OpKind, ReduceOp
 from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Ticket
 from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
 VERSION = 6
 MOST_RANKS = 1 << 20
-"""A number that is larger must not make a reader allocate for it."""
+"""A larger number must not make the reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
 
 
@@ -33,7 +33,7 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
     """Reads a ticket, keys and their program.
 
     Raises:
-        ProtocolError: The bytes are no such thing.
+        ProtocolError: The bytes are malformed.
     """
     if len(data) < _HEAD.size:
         raise ProtocolError(detail="a dispatch without a ticket")
@@ -49,7 +49,7 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
 
 
 def encode_program(program: Program) -> bytes:
-    """Writes a program; the inverse of `decode_program`."""
+    """Encodes a program; the inverse of `decode_program`."""
     p = program
     tasks = [(t.share, t.request, t.inputs, t.round, t.alone) for t in p.tasks]
     bundles = [(b.tasks, b.base) for b in p.bundles]
@@ -93,7 +93,7 @@ def _plain_step(s: Step) -> Any:
 
 @lru_cache(maxsize=256)
 def decode_program(data: bytes) -> Program:
-    """Reads a program.
+    """Decodes a program.
 
     Raises:
         ProtocolError: The bytes are no program of this version.
@@ -116,8 +116,8 @@ def decode_program(data: bytes) -> Program:
             commits=commits,
             shares=tuple(map(_decode_share, shares)),
             tasks=tuple(
-                Task(share=share, request=request, inputs=inputs, round=turn, alone=alone)
-                for share, request, inputs, turn, alone in tasks
+                Task(share=share, request=request, inputs=inputs, round=first_round, alone=alone)
+                for share, request, inputs, first_round, alone in tasks
             ),
             bundles=tuple(Bundle(tasks=members, base=base) for members, base in bundles),
             everyone=everyone,

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.ir import Part, Request
 from raycollect.planner.report import Act
 from raycollect.planner.template import Local, Step, Template
 from raycollect.planner.topology import Roster
-
-__all__ = [
-    "acts",
-    "clipped",
-    "counted",
-    "named",
-    "nbytes_words",
-    "numbered",
-    "op_words",
-    "ranks_words",
-    "seconds_words",
-]
 
 _PEER: dict[OpKind | Local, str] = {
     OpKind.REDUCE: "to",
@@ -30,7 +18,7 @@ _PEER: dict[OpKind | Local, str] = {
     OpKind.SCATTER: "from",
     OpKind.RECV: "from",
 }
-"""Operation -> what stands before its peer."""
+"""Operation -> the preposition before its peer."""
 
 
 def nbytes_words(nbytes: float) -> str:
@@ -51,7 +39,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """So many of something: ``"1 call"``, ``"3 calls"``."""
+    """A count with its noun: ``"1 call"``, ``"3 calls"``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
@@ -67,7 +55,7 @@ def op_words(request: Request) -> str:
 
 
 def ranks_words(ranks: Sequence[int]) -> str:
-    """Ranks, runs of which are written as one: ``"0-3, 6"``."""
+    """Ranks, with runs as ranges: ``"0-3, 6"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -78,7 +66,7 @@ def ranks_words(ranks: Sequence[int]) -> str:
 
 
 def clipped(words: str, most: int) -> str:
-    """A list of ranks that is not too long, and ends with an ellipsis where it is cut."""
+    """A list of ranks, cut with an ellipsis where it is too long."""
     return words if len(words) <= most else f"{words[: most - 5].rpartition(',')[0]}, ..."
 
 
@@ -94,14 +82,7 @@ def named(names: Sequence[str], most: int) -> str:
 
 
 def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
-    """What the ranks do for a request, those that do the same together.
-
-    Args:
-        part: The request's part.
-        roster: Its group.
-        way: Which of the part's algorithms.
-        base: The launch in which its first steps run.
-    """
+    """What the ranks do for a request by one algorithm; ranks with the same steps are together."""
     by_template: dict[int, list[int]] = {}
     for rank, index in zip(part.ranks, part.parts, strict=True):
         by_template.setdefault(index, []).append(rank)
@@ -118,7 +99,7 @@ def acts(part: Part, roster: Roster, way: int, base: int) -> tuple[Act, ...]:
 
 
 class _Words:
-    """The steps of ranks that play the same part as one of them."""
+    """Describes the steps of ranks that have the same template."""
 
     def __init__(self, part: Part, roster: Roster, template: Template, rank: int) -> None:
         self._part = part
@@ -145,7 +126,6 @@ class _Words:
         return " ".join([*words, *where]) + self._target(step)
 
     def _crossing(self, step: Step) -> str:
-        """What a rank does between its GPUs."""
         if step.kind is Local.FOLD:
             return " ".join(["fold", *_reduce_op(step.op), "over the GPUs of the rank, into scratch"])
         at = step.dst_piece if step.kind is Local.SPREAD else step.src_piece
@@ -155,7 +135,6 @@ class _Words:
         return f"copy to {which}" if at >= 0 else f"copy to the {'other ' * (step.src_piece >= 0)}GPUs of the rank"
 
     def _domain(self, step: Step) -> tuple[list[str], str]:
-        """In which group a step runs, and what its peer is called."""
         if step.level == 0:
             some = bool(step.ranks) and step.kind not in (OpKind.SEND, OpKind.RECV)
             return ([f"over ranks {ranks_words(step.ranks)}"] if some else []), f"rank {step.peer}"

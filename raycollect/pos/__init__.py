@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raycollect.pos.container import Container, obstacle
+from raycollect.pos.container import Container, obstacle, unkept
 from raycollect.pos.store import Absence, Range, State, Store, StoreStatistics
 
-__all__ = ["Absence", "Container", "Range", "State", "Store", "StoreStatistics", "obstacle"]
+__all__ = ["Absence", "Container", "Range", "State", "Store", "StoreStatistics", "obstacle", "unkept"]

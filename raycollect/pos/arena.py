@@ -1,13 +1,13 @@
 """The memory of one process for tensors that others of its machine can map: one sparse file without a name.
 
-The memfd is as large as the limit from the start, mapped once, and sealed: it costs address space only, and since it
-can't shrink, nobody who maps it is ever killed by SIGBUS. Pages get memory when a block needs them, and a block that
-is not used any more keeps them for the next one, because the first touch of a page costs about ten times a later write.
-What lies free beyond `spare` goes back to the system as holes in the file. The kernel frees the rest with the last
-process that has the file open or mapped, however that ends.
+The memfd is as large as the limit from the start, mapped once, and sealed: it costs only address space, and since it
+can't shrink, no process that maps it is ever killed by SIGBUS. Pages get memory when a block needs them. A block that
+is freed keeps them for the next one, because the first touch of a page costs about ten times a later write. What is
+free beyond `spare` goes back to the system as holes in the file. The kernel frees the rest with the last process that
+has the file open or mapped, however that ends.
 
-Memory is given and taken back in grains of 2 MiB, the size of a huge page. They are asked for with MADV_POPULATE_WRITE
-(Linux 5.14), which unlike `posix_fallocate` also makes huge pages where the system gives them on advice.
+Memory is taken and given back in grains of 2 MiB, the size of a huge page, by MADV_POPULATE_WRITE (Linux 5.14). Unlike
+`posix_fallocate`, that also makes huge pages where the system gives them on advice.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from raycollect import memfd
+from raycollect.core import shared_memory
+from raycollect.core.model import Segment
 from raycollect.errors import ArenaFullError
-from raycollect.model import Segment
 from raycollect.pos.extents import Extents
 
 NAME = "raycollect-arena"
-"""What /proc calls the memory."""
+"""The name of the memory in /proc."""
 GRAIN = 2 << 20
-"""The unit in which memory is had and given back; large blocks begin at a multiple of it."""
+"""The unit in which memory is taken and given back; large blocks begin at a multiple of it."""
 ALIGN = 64
-"""What every block begins at a multiple of: a cache line."""
+"""Every block begins at a multiple of it: a cache line."""
 SPARE = 256 << 20
 """How much free memory is kept for the next blocks, at least."""
 
@@ -48,14 +48,14 @@ _MADV_POPULATE_WRITE = 23  # the module mmap lacks it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStatistics:
-    """What an arena holds at one moment, in bytes but for `blocks`.
+    """What an arena holds at one moment, in bytes except for `blocks`.
 
     Attributes:
-        limit: What it may hold; 0 where there is none: not needed yet, switched off, or not to be had.
-        in_use: What tensors take.
-        backed: What has memory: that of tensors, and what is kept for the next ones.
+        limit: The most it may hold; 0 where there is no arena: not needed yet, switched off, or not available.
+        in_use: The bytes of tensors.
+        backed: The bytes with memory: those of tensors, and those kept for the next ones.
         blocks: How many allocations there are.
-        mapped: Address space for the arenas of other processes; theirs is the memory in it.
+        mapped: Address space for the arenas of other processes, which own the memory.
     """
 
     limit: int = 0
@@ -68,28 +68,26 @@ class ArenaStatistics:
 class Arena:
     """Shared memory of this process, in blocks. Any thread may use it; a forked child can't.
 
+    Args:
+        limit: How many bytes it may hold; rounded up to whole grains.
+        spare: How much free memory it keeps at least; it keeps as much as is in use, if that is more.
+
     Attributes:
         segment: How others of this machine find it.
         root: All of it, uint8 [limit]; a view of it keeps the memory.
         address: Where it begins in this process.
+
+    Raises:
+        OSError: This system has no memfd, or this process no room to map it.
     """
 
     def __init__(self, limit: int, spare: int = SPARE) -> None:
-        """Makes the file and maps it.
-
-        Args:
-            limit: How many bytes it may hold; rounded up to whole grains.
-            spare: How much free memory it keeps at least; it keeps as much as is in use, if that is more.
-
-        Raises:
-            OSError: This system has no memfd, or this process no room to map it.
-        """
         nbytes = _up(limit)
         self._pid = os.getpid()
-        self._fd = memfd.create(NAME, nbytes)
+        self._fd = shared_memory.create(NAME, nbytes)
         self.root: np.ndarray[Any, np.dtype[np.uint8]] = map_file(self._fd, nbytes)
         self.address: int = int(self.root.ctypes.data)
-        self.segment: Segment = Segment(self._pid, self._fd, secrets.token_bytes(memfd.TOKEN_NBYTES), nbytes)
+        self.segment: Segment = Segment(self._pid, self._fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), nbytes)
         self._spare = spare
         self._lock = threading.Lock()
         self._returned: deque[tuple[int, int]] = deque()
@@ -97,7 +95,7 @@ class Arena:
         self._backed = Extents()
         self._in_use = self._blocks = 0
         self._back(0, GRAIN)
-        self.root[: memfd.TOKEN_NBYTES] = np.frombuffer(self.segment.token, np.uint8)
+        self.root[: shared_memory.TOKEN_NBYTES] = np.frombuffer(self.segment.token, np.uint8)
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # there was no memfd
@@ -105,18 +103,17 @@ class Arena:
                 os.close(self._fd)
 
     def abandon(self) -> None:
-        """In a forked child: closes its copy of the file, which would keep the memory when the parent is dead."""
+        """In a forked child: closes its copy of the file, which would keep the memory after the parent's death."""
         with suppress(OSError):
             os.close(self._fd)
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Makes a block, whose contents are undefined; it comes back when the last view of it is gone.
+        """Allocates a block, uint8 [nbytes] with undefined contents; it is freed with the last view of it.
 
-        Returns:
-            uint8 [nbytes], aligned to `ALIGN`, from 2 MiB on to `GRAIN`. Its pages have memory.
+        It is aligned to `ALIGN`, from 2 MiB on to `GRAIN`, and its pages have memory.
 
         Raises:
-            ArenaFullError: The limit is reached, no free stretch is long enough, or the system has no memory.
+            ArenaFullError: The limit is reached, no free range is long enough, or the system has no memory.
             OSError: This is a forked child of the process that made the arena.
         """
         if os.getpid() != self._pid:
@@ -153,15 +150,13 @@ class Arena:
     def _full(self, nbytes: int, detail: str) -> ArenaFullError:
         return ArenaFullError(nbytes=nbytes, in_use=self._in_use, limit=self.segment.nbytes, detail=detail)
 
-    # ------------------------------------------------------------------------------------------ blocks that come back
-
     def _take_back(self, lo: int, hi: int) -> None:
-        """Called by the collector of garbage: in any thread, at any moment, also under the lock of this very thread."""
+        """The garbage collector calls this in any thread, at any moment, even while this very thread holds the lock."""
         self._returned.append((lo, hi))
         self._settle()
 
     def _settle(self) -> None:
-        """Takes in what came back. Where another holds the lock, that one does it, right after letting go."""
+        """Takes in freed blocks. A thread that holds the lock does this itself right after releasing it."""
         while self._returned and os.getpid() == self._pid and self._lock.acquire(blocking=False):
             try:
                 self._drain()
@@ -170,7 +165,6 @@ class Arena:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """The lock, with everything taken in that came back."""
         try:
             with self._lock:
                 self._drain()
@@ -188,10 +182,8 @@ class Arena:
             self._blocks -= 1
         self._trim()
 
-    # ------------------------------------------------------------------------------------------ memory
-
     def _trim(self) -> None:
-        """Gives back what is free beyond the spare: whole grains, from the ends of the largest free stretches."""
+        """Gives back whole grains beyond the spare, from the ends of the largest free ranges."""
         excess = self._backed.total - self._in_use - max(self._spare, self._in_use)
         if excess < GRAIN:
             return
@@ -203,7 +195,7 @@ class Arena:
                     excess -= stop - start
 
     def _back(self, lo: int, hi: int) -> None:
-        """Gives memory to the grains from `lo` to `hi`. The interpreter is free meanwhile, and so is the lock."""
+        """Gives memory to the grains from `lo` to `hi`, without the interpreter lock and without `_lock`."""
         number = self._advise(lo, hi, _MADV_POPULATE_WRITE)
         while number == errno.EINTR:
             number = self._advise(lo, hi, _MADV_POPULATE_WRITE)
@@ -215,16 +207,15 @@ class Arena:
             self._backed.add(lo, hi)
 
     def _release(self, lo: int, hi: int) -> bool:
-        """Punches a hole; tells whether the system did."""
         return self._advise(lo, hi, mmap.MADV_REMOVE) == 0
 
     def _advise(self, lo: int, hi: int, advice: int) -> int:
-        """Calls madvise, which in the module mmap would keep other threads waiting; gives the error's number, or 0."""
+        """Calls madvise without the interpreter lock, which the module mmap would hold; returns errno, or 0."""
         return ctypes.get_errno() if _libc().madvise(self.address + lo, hi - lo, advice) else 0
 
 
 class _Block:
-    """What numpy's arrays keep alive as long as one of them uses the bytes [lo, hi) of an arena."""
+    """Numpy arrays over the bytes [lo, hi) of an arena keep this alive."""
 
     __slots__ = ("_arena", "_hi", "_lo", "_nbytes")
 
@@ -241,10 +232,7 @@ class _Block:
 
 
 def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
-    """Maps a file, with huge pages where there are; it is mapped as long as the array or a view of it lives.
-
-    The kernel itself puts a file that may have huge pages at an address that is fit for them.
-    """
+    """Maps a file, with huge pages where available; the array and its views keep it mapped."""
     mapped = mmap.mmap(fd, nbytes)
     with suppress(OSError, AttributeError):
         mapped.madvise(mmap.MADV_HUGEPAGE)

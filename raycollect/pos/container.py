@@ -4,43 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
-from raycollect.model import TENSOR, Structure
-from raycollect.words import a_type
+from raycollect.core.model import TENSOR, Structure
+from raycollect.errors.text import a_type
 
 DEEPEST = 32
-"""How often lists, tuples and dicts may be nested: what messages can carry, and where one that holds itself ends."""
+"""How deep lists, tuples and dicts may nest: what messages can carry, and the end of one that contains itself."""
+
+_AS_ARRAY = "return np.array([x]) or x.reshape(1), and it is kept"
+"""What to do about a number that should be an operand."""
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What the store keeps under one key.
+    """What the store keeps under one key."""
 
-    Attributes:
-        structure: How the value is made.
-        tensors: Its tensors, in order.
-        value: The very object that the method returned.
-        memo: What programs found about these tensors; forgotten with them.
-    """
-
-    structure: Structure
+    structure: Structure  # how the value is made
     tensors: tuple[Any, ...]
-    value: Any
+    value: Any  # the very object that the method returned
+    # What programs found about these tensors; forgotten with them
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:
-        """Takes a value apart.
+        """Takes a value apart; None for a value that is passed by value.
 
-        Args:
-            value: What a method returned.
-            is_tensor: Tells a tensor.
-
-        Returns:
-            None for what goes by value: anything that is neither a tensor nor a non-empty list, tuple or dict (with
-            string or integer keys) that holds tensors, or such lists, tuples and dicts of tensors, only; and what is
-            nested more than `DEEPEST` times.
+        That is anything but a tensor or a non-empty list, tuple or dict (with string or integer keys) that holds only
+        tensors and such containers, nested at most `DEEPEST` times.
         """
         if is_tensor(value):
             return Container(TENSOR, (value,), value)
@@ -50,12 +42,11 @@ class Container:
 
     @staticmethod
     def build(structure: Structure, tensors: Sequence[Any]) -> Container:
-        """Puts new tensors together."""
+        """Builds a value from new tensors."""
         return Container(structure, tuple(tensors), structure.build(tensors))
 
 
 def _take_apart(value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any], depth: int) -> Structure | None:
-    """Appends the tensors of a value, in order; None where it holds anything else, nothing, or too much in itself."""
     if is_tensor(value):
         tensors.append(value)
         return TENSOR
@@ -77,15 +68,19 @@ def _take_apart(value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any]
     return Structure(kind, names, tuple(items))
 
 
-def obstacle(value: Any, is_tensor: Callable[[Any], bool]) -> str:
-    """What first keeps a value from being kept, where `Container.of` gives None: ``['layers'][2] is a NoneType``."""
-    return _obstacle(value, is_tensor, "")
+Tell = Callable[[Any], str]
+"""Describes a value that is no tensor."""
 
 
-def _obstacle(value: Any, is_tensor: Callable[[Any], bool], path: str, depth: int = 0) -> str:
+def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type) -> str:
+    """The first reason why `Container.of` gives None: ``['layers'][2] is a NoneType``."""
+    return _obstacle(value, is_tensor, tell, "")
+
+
+def _obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell, path: str, depth: int = 0) -> str:
     here = path or "it"
     if type(value) not in (list, tuple) and not isinstance(value, Mapping):
-        return f"{here} is {a_type(value)}"
+        return f"{here} is {tell(value)}"
     if not value:
         return f"{here} is empty"
     if depth == DEEPEST:
@@ -94,13 +89,26 @@ def _obstacle(value: Any, is_tensor: Callable[[Any], bool], path: str, depth: in
     for name, child in value.items() if is_named else enumerate(value):
         if is_named and not _can_travel(name):
             return f"{here} has the key {name!r}, and keys are strings or integers"
-        if not is_tensor(child) and (found := _obstacle(child, is_tensor, f"{path}[{name!r}]", depth + 1)):
+        if not is_tensor(child) and (found := _obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1)):
             return found
     return ""
 
 
+def unkept(value: Any, is_tensor: Callable[[Any], bool], tell: Tell) -> str:
+    """Describes a returned value that is passed by value, and what to return instead where that is known."""
+    what = tell(value)
+    if isinstance(value, Number):
+        return f"{what} ({_AS_ARRAY})"
+    if is_tensor(value):
+        return f"{what} without dimensions ({_AS_ARRAY})" if getattr(value, "shape", None) == () else what
+    return (
+        f"{what} ({obstacle(value, is_tensor, tell)})"
+        if type(value) in (list, tuple) or isinstance(value, Mapping)
+        else what
+    )
+
+
 def _can_travel(name: Any) -> bool:
-    """Whether messages can carry the key of a dict."""
     if type(name) is int:
         return -(1 << 63) <= name < 1 << 64
     if type(name) is not str:

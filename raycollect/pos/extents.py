@@ -1,4 +1,4 @@
-"""Sets of integers made of few long ranges: which bytes of a segment are free, which of its pages have memory."""
+"""Sets of integers made of few long ranges: the free bytes of a segment, or its pages that have memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from collections.abc import Iterator
 
 
 class Extents:
-    """A set of integers, kept as disjoint half-open ranges in ascending order; ranges that touch are one.
-
-    Attributes:
-        total: How many integers are in the set.
-    """
+    """A set of integers as disjoint half-open ranges, ascending; adjacent ones are merged. `total` counts integers."""
 
     __slots__ = ("_his", "_los", "total")
 
@@ -23,7 +19,6 @@ class Extents:
             self.add(lo, hi)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The ranges, ascending."""
         return zip(self._los, self._his, strict=True)
 
     def __len__(self) -> int:
@@ -34,7 +29,7 @@ class Extents:
         return f"Extents({', '.join(f'({lo}, {hi})' for lo, hi in self)})"
 
     def add(self, lo: int, hi: int) -> None:
-        """Puts [lo, hi) into the set; what is there already stays."""
+        """Adds [lo, hi), parts of which may be in the set already."""
         if lo >= hi:
             return
         first, last = bisect_left(self._his, lo), bisect_right(self._los, hi)  # those that overlap or touch it
@@ -43,7 +38,7 @@ class Extents:
         self._put(first, last, [(lo, hi)])
 
     def remove(self, lo: int, hi: int) -> None:
-        """Takes [lo, hi) out of the set; what is not there is no error."""
+        """Removes [lo, hi), parts of which may be missing."""
         first, last = bisect_right(self._his, lo), bisect_left(self._los, hi)  # those that overlap it
         if lo >= hi or first >= last:
             return
@@ -51,13 +46,13 @@ class Extents:
         self._put(first, last, [(start, stop) for start, stop in edges if start < stop])
 
     def within(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """The ranges of what is in the set and in [lo, hi), ascending."""
+        """The ranges of the set inside [lo, hi), ascending."""
         first, last = bisect_right(self._his, lo), bisect_left(self._los, hi)
         pairs = zip(self._los[first:last], self._his[first:last], strict=True)
         return [(max(lo, start), min(hi, stop)) for start, stop in pairs] if lo < hi else []
 
     def gaps(self, lo: int, hi: int) -> list[tuple[int, int]]:
-        """The ranges of what is in [lo, hi) but not in the set, ascending."""
+        """The ranges of [lo, hi) that are not in the set, ascending."""
         missing = []
         for start, stop in self.within(lo, hi):
             if lo < start:
@@ -66,15 +61,7 @@ class Extents:
         return [*missing, (lo, hi)] if lo < hi else missing
 
     def best_fit(self, nbytes: int, align: int = 1) -> int | None:
-        """Finds room in the smallest range that has it, the lowest of several.
-
-        Args:
-            nbytes: How much is needed, at least 1.
-            align: What the start is to be a multiple of.
-
-        Returns:
-            Where the room begins; None where no range has it.
-        """
+        """The aligned start of room in the smallest range that has it, the lowest of several; None: there is none."""
         best: tuple[int, int] | None = None
         for lo, hi in self:
             start = -(-lo // align) * align
@@ -83,7 +70,6 @@ class Extents:
         return best[1] if best else None
 
     def _put(self, first: int, last: int, ranges: list[tuple[int, int]]) -> None:
-        """Puts ranges in the place of those from `first` to `last`."""
         self.total += sum(hi - lo for lo, hi in ranges) - sum(self._his[first:last]) + sum(self._los[first:last])
         self._los[first:last] = [lo for lo, _ in ranges]
         self._his[first:last] = [hi for _, hi in ranges]

@@ -1,4 +1,4 @@
-"""How much memory an arena may take: what the environment says, or a share of what this process can have."""
+"""The limit of an arena: from the environment, or a share of the memory that this process can have."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from raycollect.errors.text import shown
+
 VARIABLE = "RAYCOLLECT_ARENA_LIMIT"
 """Bytes, or a number with k, M or G (powers of 1024); 0 switches the arena off."""
 SHARE = 0.3
-"""The part of the memory that one arena may take where the variable is not set."""
+"""The share of the memory that one arena may take where the variable is not set."""
 
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30}
+_MOST = 1 << 47  # what a process can address
 _CGROUPS = (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes"))
-"""What a line of /proc/self/cgroup names among its controllers, the folder of that hierarchy, its file: v2, then v1."""
+"""The controller named by a line of /proc/self/cgroup, the folder of its hierarchy, its file: v2, then v1."""
 
 
 def arena_limit(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """Gives the limit in bytes; 0 where there shall be no arena.
+    """The limit in bytes; 0: no arena.
 
     Raises:
         OSError: The variable makes no sense.
@@ -26,23 +29,21 @@ def arena_limit(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     text = environ.get(VARIABLE, "").strip()
     if not text:
         return int(usable_nbytes(root) * SHARE)
-    match = re.fullmatch(r"(\d+)([kmg]?)", text.lower())
-    if match is None:
-        raise OSError(f"{VARIABLE} is {text!r}, expected a number of bytes, or a number with k, M or G")
-    return int(match[1]) << _UNITS[match[2]]
+    match = re.fullmatch(r"([0-9]{1,18})([kmg]?)", text.lower())
+    limit = int(match[1]) << _UNITS[match[2]] if match is not None else _MOST
+    if limit >= _MOST:
+        raise OSError(f"{VARIABLE} is {shown(text)}, expected a number of bytes below 2**47, or one with k, M or G")
+    return limit
 
 
 def usable_nbytes(root: Path = Path("/")) -> int:
-    """Gives the memory that this process may use: the machine's, or less where its control group has less."""
+    """The memory that this process may use: the machine's, or less where its control group has less."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([machine, *_cgroup_limits(root)])
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """The limits of this process's control groups and of those above them.
-
-    In a container the path may be one of the host; the group itself is then what is mounted at the top.
-    """
+    """In a container the path may be one of the host; the group itself is then mounted at the top."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:

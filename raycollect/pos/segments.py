@@ -13,8 +13,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from raycollect import memfd
-from raycollect.model import BufferRef, Segment
+from raycollect.core import shared_memory
+from raycollect.core.model import BufferRef, Segment
 from raycollect.pos.arena import NAME, Arena, ArenaStatistics, map_file
 from raycollect.pos.limit import arena_limit
 
@@ -23,7 +23,7 @@ _log = logging.getLogger("raycollect")
 
 
 class Segments:
-    """A `SegmentSource`. The arena is made by the first allocation; a forked child begins without one."""
+    """A `SegmentSource`. The first allocation makes the arena; a forked child begins without one."""
 
     _current: ClassVar[Segments | None] = None
     _making: ClassVar[threading.Lock] = threading.Lock()
@@ -42,13 +42,12 @@ class Segments:
         self._begin()
 
     def _begin_in_child(self) -> None:
-        """Leaves the arena to the parent."""
         if self._arena is not None:
             self._arena.abandon()
         self._begin()
 
     def _begin(self) -> None:
-        """Forgets everything; in a forked child the lock may be that of a thread which is not there."""
+        """Forgets everything; in a forked child a thread that no longer exists may hold the lock."""
         self._lock = threading.Lock()
         self._arena: Arena | None = None
         self._missing = ""
@@ -58,33 +57,21 @@ class Segments:
 
     @property
     def arena(self) -> Arena:
-        """The arena of this process.
-
-        Raises:
-            OSError: It is switched off, or there can't be one here; the first time, a warning says why.
-        """
+        """The arena of this process; OSError where there is none, and the first time a warning that says why."""
         return self._arena or self._make()
 
     def allocate(self, nbytes: int) -> NDArray[np.uint8]:
-        """Makes a block of the arena; see `Arena.allocate`.
-
-        Raises:
-            ArenaFullError: The arena has no room.
-            OSError: There is no arena.
-        """
+        """Allocates a block of the arena; see `Arena.allocate`. OSError where there is no arena."""
         return self.arena.allocate(nbytes)
 
     def locate(self, address: int, nbytes: int) -> BufferRef | None:
-        """Tells where bytes of this process lie in its arena; None where they don't."""
+        """Where bytes of this process lie in its arena; None where they don't."""
         if self._lo <= address and address + nbytes <= self._hi and self._own is not None:
             return BufferRef(self._own, address - self._lo, nbytes)
         return None
 
     def open(self, segment: Segment) -> Any:
-        """Maps the arena of a process of this machine and user, or finds it mapped; see `SegmentSource.open`.
-
-        Returns:
-            A writable array, uint8 [segment.nbytes].
+        """Maps the arena of a process of this machine and user as a writable array, uint8 [segment.nbytes].
 
         Raises:
             OSError: The process is gone, or does not let this one see its memory.
@@ -99,19 +86,11 @@ class Segments:
             return found
 
     def read(self, ref: BufferRef, into: memoryview) -> None:
-        """Copies bytes of the arena of a process of this machine and user; nothing is mapped for it.
-
-        Args:
-            ref: Where they are.
-            into: Writable contiguous memory of as many bytes.
-
-        Raises:
-            OSError: The process is gone, or does not let this one see its memory.
-        """
+        """Copies bytes of the arena of a process of this machine and user, unmapped; OSError as from `open`."""
         if ref.segment == self._own and self._arena is not None:
             into[:] = self._arena.root[ref.offset : ref.offset + ref.nbytes].data
             return
-        with memfd.opened(ref.segment, NAME, os.O_RDONLY) as fd:
+        with shared_memory.opened(ref.segment, NAME, os.O_RDONLY) as fd:
             done = 0
             while done < ref.nbytes:
                 count = os.preadv(fd, [into[done : done + _READ_NBYTES]], ref.offset + done)
@@ -134,7 +113,6 @@ class Segments:
             return self._arena
 
     def _try(self) -> None:
-        """Makes the arena, or notes why there is none."""
         try:
             limit = arena_limit(os.environ)
             if limit == 0:
@@ -150,5 +128,5 @@ class Segments:
 
 
 def _open(segment: Segment) -> NDArray[np.uint8]:
-    with memfd.opened(segment, NAME, os.O_RDWR) as fd:
+    with shared_memory.opened(segment, NAME, os.O_RDWR) as fd:
         return map_file(fd, segment.nbytes)

@@ -1,7 +1,7 @@
-"""Key -> tensors, by a table of states. Pure but for one lock: no ray, no array library.
+"""Key -> tensors, by a table of states. Pure except for one lock: no ray, no array library.
 
-Two more things are known by memory range, since a ref names storage and not a snapshot (P6): which ranges a running
-plan writes (readers wait for it), and which ranges a failed plan left half-written (using them raises, P4).
+Two more things are known by memory range, since a ref names storage and not a snapshot (P6): the ranges that a running
+plan writes (readers wait for it), and those that a failed plan left half-written (using them raises, P4).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from raycollect.errors import StoreFullError
-from raycollect.model import TASK_NBYTES, Key
+from raycollect.core.model import TASK_NBYTES, Key
+from raycollect.errors import RaycollectError, StoreFullError, anew
 from raycollect.pos.container import Container
 
 Range = tuple[int, int]
@@ -68,12 +68,7 @@ _EVENTS = {"fail": State.FAILED, "pass": State.BY_VALUE}
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """Why a key holds no tensor.
-
-    Attributes:
-        state: FAILED, BY_VALUE, FREED or ABSENT.
-        detail: The exception, or the type of the value, as text.
-    """
+    """Why a key holds no tensor; `detail` is the exception, or the type of the value."""
 
     state: State
     detail: str = ""
@@ -81,13 +76,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class StoreStatistics:
-    """A snapshot of a store.
-
-    Attributes:
-        held: How many keys hold tensors.
-        dirty: How many memory ranges are half-written.
-        freed: How many keys were freed so far.
-    """
+    """How many keys hold tensors, how many memory ranges are half-written, and how many keys were freed so far."""
 
     held: int
     dirty: int
@@ -120,13 +109,8 @@ class Store:
         with self._changed:
             self._limit = count
 
-    # ------------------------------------------------------------------------------------------ entries
-
     def put(self, key: Key, container: Container) -> bool:
-        """Keeps a value; the first write of a key wins.
-
-        Returns:
-            False where the key was freed before.
+        """Keeps a value; the first write of a key wins. False where the key was freed before.
 
         Raises:
             StoreFullError: The limit is reached.
@@ -145,7 +129,7 @@ class Store:
             return True
 
     def fail(self, task: bytes, detail: str) -> None:
-        """Notes that a task raised: none of its returns will come."""
+        """Notes that a task raised: it will have no returns."""
         self._note(task, "fail", detail)
 
     def pass_by(self, task: bytes, detail: str) -> None:
@@ -153,11 +137,7 @@ class Store:
         self._note(task, "pass", detail)
 
     def free(self, keys: Sequence[Key]) -> int:
-        """Forgets values; memory that a running plan uses stays until that plan ends.
-
-        Returns:
-            How many of the keys were held.
-        """
+        """Forgets values, and returns how many were held; a plan that uses one keeps its memory until it ends."""
         with self._changed:
             gone = []  # let go of outside the lock: a value's end may run anyone's code
             for key in keys:
@@ -175,12 +155,7 @@ class Store:
             return self._look(key)
 
     def wait(self, key: Key, given_up: Callable[[], bool]) -> Container | Absence:
-        """Waits until the key's method has ended.
-
-        Args:
-            key: The key.
-            given_up: Asked after every change and every `wake`; True ends the wait.
-        """
+        """Waits until the key's method has ended, or `given_up`, asked after every change and `wake`, says so."""
         with self._changed:
             while True:
                 found = self._look(key)
@@ -223,32 +198,25 @@ class Store:
         while len(self._absent) > self._memory:
             self._absent.popitem(last=False)
 
-    # ------------------------------------------------------------------------------------------ ranges
-
     def reading(self, ranges: Sequence[Range]) -> _Claim:
-        """A context that holds off plans which write these ranges; entering waits for one that does, or is about to."""
+        """A context that holds off plans that write these ranges; entering waits for those that do, or are about to."""
         return _Claim(self._lock, self._changed, self._reading, (self._writing, self._pending), ranges)
 
-    def writing(self, ranges: Sequence[Range], given_up: Callable[[], Exception | None] = lambda: None) -> _Claim:
-        """A context that holds off readers of these ranges; entering waits for those at it (they only copy).
-
-        Args:
-            ranges: What is written.
-            given_up: Asked while waiting, now and then and after every `wake`: what to raise, or None to wait on.
-        """
+    def writing(self, ranges: Sequence[Range], given_up: Callable[[], RaycollectError | None] = lambda: None) -> _Claim:
+        """A context that holds off readers of these ranges; entering waits for current ones, which only copy."""
         return _Claim(
             self._lock, self._changed, self._writing, (self._writing, self._reading), ranges, self._pending, given_up
         )
 
     def mark_dirty(self, ranges: Sequence[Range], owners: Sequence[Any]) -> None:
-        """Notes that these ranges are half-written, for as long as the owners of the memory live."""
+        """Marks ranges as half-written, as long as the owners of the memory live."""
         with self._changed:
             self._dirty.update(
                 {span: _weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
             )
 
     def mark_written(self, ranges: Sequence[Range]) -> None:
-        """Notes that these ranges were written whole: dirt inside them is gone."""
+        """Marks ranges as written: they, and ranges inside them, are no longer dirty."""
         if not self._dirty:
             return
         with self._changed:
@@ -257,7 +225,7 @@ class Store:
                 del self._dirty[span]
 
     def is_dirty(self, ranges: Sequence[Range]) -> bool:
-        """True where any of these ranges holds half-written memory."""
+        """Whether any of these ranges is half-written."""
         if not self._dirty:
             return False
         with self._changed:
@@ -282,7 +250,7 @@ class _Claim:
         against: Sequence[list[Sequence[Range]]],
         ranges: Sequence[Range],
         pending: list[Sequence[Range]] | None = None,
-        given_up: Callable[[], Exception | None] = lambda: None,
+        given_up: Callable[[], RaycollectError | None] = lambda: None,
     ) -> None:
         self._lock = lock  # that of the condition, which takes longer to enter
         self._changed = changed
@@ -310,14 +278,14 @@ class _Claim:
         return any(others and _any_overlap(self._ranges, others) for others in self._against)
 
     def _wait(self) -> None:
-        """Waits; whoever reads after this began lets it go first, so that readers in turn can't hold it off."""
+        """Readers that come later wait for this writer, so that a chain of readers can't hold it off."""
         if self._pending is not None:
             self._pending.append(self._ranges)
         try:
             while self._has_to_wait():
                 error = self._given_up()
                 if error is not None:
-                    raise error
+                    raise anew(error)
                 self._changed.wait(_LOOK_S)
         finally:
             if self._pending is not None:
@@ -326,12 +294,10 @@ class _Claim:
 
 
 def _drop(claims: list[Sequence[Range]], ranges: Sequence[Range]) -> None:
-    """Takes out this very claim; others may be equal."""
     del claims[next(i for i, held in enumerate(claims) if held is ranges)]
 
 
 def _joined(ranges: Sequence[Range]) -> list[Range]:
-    """The ranges, with those that touch made one."""
     joined: list[Range] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -346,7 +312,6 @@ def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> 
 
 
 def _weak(owner: Any) -> Callable[[], Any]:
-    """A way to ask whether an object lives; one that can't be asked is kept alive."""
     try:
         return weakref.ref(owner)
     except TypeError:

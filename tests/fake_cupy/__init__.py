@@ -10,13 +10,15 @@ functions are called without cupy; so they are replaced in the room that calls t
 from __future__ import annotations
 
 import sys
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from raycollect.backends import _ipc_driver, streams
+from raycollect.backends import streams
+from raycollect.backends.nccl import ipc_driver
 
 from . import _functions, _nccl, _pointers, _runtime, _state, _streams, _world
 from ._machine import Machine
@@ -85,6 +87,16 @@ class Fake:
         finally:
             self._machine.heap.unshown = False
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Lets the calling thread alone run work: what nothing orders comes in an order that the seed alone decides."""
+        self._machine.drain()
+        self._machine.alone = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._machine.alone = None
+
     def hold(self, stream: Any) -> None:
         """Stops a stream (cupy's, or a pointer), until it is released."""
         self._queue(stream).held = True
@@ -149,9 +161,9 @@ def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> 
     modules = _modules()
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
-    driver = {name: getattr(_ipc_driver, name) for name in ("allocation", "process")}
-    _ipc_driver.allocation = machine.heap.allocation
-    _ipc_driver.process = lambda: machine.thread.process.to_bytes(_ipc_driver.PROCESS_NBYTES, "little")
+    driver = {name: getattr(ipc_driver, name) for name in ("allocation", "process")}
+    ipc_driver.allocation = machine.heap.allocation
+    ipc_driver.process = lambda: machine.thread.process.to_bytes(ipc_driver.PROCESS_NBYTES, "little")
     _state.install(machine)
     _world.install(_world.World(machine, nccl_version, seed))
     sys.modules.update(modules)
@@ -162,7 +174,7 @@ def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> 
         try:
             machine.close()
         finally:
-            _ipc_driver.__dict__.update(driver)
+            ipc_driver.__dict__.update(driver)
             _state.remove()
             _world.install(None)
             for name, module in before.items():

@@ -72,6 +72,7 @@ class Machine:
         self._graveyard: deque[Callable[[], None]] = deque()
         self._steps = 0
         self._running = 0  # how many items threads are in
+        self.alone: int | None = None  # the one thread that may run work
         self._open = True
         self._background = threading.Thread(target=self._run_in_background, name="fake-cupy", daemon=True)
         self._background.start()
@@ -243,6 +244,8 @@ class Machine:
 
     def _claim(self) -> Item | None:
         self.bury()
+        if self.alone not in (None, threading.get_ident()):
+            return None
         ready = sorted((queue for queue in self.queues if queue.ready), key=lambda queue: (queue.device, queue.handle))
         if not ready:
             return None

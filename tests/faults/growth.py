@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import ray
 
-from raycollect import fetch, ray_internals
-from raycollect.controller import Controller
-from raycollect.model import task_key
+from raycollect.core import ray_internals
+from raycollect.core.model import task_key
+from raycollect.driver.controller import Controller
+from raycollect.member.runtime import Runtime
+from raycollect.pos import fetch
 from raycollect.pos.segments import Segments
-from raycollect.runtime import Runtime
 
 SETTLE_S = 20.0
 """How long what is freed late may take."""
@@ -156,11 +157,11 @@ def figures_of_driver() -> tuple[Figures, Counter[str]]:
     """What the driver holds, and what its controller knows."""
     give_back()
     controller = Controller.current()
-    groups = controller._groups
+    groups = controller.groups
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))
-    found["peers"] = len(controller._peers._peers)
-    found["flights"] = len(list(controller.flights()))
+    found["peers"] = len(controller.participants._peers)
+    found["flights"] = len(list(controller.trackers()))
     actors = getattr(getattr(ray, "_private", None), "state", None)
     if hasattr(actors, "actors"):
         found["actors"] = sum(one.get("State") == "ALIVE" for one in actors.actors().values())

@@ -7,12 +7,15 @@ to hear of it, and that it has struck, even where the process is gone. The folde
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -20,12 +23,11 @@ from typing import Any
 
 import ray
 
-from raycollect.backends._meeting import _ASLEEP, _WORD_STRIDE
-from raycollect.channel.messages import Arrive
+from raycollect.backends.shm.meeting import _ASLEEP, _WORD_STRIDE
+from raycollect.engine.execution import POINTS
 from raycollect.errors import KernelError
-from raycollect.executor import POINTS
-from raycollect.runtime import Runtime
-from raycollect.seats import Seats
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.runtime import Runtime
 
 IN_KERNEL = "in_kernel"
 """The point that no executor has: amid the work of a kernel, where the backend can be reached there."""
@@ -118,6 +120,83 @@ class Folder:
             return None
 
 
+class Failing:
+    """A fault in what a thread calls: the next call there raises, once.
+
+    Attributes:
+        error: What it raises.
+        consumed: Whether it was raised.
+        records: What the log said of it.
+        told: Set with the first of these.
+    """
+
+    def __init__(self, thread: str) -> None:
+        self.error = TypeError(f"injected on {thread or 'any thread'}")
+        self.consumed = threading.Event()
+        self.records: list[logging.LogRecord] = []
+        self.told = threading.Event()
+        self.thread = thread
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def reach(*args: Any, **kwargs: Any) -> Any:
+            if not self.consumed.is_set() and threading.current_thread().name.startswith(self.thread):
+                self.consumed.set()
+                raise self.error
+            return call(*args, **kwargs)
+
+        return reach
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Hears the log."""
+        if record.exc_info is not None and record.exc_info[1] is self.error:
+            self.records.append(record)
+            self.told.set()
+        return True
+
+
+@contextmanager
+def fail_at(holder: Any, name: str, *, thread: str = "", wait_s: float = 20.0) -> Iterator[Failing]:
+    """Lets the next call of what an object, a class or a module calls by that name raise, where a thread makes it.
+
+    At the end of the block the fault has to be consumed, and told of in the log: once, with its traceback.
+
+    Args:
+        holder: Who calls it so.
+        name: The name.
+        thread: How the names of the threads begin in which it raises.
+        wait_s: How long to wait for both.
+    """
+    failing, log = Failing(thread), logging.getLogger("raycollect")
+    original, own = getattr(holder, name), name in vars(holder)
+    log.addFilter(failing)
+    setattr(holder, name, failing.wrap(original))
+    try:
+        yield failing
+        assert failing.consumed.wait(wait_s), f"nothing has come to {name} on a thread {thread!r}"
+        assert failing.told.wait(wait_s), "nobody was told of it"
+    finally:
+        setattr(holder, name, original) if own else delattr(holder, name)
+        log.removeFilter(failing)
+    (record,) = failing.records
+    assert record.levelno == logging.ERROR
+    assert str(record.threadName).startswith(thread)
+
+
+def put_failing(actor_self: Any, where: str, name: str, thread: str) -> None:
+    """Does in this actor what `fail_at` does, until `end_failing`; `where` is a class, as ``"module:Class"``."""
+    module, _, holder = where.partition(":")
+    made = fail_at(getattr(import_module(module), holder), name, thread=thread)
+    sys._raycollect_failing = made, made.__enter__()  # type: ignore[attr-defined]
+
+
+def end_failing(actor_self: Any) -> str:
+    """Checks that the fault was consumed, and told of once; gives the name of the thread."""
+    made, failing = vars(sys).pop("_raycollect_failing")
+    made.__exit__(None, None, None)
+    return str(failing.records[0].threadName)
+
+
 # ---------------------------------------------------------------------------------------------- in the actor
 
 
@@ -165,7 +244,7 @@ class Injected:
 
 def put_fault(actor_self: Any, fault: Fault) -> None:
     """Puts a fault into this participant. Runs inside the actor."""
-    injected, seats = Injected(fault), Seats.current()
+    injected, process_groups = Injected(fault), ProcessGroups.current()
     runtime = Runtime.current()
     if fault.point == IN_KERNEL:
         sys._raycollect_fault = injected  # type: ignore[attr-defined]
@@ -173,7 +252,7 @@ def put_fault(actor_self: Any, fault: Fault) -> None:
             injected.patch(holder, name, lambda call: _reaching(injected, call))
         return
     runtime.instruments = replace(runtime.instruments, faults=injected)
-    seats.instruments = runtime.instruments  # what calls run with
+    process_groups.instruments = runtime.instruments  # what calls run with
 
 
 def put(actor_self: Any, point: str, action: str, way: str = "exit") -> None:
@@ -204,8 +283,8 @@ class _OfAnyRank(Injected):
 def _inner_calls() -> list[tuple[Any, str]]:
     """What backends call amid a kernel, again and again: (holder, name)."""
     backends = "raycollect.backends"
-    modules = [import_module(f"{backends}.{name}") for name in ("_staged", "_in_place", "_tcp_run")]
-    gloo = import_module(f"{backends}._gloo_link").GlooLink
+    modules = [import_module(f"{backends}.{name}") for name in ("shm.staged", "shm.in_place", "tcp.run")]
+    gloo = import_module(f"{backends}.gloo.link").GlooLink
     return [*((module, "fold") for module in modules), (gloo, "allreduce")]
 
 
@@ -294,7 +373,7 @@ DEATHS: dict[str, Callable[[], Any]] = {
 
 
 def _participation(group: str) -> Any:
-    groups: dict[str, Any] = Runtime.current()._lease._groups  # type: ignore[union-attr]
+    groups: dict[str, Any] = Runtime.current()._lease._groups.by_id  # type: ignore[union-attr]
     return next(one for one in groups.values() if one.spec.name == group)
 
 
@@ -357,9 +436,16 @@ def _flip_in_shared_memory(injected: Injected) -> None:
     injected.patch(meeting, "_bring", wrap)
 
 
+def _mesh(injected: Injected) -> dict[int, Any]:
+    """The connections of a `tcp` group, or of one whose library has its door there."""
+    communicator = _participation(injected.fault.group).communicator
+    peers: dict[int, Any] = getattr(communicator, "_mesh", communicator)._link._peers
+    return peers
+
+
 def _drop_on_mesh(injected: Injected) -> None:
-    """No rank of a `tcp` group gets the arrival."""
-    peers = _participation(injected.fault.group).communicator._link._peers
+    """No rank of the group gets the arrival."""
+    peers = _mesh(injected)
 
     def silent(peer: Any) -> Callable[..., None]:
         def once(*frame: Any) -> None:
@@ -373,8 +459,8 @@ def _drop_on_mesh(injected: Injected) -> None:
 
 
 def _flip_on_mesh(injected: Injected) -> None:
-    """One rank of a `tcp` group gets a wrong arrival, the others the right one."""
-    peers = _participation(injected.fault.group).communicator._link._peers
+    """One rank of the group gets a wrong arrival, the others the right one."""
+    peers = _mesh(injected)
     peer = peers[min(peers)]
 
     def wrap(send: Any) -> Any:
@@ -388,25 +474,10 @@ def _flip_on_mesh(injected: Injected) -> None:
     injected.patch(peer, "send", wrap)
 
 
-def _flip_in_message(injected: Injected) -> None:
-    """The controller relays a wrong arrival to all ranks of a `gloo` group."""
-    exchange = _participation(injected.fault.group).exchange
-
-    def wrap(send: Any) -> Any:
-        def once(message: Arrive) -> Any:
-            injected.strike()
-            injected.take_back()
-            return send(replace(message, blob=_flipped(message.blob)))
-
-        return once
-
-    injected.patch(exchange, "_send", wrap)
-
-
 _DROPS: dict[str, Callable[[Injected], None]] = {
     "shm": _silence_bells,
     "tcp": _drop_on_mesh,
-    "gloo": lambda injected: _on_link(injected, lambda frame: None),  # its door is the link
+    "gloo": _drop_on_mesh,
     "link": lambda injected: _on_link(injected, lambda frame: None),
 }
 """Whose control bytes -> how they are lost. Memory loses nothing; what can be lost there is a bell."""
@@ -414,6 +485,6 @@ _DROPS: dict[str, Callable[[Injected], None]] = {
 _CORRUPTIONS: dict[str, Callable[[Injected], None]] = {
     "shm": _flip_in_shared_memory,
     "tcp": _flip_on_mesh,
-    "gloo": _flip_in_message,
+    "gloo": _flip_on_mesh,
     "link": lambda injected: _on_link(injected, lambda frame: _flipped(frame, -1)),
 }

@@ -15,7 +15,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.backends import _in_place
+from raycollect.backends.shm import in_place
 from raycollect.pos.arena import NAME
 from raycollect.pos.segments import Segments
 from tests.faults import inject
@@ -61,7 +61,7 @@ def holds_its_own_only(self):
 
 def strike(self, reached=None, gate=None, blocks=3):
     """Amid this member's next kernel it dies, or says that it has reached a gate and waits there."""
-    fold = _in_place.fold
+    fold = in_place.fold
 
     def struck(*args):
         nonlocal blocks
@@ -73,7 +73,7 @@ def strike(self, reached=None, gate=None, blocks=3):
             ray.get(gate.wait.remote())
         fold(*args)
 
-    _in_place.fold = struck
+    in_place.fold = struck
 
 
 def put(actor, point):

@@ -16,7 +16,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.flight import Flight
+from raycollect.driver.plan_tracker import PlanTracker
 from tests.ray.test_refusals import Gate
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker, block, filled
@@ -55,7 +55,7 @@ def interrupt_a_wait():
 
     def waits():
         frame = sys._current_frames().get(target)
-        return frame is not None and frame.f_code is Flight.wait.__code__
+        return frame is not None and frame.f_code is PlanTracker.wait.__code__
 
     def watch():
         assert wait_until(waits)

@@ -12,7 +12,9 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import diagnosis, errors, vigil
+from raycollect import errors
+from raycollect.driver import stall_report
+from raycollect.group import watchdog
 from tests.faults import inject
 from tests.ray.test_refusals import Gate
 from tests.ray.test_statistics import is_stopped
@@ -105,7 +107,7 @@ def test_a_captured_run_tells_it_too(actors, gate, held):
 
 
 def test_a_wait_that_lasts_is_warned_of_and_the_status_is_live(actors, gate, held, monkeypatch, caplog):
-    monkeypatch.setattr(diagnosis, "QUIET_S", 0.2)
+    monkeypatch.setattr(stall_report, "QUIET_S", 0.2)
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     refs = refs_of(workers)
@@ -118,7 +120,7 @@ def test_a_wait_that_lasts_is_warned_of_and_the_status_is_live(actors, gate, hel
     first, second = group.status().members
     assert_told(late, second.actor)
     assert caught.value.reports[0] is late, "whoever has not begun it comes first"
-    assert first.plans == second.plans == (work._flight.seq,)
+    assert first.plans == second.plans == (work._tracker.seq,)
     assert (first.steps, second.steps) == (("at the door",), ("",))
     assert first.awaited_s == 0
     assert second.awaited_s > late.awaited_s > 0
@@ -237,7 +239,7 @@ def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_coroutine_that_waits_is_warned_too(actors, gate, held, monkeypatch, caplog, captured):
-    monkeypatch.setattr(diagnosis, "QUIET_S", 0.2)
+    monkeypatch.setattr(stall_report, "QUIET_S", 0.2)
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
     refs = refs_of(workers)
@@ -272,12 +274,12 @@ def summed(self, quiet_s, warned=None):
 
     handler.emit = emit
     logging.getLogger("raycollect").addHandler(handler)
-    before = vigil.QUIET_S, vigil.ANSWER_S
-    vigil.QUIET_S, vigil.ANSWER_S = quiet_s, 20  # what is told is looked at, not how fast
+    before = watchdog.QUIET_S, watchdog.ANSWER_S
+    watchdog.QUIET_S, watchdog.ANSWER_S = quiet_s, 20  # what is told is looked at, not how fast
     try:
         col.allreduce(self.buffer)
     finally:
-        vigil.QUIET_S, vigil.ANSWER_S = before
+        watchdog.QUIET_S, watchdog.ANSWER_S = before
         logging.getLogger("raycollect").removeHandler(handler)
     return texts
 
@@ -307,13 +309,13 @@ def test_a_call_of_a_member_that_lasts_is_warned_of(actors, gate, held):
 
 def late(self):
     """Sums up where somebody does not come; gives the error."""
-    before, vigil.LATE_ANSWER_S = vigil.LATE_ANSWER_S, 20  # what is told is looked at, not how fast
+    before, watchdog.LATE_ANSWER_S = watchdog.LATE_ANSWER_S, 20  # what is told is looked at, not how fast
     try:
         col.allreduce(self.buffer, timeout_s=0.3)
     except errors.CollectiveTimeoutError as exc:
         return exc
     finally:
-        vigil.LATE_ANSWER_S = before
+        watchdog.LATE_ANSWER_S = before
 
 
 def test_the_error_of_a_members_call_says_what_the_late_rank_is_doing(actors, gate, held):

@@ -257,7 +257,7 @@ def empty_list(self):
 
 def wipe(self):
     """What no method should do: it empties the store behind everybody's back."""
-    from raycollect.runtime import Runtime
+    from raycollect.member.runtime import Runtime
 
     store = Runtime.current().store
     store.free(list(store._held))
@@ -421,13 +421,16 @@ def in_threads(self, sizes, rounds, timeout_s):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_threads_of_members_that_call_at_once(actors, backend):
-    """Calls of one group are matched in the order in which they come: equal ones are right, others are refused."""
+    """They are told so, or their calls have met by luck; nobody waits for ever, and the group works on."""
     pair = actors(Worker, 2)
     col.declare_collective_group(pair, backend=backend)
-    assert ray.get([one.call.remote(in_threads, [4, 4, 4], 10, PATIENT_S) for one in pair]) == [[[3.0] * 4] * 3] * 2
-    for found in ray.get([one.call.remote(in_threads, [4, 8], 3, 5) for one in pair]):
+    refused = ("ConcurrentCallError", "CollectiveTimeoutError", "PlanAbortedError")  # the last: just past the door
+    for found in ray.get([one.call.remote(in_threads, [4, 4, 4], 10, 2) for one in pair]):
         assert found is not None, "a thread waits for ever"
-        assert all(one in ("MismatchError", "CollectiveTimeoutError", [3.0] * 4, [3.0] * 8) for one in found)
+        assert all(one in (*refused, [3.0] * 4) for one in found), found
+    for found in ray.get([one.call.remote(in_threads, [4, 8], 3, 2) for one in pair]):
+        assert found is not None, "a thread waits for ever"
+        assert all(one in (*refused, "MismatchError", [3.0] * 4, [3.0] * 8) for one in found), found
     assert ray.get([one.call.remote(in_threads, [2], 1, PATIENT_S) for one in pair]) == [[[3.0] * 2]] * 2
 
 
@@ -464,9 +467,11 @@ class Coroutines(col.CollectiveParticipant):
 def test_coroutines_that_call_at_once(actors):
     pair = actors(ray.remote(Coroutines), 2)
     ray.get([one.join.remote(2, rank) for rank, one in enumerate(pair)])
-    for name in ("by_thread", "in_the_loop", "awaited"):
+    for name in ("in_the_loop", "awaited"):  # one thread
         found = ray.get([getattr(one, name).remote(3) for one in pair for _ in range(3)], timeout=60)
         assert found == [[2.0] * 4] * 6
+    for _ in range(3):  # one after the other, in any threads
+        assert ray.get([one.by_thread.remote(3) for one in pair], timeout=60) == [[2.0] * 4] * 2
     streams = [list(one.items.remote()) for one in pair]
     assert_half(streams)
 
@@ -578,8 +583,8 @@ FAULTS = {
 
 def starve(self, how):
     """From now on nothing is allocated for collectives in this process, or everything again."""
-    from raycollect import tensors
-    from raycollect.runtime import Runtime
+    from raycollect.member.runtime import Runtime
+    from raycollect.pos import tensors
 
     def refuse(info):
         raise MemoryError("there is none")
@@ -644,12 +649,12 @@ def test_a_member_without_shared_memory_is_named(actors):
     pair = actors(Worker, 2)
 
     def break_memfd(self):
-        from raycollect import memfd
+        from raycollect.core import shared_memory
 
         def refuse(name, nbytes):
             raise OSError("no memory, as a test wants it")
 
-        memfd.create = refuse
+        shared_memory.create = refuse
 
     ray.get([one.call.remote(break_memfd) for one in pair])
     with pytest.raises(errors.BackendUnavailableError, match=r"rank 0 can't make \d+ bytes of shared memory: no"):

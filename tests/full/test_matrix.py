@@ -1,7 +1,7 @@
 """The whole product: every backend x kernel x dtype x world x elements x root, in place or not, bit for bit.
 
-About 32,000 launches per backend, one per case; `tests/pure/test_backends.py` has a selection of them. Not among the
-tests that run by default. A test is all cases of a backend, a world size and a dtype; it names every case that fails.
+About 32,000 launches per backend, one per case; `tests/pure/backends/test_conformance.py` has some of them. Only
+`make test-full` runs it. A test is all cases of a backend, a world size and a dtype; it names every case that fails.
 """
 
 from __future__ import annotations

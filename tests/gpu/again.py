@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.device_arrays import DeviceArray
-from raycollect.contracts import Communicator
-from raycollect.model import Kernel, Launch, OpKind
+from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.core.protocols import Communicator
 from tests.pure.conformance import Case, as_read, listed, other_values, put_in_place, sides, what_is_wrong
 
 from .cases import LAYOUTS, seen, to_host

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import arrays
-from raycollect.backends._nccl_ops import folds, reduction_of
-from raycollect.contracts import Communicator
+from raycollect.backends.nccl.ops import folds, reduction_of
+from raycollect.core.model import Launch
+from raycollect.core.protocols import Communicator
 from raycollect.errors import UnsupportedError
-from raycollect.model import Launch
 from tests.pure.communicators import Team
 from tests.pure.conformance import (
     NARROW,

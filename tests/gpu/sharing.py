@@ -10,9 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
-from raycollect.backends._ipc_group import share
-from raycollect.contracts import Communicator
-from raycollect.model import GroupSpec
+from raycollect.backends.nccl.ipc_group import share
+from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Communicator
 from tests.pure.communicators import MemoryExchange, ProcessTeam, Team, ThreadTeam, Worker
 
 from . import devices
@@ -29,7 +29,7 @@ class SharingThreads(ThreadTeam):
 
     def _create(self, rank: int) -> Communicator:
         with _as_process(rank):
-            exchange = MemoryExchange(self.star, rank)
+            exchange = MemoryExchange(self.server, rank)
             return share(self.spec, rank, self.rendezvous, exchange, device=DEVICE, why=WHY)
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -54,16 +54,18 @@ class SharingProcesses(ProcessTeam):
     def __init__(self, world_size: int, workers: Sequence[Worker]) -> None:
         Team.__init__(self, "nccl", world_size)
         self.workers = workers[:world_size]
-        self.exchanges = [MemoryExchange(self.star, rank) for rank in self.everyone]
+        self.exchanges = [MemoryExchange(self.server, rank) for rank in self.everyone]
         self.must(body_share, self.spec)
 
 
-def body_share(seat: Any, spec: GroupSpec) -> None:
+def body_share(process_group: Any, spec: GroupSpec) -> None:
     """Joins; the worker's thread works on that GPU from now on."""
     import_module("cupy").cuda.Device(DEVICE).use()
     if not devices.why_no_torch():
         import_module("torch").cuda.set_device(DEVICE)
-    seat.taken = share(spec, seat.rank, seat.line, seat.line, device=DEVICE, why=WHY)
+    process_group.taken = share(
+        spec, process_group.rank, process_group.line, process_group.line, device=DEVICE, why=WHY
+    )
 
 
 def form(world_size: int, workers: Callable[[int], Sequence[Worker]]) -> Team:

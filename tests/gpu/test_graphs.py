@@ -13,9 +13,9 @@ pytest.importorskip("ml_dtypes", reason="raycollect needs ml_dtypes")
 
 import numpy as np
 
-from raycollect.backends._nccl_group import GRAPHS_FROM
+from raycollect.backends.nccl.group import GRAPHS_FROM
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
-from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 from tests.pure.communicators import Team
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
 

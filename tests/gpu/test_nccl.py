@@ -19,8 +19,9 @@ pytest.importorskip("ml_dtypes", reason="raycollect needs ml_dtypes")
 import numpy as np
 
 from raycollect import backends
-from raycollect.backends._nccl_run import FOLD_NBYTES
-from raycollect.contracts import Communicator
+from raycollect.backends.nccl.run import FOLD_NBYTES
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -28,7 +29,6 @@ from raycollect.errors import (
     PlanAbortedError,
     UnsupportedError,
 )
-from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
 from tests.pure.conformance import DTYPES, KINDS, NARROW, REDUCTIONS, Case, every_case, run_launch
 

@@ -14,8 +14,8 @@ pytest.importorskip("msgpack", reason="raycollect needs msgpack")
 import numpy as np
 
 from raycollect.backends import arrays
+from raycollect.core.model import GroupSpec, OpKind, ReduceOp
 from raycollect.errors import RefusedError
-from raycollect.model import GroupSpec, OpKind, ReduceOp
 from tests.pure.communicators import Team
 from tests.pure.fleet import Fleet, contain
 

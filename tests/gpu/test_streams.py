@@ -17,9 +17,9 @@ pytest.importorskip("ml_dtypes", reason="raycollect needs ml_dtypes")
 import numpy as np
 
 from raycollect.backends import streams
-from raycollect.contracts import Communicator
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
-from raycollect.model import Kernel, Launch, OpKind, ReduceOp
 from tests.pure.communicators import Team
 from tests.pure.conformance import run_launch
 

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from raycollect.model import OpKind
+from raycollect.core.model import OpKind
 from raycollect.planner import Link, Made, Plan, Request, Roster, Source, plan, plan_part
-
-from .rosters import request, roster
+from tests.pure.rosters import request, roster
 
 SLOW = Link(latency_s=1e-3, bandwidth=1e7)
 KINDS = (

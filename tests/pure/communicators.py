@@ -17,9 +17,9 @@ from typing import Any
 
 from raycollect import backends
 from raycollect.backends.local import LocalCommunicator, LocalWorld
-from raycollect.contracts import Communicator, SegmentSource
+from raycollect.core.model import GroupSpec, Launch
+from raycollect.core.protocols import Communicator, SegmentSource
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError, RaycollectError
-from raycollect.model import GroupSpec, Launch
 from raycollect.pos.segments import Segments
 
 _ids = itertools.count(1)
@@ -57,13 +57,13 @@ class MemoryExchange:
     """An `Exchange` between threads, one per rank."""
 
     def __init__(self, star: MemoryStar, rank: int) -> None:
-        self._star = star
+        self._server = star
         self._rank = rank
         self._rounds: dict[int, int] = {}
         self._aborted: set[int] = set()
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        star, turn = self._star, self._rounds.get(launch.seq, 0)
+        star, turn = self._server, self._rounds.get(launch.seq, 0)
         self._rounds[launch.seq] = turn + 1
         with star.changed:
             given = star.given.setdefault((launch.seq, turn), {})
@@ -80,9 +80,9 @@ class MemoryExchange:
             return [given[r] for r in launch.ranks]
 
     def abort(self, seq: int) -> None:
-        with self._star.changed:
+        with self._server.changed:
             self._aborted.add(seq)
-            self._star.changed.notify_all()
+            self._server.changed.notify_all()
 
 
 def _is_echo(error: BaseException) -> bool:
@@ -105,7 +105,7 @@ class Team:
         self.everyone = tuple(range(world_size))
         self.spec = GroupSpec(name="team", group_id=f"team-{next(_ids)}", backend=backend, world_size=world_size)
         self.rendezvous = MemoryRendezvous()
-        self.star = MemoryStar()
+        self.server = MemoryStar()
         self._threads = ThreadPoolExecutor(world_size)
         self._seqs = itertools.count(next(_ids) * 1000)
 
@@ -159,7 +159,7 @@ class ThreadTeam(Team):
 
     def _create(self, rank: int) -> Communicator:
         create = backends.load(self.backend, self.spec.name)
-        exchange = MemoryExchange(self.star, rank)
+        exchange = MemoryExchange(self.server, rank)
         return create(self.spec, rank, self.rendezvous, exchange, segments=self._segments(rank))
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -180,7 +180,7 @@ class ProcessTeam(Team):
     def __init__(self, backend: str, world_size: int, workers: Sequence[Worker]) -> None:
         super().__init__(backend, world_size)
         self.workers = workers[:world_size]
-        self.exchanges = [MemoryExchange(self.star, rank) for rank in self.everyone]
+        self.exchanges = [MemoryExchange(self.server, rank) for rank in self.everyone]
         self.must(_join, self.spec)
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -282,14 +282,14 @@ class _Seat:
 def _work(pipe: Connection) -> None:
     """The worker's life: jobs until the pipe closes."""
     line = _Line(pipe)
-    seats: dict[tuple[str, int], _Seat] = {}
+    process_groups: dict[tuple[str, int], _Seat] = {}
     while True:
         try:
             group, body, args = pipe.recv()
         except EOFError:
             return
-        seat = seats.setdefault(group, _Seat(group[1], line))
-        result = _attempt(body, (seat.taken or seat, *args))
+        process_group = process_groups.setdefault(group, _Seat(group[1], line))
+        result = _attempt(body, (process_group.taken or process_group, *args))
         if body is _leave:
-            del seats[group]
+            del process_groups[group]
         pipe.send(("done", result))

@@ -18,12 +18,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from raycollect import backends, tensors
+from raycollect import backends
 from raycollect.backends import arrays
-from raycollect.contracts import Communicator
-from raycollect.model import Kernel, Launch, OpKind, ReduceOp
-
-from .communicators import Team
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.pos import tensors
+from tests.pure.communicators import Team
 
 BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm tcp gloo torch:gloo").split())
 """Which backends the suite runs on; the environment names others, which installed packages add."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.fake_cupy import Fake
-
-from .fleet import Fleet, MakeFleet
-from .mixed import Mixed, faked, mixing
+from tests.pure.fleet import Fleet, MakeFleet
+from tests.pure.mixed import Mixed, faked, mixing
+from tests.pure.processes import Crew
 
 
 @pytest.fixture
@@ -54,3 +55,22 @@ def no_ray() -> Iterator[None]:
     if _has_ray() and not before:
         sys.modules["ray"].shutdown()
         raise AssertionError("the test has started Ray")
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Crew]:
+    """Processes that become members of groups."""
+    crew = Crew()
+    yield crew
+    crew.close()
+
+
+@pytest.fixture
+def crew(processes: Crew, tmp_path: Path) -> Iterator[Crew]:
+    """The same, with a rendezvous directory in which nothing may stay."""
+    path = tmp_path / "rendezvous"
+    path.mkdir(mode=0o700)
+    processes.rendezvous = f"file://{path}"
+    yield processes
+    processes.rest()
+    assert not list(path.iterdir()), "a record stayed behind"

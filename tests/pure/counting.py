@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from raycollect.model import OpKind
+from raycollect.core.model import OpKind
 from raycollect.planner import Local, Part
 
 Flow = tuple[int, int, float]

@@ -13,16 +13,15 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.local import LocalCommunicator, LocalWorld
-from raycollect.contracts import Communicator, Completion, Faults, NoFaults
+from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
+from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
+from raycollect.engine.execution import POINTS, Execution, Instruments, Outcome
+from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.errors import KernelError, RefusedError
-from raycollect.executor import POINTS, Execution, Instruments, Outcome
-from raycollect.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
 from raycollect.observe import Recorder
-from raycollect.packing import Pool
 from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
 from raycollect.pos import Container, Store
-
-from .meaning import REDUCTIONS
+from tests.pure.meaning import REDUCTIONS
 
 WAIT_S = 20.0
 """How long a test waits for what must happen."""
@@ -250,7 +249,7 @@ class Convoy:
         self.stores = [Store() for _ in range(self.count)]
         self.recorders = [Recorder(Ticks()) for _ in range(self.count)]
         self.faults: Faults = NoFaults()
-        self.staging = [Pool() for _ in range(self.count)]
+        self.staging = [FusionPool() for _ in range(self.count)]
         self.allocate: Callable[[Any], Any] = arrays.empty
         self.waiting: Callable[[Key], None] | None = None
         self.seq = 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.model import PIECES, OpKind, ReduceOp
+from raycollect.core.model import PIECES, OpKind, ReduceOp
 
 KINDS = tuple(kind for kind in OpKind if kind is not OpKind.RECV)
 REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)

@@ -13,18 +13,18 @@ import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import numpy as np
 import pytest
 
-from raycollect import staging
-from raycollect.backends import arrays, nccl
+from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
-from raycollect.contracts import Communicator
-from raycollect.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.backends.nccl import communicator as nccl
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.engine import device_staging
+from raycollect.engine.device_staging import StagingBuffers, memory_of
 from raycollect.planner import Domain
-from raycollect.staging import StandIns, memory_of
 from tests.fake_cupy import Fake, installed
-
-from .communicators import MemoryExchange, ThreadTeam
-from .fleet import Fleet
-from .meaning import REDUCTIONS, gives_of, meaning
+from tests.pure.communicators import MemoryExchange, ThreadTeam
+from tests.pure.fleet import Fleet
+from tests.pure.meaning import REDUCTIONS, gives_of, meaning
 
 WORLD = 3
 KINDS = (
@@ -47,11 +47,11 @@ Device = int | None
 @contextmanager
 def faked(seed: int = 0) -> Iterator[Fake]:
     """A fake of cupy, with a GPU for each rank."""
-    staging._idle.clear()
+    device_staging._idle.clear()
     with installed(WORLD, seed=seed) as made:
         yield made
         made.drain()
-    staging._idle.clear()
+    device_staging._idle.clear()
 
 
 class Mixed:
@@ -78,7 +78,7 @@ class Mixed:
     def _nccl(self, team: ThreadTeam, rank: int) -> Communicator:
         with self.cupy.cuda.Device(rank):
             spec = replace(team.spec, backend="nccl")
-            return nccl.create(spec, rank, team.rendezvous, MemoryExchange(team.star, rank))
+            return nccl.create(spec, rank, team.rendezvous, MemoryExchange(team.server, rank))
 
     def close(self) -> None:
         self.fleet.close()
@@ -203,17 +203,17 @@ def body_staged(communicator: Communicator, launches: Sequence[Launch], on_gpu: 
             "allgather": (made(2, rank + 1.0), tuple(made(2, 0.0) for _ in ranks), {"most": 2}),
         }
         for launch, (kind, (src, dst, others)) in zip(launches, kernels.items(), strict=True):
-            stand_ins = StandIns({domain: "cpu"})
-            sides = stand_ins.side(src, domain), stand_ins.side(dst, domain)
-            carriage = stand_ins.carriage([sides])
-            assert (carriage is not None) == (rank == on_gpu)
+            staging_buffers = StagingBuffers({domain: "cpu"})
+            sides = staging_buffers.side(src, domain), staging_buffers.side(dst, domain)
+            staging_copies = staging_buffers.staging_copies([sides])
+            assert (staging_copies is not None) == (rank == on_gpu)
             communicator.agree(launch, b"")
-            if carriage is not None:
-                carriage.load(lambda: None)
+            if staging_copies is not None:
+                staging_copies.load(lambda: None)
             kernel = Kernel(kind=OpKind(kind), src=sides[0], dst=sides[1], **others)
             communicator.launch(launch, kernel).wait(launch.timeout_s)
-            if carriage is not None:
-                carriage.unload(lambda: None)
+            if staging_copies is not None:
+                staging_copies.unload(lambda: None)
             communicator.end(launch, True)
             for one in dst if type(dst) is tuple else (dst,):
                 found.append(np.ravel(one.tensor.get() if rank == on_gpu else one).tolist())

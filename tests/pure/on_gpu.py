@@ -17,15 +17,14 @@ import numpy as np
 
 from raycollect import backends
 from raycollect.backends import arrays
-from raycollect.backends._nccl_ops import reduction_of
 from raycollect.backends.device_arrays import DeviceArray, device_id
-from raycollect.contracts import Communicator
-from raycollect.model import Launch, OpKind
+from raycollect.backends.nccl.ops import reduction_of
+from raycollect.core.model import Launch, OpKind
+from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake, installed
 from tests.gpu.cases import LAYOUTS as ON_DEVICE
-
-from .communicators import MemoryExchange, ThreadTeam
-from .conformance import (
+from tests.pure.communicators import MemoryExchange, ThreadTeam
+from tests.pure.conformance import (
     NARROW,
     Case,
     as_read,
@@ -77,7 +76,7 @@ class GpuTeam(ThreadTeam):
         create = backends.load(self.backend, self.spec.name)
         spec = replace(self.spec, options=self._options)
         with self.device_of(rank):
-            return create(spec, rank, self.rendezvous, MemoryExchange(self.star, rank))
+            return create(spec, rank, self.rendezvous, MemoryExchange(self.server, rank))
 
     def device_of(self, rank: int) -> Any:
         """A rank's device, as a context manager."""

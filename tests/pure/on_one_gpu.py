@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from raycollect.backends._ipc_group import IpcCommunicator
-from raycollect.contracts import Communicator
+from raycollect.backends.nccl.ipc_group import IpcCommunicator
+from raycollect.core.protocols import Communicator
 from tests.fake_cupy import Fake
-
-from .on_gpu import GpuTeam, gpus
+from tests.pure.on_gpu import GpuTeam, gpus
 
 OLD = 22907
 """An NCCL that does not take several ranks on one GPU."""

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-import raycollect.cores
+import raycollect.core.cpu_affinity
 
 
 class Cores:
@@ -35,7 +35,7 @@ class Cores:
 
     def install(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Cores:
         """Takes the place of the real system, also for modules that have imported `current_core`."""
-        for module in (raycollect.cores, *modules):
+        for module in (raycollect.core.cpu_affinity, *modules):
             monkeypatch.setattr(module, "current_core", self.current)
         monkeypatch.setattr(os, "sched_getaffinity", self.get_mask)
         monkeypatch.setattr(os, "sched_setaffinity", self.set_mask)

@@ -128,21 +128,21 @@ def outcome(future):
 
 
 def join(world_size, rank, backend, name, timeout_ms, rendezvous):
-    from raycollect import imperative
+    from raycollect.member import verbs as imperative
 
     imperative.init_collective_group(world_size, rank, backend, name, timeout_ms, rendezvous=rendezvous)
 
 
 def leave_all():
-    from raycollect.seats import Seats
+    from raycollect.group.process_groups import ProcessGroups
 
-    seats = Seats.current()
-    for seat in list(seats._seats.values()):
-        seats.remove(seat)
-        seat.close()
-    for fading in seats.fading.values():
+    process_groups = ProcessGroups.current()
+    for process_group in list(process_groups._process_groups.values()):
+        process_groups.remove(process_group)
+        process_group.close()
+    for fading in process_groups.notices.values():
         fading.end()
-    seats.fading.clear()
+    process_groups.notices.clear()
 
 
 def _work(pipe: Connection) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raycollect.model import GroupSpec, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, OpKind, ReduceOp
 from raycollect.planner import ALGORITHMS, Inner, Part, Request, Roster, Topology, brought
 from raycollect.planner.algorithms import build
-from raycollect.planner.passes import lower
+from raycollect.planner.lower import lower
 from raycollect.planner.setting import Setting
 
 ALL_OPS = tuple(kind.value for kind in OpKind)

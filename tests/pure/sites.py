@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import numpy as np
 
-from raycollect.controller import Controller
+from raycollect.core.model import Key, task_key
+from raycollect.driver.controller_messages import ControllerMessages
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.engine.execution import Instruments
 from raycollect.errors import RaycollectError
-from raycollect.executor import Instruments
-from raycollect.lease import Lease
-from raycollect.model import Key, task_key
+from raycollect.member.lease import Lease
+from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder
-from raycollect.peer import Peer
 from raycollect.planner import decode_order
 from raycollect.pos import Store
-from raycollect.watch import Watch
 from tests.pure.fleet import contain
 
 WAIT_S = 60.0
@@ -96,7 +96,7 @@ class Method:
 class Site:
     """A participant: an actor whose methods and tasks come one by one, its store, and its lease."""
 
-    def __init__(self, number: int, tell: Callable[[Peer, Any], None], owner: Controller) -> None:
+    def __init__(self, number: int, tell: Callable[[ParticipantLink, Any], None], owner: ControllerMessages) -> None:
         self.number = number
         self.store = Store()
         self.values = first_values(number)
@@ -108,16 +108,16 @@ class Site:
             actor=f"Worker({number})",
             actor_id=f"{number:032x}",
             is_ordered=True,
-            turn=self.turn,
+            method_lock=self.turn,
             instruments=Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic),
-            watch=Watch(),
+            watch=WaitMonitor(),
             keep=self.store.put,
         )
         self._hub = Line(lambda message: tell(self.peer, message))
         self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises))
         self.queue = Line(lambda task: task())
         info = {"participant": True, "actor": premises.actor, "actor_id": premises.actor_id, "incarnation": "i"}
-        self.peer = Peer(owner, info, SimpleNamespace(_raycollect_run=self), lambda actor, payload: None)
+        self.peer = ParticipantLink(owner, info, SimpleNamespace(_raycollect_run=self), lambda actor, payload: None)
         self.peer.link = Line(self.lease.received)  # type: ignore[assignment]
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class Site:
     # ------------------------------------------------------------------------------------------ its queue
 
     def options(self, *, num_returns: int, **_: Any) -> Any:
-        """What `Peer.submit` calls to submit a program as an actor task."""
+        """What `ParticipantLink.submit` calls to submit a program as an actor task."""
         return SimpleNamespace(remote=lambda payload: self._submit(payload, num_returns))
 
     def _submit(self, payload: bytes, outputs: int) -> list[Ref]:

@@ -73,7 +73,7 @@ def test_no_devices():
 
 def _handed_over(seed: int, **how: Any) -> bool:
     """Whether what one stream writes is what another one reads, which waits for it or doesn't."""
-    with installed(seed=seed) as fake:
+    with installed(seed=seed) as fake, fake.alone():
         cupy = fake.cupy
         first = cupy.cuda.Stream(non_blocking=how.get("first_non_blocking", True))
         second = cupy.cuda.Stream.null if how.get("null") else cupy.cuda.Stream(non_blocking=True)

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 
 import raycollect as col
-from raycollect.controller import Controller
+from raycollect.driver.controller import Controller
 
 
 def hold(actor, value):
@@ -35,4 +35,4 @@ def nothing_sent(submits):
     before = len(submits)
     yield
     assert len(submits) == before
-    assert [flight for flight in Controller.current().flights() if not flight.resolved] == []
+    assert [tracker for tracker in Controller.current().trackers() if not tracker.resolved] == []

@@ -8,7 +8,7 @@ import numpy as np
 import ray
 
 import raycollect as col
-from raycollect.runtime import Runtime
+from raycollect.member.runtime import Runtime
 from tests.lives import lasting
 from tests.ray.workers import Buffers
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from raycollect.peer import Peer
+from raycollect.driver.participant_link import ParticipantLink
 
 
 @pytest.fixture
 def submits(monkeypatch):
     """What is submitted to participants: (actor, number of outputs)."""
-    sent, submit = [], Peer.submit
+    sent, submit = [], ParticipantLink.submit
 
     def counted(self, payload, outputs):
         sent.append((self.info["actor"], outputs))
         return submit(self, payload, outputs)
 
-    monkeypatch.setattr(Peer, "submit", counted)
+    monkeypatch.setattr(ParticipantLink, "submit", counted)
     return sent
 
 
@@ -24,7 +24,7 @@ def submits(monkeypatch):
 def by_channel(monkeypatch):
     """As on a machine without shared memory for doorbells."""
 
-    def refuse(seats):
+    def refuse(slots):
         raise OSError("no memory")
 
-    monkeypatch.setattr("raycollect.capturing.Doorbell", refuse)
+    monkeypatch.setattr("raycollect.captured.install.Doorbell", refuse)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ray
 
-from raycollect.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 
 pytest.importorskip("torch", reason="Ray's gloo group is torch's")
 

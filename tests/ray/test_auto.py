@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import raycollect as col
-from raycollect import memberships, rollcall
 from raycollect.backends import Gpu
+from raycollect.driver import groups, member_discovery
 from tests.ray.workers import Worker
 
 pytestmark = pytest.mark.usefixtures("tidy")
@@ -22,14 +22,14 @@ def _has_cupy(self):
 @pytest.fixture
 def owners(actors, monkeypatch):
     """Actors of which Ray says that each has a GPU."""
-    described = rollcall.describe
+    described = member_discovery.describe
     own = {"accelerators": (("GPU", ("0",)),)}
-    monkeypatch.setattr(rollcall, "describe", lambda *args: [info | own for info in described(*args)])
+    monkeypatch.setattr(member_discovery, "describe", lambda *args: [info | own for info in described(*args)])
     return actors(Worker, 2)
 
 
 def test_actors_without_gpus_are_not_asked(actors, monkeypatch):
-    monkeypatch.setattr("raycollect.plain.gpu", None)
+    monkeypatch.setattr("raycollect.member.runtime.gpu", None)
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     assert group.backend == "shm"
@@ -51,7 +51,7 @@ def test_actors_with_gpus_that_can_not_be_used_meet_as_before(owners):
 
 def test_the_plan_says_why_gpus_are_not_used(owners, monkeypatch):
     shared = Gpu(bus="0000:10:00.0", version=23000, may_share=False)
-    monkeypatch.setattr(memberships.rollcall, "gpus", lambda *_: [shared] * 2)
+    monkeypatch.setattr(groups.member_discovery, "gpus", lambda *_: [shared] * 2)
     col.declare_collective_group(owners)
     refs = [worker.get_buffer.remote() for worker in owners]
     told = col.plan(col.allreduce_refs, refs).explain()

@@ -12,9 +12,10 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import batches, errors
-from raycollect.controller import Controller
-from raycollect.memberships import DERIVED_LIMIT
+from raycollect import errors
+from raycollect.driver import batch as batches
+from raycollect.driver.controller import Controller
+from raycollect.driver.groups import DERIVED_LIMIT
 from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
 from tests.ray.test_store import AsyncActor, wait_until
 from tests.ray.workers import Plain, Worker
@@ -160,7 +161,7 @@ def test_more_derived_groups_than_are_kept_in_one_block(actors):
             col.broadcast_refs([refs[a], refs[b]])
     assert found(refs) == [[1]] * 5
     col.broadcast_refs([refs[4], refs[3]])
-    assert len(Controller.current()._groups.derived) == DERIVED_LIMIT
+    assert len(Controller.current().groups.derived) == DERIVED_LIMIT
 
 
 def test_async_and_threaded_actors(actors):
@@ -212,7 +213,7 @@ def test_actors_without_the_mixin_take_part_in_barriers(actors):
 
 
 def test_the_same_calls_on_other_refs_are_not_planned_again(trio):
-    from raycollect.dispatch import prepare
+    from raycollect.driver.dispatch import prepare
 
     def once(first):
         refs, others = spread(trio, lambda rank: [first + rank]), spread(trio)

@@ -13,9 +13,10 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import batches, errors
-from raycollect.controller import Controller
-from raycollect.peer import Peer
+from raycollect import errors
+from raycollect.driver import batch as batches
+from raycollect.driver.controller import Controller
+from raycollect.driver.participant_link import ParticipantLink
 from tests.faults import inject
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.test_refusals import Gate
@@ -182,11 +183,11 @@ def test_a_block_that_is_left_in_another_context_sends_nothing(actors, submits, 
             with pytest.raises(errors.BatchError, match="failed"):
                 made.ref  # noqa: B018
         assert context.run(batches.current) is outer, "what it has left behind is no block"
-        assert len(Controller.current()._groups.in_use) == is_nested
+        assert len(Controller.current().groups.in_use) == is_nested
     for use in (lambda: batch.refs, batch.wait, batch.done, lambda: batch.work):
         with pytest.raises(errors.BatchError, match="failed"):
             use()
-    assert not Controller.current()._groups.in_use, "its derived group is not held any more"
+    assert not Controller.current().groups.in_use, "its derived group is not held any more"
     submits.clear()
     context.run(col.allreduce_refs, refs)
     assert len(submits) == 3
@@ -202,7 +203,7 @@ def test_an_exception_that_leaves_a_block_in_another_context_is_passed_on(trio, 
             block.throw(ZeroDivisionError())
         with pytest.raises(errors.BatchError, match="failed"):
             seen[0].wait()
-    assert not Controller.current()._groups.in_use
+    assert not Controller.current().groups.in_use
 
 
 # ---------------------------------------------------------------------------------------------- faults
@@ -264,14 +265,14 @@ def test_a_failure_in_a_batch_aborts_it_everywhere(actors):
 def test_a_submit_that_fails_aborts_the_batch_on_those_that_have_it(trio, monkeypatch):
     refs = spread(trio)
     with monkeypatch.context() as patched:
-        submit = Peer.submit
+        submit = ParticipantLink.submit
 
         def full(self, payload, outputs):
             if self.info["actor_id"] == trio[1]._actor_id.hex():
                 raise RuntimeError("too many calls")
             return submit(self, payload, outputs)
 
-        patched.setattr(Peer, "submit", full)
+        patched.setattr(ParticipantLink, "submit", full)
         with pytest.raises(errors.DispatchError, match="too many calls") as caught, col.batch(timeout_s=30) as batch:
             col.allreduce_refs(refs)
             made = col.allgather_refs(None, refs)

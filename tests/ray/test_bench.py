@@ -9,9 +9,9 @@ import pytest
 import ray
 from click.testing import CliRunner
 
-from raycollect import bench
-from raycollect.bench import measuring, operations
-from raycollect.cli import main
+from raycollect.cli import bench
+from raycollect.cli.bench import measuring, operations
+from raycollect.cli.commands import main
 from raycollect.errors import ArenaFullError, KernelError
 
 WAYS = tuple(bench.WAYS)

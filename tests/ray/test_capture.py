@@ -12,11 +12,12 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors, ray_internals
+from raycollect import errors
+from raycollect.channel.doorbell import IN_FLIGHT, INLINE_NBYTES
 from raycollect.channel.messages import Run
-from raycollect.controller import Controller
-from raycollect.doorbell import IN_FLIGHT, INLINE_NBYTES
-from raycollect.peer import Peer
+from raycollect.core import ray_internals
+from raycollect.driver.controller import Controller
+from raycollect.driver.participant_link import ParticipantLink
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import Coroutines, Learner, captured_here
 from tests.ray.test_store import wait_until
@@ -34,14 +35,14 @@ def trio(actors):
 @pytest.fixture
 def mailed(monkeypatch):
     """The runs that are sent over the channel."""
-    sent, send = [], Peer.send
+    sent, send = [], ParticipantLink.send
 
     def counted(self, message):
         if isinstance(message, Run):
             sent.append(message)
         return send(self, message)
 
-    monkeypatch.setattr(Peer, "send", counted)
+    monkeypatch.setattr(ParticipantLink, "send", counted)
     return sent
 
 
@@ -281,13 +282,13 @@ def test_several_runs_are_under_way_in_order(trio, request, carrier):
         col.allreduce_refs(refs, op="max")
         step.returns([step.call(worker, "note", number) for worker in trio])
     works = [step.run(number=number, async_op=True) for number in range(3 * IN_FLIGHT)]
-    assert len([one for one in Controller.current().flights() if not one.resolved]) <= IN_FLIGHT
+    assert len([one for one in Controller.current().trackers() if not one.resolved]) <= IN_FLIGHT
     assert works[-1].wait() == [3 * IN_FLIGHT] * 3
     assert [work.wait() for work in works] == [[number + 1] * 3 for number in range(3 * IN_FLIGHT)]
     assert all(work.done() for work in works)
     assert "done" in repr(works[0])
     assert ray.get(trio[1].noted.remote()) == [((number,), {}) for number in range(3 * IN_FLIGHT)]
-    assert list(Controller.current().flights()) == []
+    assert list(Controller.current().trackers()) == []
 
     async def main():
         return await asyncio.gather(*[step.run(number=number, async_op=True) for number in range(4)])
@@ -418,7 +419,7 @@ def test_close_lets_go_of_everything(trio, submits):
         step.close()
     assert wait_until(lambda: held_by(trio) == [0] * 3)
     assert wait_until(lambda: held() == before)
-    assert not Controller.current()._groups.in_use
+    assert not Controller.current().groups.in_use
     with nothing_sent(submits):
         for use in (step.run, step.tensor_infos):
             with pytest.raises(errors.CaptureError, match="closed"):
@@ -452,7 +453,7 @@ def test_a_step_that_nobody_has_is_closed(actors):
     col.barrier("other")
     assert wait_until(lambda: held_by(trio) == [0] * 3)
     col.allreduce_refs(refs[:2])
-    assert not Controller.current()._groups.in_use
+    assert not Controller.current().groups.in_use
 
 
 def test_derived_groups_are_kept(actors):

@@ -11,7 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.controller import Controller
+from raycollect.driver.controller import Controller
 from tests.faults import inject
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import Learner, captured_here
@@ -61,9 +61,9 @@ def works_on(workers):
 
 def all_landed():
     """Whether nobody runs anything any more, or soon will not."""
-    flights = Controller.current().flights
-    landed = wait_until(lambda: not flights())
-    assert landed, [(flight.seq, flight._pending, flight.error) for flight in flights()]
+    trackers = Controller.current().trackers
+    landed = wait_until(lambda: not trackers())
+    assert landed, [(tracker.seq, tracker._pending, tracker.error) for tracker in trackers()]
     return True
 
 
@@ -239,7 +239,7 @@ def test_cancel_and_waits_that_end(trio, pipe):
         with pytest.raises(errors.PlanAbortedError):
             work.wait()
     assert is_broken(step, "cancelled")
-    (first,) = (one for one in Controller.current().flights() if one.seq == works[0]._flight.seq)
+    (first,) = (one for one in Controller.current().trackers() if one.seq == works[0]._tracker.seq)
     assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the door"
     let_go()
     assert all_landed()
@@ -299,7 +299,7 @@ def refused(kind, match, record):
     """A block is refused, and holds no group."""
     with pytest.raises(kind, match=match) as caught, col.capture() as step:
         record(step)
-    assert not Controller.current()._groups.in_use
+    assert not Controller.current().groups.in_use
     with pytest.raises(errors.CaptureError, match="can't run"):
         step.run()
     return caught.value

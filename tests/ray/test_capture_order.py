@@ -29,7 +29,7 @@ def trio(actors):
 
 def is_behind(work):
     """Whether a run went through the actors' queues."""
-    return work._flight.is_fenced
+    return work._tracker.is_fenced
 
 
 def chained(first, second, opened):

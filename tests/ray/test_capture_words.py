@@ -66,6 +66,7 @@ def test_methods_are_checked_when_they_are_recorded(pair, submits):
                 lambda step, args=args, kwargs=kwargs: step.call(one, "named", *args, **kwargs),
             )
             assert error.violations[0].expected == "named(first, *, second=2)"
+            assert "the call: list of arguments is not what named of Odd(" in str(error)
         refused(errors.InvalidArgumentError, "called already", lambda step: step.call(ref))
         refused(errors.InvalidArgumentError, "method is missing", lambda step: step.call(one))
 

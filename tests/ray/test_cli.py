@@ -13,7 +13,8 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import doctor, posted
+from raycollect.cli import doctor
+from raycollect.group import cluster_registry
 from tests.ray.workers import Plain, Worker
 
 ROOT = Path(col.__file__).parents[1]
@@ -48,12 +49,12 @@ def _run(*args):
 @pytest.fixture
 def reader(tidy):
     """What a stranger sees; in this process, which takes no second to start."""
-    return posted.Cluster(ray.get_runtime_context().gcs_address)
+    return cluster_registry.ClusterReader(ray.get_runtime_context().gcs_address)
 
 
 def _settled():
     """Returns when the cluster has all that this process has posted so far."""
-    posted._posting.submit(int).result(timeout=60)
+    cluster_registry._posting.submit(int).result(timeout=60)
 
 
 def _named(reader, name):
@@ -90,13 +91,13 @@ def test_members_are_as_ray_says_and_a_rebuilt_group_replaces_itself(actors, rea
         if found.members[1].state == "DEAD":
             break
     assert [one.state for one in found.members] == ["ALIVE", "DEAD", "ALIVE"]
-    assert posted.summary(found.members) == "broken: rank 1 gone"
+    assert cluster_registry.summary(found.members) == "broken: rank 1 gone"
 
     group.rebuild()
     [again] = _named(reader, "mortal")
     assert (again.epoch, len(again.members)) == (1, 2)
     assert again.group_id != found.group_id
-    assert posted.summary(again.members) == "all members alive"
+    assert cluster_registry.summary(again.members) == "all members alive"
     group.destroy()
     assert _named(reader, "mortal") == []
 

@@ -12,9 +12,10 @@ import ray
 
 import raycollect as col
 from raycollect import backends, errors
-from raycollect.controller import Controller
-from raycollect.group import Declaration
-from raycollect.model import GroupSpec
+from raycollect.core.model import GroupSpec
+from raycollect.driver.batch import record
+from raycollect.driver.controller import Controller
+from raycollect.group.declaration import Declaration
 from tests.ray.test_refusals import refused
 from tests.ray.workers import Plain, Worker
 
@@ -54,7 +55,7 @@ class Unmade(col.CollectiveParticipant):
 
 
 def spec_of(group_name="default"):
-    return Controller.current().named(group_name).spec
+    return Controller.current().groups.named(group_name).spec
 
 
 def test_an_actor_that_could_not_be_made_is_told_with_the_cause(actors):
@@ -141,6 +142,42 @@ def test_rays_own_call_runs_unchanged(actors):
     assert spec_of("10").backend == "shm"
 
 
+def test_the_limit_of_a_group_is_that_of_its_calls(actors):
+    def limits(call):
+        return [asked.timeout_s for asked in record(call).asked]
+
+    def calls():
+        col.allreduce_refs(refs)
+        col.barrier("named")
+        col.allreduce_refs(refs, "named", timeout_s=3)
+        with col.batch(timeout_s=2):
+            col.send_ref(*refs, "named")
+            col.broadcast_refs(refs, 1, "named", timeout_s=3)
+        col.allgather_refs(None, refs, "named")
+
+    workers = actors(Worker, 2)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    group = col.declare_collective_group(workers, group_name="named", timeout_s=7.5)
+    assert limits(calls) == [60.0, 7.5, 3.0, 2.0, 3.0, 7.5]
+    assert spec_of("named").timeout_s == 7.5
+    assert ray.get(workers[1].call.remote(lambda self: col.get_group_handle("named").timeout_s)) == 7.5
+    with col.capture(timeout_s=4) as step:
+        col.barrier("named")
+        col.barrier("named", timeout_s=5)
+        assert [asked.timeout_s for asked in step._block.request_list.asked] == [4.0, 5.0]
+    with col.capture() as step:
+        col.barrier("named")
+        assert step._block.request_list.asked[0].timeout_s == 7.5
+    group.rebuild(timeout_s=30)
+    assert limits(lambda: col.barrier("named")) == [7.5], "that of rebuilding is for joining alone"
+    col.declare_collective_group(workers, group_name="both", timeout_s=7.5, gloo_timeout=1000)
+    assert limits(lambda: col.barrier("both")) == [7.5]
+    assert spec_of("both").timeout_s == 1.0
+    for wrong in (0, -1, float("inf"), "5"):
+        with refused(errors.InvalidGroupError, "timeout_s is"):
+            col.declare_collective_group(workers, group_name="wrong", timeout_s=wrong)
+
+
 def test_defect_5_a_wrong_world_size_is_refused(actors):
     workers = actors(Plain, 2)
     for world_size in (3, 0, -1, True, 2.5, [2]):
@@ -183,8 +220,30 @@ def test_a_members_verb_on_the_driver_is_told_apart(actors):
     col.declare_collective_group(actors(Worker, 2), group_name="g")
     with refused(errors.UnknownGroupError, "this process drives it", "allreduce_refs(refs)"):
         col.allreduce(np.ones(2), "g")
-    with refused(errors.UnknownGroupError, "a ReduceOp is no group's name"):
+    with refused(errors.UnknownGroupError, "a ReduceOp is no group's name", "op='sum'"):
         col.allreduce(np.ones(2), col.types.ReduceOp.SUM)
+
+
+def test_a_group_stands_for_its_name(actors):
+    def member(self, group):
+        x = np.full(2, col.get_rank(group) + 1.0)
+        col.allreduce(x, group, op="max")
+        col.barrier(group)
+        return group, x[0], col.get_collective_group_size(group), col.is_group_initialized(group)
+
+    workers = actors(Worker, 2)
+    group = col.declare_collective_group(workers, group_name="mine")
+    refs = [worker.get_buffer.remote() for worker in workers]
+    assert col.get(col.allreduce_refs(refs, group))[0][0] == 2
+    with col.batch():
+        col.broadcast_refs(refs, 1, group)
+        col.send_ref(*refs, group_name=group)
+    col.barrier(group)
+    assert "mine" in str(col.plan(col.reduce_refs, refs, 0, group, "avg"))
+    assert ray.get([worker.call.remote(member, group) for worker in workers]) == [("mine", 2.0, 2, True)] * 2
+    col.destroy_collective_group(group)
+    with refused(errors.UnknownGroupError, "'mine'", "not declared"):
+        col.allreduce_refs(refs, group)
 
 
 # ---------------------------------------------------------------------------------------------- options
@@ -195,7 +254,7 @@ def test_options_reach_every_member(actors):
 
     def register(self):
         from raycollect import backends
-        from raycollect.backends import shm
+        from raycollect.backends.shm import communicator as shm
 
         def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
             register.seen = spec

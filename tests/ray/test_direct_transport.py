@@ -10,7 +10,8 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors, ray_internals
+from raycollect import errors
+from raycollect.core import direct_transport
 from tests.ray.test_refusals import Gate
 from tests.ray.test_store import held, wait_until
 from tests.ray.workers import Buffers
@@ -118,7 +119,7 @@ def stored(actor):
 def test_allreduce_in_place_is_seen_by_those_to_whom_ray_moves_it(trio):
     a, b, c = trio
     refs = [a.get_moved.remote(), b.get_moved.remote()]
-    assert all(map(ray_internals.is_direct, refs))
+    assert all(map(direct_transport.is_direct, refs))
 
     assert col.allreduce_refs(refs) == refs
 
@@ -149,7 +150,7 @@ def test_mixed_with_ordinary_refs_in_a_batch_and_in_a_send(trio):
 
     assert ray.get(c.take.remote(moved)) == ("Tensor", [3.0] * 10)
     assert col.get(sent).tolist() == [3.0] * 10
-    assert not ray_internals.is_direct(sent)
+    assert not direct_transport.is_direct(sent)
     ray.get(b.set_buffer.remote(np.zeros(10, np.float32)))
     taken = b.get_moved.remote()
     with pytest.raises(errors.NotATensorError):
@@ -248,7 +249,7 @@ def test_a_plan_waits_for_the_method(trio, actors):
 def test_a_ref_that_is_watched_tells_its_handle(trio):
     a, _, _ = trio
     told, done = [], threading.Event()
-    ray_internals.on_completed(a.get_moved.remote(), lambda value: (told.append(value), done.set()))
+    direct_transport.on_completed(a.get_moved.remote(), lambda value: (told.append(value), done.set()))
     assert done.wait(30)
     assert isinstance(told[0], col.Handle)
 

@@ -11,6 +11,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import (
+    CollectiveTimeoutError,
     GroupBrokenError,
     GroupExistsError,
     InvalidGroupError,
@@ -106,6 +107,42 @@ def test_the_environment_names_a_group(actors):
     assert all((x == 3).all() for x in found)
 
 
+def _live(worker, rank, rounds):
+    """Forms a group, uses it and leaves it, again and again, at a pace of its own; each rank leads in turn."""
+    for number in range(rounds):
+        col.init_collective_group(3, (rank + number) % 3, "auto", "again")
+        assert (allreduce(rank, "again") == 6).all()
+        col.destroy_collective_group("again")
+        if (number + rank) % 4 == 0:
+            time.sleep(0.002 * rank)  # it has something else to do
+
+
+def test_a_group_is_formed_again_and_again_by_members_of_unequal_pace(actors):
+    living = [one.call.remote(_live, rank, 30) for rank, one in enumerate(actors(Plain, 3))]
+    assert told(living) == [None] * 3
+
+
+def _post_garbage(worker):
+    from raycollect.group.ray_bootstrap_store import RayBootstrapStore
+
+    RayBootstrapStore().replace("garbage", b"{}")
+
+
+def _join_there(worker, rank, timeout_ms):
+    col.init_collective_group(2, rank, "auto", "garbage", timeout_ms)
+    return allreduce(rank, "garbage")[0]
+
+
+def test_what_is_no_record_is_named_by_who_follows_and_replaced_by_who_leads(actors):
+    workers = actors(Plain, 2)
+    assert told([workers[0].call.remote(_post_garbage)]) == [None]
+    [error] = told([workers[1].call.remote(_join_there, 1, 300)])
+    assert isinstance(error, CollectiveTimeoutError), error
+    assert "no record of rank 0" in str(error)
+    assert "Ray's internal key-value store" in str(error)
+    assert told([one.call.remote(_join_there, rank, 20_000) for rank, one in enumerate(workers)]) == [3.0] * 2
+
+
 def test_a_second_group_of_that_name_is_refused(actors):
     workers = bare(actors, 2)
     assert on_all(workers, allreduce)
@@ -153,9 +190,9 @@ def test_defect_6_nothing_of_a_group_stays_in_the_cluster(actors):
 
 def test_defect_6_names_do_not_collide_across_jobs(actors):
     def key_of(rank):
-        from raycollect.ray_bulletin import RayBulletin
+        from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 
-        return RayBulletin()._key("g")
+        return RayBootstrapStore()._key("g")
 
     [worker] = actors(Plain, 1)
     key = ray.get(worker.call.remote(lambda self: key_of(0)))
@@ -233,12 +270,35 @@ def test_a_tensor_that_a_call_left_dirty_is_known_to_plans(actors):
     [worker] = actors(Worker, 1)
 
     def shared(self):
-        from raycollect.runtime import Runtime
-        from raycollect.seats import Seats
+        from raycollect.group.process_groups import ProcessGroups
+        from raycollect.member.runtime import Runtime
 
-        return Runtime.current().store is Seats.current().instruments.store
+        return Runtime.current().store is ProcessGroups.current().instruments.store
 
     assert ray.get(worker.call.remote(shared))
+
+
+def test_threads_of_an_actor_that_call_a_declared_group_at_once_are_refused(actors):
+    workers = actors(Worker, 2, max_concurrency=4)
+    group = col.declare_collective_group(workers, group_name="g")
+
+    def body(self):
+        try:
+            return allreduce(1, "g")[0]
+        except col.errors.ConcurrentCallError as exc:
+            return "while a call of" in str(exc)
+
+    def contested(self):
+        from raycollect.group.process_groups import ProcessGroups
+
+        while ProcessGroups.current().find("g").communicator("all")._callers.contest is None:
+            time.sleep(0.001)  # polls for what the others do
+
+    at_once = [workers[0].call.remote(body) for _ in range(2)]
+    told([workers[0].call.remote(contested)])
+    twice = workers[1].call.remote(lambda self: [body(self), body(self)])
+    assert told([*at_once, twice]) == [True, True, [True, True]]
+    group.destroy()
 
 
 def test_threads_of_an_actor_use_groups_of_their_own(actors):

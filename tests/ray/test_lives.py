@@ -8,7 +8,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.controller import Controller
+from raycollect.driver.controller import Controller
 from tests import lives
 from tests.ray.workers import Worker, filled
 

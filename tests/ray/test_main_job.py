@@ -25,11 +25,13 @@ def test_a_group_is_derived_from_the_refs(actors):
 
 
 def test_one_message_per_participant_whatever_the_plan_holds(actors, monkeypatch):
-    from raycollect.peer import Peer
+    from raycollect.driver.participant_link import ParticipantLink
 
     sent = []
-    submit = Peer.submit
-    monkeypatch.setattr(Peer, "submit", lambda self, *args: sent.append(self.info["actor_id"]) or submit(self, *args))
+    submit = ParticipantLink.submit
+    monkeypatch.setattr(
+        ParticipantLink, "submit", lambda self, *args: sent.append(self.info["actor_id"]) or submit(self, *args)
+    )
     workers = actors(Worker, 3)
     col.declare_collective_group(workers)
 

@@ -20,7 +20,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.controller import Controller
+from raycollect.driver.controller import Controller
 from tests.ray.test_imperative import told
 from tests.ray.workers import Worker
 
@@ -212,6 +212,7 @@ SITUATIONS = {
         most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
         odd=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces(4, 4)),
         field="output",
+        error=errors.InvalidArgumentError,
     ),
     "an item of the wrong size": Situation(
         most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
@@ -227,6 +228,7 @@ SITUATIONS = {
         most=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces()),
         odd=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces(4, 4)),
         field="input",
+        error=errors.InvalidArgumentError,
     ),
     "a scatter into less": Situation(
         first=lambda: Part(verb="scatter", tensor=some(), pieces=some_pieces()),
@@ -238,6 +240,7 @@ SITUATIONS = {
         most=lambda: Part(verb="gather", tensor=some(), root=ODD),
         odd=lambda: Part(verb="gather", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
         field="output",
+        error=errors.InvalidArgumentError,
     ),
     "a piece of an alltoall": Situation(
         most=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces()),
@@ -274,6 +277,7 @@ SITUATIONS = {
         most=lambda: Part(verb="scatter", tensor=some(), root=ODD),
         odd=lambda: Part(verb="scatter", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
         field="input",
+        error=errors.InvalidArgumentError,
     ),
     "dtype of a scatter": Situation(
         first=lambda: Part(verb="scatter", tensor=some(), pieces=some_pieces()),
@@ -295,11 +299,13 @@ SITUATIONS = {
         most=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces()),
         odd=lambda: Part(verb="alltoall", tensor=some_pieces(4, 4), pieces=some_pieces()),
         field="input",
+        error=errors.InvalidArgumentError,
     ),
     "an alltoall into too few": Situation(
         most=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces()),
         odd=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4)),
         field="output",
+        error=errors.InvalidArgumentError,
     ),
     "receive of more": pair(
         "send",
@@ -483,12 +489,12 @@ def workers(cluster):
     """Three actors for all tests of this module."""
     made = [Worker.options(num_cpus=0).remote() for _ in range(WORLD)]
     yield made
-    flights = [flight for flight in Controller.current().flights() if not flight.resolved]
+    trackers = [tracker for tracker in Controller.current().trackers() if not tracker.resolved]
     Controller.current().close()
     Controller._current = None
     for one in made:
         ray.kill(one)
-    assert not flights, f"still in flight: {flights}"
+    assert not trackers, f"still in flight: {trackers}"
 
 
 @pytest.fixture(scope="module", params=BACKENDS)

@@ -47,5 +47,5 @@ def test_a_whole_node_that_dies_is_noticed_and_replaced():
 
 def test_ray_starts_by_itself():
     """The first call that needs Ray starts it, as Ray's own first `.remote()` does."""
-    program = "import ray; from raycollect.controller import Controller; Controller.current()"
+    program = "import ray; from raycollect.driver.controller import Controller; Controller.current()"
     assert "started: True" in run("-c", f"{program}; print('started:', ray.is_initialized())")

@@ -21,10 +21,12 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import captured, declared, errors
-from raycollect.captured import SHOWN_S
-from raycollect.runs import Runs
-from tests.pure.test_html import progress, read
+from raycollect import errors
+from raycollect.captured import step as captured
+from raycollect.captured.runs import StepRuns
+from raycollect.captured.step import SHOWN_S
+from raycollect.driver import group as declared
+from tests.pure.driver.test_html import progress, read
 from tests.ray.capturing import Learner
 from tests.ray.test_refusals import Gate
 from tests.ray.test_store import wait_until
@@ -386,7 +388,7 @@ def interrupt_a_run():
 
     def waits():
         frame = sys._current_frames().get(target)
-        return any(one.f_code is Runs._sleep.__code__ for one, _ in traceback.walk_stack(frame))
+        return any(one.f_code is StepRuns._sleep.__code__ for one, _ in traceback.walk_stack(frame))
 
     def watch():
         assert wait_until(waits)

@@ -16,8 +16,8 @@ from jupyter_client.manager import KernelManager
 from nbclient.exceptions import CellExecutionError
 
 from examples.notebooks import refresh
-from raycollect.status import GroupStatus
-from tests.pure.test_html import read, status
+from raycollect.driver.group_status import GroupStatus
+from tests.pure.driver.test_html import read, status
 
 TIMEOUT_S = 60
 SOON_S = 8
@@ -152,8 +152,8 @@ SESSION = """
 import asyncio, sys, threading, time, traceback
 import numpy as np, ray
 import raycollect as col
-from raycollect import diagnosis
-from raycollect.runs import Runs
+from raycollect.driver import stall_report as diagnosis
+from raycollect.captured.runs import StepRuns
 
 ray.init(log_to_driver=False, logging_level="error", namespace="notebooks")
 
@@ -190,7 +190,7 @@ class Gate:
 
 def tell_when_it_waits():
     "Says so once the main thread waits for a collective or a run."
-    places = diagnosis.wait.__code__, Runs._sleep.__code__
+    places = diagnosis.wait.__code__, StepRuns._sleep.__code__
 
     def look():
         frames = lambda: traceback.walk_stack(sys._current_frames()[threading.main_thread().ident])

@@ -18,10 +18,10 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.model import OpKind
-from raycollect.runtime import Runtime
+from raycollect.core.model import OpKind
+from raycollect.member.runtime import Runtime
+from tests.pure.driver.test_order_model import FOLDS, KINDS, MUCH, Call
 from tests.pure.sites import BUFFERS, OFTEN, first_values
-from tests.pure.test_order_model import FOLDS, KINDS, MUCH, Call
 
 WAIT_S = 100.0
 GROUPS = {"left": (0, 1, 2), "right": (3, 2, 1), "round": (2, 0, 3)}
@@ -44,7 +44,7 @@ class Loaded(col.CollectiveParticipant):
 
     def change(self, at, factor, number):
         """Changes a buffer for good; notes the plan that ended last."""
-        self.noted.append((Runtime.current()._lease._ledger.last, at, factor))
+        self.noted.append((Runtime.current()._lease._sequencer.last, at, factor))
         self.values[at] *= factor
         self.values[at] += 1
         return number
@@ -72,7 +72,7 @@ class Sent:
 
     @property
     def seq(self) -> int:
-        return self.work._flight.seq
+        return self.work._tracker.seq
 
 
 @dataclass

@@ -11,8 +11,9 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 import raycollect as col
-from raycollect import dispatch, errors
-from raycollect.runtime import Runtime
+from raycollect import errors
+from raycollect.driver import dispatch
+from raycollect.member.runtime import Runtime
 from tests.ray.test_refusals import Gate
 from tests.ray.workers import Buffers, Plain, Worker
 
@@ -156,7 +157,7 @@ class TurnSeen:
         self.seen = []
 
     def at(self, point, seq, rank):
-        self.seen.append((point, Runtime.current().turn.locked()))
+        self.seen.append((point, Runtime.current().method_lock.locked()))
 
 
 @pytest.mark.parametrize(("ordering", "held"), [("data", True), ("program", False)])
@@ -433,7 +434,7 @@ def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy, awaited):
 def test_a_participant_that_can_not_be_told(crew, monkeypatch):
     """The order reaches rank 0 only: it is aborted there, and no tensor is touched."""
     workers, refs = crew(3)
-    order, told = dispatch.Peer.order, []
+    order, told = dispatch.ParticipantLink.order, []
 
     def second_fails(self, message):
         told.append(self.info["actor"])
@@ -442,7 +443,7 @@ def test_a_participant_that_can_not_be_told(crew, monkeypatch):
         order(self, message)
 
     with monkeypatch.context() as patch, pytest.raises(errors.ParticipantDiedError, match="no order") as caught:
-        patch.setattr(dispatch.Peer, "order", second_fails)
+        patch.setattr(dispatch.ParticipantLink, "order", second_fails)
         col.allreduce_refs(refs)
     assert caught.value.rank == 1
     assert len(told) == 2

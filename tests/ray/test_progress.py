@@ -12,7 +12,7 @@ import ray
 import tqdm.auto
 
 import raycollect as col
-from raycollect import gauge
+from raycollect.driver import progress as gauge
 from tests.ray.test_statistics import is_stopped
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker
@@ -53,18 +53,18 @@ def hold_fold(self, path, nth):
     """Lets the nth fold of this process wait at a gate; that one alone."""
     import itertools
 
-    from raycollect.backends import _in_place
+    from raycollect.backends.shm import in_place
 
-    fold, numbers = _in_place.fold, itertools.count(1)
+    fold, numbers = in_place.fold, itertools.count(1)
 
     def held(op, parts, out):
         if next(numbers) == nth:
-            _in_place.fold = fold
+            in_place.fold = fold
             with Path(path).open("rb") as pipe:
                 pipe.read(1)
         fold(op, parts, out)
 
-    _in_place.fold = held
+    in_place.fold = held
 
 
 def made(workers, nbytes=8 * MB):

@@ -9,8 +9,9 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect import errors, ray_internals
-from raycollect.batches import record
+from raycollect import errors
+from raycollect.core import ray_internals
+from raycollect.driver.batch import record
 from tests.ray.test_store import KindsActor, wait_until
 from tests.ray.workers import Plain, Worker
 
@@ -27,7 +28,7 @@ def refused(error, *texts, actors=()):
         np.testing.assert_array_equal(ray.get(actor.read.remote()), buffer)
 
 
-@pytest.fixture(params=["shm", "gloo"])
+@pytest.fixture(params=["shm", pytest.param("gloo", marks=pytest.mark.full)])
 def trio(request, actors):
     """Three actors in a group that must work when the test is over."""
     workers = actors(Worker, 3)
@@ -80,8 +81,25 @@ def test_an_actor_where_a_ref_of_its_tensor_belongs(trio):
 
 
 def test_a_reduce_op_in_the_place_of_the_group(trio):
-    with pytest.raises(errors.UnknownGroupError, match="a ReduceOp is no group's name"):
-        col.allreduce_refs([actor.get_buffer.remote() for actor in trio], col.ReduceOp.MAX)
+    for given, said in (
+        (col.ReduceOp.MAX, "a ReduceOp is no group's name; .* op='max'"),
+        ("avg", "'avg'.* not declared; .* op='avg'"),
+        ("Sum", "op='sum'"),
+        ([1], "a list is no group's name"),
+    ):
+        with pytest.raises(errors.UnknownGroupError, match=said):
+            col.allreduce_refs(buffers(trio), given)
+    with pytest.raises(errors.UnknownGroupError, match="not declared") as caught:
+        col.allreduce_refs(buffers(trio), "average")
+    assert "op=" not in str(caught.value)
+
+
+@pytest.mark.parametrize("op", ["avg", "AVG", col.ReduceOp.AVG])
+def test_a_reduce_op_by_its_name(trio, op):
+    np.testing.assert_array_equal(col.get(col.allreduce_refs(buffers(trio), op=op))[0], np.ones(10))
+    np.testing.assert_array_equal(col.get(col.reduce_refs(buffers(trio), op=op)), np.ones(10))
+    with refused(errors.InvalidArgumentError, "op is 'average', expected one of SUM,", actors=trio):
+        col.allreduce_refs(buffers(trio), op="average")
 
 
 def test_a_generator_in_place_of_its_items(trio, actors):
@@ -176,6 +194,20 @@ def test_a_value_that_is_no_tensor(trio):
         col.allreduce_refs([trio[0].get_buffer.remote(), gradients, trio[2].get_buffer.remote()])
 
 
+def test_a_loss_without_dimensions(trio):
+    """It goes by value as a number does; the error says what to return for it to be an operand."""
+    losses = [worker.make.remote(lambda self: np.array(2.5)) for worker in trio]
+    cure = "a numpy.ndarray without dimensions (return np.array([x]) or x.reshape(1), and it is kept)"
+    with refused(errors.NotATensorError, cure, "rank 0", "rank 2", actors=trio):
+        col.allreduce_refs(losses)
+    with refused(errors.NotATensorError, cure, actors=trio):
+        col.plan(col.allreduce_refs, losses)
+    with refused(errors.NotATensorError, cure, actors=trio), col.batch():
+        col.allreduce_refs(losses)
+    kept = [worker.make.remote(lambda self: np.array(2.5).reshape(1)) for worker in trio]
+    assert col.get(col.allreduce_refs(kept, op="avg"))[2] == [2.5]
+
+
 def test_a_by_value_method(trio):
     with refused(errors.NotATensorError, "rank 2", "numpy.ndarray, returned by value", actors=trio):
         col.allreduce_refs([*buffers(trio[:2]), trio[2].read.remote()])
@@ -227,7 +259,7 @@ def test_a_read_only_operand(trio):
         return self.buffer
 
     ref = trio[1].make.remote(freeze)
-    with refused(errors.ReadOnlyError, "rank 1", "read-only", "inplace=False", actors=trio):
+    with refused(errors.ReadOnlyError, "rank 1", "read-only, expected", "inplace=False", actors=trio):
         col.allreduce_refs([trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()])
     refs = [trio[0].get_buffer.remote(), ref, trio[2].get_buffer.remote()]
     np.testing.assert_array_equal(col.get(col.allreduce_refs(refs, inplace=False)[1]), np.full(10, 3))
@@ -236,8 +268,10 @@ def test_a_read_only_operand(trio):
 def test_rays_own_arguments_are_read_only(trio):
     shared = ray.put(np.ones(10, np.float32))
     refs = [worker.make.remote(lambda self, array: array, shared) for worker in trio]
-    with refused(errors.ReadOnlyError, "rank 0", "rank 1", "rank 2"):
+    said = "read-only (Ray's arguments are read-only views of shared objects), expected a writable array, such as np."
+    with refused(errors.ReadOnlyError, "rank 0", "rank 1", "rank 2", said) as caught:
         col.allreduce_refs(refs)
+    assert str(caught.value).count("(Ray's arguments") == 3
     np.testing.assert_array_equal(ray.get(shared), np.ones(10))
 
 

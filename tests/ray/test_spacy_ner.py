@@ -42,7 +42,7 @@ def expected(job):
 
 @pytest.fixture(scope="module")
 def team(cluster, job):
-    from raycollect.controller import Controller
+    from raycollect.driver.controller import Controller
 
     team = ways.Team(job, RANKS, [name for name in ways.WAYS if name != ways.RAY or importlib.util.find_spec("torch")])
     yield team

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 import raycollect as col
-from raycollect.errors import StoreFullError, TensorFreedError
+from raycollect.errors import StoreFullError, TensorFreedError, TensorLostError
 from tests.lives import lasting
 from tests.ray.workers import Buffers, Plain
 
@@ -52,8 +52,20 @@ class Kinds(Buffers):
     def value(self, name):
         return self.plain_values()[name]
 
-    def scalar(self):
-        return np.float32(3)
+    def scalar(self, name="float32"):
+        import torch
+
+        made = {"array": np.array(3.0), "bool": np.array(False), "arena": col.full((), 3.0), "torch": torch.tensor(3.0)}
+        return np.float32(3) if name == "float32" else made[name]
+
+    def scalar_and_state(self):
+        import torch
+
+        return torch.tensor(3.0), {"weight": torch.zeros(2), "num_batches_tracked": torch.tensor(3)}
+
+    def scalars(self):
+        yield np.array(3.0)
+        yield np.zeros(2)
 
     def inner(self):
         array = self.get_buffer()
@@ -115,7 +127,7 @@ def kinds(actors):
 
 def held(actor):
     def count(self):
-        from raycollect.runtime import Runtime
+        from raycollect.member.runtime import Runtime
 
         return Runtime.current().store.statistics().held
 
@@ -180,6 +192,29 @@ def test_numpy_scalars_and_opted_out_methods_go_by_value(kinds):
     assert type(ray.get(kinds.read.remote())) is np.ndarray
 
 
+@pytest.mark.parametrize("name", ["array", "bool", "arena", "torch"])
+def test_a_tensor_without_dimensions_goes_by_value(kinds, name):
+    before = held(kinds)
+    value = ray.get(kinds.scalar.remote(name))
+    assert type(value).__name__ == ("Tensor" if name == "torch" else "ndarray")
+    assert tuple(value.shape) == ()
+    assert value == (0 if name == "bool" else 3)
+    assert bool(value) == (name != "bool")
+    assert held(kinds) == before
+    assert col.get(kinds.scalar.remote(name)) == value
+
+
+def test_one_without_dimensions_beside_others(kinds):
+    """Each return and item by itself; in a container it is one of its tensors, as in a state_dict."""
+    loss, state = kinds.scalar_and_state.options(num_returns=2).remote()
+    assert ray.get(loss) == 3
+    assert assert_key(state).infos[1].shape == ()
+    assert col.get(state)["num_batches_tracked"] == 3
+    first, second = kinds.scalars.remote()
+    assert ray.get(first) == 3
+    assert_key(second)
+
+
 def test_only_the_call_that_ray_makes_is_kept(kinds):
     np.testing.assert_array_equal(col.get(kinds.inner.remote()), np.full(10, 2))
     assert ray.get(kinds.in_thread.remote()) == "ndarray"
@@ -222,7 +257,7 @@ def test_async_actors(actors):
     assert not ray.get(other.is_my_buffer.remote(ref))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (2, 3)])
+@pytest.mark.parametrize("shape", [(1,), (0,), (3, 0), (2, 3)])
 @pytest.mark.parametrize("dtype", ["int8", "uint16", "float16", "float64", "bool", "complex64", ">f4"])
 def test_fetching_any_array(kinds, shape, dtype):
     expected = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
@@ -304,6 +339,27 @@ def test_a_ref_owned_by_another_process_keeps_its_tensor(kinds, actors):
     assert wait_until(lambda: held(kinds) == before), held(kinds)
 
 
+def test_what_a_dead_actor_has_not_made_is_lost(actors):
+    """Its methods had not ended, so that there is no handle; where there is one, its holder is out of reach."""
+    worker = KindsActor.remote()
+    there = worker.get_buffer.remote()
+    handle = ray.get(there)
+    ray.get(worker.call.remote(lambda self: None))
+    running, waiting = worker.call.remote(lambda self: threading.Event().wait()), worker.get_buffer.remote()
+    ray.kill(worker)
+    for ref in (running, waiting, [waiting], there, handle):
+        with pytest.raises(TensorLostError, match=r"Kinds\("):
+            col.get(ref)
+    with pytest.raises(TensorLostError):
+        col.get(there, ordered=True)
+    with pytest.raises(TensorLostError):
+        col.free(waiting)
+    plain = Plain.remote()
+    ray.kill(plain)
+    with pytest.raises(ray.exceptions.RayActorError):
+        col.get(plain.get_buffer.remote())
+
+
 def test_free_and_use_after_free(kinds):
     ref = kinds.get_buffer.remote()
     assert col.free(ref) == 1
@@ -334,7 +390,8 @@ def test_a_ray_that_cannot_tell_when_refs_are_gone_gets_a_bounded_store(actors):
     """The feature is Ray's own and may go: then `free` and a limit take its place."""
 
     def forget(self):
-        from raycollect import ray_internals, runtime
+        from raycollect.core import ray_internals
+        from raycollect.member import runtime
 
         assert runtime.Runtime._current is None
         ray_internals.on_last_ref = lambda ref, callback: False
@@ -363,7 +420,8 @@ class Blind(col.CollectiveParticipant):
 
 def test_an_output_that_finds_the_store_full_fails_its_plan_and_no_other(actors):
     def forget(self):
-        from raycollect import ray_internals, runtime
+        from raycollect.core import ray_internals
+        from raycollect.member import runtime
 
         ray_internals.on_last_ref = lambda ref, callback: False
         runtime.STORE_LIMIT_WITHOUT_TOKENS = 3

@@ -196,5 +196,9 @@ def test_defect_11_a_list_of_one_tensor_twice(pair):
 
 def test_what_is_no_tensor_goes_by_value(pair):
     ref = pair[0].make.remote(lambda self: torch.zeros(3).to_sparse())
-    with refused(errors.NotATensorError, "rank 0", actors=pair):
+    with refused(errors.NotATensorError, "rank 0", "torch.sparse_coo", "to_dense()", actors=pair):
         col.allreduce_refs([ref, pair[1].get_buffer.remote()])
+    ref = pair[0].make.remote(lambda self: torch.tensor([1 + 2j]).conj())
+    with refused(errors.NotATensorError, "rank 0", "conjugated", "resolve_conj()", actors=pair):
+        col.allreduce_refs([ref, pair[1].get_buffer.remote()])
+    assert ray.get(ref).tolist() == [1 - 2j]

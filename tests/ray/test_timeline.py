@@ -14,11 +14,11 @@ import ray
 
 import raycollect as col
 from raycollect.errors import InvalidArgumentError, KernelError, MismatchError, TimelineError
+from raycollect.member.runtime import Runtime
+from raycollect.observe.timeline_session import TimelineSession
 from raycollect.observe.trace import CALL, DOOR, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
-from raycollect.runtime import Runtime
-from raycollect.tracing import Tracing
 from tests.faults import inject
-from tests.pure.test_timeline import check
+from tests.pure.observe.test_timeline import check
 from tests.ray.test_statistics import is_stopped
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker, block
@@ -30,7 +30,7 @@ NBYTES = 10 * 4
 def none_left():
     """No timeline goes on after a test, and none is remembered in the next."""
     yield
-    left, Tracing.last = Tracing.current(), None
+    left, TimelineSession.last = TimelineSession.current(), None
     if left is not None:
         left.end(1.0)
     assert left is None
@@ -196,7 +196,7 @@ def test_plans_that_wait_for_each_other_say_so(actors):
     group = col.declare_collective_group(workers)
 
     def behind(self):
-        return len(Runtime.current()._lease._ledger._later)
+        return len(Runtime.current()._lease._sequencer._later)
 
     def all_wait():
         steps = [one.steps[0] for one in group.status().members]
@@ -258,7 +258,7 @@ def test_arguments_that_make_no_sense_begin_nothing(tmp_path):
             col.timeline(**wrong)
     with pytest.raises(FileNotFoundError, match="no folder"):
         col.timeline(tmp_path / "absent" / "t.json")
-    assert Tracing.current() is None
+    assert TimelineSession.current() is None
 
 
 def test_a_full_ring_says_what_it_has_lost(actors):
@@ -279,7 +279,7 @@ def test_participants_hand_their_numbers_to_rays_metrics(actors):
     col.declare_collective_group(workers)
 
     def listen(self):
-        from raycollect import metrics
+        from raycollect.observe import metrics
 
         self.given = []
         for cls, name in ((metrics.Counter, "inc"), (metrics.Histogram, "observe")):

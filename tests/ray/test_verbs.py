@@ -11,8 +11,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.test_refusals import refused
-from tests.ray.workers import Worker
+from tests.ray.test_refusals import Gate, refused
+from tests.ray.workers import Worker, block
 
 WORLD = 3
 SIZES = (4, 0, 7)
@@ -236,9 +236,9 @@ def test_roots_out_of_range(trio):
         (lambda: col.gather_refs(None, refs, 7), "dst_rank"),
         (lambda: col.scatter_refs(refs, source, 3), "src_rank"),
     ):
-        with refused(errors.RefusedError, name, "0 to 2", actors=trio):
+        with refused(errors.InvalidArgumentError, name, "0 to 2", actors=trio):
             call()
-    with refused(errors.InvalidArgumentError, "root is 'first'", actors=trio):
+    with refused(errors.InvalidArgumentError, "dst_rank is 'first', expected a rank from 0 to 2", actors=trio):
         col.reduce_refs(refs, "first")
     blank = zeros(trio, part)
     assert col.broadcast_refs(blank, np.int64(0)) == blank
@@ -257,13 +257,22 @@ def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, monkeyp
         unhandled.set()
 
     monkeypatch.setattr(ray._private.worker.logger, "error", note)
-    with pytest.raises(errors.MismatchError):
+    (gate,) = actors(Gate, 1, max_concurrency=2)
+    col.allgather_refs(None, make(workers, part))  # while both can join a group
+    busy = block(workers[1], gate)
+    work = col.gather_refs(None, make(workers, part), async_op=True)
+    assert work.cancel(), "as Ctrl-C does"
+    del work
+    ray.get([gate.open.remote(), busy])
+    with pytest.raises(
+        errors.InvalidArgumentError, match=r"int64\[5\] on cpu, expected .* whose first dimension 2 divides"
+    ):
         col.alltoall_refs(None, make(workers, part))
     col.allgather_refs(None, make(workers, part))  # the refused one has landed on all ranks
     gc.collect()  # its traceback holds its refs
     work = col.reducescatter_refs(None, make(workers, part), async_op=True)
     resolved = threading.Event()
-    work._flight.when_resolved(resolved.set)
+    work._tracker.when_resolved(resolved.set)
     assert resolved.wait(60)
     del work
     assert unhandled.wait(60)

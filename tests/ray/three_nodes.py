@@ -15,13 +15,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raycollect as col
-from raycollect import costs
-from raycollect.controller import Controller
-from raycollect.model import OpKind, ReduceOp
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.driver.controller import Controller
+from raycollect.group import link_costs
+from raycollect.member.runtime import Runtime
 from raycollect.planner import Request, passes, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.cost import Layout, priced
-from raycollect.runtime import Runtime
 from tests.faults import inject
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker
@@ -141,8 +141,8 @@ def host_by_host():
     """Two members on each of two nodes, one on the third: by costs that make it cheaper, and wherever it can be."""
     with tempfile.TemporaryDirectory() as folder:
         slow = Path(folder, "costs.json")
-        costs.write(slow, [costs.given(latency_s=1e-3, bandwidth=1e6)])
-        os.environ[costs.ENVIRONMENT_VARIABLE] = str(slow)
+        link_costs.write(slow, [link_costs.given(latency_s=1e-3, bandwidth=1e6)])
+        os.environ[link_costs.ENVIRONMENT_VARIABLE] = str(slow)
         without_inner()
         _host_by_host("tcp", (OpKind.BROADCAST,))
         _host_by_host("gloo", (OpKind.ALLREDUCE,))
@@ -156,7 +156,7 @@ def without_inner():
     workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in ("one", "two", "one")]
     ray.get(workers[2].call.remote(refuse_shared_memory))
     group = col.declare_collective_group(workers)
-    assert Controller.current().named("default").inner == ()
+    assert Controller.current().groups.named("default").inner == ()
     refs = buffers(workers)
     col.allreduce_refs(refs)
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 3))
@@ -181,7 +181,7 @@ def refuse_shared_memory(self):
 def open_groups(self):
     """How many groups this participant has a place in, those inside others included."""
     lease = Runtime.current()._lease
-    return 0 if lease is None else len(lease._groups)
+    return 0 if lease is None else len(lease._groups.by_id)
 
 
 def forced(part, roster):
@@ -195,14 +195,14 @@ def _host_by_host(backend, routed):
     nodes = ("one", "one", "two", "three", "three")
     workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in nodes]
     group = col.declare_collective_group(workers, backend=backend)
-    assert [m.spec.world_size for m in Controller.current().named("default").tree] == [5, 2, 1, 2, 3]
+    assert [m.spec.world_size for m in Controller.current().groups.named("default").tree] == [5, 2, 1, 2, 3]
     values = [np.random.default_rng(rank).normal(size=2501) for rank in range(5)]
     refs = [w.make.remote(lambda self, v: v.copy(), value) for w, value in zip(workers, values, strict=True)]
     for kind in routed:
         assert algorithm(kind, values[0].nbytes, root=3 if kind is OpKind.BROADCAST else -1) == "hierarchical", backend
     if OpKind.ALLREDUCE in routed:
         (row,) = col.plan(col.allreduce_refs, refs).rows
-        topology = Controller.current().named("default").roster.topology
+        topology = Controller.current().groups.named("default").roster.topology
         _, between = priced(OpKind.ALLREDUCE, backend, Layout.of(topology)).traffic(row.nbytes)
         assert row.algorithm == "hierarchical"
         assert 0 < row.way.nbytes_between < between, "fewer bytes between hosts than by the backend's own kernel"
@@ -242,7 +242,7 @@ def _host_by_host(backend, routed):
 
 def algorithm(kind, nbytes, *, root):
     """The algorithm of an operation of group "default" for so many bytes."""
-    roster = Controller.current().named("default").roster
+    roster = Controller.current().groups.named("default").roster
     operands = [(rank, 0, None) if root in (rank, -1) else (rank, None, 0) for rank in range(roster.spec.world_size)]
     op = ReduceOp.SUM if kind is OpKind.ALLREDUCE else None
     request = Request(kind=kind, group=roster.spec, operands=tuple(operands), op=op, root=root)

@@ -1,0 +1,86 @@
+"""Allreduce called by the members: each actor's method calls it in a loop, by its own library.
+
+What changes where a program of `ray.util.collective` changes one import: the same actors, calls and arrays. The time of
+a call is that of the rank on which it lasted longest; Ray's own calls of methods are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+from benchmarks import names
+from benchmarks.crew import Contestant, crew, needs_torch
+from benchmarks.report import Record, Skipped, size
+from benchmarks.suite import BURST, Choice, Maker, close, compare, entry, gather
+from benchmarks.targets import KB, MB
+from raycollect.errors import BackendNotInstalledError
+
+NAME = "members"
+TITLE = "allreduce called by the members, float32, in place"
+REFERENCE = names.RAY
+NEEDS_RAY = True
+
+RANKS = (2, 4)
+SIZES = (4, 64 * KB, MB, 4 * MB, 16 * MB)
+
+
+def measure(choice: Choice) -> Iterator[Record]:
+    """Measures over 2 and 4 actors."""
+    for ranks in choice.ranks or RANKS:
+        choice.progress(f"{NAME}: starts {ranks} actors")
+        with crew(ranks) as actors:
+            makers: list[Maker] = [
+                entry(names.TORCH_GLOO, Loop, actors, "torch:gloo"),
+                entry(names.GLOO, Loop, actors, "gloo"),
+                entry(names.TCP, Loop, actors, "tcp"),
+                entry(names.RAY, Loop, actors, "gloo", library="ray"),
+            ]
+            contenders, skipped = gather(NAME, makers)
+            yield from skipped
+            for nbytes in choice.sizes or SIZES:
+                choice.progress(f"{NAME}: {ranks} actors, {size(nbytes)}")
+                quick, full = (60, 300) if nbytes < MB else (24, 96)
+                runs = choice.runs_or(quick, full)
+                yield from compare(
+                    contenders, suite=NAME, op="allreduce", ranks=ranks, nbytes=nbytes, runs=runs, burst=BURST
+                )
+            close(contenders)
+
+
+class Loop(Contestant):
+    """One method of each actor, which calls a library's `allreduce` several times.
+
+    Args:
+        name: What it is called.
+        actors: The actors, by rank.
+        backend: What the group is made with.
+        library: ``"raycollect"``, or ``"ray"`` for `ray.util.collective` over gloo.
+
+    Raises:
+        Skipped: The backend needs what is not installed.
+    """
+
+    def __init__(self, name: str, actors: Sequence[Any], backend: str, *, library: str = "raycollect") -> None:
+        if library == "ray":
+            needs_torch()
+        super().__init__(name, actors)
+        self._library = library
+        try:
+            ray.get([actor.join.remote(library, self.ranks, self.group, backend) for actor in self.actors])
+        except BackendNotInstalledError as exc:
+            raise Skipped(str(exc)) from exc
+
+    def run(self, count: int) -> Sequence[float]:
+        """One method of each actor with so many calls."""
+        spent = ray.get(
+            [actor.loop.remote(self._library, "allreduce", self.name, self.group, count) for actor in self.actors]
+        )
+        return [max(ranks) for ranks in zip(*spent, strict=True)]
+
+    def close(self) -> None:
+        """Leaves the group, and lets go of the buffers."""
+        ray.get([actor.leave.remote(self._library, self.group) for actor in self.actors])
+        super().close()

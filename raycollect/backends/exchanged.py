@@ -1,0 +1,54 @@
+"""The common base of communicators whose ranks agree over the exchange before they enter a library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raycollect.core.model import GroupSpec, Kernel, Launch
+from raycollect.core.protocols import Exchange
+from raycollect.errors import GroupBrokenError, PlanAbortedError
+
+
+class Exchanged:
+    """The part of a `Communicator` that needs no library."""
+
+    def __init__(self, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
+        self.rank = rank
+        self.world_size: int = spec.world_size
+        self._group_name = spec.name
+        self._exchange = exchange
+        self._aborted: set[int] = set()
+        self._broken = ""
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Does nothing: libraries send from the arrays themselves."""
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks`, so that the library never waits for an absent rank."""
+        self._check_going(launch)
+        return self._exchange(launch, arrival)
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch."""
+        for seq in tuple(self._aborted):  # in place: another thread may add meanwhile
+            if seq <= launch.seq:
+                self._aborted.discard(seq)
+        return ()
+
+    def abort(self, seq: int) -> None:
+        """Wakes this rank in the agreement; a kernel notices where it checks."""
+        self._aborted.add(seq)
+        self._exchange.abort(seq)
+
+    def _check_going(self, launch: Launch) -> None:
+        self._check_whole()
+        self._check_aborted(launch)
+
+    def _check_aborted(self, launch: Launch) -> None:
+        if launch.seq in self._aborted:
+            detail = f"launch {launch.seq} was aborted"
+            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise GroupBrokenError(group_name=self._group_name, detail=self._broken)

@@ -1,0 +1,1 @@
+"""Backend `gloo`: pygloo, or xoscar's fork of it."""

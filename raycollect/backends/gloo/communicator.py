@@ -1,0 +1,231 @@
+"""Backend `gloo`: members on any machines, over TCP, by `pygloo`, xoscar's fork of it, or torch's gloo.
+
+Theory, for w ranks and arrays of n bytes. The library reduces and broadcasts large arrays: ALLREDUCE, by a ring that
+sends 2 (w - 1) / w x n, and REDUCE, where gloo reduces as numpy does (`is_native`), and BROADCAST. The bits are equal
+on all ranks, but the fold is not in rank order. Everything else, and small arrays, travel on the mesh (`meshed`), by
+the kernels of backend `tcp`.
+
+pygloo and xoscar hold the GIL while they block and can't be interrupted. So this adapter connects only when all members
+are ready, enters a kernel only after the ranks have agreed, and releases the GIL between chunks, where it also notices
+an abort. Within a chunk each wait for another rank is limited to the rest of the kernel's time. A failure leaves the
+library's context unusable, and the group is broken. Extra memory: at most 8 x `CHUNK_NBYTES` per rank (P8), and only
+with torch's gloo.
+
+All ranks use one library: the first, in the order of `LIBRARIES`, that all of them have.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+
+import numpy as np
+
+from raycollect.backends.arrays import Flat
+from raycollect.backends.completion import DONE, chunks, movement, reduce_op, reduction, translated
+from raycollect.backends.folds import finish
+from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
+from raycollect.backends.meshed import Meshed, descriptors
+from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InternalError, InvalidGroupError
+from raycollect.errors.text import listed
+
+__all__ = ["CHUNK_NBYTES", "GlooCommunicator", "create", "is_native"]
+
+CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+_NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})  # What the library does
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
+) -> Communicator:
+    """Joins the group; returns when this rank is connected to all others.
+
+    Raises:
+        InvalidGroupError: Options were given; it takes none.
+        BackendNotInstalledError: No library is there.
+        BackendUnavailableError: The members have no library in common, or can't connect.
+        CollectiveTimeoutError: A member did not come.
+    """
+    if spec.options:
+        detail = f"backend 'gloo': it takes no options, and got {listed(dict(spec.options))}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    check_descriptors(spec, rank, descriptors(spec.world_size))
+    mine = GlooLibrary.found(spec.name)
+    name = mine[0]
+    if spec.world_size > 1:
+        rendezvous.put(f"gloo.has.{rank}", json.dumps(mine).encode())
+        name = _common(spec, rendezvous)
+    if name == TORCH:
+        torch_dist = import_module("raycollect.backends.torch_dist.communicator")  # which imports torch
+        made: Communicator = torch_dist.create(
+            replace(spec, backend="torch:gloo"), rank, rendezvous, exchange, host=host
+        )
+        return made
+    library = GlooLibrary(name, import_module(name))
+    mesh = connect(spec, rank, rendezvous, host)
+    link = None
+    try:
+        if spec.world_size > 1:
+            # Connecting holds the GIL until all are there, so it starts when all are: connected by the mesh.
+            link = GlooLink(library, spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+    except BaseException:
+        mesh.close()
+        raise
+    return GlooCommunicator(link, spec, mesh)
+
+
+def _common(spec: GroupSpec, rendezvous: Rendezvous) -> str:
+    until_s = time.monotonic() + JOIN_TIMEOUT_S
+    found: dict[int, list[str]] = {}
+    missing = []
+    for rank in range(spec.world_size):
+        try:
+            found[rank] = json.loads(rendezvous.get(f"gloo.has.{rank}", max(until_s - time.monotonic(), 0.001)))
+        except CollectiveTimeoutError:
+            missing.append(rank)
+    if missing:
+        detail = f"backend 'gloo': ranks {missing} did not come within {JOIN_TIMEOUT_S:g} s"
+        raise CollectiveTimeoutError(
+            op="join", group_name=spec.name, missing=tuple(missing), timeout_s=JOIN_TIMEOUT_S, detail=detail
+        )
+    for name in found[0]:
+        if all(name in there for there in found.values()):
+            return name
+    said = listed((f"rank {rank} has {listed(there)}" for rank, there in found.items()), "; ")
+    detail = f"backend 'gloo': the members have no library in common: {said}. Install one of them for all of them"
+    raise BackendUnavailableError(group_name=spec.name, detail=f"{detail}; or use backend='auto', which needs none")
+
+
+class GlooCommunicator(Meshed):
+    """One rank's membership. A library kernel notices an abort between two chunks; the group is broken then."""
+
+    def __init__(self, link: GlooLink | None, spec: GroupSpec, mesh: TcpCommunicator) -> None:
+        super().__init__(spec, mesh, _NATIVE if link else frozenset(), is_native)
+        self._link = link
+        self._lock = threading.Lock()
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel in the caller's thread."""
+        with self._lock:  # `close` releases the link only when no thread is in a kernel
+            self._check_whole()
+            done = self._on_mesh(launch, kernel)
+            if done is not None:
+                return done
+            if self._link is None:
+                raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
+            with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
+                _Run(self, self._link, launch).run(kernel)
+        return DONE
+
+    def forsake(self, launch: Launch) -> None:
+        """Closes the connections: others may be inside the library, where nothing else wakes them."""
+        with self._lock:
+            self._break(f"rank {self.rank} left launch {launch.seq} before its kernels")
+
+    def _break(self, reason: str) -> None:
+        # Called under the lock, so that nobody waits for this rank inside the library.
+        self._broken = self._broken or reason
+        link, self._link = self._link, None
+        if link is not None:
+            link.close()
+
+    def close(self) -> None:
+        """Closes the connections, unless a library kernel is running: it can't be interrupted."""
+        self._broken = self._broken or "the communicator was closed"
+        self.close_mesh()
+        if self._lock.acquire(blocking=False):
+            try:
+                link, self._link = self._link, None
+                if link is not None:
+                    link.close()
+            finally:
+                self._lock.release()
+
+    def check_going(self, launch: Launch, until_s: float) -> float:
+        """Between two chunks: raises if the launch was aborted or is late; returns the seconds left."""
+        self._check_aborted(launch)
+        left_s = until_s - time.monotonic()
+        if left_s <= 0:
+            detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
+            raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+        return left_s
+
+    @contextmanager
+    def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:
+        # A failed kernel leaves the library's context unusable.
+        try:
+            yield
+        except BaseException as exc:  # noqa: BLE001 - it is raised, or what it means
+            self._break(f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}")
+            raise self._failed(exc, launch, kernel) from exc.__cause__
+
+
+class _Run:
+    """One library kernel on one rank, over all ranks of the group."""
+
+    def __init__(self, communicator: GlooCommunicator, link: GlooLink, launch: Launch) -> None:
+        self._communicator = communicator
+        self._link = link
+        self._launch = launch
+        self._until_s = time.monotonic() + launch.timeout_s
+        self._world_size = communicator.world_size
+        self._me = communicator.rank
+
+    def run(self, kernel: Kernel) -> None:
+        _KERNELS[kernel.kind](self, kernel)
+
+    def _chunks(self, size: int, dtype: np.dtype[np.generic]) -> Iterator[tuple[int, int]]:
+        # The library has to finish each chunk in the time that is left.
+        for lo, hi in chunks(size, CHUNK_NBYTES // dtype.itemsize):
+            self._link.limit(self._communicator.check_going(self._launch, self._until_s))
+            yield lo, hi
+
+    def _allreduce(self, kernel: Kernel) -> None:
+        (src, dst), op = reduction(kernel), reduce_op(kernel)
+        for lo, hi in self._chunks(src.size, src.dtype):
+            out = dst.target(lo, hi)
+            self._link.allreduce(op, np.ascontiguousarray(src.read(lo, hi)), out)
+            finish(op, out, self._world_size)
+            dst.commit(lo, hi, out)
+
+    def _reduce(self, kernel: Kernel) -> None:
+        is_root, op = kernel.peer == self._me, reduce_op(kernel)
+        src, dst = reduction(kernel) if is_root else (Flat(kernel.src), None)
+        for lo, hi in self._chunks(src.size, src.dtype):
+            own = np.ascontiguousarray(src.read(lo, hi))
+            out = dst.target(lo, hi) if dst else np.empty_like(own)
+            self._link.reduce(op, own, out, kernel.peer)
+            if dst:
+                finish(op, out, self._world_size)
+                dst.commit(lo, hi, out)
+
+    def _broadcast(self, kernel: Kernel) -> None:
+        src, dst, whole = movement(kernel, is_root=self._me == kernel.peer)
+        for lo, hi in self._chunks(whole.size, whole.dtype):
+            buffer = dst.target(lo, hi) if src is None and dst is not None else whole.read(lo, hi)
+            self._link.broadcast(buffer, kernel.peer)
+            if dst is not None:
+                dst.commit(lo, hi, buffer) if src is None else dst.write(lo, hi, buffer)
+
+
+# The others run on the mesh
+_KERNELS: dict[OpKind, Callable[[_Run, Kernel], None]] = {
+    OpKind.ALLREDUCE: _Run._allreduce,
+    OpKind.REDUCE: _Run._reduce,
+    OpKind.BROADCAST: _Run._broadcast,
+}

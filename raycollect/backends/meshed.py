@@ -1,0 +1,96 @@
+"""The mesh: sockets of backend `tcp` that communicators of libraries for CPU memory use beside the library.
+
+=====================  ================================================================================================
+agreement              names ranks that do not come, and an abort wakes those who wait
+small kernels          two messages instead of a library's rounds and threads: several times faster up to `SMALL_NBYTES`
+kernels that the       the GIL is free, an abort wakes, and elements are folded in rank order
+library does worse
+a kernel that fails    unresponsive ranks are found (`silent`): the library does not say for whom it waited
+=====================  ================================================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from raycollect.backends.device_arrays import DeviceArray
+from raycollect.backends.exchanged import Exchanged
+from raycollect.backends.tcp.communicator import TcpCommunicator
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Completion
+from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
+
+SMALL_NBYTES = 4 << 20  # Up to this size arrays travel on the mesh, as measured against torch's gloo and xoscar's
+ANSWER_S = 1.0  # How long ranks may take to answer after a kernel's time limit; the others are named
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)
+_TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+# gloo's messages for a connection whose other end is gone; the rank and the cause come from elsewhere
+_PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|read error|write error", re.IGNORECASE)
+
+
+def descriptors(world_size: int) -> int:
+    """Returns how many descriptors a rank needs for the mesh and gloo: connections, listeners and pollers.
+
+    gloo ends the process if one of its threads can't open one.
+    """
+    return 2 * world_size + 7
+
+
+class Meshed(Exchanged):
+    """The part of a `Communicator` that runs on the mesh.
+
+    `native` are the operations that the library runs, on larger arrays; `is_native` tells whether it reduces elements
+    of a dtype as numpy does. `close_mesh` closes the mesh.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        mesh: TcpCommunicator,
+        native: frozenset[OpKind],
+        is_native: Callable[[ReduceOp, str], bool],
+    ) -> None:
+        super().__init__(spec, mesh.rank, mesh)
+        self._mesh = mesh
+        self._native = native
+        self._is_native = is_native
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch; tells the others if this rank has not run all of it."""
+        self._mesh.end(launch, ok)
+        return super().end(launch, ok)
+
+    def lost(self, rank: int) -> None:
+        """Ends waits on the mesh for a rank whose process has ended; the library notices by itself."""
+        self._mesh.lost(rank)
+
+    def close_mesh(self) -> None:
+        """Closes the connections of the mesh."""
+        self._mesh.close()
+
+    def _on_mesh(self, launch: Launch, kernel: Kernel) -> Completion | None:
+        # None: the kernel is for the library.
+        sample = kernel.sample
+        if isinstance(sample, DeviceArray):
+            return None
+        if kernel.kind in self._native and len(launch.ranks) == self.world_size and sample.nbytes > SMALL_NBYTES:
+            op = kernel.op
+            if kernel.kind not in _REDUCTIONS or op is None or self._is_native(op, sample.dtype.name):
+                return None
+        return self._mesh.launch(launch, kernel)
+
+    def _failed(self, exc: BaseException, launch: Launch, kernel: Kernel) -> BaseException:
+        # The error to raise for a failed kernel of the library, which is unusable now.
+        group_name, limit_s = self._group_name, launch.timeout_s
+        said = str(exc.__cause__) if isinstance(exc, KernelError) else ""
+        if _PEER_GONE.search(said):
+            return PlanAbortedError(group_name=group_name, detail=f"a connection has ended: {said}")
+        late = exc if isinstance(exc, CollectiveTimeoutError) else None
+        if _TIMED_OUT.search(said):
+            late = CollectiveTimeoutError(op=kernel.kind.value, group_name=group_name, timeout_s=limit_s, detail=said)
+        if late is None:
+            return exc
+        late.within = tuple(rank for rank in launch.ranks if rank != self.rank)
+        late.missing = self._mesh.silent(launch, ANSWER_S)
+        return late

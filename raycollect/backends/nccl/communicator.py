@@ -1,0 +1,384 @@
+"""Backend `nccl`: members on NVIDIA GPUs, by `cupy.cuda.nccl`; torch is not needed.
+
+Theory. Each operation is NCCL's own where it exists: ALLREDUCE, REDUCE, BROADCAST, and ALLGATHER and REDUCESCATTER of
+pieces of one size. With several sizes these are a broadcast from, or a reduction to, each rank; GATHER, SCATTER and
+ALLTOALL are a send and a receive between each two ranks that exchange data, all in one NCCL group. What NCCL can't
+reduce (whole numbers of 16 bits, bitwise ops, products of complex numbers) moves as bytes and is folded in rank order
+by cupy, `FOLD_NBYTES` of all ranks together at a time (P8). NCCL's own reductions use rings and trees: the bits are the
+same on all ranks, but not those of the left fold (P7). Arrays with gaps are copied.
+
+Order. The ranks agree over the exchange before each launch, so that no kernel waits on a GPU for an absent rank. The
+kernels run on a stream of the group (`streams`), after all that the caller has enqueued. `Completion.wait` returns when
+they have ended, so whatever the caller enqueues next comes after them. It queries the event after them, not the device:
+other streams go on, and a call with `async_op` overlaps with the caller's own kernels.
+
+Failure. Waiting notices the launch's deadline, an abort, and asynchronous errors of NCCL. Any of these aborts NCCL's
+communicator (`ncclCommAbort`), whose kernels then end on the GPU; the group is broken. An NCCL call that blocks while
+it enqueues (NCCL connects to ranks on first use) is ended from another thread in the same way: by the thread that
+aborts, or by the guard, if the call lasts longer than its launch may.
+
+Repetition. Repeated kernels, as in a captured step, run as CUDA graphs where all ranks can (`graphs`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
+from raycollect.backends.nccl.group import HINT, Joined, join, said
+from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
+from raycollect.backends.nccl.on_gpu import OnGpu
+from raycollect.backends.nccl.ops import folds, reduction_of
+from raycollect.backends.nccl.run import FOLD_NBYTES, write
+from raycollect.backends.nccl.scripts import Script, enqueue
+from raycollect.backends.streams import GroupStream, captured
+from raycollect.core import threads
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    KernelError,
+    RaycollectError,
+)
+
+__all__ = ["FOLD_NBYTES", "NcclCommunicator", "create"]
+
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+LOOK_S = 0.01  # How often a wait asks NCCL for errors
+FLOAT8_FROM = 90  # The first compute capability on which NCCL reduces 8-bit floats
+# A wait sleeps for this fraction of its duration between two looks, at most the second value
+_PATIENCE, _PAUSE_S = 50, 0.0005
+
+_DRAIN_S = 5.0  # How long kernels may take to end on the GPU after their communicator was aborted
+ENTER_S = 0.1  # How long a rank may go on enqueueing after an abort before its communicator is aborted under it
+GUARD_S = 0.25  # How often the guard checks for ranks that block while they enqueue
+
+_log = logging.getLogger("raycollect")
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
+) -> NcclCommunicator | IpcCommunicator:
+    """Joins the group; returns when this rank has met all others.
+
+    Where all of them share one GPU and NCCL is too old for that, they work in each other's memory (`ipc_group`).
+
+    The option ``device`` is the number of the GPU in each member's process, by default the calling thread's current one
+    (0 if none was chosen). ``graphs=False`` disables CUDA graphs for repeated kernels.
+
+    Raises:
+        InvalidGroupError: The options don't fit.
+        BackendUnavailableError: There is no GPU, or NCCL can't connect these members.
+        CollectiveTimeoutError: A member did not come.
+        KernelError: NCCL can't connect to a member.
+    """
+    joined = join(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+    if joined.shared:
+        return share(spec, rank, rendezvous, exchange, device=joined.device, why=joined.shared)
+    made = NcclCommunicator(joined, spec, rank, exchange)
+    first = Launch(seq=0, ranks=tuple(range(spec.world_size)), timeout_s=JOIN_TIMEOUT_S)
+    made.launch(first, Kernel(kind=OpKind.BARRIER)).wait(JOIN_TIMEOUT_S)  # NCCL connects at its first operation
+    return made
+
+
+class NcclCommunicator(OnGpu):
+    """One rank's membership. An abort also wakes a rank inside a kernel; the group is broken then."""
+
+    def __init__(self, joined: Joined, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
+        super().__init__(spec, rank, exchange, joined.device)
+        self._nccl = joined.communicator
+        self._version = joined.version
+        self._capability = joined.capability
+        self._device = joined.device
+        self._stream = GroupStream(joined.device)
+        self._replays = Replays(records=joined.records)
+        self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
+        self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
+        self._may_block = False  # an unreachable graph may exist, and NCCL waits for it when it ends
+        self._kept: Any = None  # the memory that the kernels under way use
+        self._entering = 0  # the launch whose kernels are being enqueued, which may block
+        self._until_s = math.inf  # until when it may
+        self._lock = threading.Lock()
+        self._is_over = self._is_late = False
+        _guard.add(self)
+
+    @property
+    def graphs(self) -> GraphCounts:
+        """Statistics of the repeated kernels."""
+        return self._replays.counts
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks` over the exchange, so that no GPU waits for an absent rank."""
+        self._next = None
+        return [parted(bytes(one))[0] for one in super().agree(launch, arrival + PLAIN)]
+
+    def again(
+        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        """Does what `stage` and `agree` do; the ranks also agree how to run the kernel. See `protocols.Again`."""
+        self._next = None
+        self._check_going(launch)
+        self.stage(launch, kernel)
+        word = self._replays.word(kernel, expected)
+        told = [parted(bytes(one)) for one in super().agree(launch, arrival + word.pack())]
+        brought = [one for one, _ in told]
+        words = [one for _, one in told]
+        if brought != list(expected):
+            return brought
+        way = way_of(words)
+        if way is Way.PLAIN and all(one.expected == word.expected for one in words):
+            self._replays.forget(kernel)  # another rank that used `again` has no graph
+        self._next = kernel, way
+        return None
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Enqueues a kernel after the caller's work."""
+        agreed, self._next, self._to_record = self._next, None, None
+        if agreed is None or not is_same(agreed[0], kernel):
+            self._start(launch, (kernel,))
+            return _UnderWay(self, launch, kernel)
+        came, way = agreed
+        if way is Way.GRAPH:
+            self._start_graph(launch, kernel, came)
+        else:
+            self._start(launch, (kernel,), came)
+            self._to_record = (came, kernel) if way is Way.RECORD else None
+        return _UnderWay(self, launch, kernel)
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """Runs kernels as one NCCL group; see `protocols.Together`."""
+        self._next = self._to_record = None
+        self._start(launch, kernels)
+        self.finish(launch, kernels[0])
+        return len(kernels)
+
+    def finish(self, launch: Launch, kernel: Kernel) -> None:
+        """Waits until the last enqueued work has ended on the GPU.
+
+        Raises:
+            CollectiveTimeoutError: It exceeded the launch's limit.
+            PlanAbortedError: It was aborted.
+            KernelError: NCCL or the device failed.
+        """
+        began_s = time.monotonic()
+        asked_s = began_s
+        with self._failing(kernel, launch):
+            while not self._stream.has_ended():
+                self._check_going(launch)
+                now_s = time.monotonic()
+                if now_s - asked_s > LOOK_S:
+                    self._ask()
+                    asked_s = now_s
+                if now_s - began_s > launch.timeout_s:
+                    raise self._late(launch, "end on the GPU")
+                time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
+            self._check_going(launch)  # the kernels of an aborted communicator end as well
+            self._ask()
+        self._kept = None
+        if self._to_record is not None and self._to_record[1] is kernel:
+            (came, _), self._to_record = self._to_record, None
+            self._record(launch, kernel, came)
+
+    def abort(self, seq: int) -> None:
+        """Wakes this rank, wherever it waits."""
+        super().abort(seq)
+        if self._entering == seq:  # it can't look; most such calls return at once, and need the communicator until then
+            threads.later("raycollect-nccl-abort", ENTER_S, self._wake, seq)
+
+    def close(self) -> None:
+        """Aborts NCCL's communicator, and so the running kernels."""
+        self._broken = self._broken or "the communicator was closed"
+        self._end()
+
+    def _start(self, launch: Launch, kernels: Sequence[Kernel], came: Kernel | None = None) -> None:
+        self._check_going(launch)
+        for kernel in kernels:
+            self.stage(launch, kernel)
+        with self._failing(kernels[0], launch), self._watched(launch), self._stream.entered():
+            found = [self._written(kernel, came) for kernel in kernels]
+            self._kept = found
+            if all(len(scripts) == 1 for scripts in found):
+                enqueue([script for (script,) in found])
+            else:
+                for script in (script for scripts in found for script in scripts):
+                    enqueue((script,))
+
+    def _start_graph(self, launch: Launch, kernel: Kernel, came: Kernel) -> None:
+        self._check_going(launch)
+        with self._failing(kernel, launch), self._watched(launch), self._stream.entered():
+            self._kept = came  # not the graph, which must be freed before the communicator ends
+            self._replays.launch(came, self._stream.stream)
+
+    def _record(self, launch: Launch, kernel: Kernel, came: Kernel) -> None:
+        # Where the capture fails, the kernel stays plain.
+
+        def calls(stream: int) -> None:
+            enqueue(write(kernel, self._nccl, self.rank, self.world_size, self._version, stream))
+
+        with self._failing(kernel, launch):
+            with self._watched(launch):
+                error = self._replays.record(came, launch.seq, lambda: captured(self._device, calls))
+            if error is None:
+                _log.debug("%s of group %r is a CUDA graph from now on", kernel.kind.value, self._group_name)
+                return
+            self._may_block = True
+            self._check_going(launch)
+            if self._is_over:  # by the guard: it has lasted too long
+                try:
+                    raise error
+                finally:
+                    del error  # its frames hold the communicator
+            self._ask()
+        _log.warning("%s of group %r is no CUDA graph: %s", kernel.kind.value, self._group_name, said(error))
+
+    def _written(self, kernel: Kernel, came: Kernel | None) -> list[Script]:
+        def made() -> list[Script]:
+            return write(kernel, self._nccl, self.rank, self.world_size, self._version, self._stream.pointer)
+
+        return made() if came is None else self._replays.scripts(came, made)
+
+    @contextmanager
+    def _watched(self, launch: Launch) -> Iterator[None]:
+        # Lets other threads abort NCCL's communicator while this one is in a call that may block.
+        self._until_s = time.monotonic() + launch.timeout_s
+        self._entering = launch.seq
+        try:
+            self._check_going(launch)  # an abort either sees `_entering`, or is seen here
+            yield
+        finally:
+            self._entering, self._until_s = 0, math.inf
+
+    def _look(self) -> bool:
+        # Aborts NCCL's communicator if a call blocks for too long; False: there is nothing left to guard.
+        if time.monotonic() > self._until_s and not self._is_late:
+            self._is_late = True
+            self._end_aside()
+        return not self._is_over
+
+    def _ask(self) -> None:
+        with self._lock:  # ending it frees it
+            if not self._is_over:
+                self._nccl.check_async_error()
+
+    def _wake(self, seq: int) -> None:
+        if self._entering == seq:
+            self._end()
+
+    def _end_aside(self) -> None:
+        threads.start("raycollect-nccl-abort", self._end)
+
+    def _end(self) -> None:
+        with self._lock:
+            is_over, self._is_over = self._is_over, True
+        threads.survives(self._replays.drop)
+        if is_over:
+            return
+        if self._may_block:
+            threads.start("raycollect-nccl-abort", self._nccl.abort).join(_DRAIN_S)
+        else:  # not under the lock: it may last
+            self._nccl.abort()
+
+    def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
+        detail = f"launch {launch.seq} did not {what} of rank {self.rank} within {launch.timeout_s:g} s; {HINT}"
+        return CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+
+    @contextmanager
+    def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:
+        # Aborts NCCL's communicator after a failure, so that no kernel is left on the GPU.
+        kind = kernel.kind.value
+        try:
+            yield
+        except BaseException as exc:
+            why = str(exc) if isinstance(exc, RaycollectError) else said(exc)
+            closed = self._broken
+            self._broken = closed or f"{kind} of launch {launch.seq} failed in mid-kernel: {why}"
+            self._end()
+            self._drain()
+            self._check_aborted(launch)  # the cause, where the failure is its echo
+            if isinstance(exc, RaycollectError) or not isinstance(exc, Exception):
+                raise
+            if closed:
+                raise GroupBrokenError(group_name=self._group_name, detail=closed) from exc
+            if self._is_late:
+                raise self._late(launch, "get to the GPU") from exc
+            raise KernelError(op=kind, group_name=self._group_name, rank=self.rank, detail=why) from exc
+
+    def _drain(self) -> None:
+        # Waits, with a limit, until the GPU no longer uses the arrays.
+        until_s = time.monotonic() + _DRAIN_S
+        with suppress(Exception):  # a device that has failed writes no more
+            while not self._stream.has_ended():
+                if time.monotonic() > until_s:
+                    return  # and keeps its memory
+                time.sleep(_PAUSE_S)
+        self._kept = None
+
+    def _other_than(self, op: ReduceOp, dtype: str) -> str:
+        is_reduced = reduction_of(op, dtype, self._version) is not None
+        if dtype.startswith("float8") and self._capability < FLOAT8_FROM:
+            is_reduced = False
+        if is_reduced or folds(op, dtype):
+            return ""
+        return f"one that NCCL {self._version} on sm_{self._capability}, or cupy, has for that type"
+
+
+class _Guard:
+    """Watches ranks that may block in an NCCL call, by one thread that runs while there are communicators."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._there: weakref.WeakSet[NcclCommunicator] = weakref.WeakSet()
+        self._is_running = False
+
+    def add(self, communicator: NcclCommunicator) -> None:
+        with self._lock:
+            self._there.add(communicator)
+            if not self._is_running:
+                threads.start("raycollect-nccl-guard", threads.repeat, self._take)
+                self._is_running = True
+
+    def _take(self) -> bool:
+        # False: there are no communicators any more.
+        with self._lock:
+            for one in list(self._there):
+                threads.survives(self._look_at, one)
+            self._is_running = bool(self._there)
+        if self._is_running:
+            time.sleep(GUARD_S)
+        return self._is_running
+
+    def _look_at(self, one: NcclCommunicator) -> None:
+        if not one._look():
+            self._there.discard(one)
+
+
+_guard = _Guard()
+
+
+class _UnderWay:
+    """A kernel on the GPU."""
+
+    __slots__ = ("_communicator", "_kernel", "_launch")
+
+    def __init__(self, communicator: NcclCommunicator, launch: Launch, kernel: Kernel) -> None:
+        self._communicator = communicator
+        self._launch = launch
+        self._kernel = kernel
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when it has ended; see `protocols.Completion`. The launch's own limit counts."""
+        self._communicator.finish(self._launch, self._kernel)

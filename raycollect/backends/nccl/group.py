@@ -1,0 +1,181 @@
+"""How a rank joins NCCL: its device, the checks among the members, and the communicator, which waits for all ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+from raycollect.backends.gpus import SHARING, SHARING_FROM
+from raycollect.core import threads
+from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Rendezvous
+from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InvalidGroupError
+from raycollect.errors.text import listed
+
+HINT = "NCCL_DEBUG=INFO in the environment of the actors makes NCCL tell more"
+# The first NCCL and CUDA with which NCCL kernels can be captured in CUDA graphs
+GRAPHS_FROM, _CUDA_GRAPHS_FROM = 20900, 11030
+# Status -> its meaning, where cupy has no text for it
+_STATUSES = {6: "a remote rank has failed or is gone", 7: "an operation is still in progress"}
+
+_log = logging.getLogger("raycollect")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A rank's end of NCCL."""
+
+    communicator: Any  # cupy's; None where the ranks share GPU memory instead of using NCCL
+    device: int  # the device's number in this process
+    version: int  # NCCL's, as 22803 for 2.28.3
+    capability: int  # the least compute capability in the group, as 90 for sm_90
+    records: bool = False  # whether kernels may become CUDA graphs here
+    shared: str = ""  # why they share GPU memory; empty where they use NCCL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """What a rank tells the others about its GPU."""
+
+    gpu: str  # its host and its PCI bus id
+    version: int  # NCCL's
+    may_share: bool  # whether its environment allows sharing that GPU
+    capability: int  # its compute capability
+
+
+def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Joined:
+    """Makes this rank's communicator, on the device of option ``device`` or the calling thread's current one."""
+    cupy = import_module("cupy")
+    nccl = import_module("cupy.cuda.nccl")
+    device = _device(cupy, spec)
+    version = int(nccl.get_version())
+    records = _records(cupy, spec, version)
+    gpu = f"{host}/{cupy.cuda.runtime.deviceGetPCIBusId(device)}"
+    may_share = os.environ.get(SHARING, "1") == "1"
+    capability = int(cupy.cuda.Device(device).compute_capability)
+    here = _Place(gpu=gpu, version=version, may_share=may_share, capability=capability)
+    rendezvous.put(f"nccl.place.{rank}", json.dumps(asdict(here)).encode())
+    told = [rendezvous.get(f"nccl.place.{peer}", timeout_s) for peer in range(spec.world_size)]
+    places = [_Place(**json.loads(one)) for one in told]
+    least = min(place.capability for place in places)
+    if why := _check(spec, places):
+        return Joined(communicator=None, device=device, version=version, capability=least, shared=why)
+    if rank == 0:
+        rendezvous.put("nccl.id", json.dumps(nccl.get_unique_id()).encode())  # C's chars, which have signs or not
+    unique = tuple(json.loads(rendezvous.get("nccl.id", timeout_s)))
+    made = _Making(cupy, nccl, device, (spec.world_size, unique, rank)).wait(spec, rank, timeout_s)
+    return Joined(communicator=made, device=device, version=version, capability=least, records=records)
+
+
+def said(exc: BaseException) -> str:
+    """Describes cupy's exception; cupy raises KeyError for statuses that are newer than its table."""
+    if isinstance(exc, KeyError) and exc.args and exc.args[0] in _STATUSES:
+        return f"NCCL status {exc.args[0]}: {_STATUSES[exc.args[0]]}; {HINT}"
+    return f"{type(exc).__name__}: {exc}; {HINT}"
+
+
+def _device(cupy: Any, spec: GroupSpec) -> int:
+    options = dict(spec.options)
+    chosen = options.pop("device", None)
+    if unknown := sorted(options.keys() - {"graphs"}):
+        detail = f"backend 'nccl' takes the options 'device' and 'graphs', and got {listed(unknown)}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    try:
+        count = int(cupy.cuda.runtime.getDeviceCount())
+    except Exception as exc:
+        raise BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': no GPU here: {exc}") from exc
+    found = int(cupy.cuda.runtime.getDevice()) if chosen is None else chosen
+    if type(found) is not int or not 0 <= found < count:
+        detail = f"backend 'nccl': there is no device {chosen!r} here; this process sees {count}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    return found
+
+
+def _records(cupy: Any, spec: GroupSpec, version: int) -> bool:
+    chosen = dict(spec.options).get("graphs", True)
+    if type(chosen) is not bool:
+        detail = f"backend 'nccl': the option 'graphs' is True or False, and got {chosen!r}"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    return chosen and version >= GRAPHS_FROM and int(cupy.cuda.runtime.runtimeGetVersion()) >= _CUDA_GRAPHS_FROM
+
+
+def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
+    # Refuses what NCCL would not take, or would take and hang on; lets ranks share a GPU where that works. Returns why
+    # all of them have to use CUDA IPC instead; empty where NCCL takes them.
+
+    def refuse(why: str) -> BackendUnavailableError:
+        return BackendUnavailableError(group_name=spec.name, detail=f"backend 'nccl': {why}")
+
+    if len({place.version for place in places}) > 1:  # NCCL compares them to the last digit
+        releases = listed(f"rank {rank} has {place.version}" for rank, place in enumerate(places))
+        raise refuse(f"the members have different releases of NCCL: {releases}")
+    shared = [gpu for gpu, count in Counter(place.gpu for place in places).items() if count > 1]
+    if not shared:
+        return ""
+    ranks = [rank for rank, place in enumerate(places) if place.gpu == shared[0]]
+    if places[0].version < SHARING_FROM:
+        why = f"ranks {ranks} share the GPU {shared[0]}, which NCCL takes from 2.30 on, and this is {places[0].version}"
+        if len(ranks) == len(places):
+            _log.info("group %r works in the memory of its GPU by CUDA IPC: %s", spec.name, why)
+            return why
+        raise refuse(f"{why}. Give each member a GPU of its own, or use 'shm' or 'tcp', through the memory of the host")
+    unwilling = [rank for rank, place in enumerate(places) if not place.may_share]
+    if unwilling:
+        why = f"ranks {ranks} share the GPU {shared[0]}, and {SHARING} of ranks {unwilling} forbids it"
+        raise refuse(f"{why}: it has to be 1, or not set")
+    os.environ[SHARING] = "1"
+    _log.info("ranks %s of group %r share the GPU %s; %s=1 lets NCCL do that", ranks, spec.name, shared[0], SHARING)
+    return ""
+
+
+class _Making:
+    """Makes the communicator in its own thread: the call blocks until all ranks are there, and can't be aborted."""
+
+    def __init__(self, cupy: Any, nccl: Any, device: int, arguments: tuple[Any, ...]) -> None:
+        self._cupy, self._nccl, self._device, self._arguments = cupy, nccl, device, arguments
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._left = False
+        self._made: Any = None
+        self._error: BaseException | None = None
+        threads.start("raycollect-nccl", self._make)
+
+    def wait(self, spec: GroupSpec, rank: int, timeout_s: float) -> Any:
+        """Waits for it; a communicator that comes too late is aborted."""
+        if not self._ended.wait(timeout_s):
+            with self._lock:
+                self._left, made = True, self._made
+            _abort(made)
+            detail = f"NCCL did not bring all {spec.world_size} ranks together within {timeout_s:g} s; {HINT}"
+            raise CollectiveTimeoutError(group_name=spec.name, timeout_s=timeout_s, detail=detail)
+        if self._error is not None:
+            detail = f"backend 'nccl': rank {rank} can't join: {said(self._error)}"
+            raise BackendUnavailableError(group_name=spec.name, detail=detail) from self._error
+        return self._made
+
+    def _make(self) -> None:
+        made = None
+        try:
+            with self._cupy.cuda.Device(self._device):
+                made = self._nccl.NcclCommunicator(*self._arguments)
+        except BaseException as exc:  # noqa: BLE001 - the waiting thread gets it
+            if not isinstance(exc, RuntimeError):  # as all errors of cupy are
+                threads.failed("making a communicator of NCCL", exc)
+            self._error = exc.with_traceback(None)  # its frames hold this
+        with self._lock:
+            self._made, left = made, self._left
+        if left:
+            threads.survives(_abort, made)
+        self._ended.set()
+
+
+def _abort(made: Any) -> None:
+    if made is not None:
+        made.abort()

@@ -1,0 +1,41 @@
+"""What CUDA IPC needs and cupy does not offer: where an allocation begins, and the identity of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import uuid
+from functools import cache
+
+PROCESS_NBYTES = 20  # The length of `process()`
+_LIBRARIES = ("libcuda.so.1", "libcuda.so", "nvcuda.dll")
+_DRAWN = uuid.uuid4().bytes
+
+
+def process() -> bytes:
+    """Names this process uniquely, also among containers in which process ids repeat."""
+    return os.getpid().to_bytes(4, "little") + _DRAWN
+
+
+def allocation(pointer: int) -> tuple[int, int] | None:
+    """Finds the allocation of the current device that contains an address: its start and its length in bytes.
+
+    Pools divide their allocations, and an IPC handle always names a whole one. None if the driver does not know it.
+    """
+    driver = _driver()
+    if driver is None:
+        return None
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    status = driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(pointer))
+    return None if status else (base.value, nbytes.value)
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    # The driver's library, which the runtime has already loaded.
+    for name in _LIBRARIES:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None

@@ -1,0 +1,280 @@
+"""Backend `nccl` without NCCL: all ranks share one GPU, and NCCL is older than 2.30, which supports that.
+
+The ranks are processes of one machine that access each other's GPU memory by CUDA IPC (`ipc_memory`); `ipc_run` maps
+kernels to folds and copies. They synchronize in host memory through an `shm` communicator: in the agreement, and twice
+in each launch of kernels.
+
+====  ===============================================================  ==========================================
+step  what a rank does                                                 and then
+====  ===============================================================  ==========================================
+1     copies arrays that can't be exported, after the caller's work    waits for its stream, and exchanges a
+                                                                       listing with the others
+2     opens what others list, folds and copies in each other's arrays  waits for its stream, and a barrier
+3     copies back what others have written to temporary memory         waits for its stream
+====  ===============================================================  ==========================================
+
+No stream ever waits for another process, only hosts do: a rank that is absent or dies blocks nobody's GPU. After the
+exchange, all listed data has been written; after the barrier, nobody accesses a rank's memory any more. Bits are those
+of `shm`: the fold in rank order (P7).
+
+Failure. A wait ends at its deadline, on an abort, or when another rank leaves, and the launch with a typed error. The
+rank's own kernels have ended then, as they wait for nobody. Those of others may not have: exported memory is kept until
+these have left the launch, too. A rank whose GPU hangs inside a kernel leaves it when the group ends, and is waited for
+until then. Otherwise the group stays usable, unless the device has failed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from importlib import import_module
+from typing import Any, cast
+
+from raycollect.backends.completion import DONE
+from raycollect.backends.device_arrays import DeviceArray
+from raycollect.backends.folds import refusal_reason
+from raycollect.backends.nccl.ipc_fold import Folder
+from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
+from raycollect.backends.nccl.ipc_run import Part
+from raycollect.backends.nccl.on_gpu import OnGpu
+from raycollect.backends.shm.communicator import ShmCommunicator
+from raycollect.backends.shm.communicator import create as create_shm
+from raycollect.backends.shm.meeting import Meeting
+from raycollect.backends.streams import GroupStream
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Completion, Exchange, Rendezvous
+from raycollect.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    KernelError,
+    RaycollectError,
+)
+
+TOGETHER = 64  # The most kernels that run with common barriers
+TRIAL_TIMEOUT_S = 45.0  # The limit of the first collective of a group: each process initializes the GPU, and compiles
+_TRIAL_SIZE = 1 << 10
+# A wait sleeps for this fraction of its duration between two looks, at most the second value
+_PATIENCE, _PAUSE_S = 50, 0.0005
+
+_DRAIN_S = 5.0  # How long this rank's own kernels may take to end after a failure
+# Memory exported in a failed launch, the words of the ranks that may still use it, and where these stand
+_Loan = tuple[Any, dict[int, int], Meeting]
+
+_forsaken: list[_Loan] = []  # Memory that closed communicators had exported to ranks that have not left the launch
+
+
+def _recall() -> None:
+    _forsaken[:] = [loan for loan in _forsaken if loan[2].owing(loan[1])]
+
+
+def share(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, *, device: int, why: str = ""
+) -> IpcCommunicator:
+    """Joins a group whose ranks share one GPU; returns when a first sum was correct.
+
+    `why` says why the group does not use NCCL.
+    """
+    host = cast("ShmCommunicator", create_shm(spec, rank, rendezvous, exchange))
+    made: IpcCommunicator | ShmCommunicator = host
+    try:
+        made = IpcCommunicator(spec, rank, host, device=device, why=why)
+        _try(made)
+    except BaseException as exc:
+        made.close()
+        if isinstance(exc, CollectiveTimeoutError) or not isinstance(exc, Exception):
+            raise
+        detail = f"backend 'nccl': rank {rank} can't work with the others in the memory of their GPU: {exc}"
+        cure = "Processes in different containers need one IPC namespace; or use 'shm', through the memory of the host"
+        raise BackendUnavailableError(group_name=spec.name, detail=f"{detail}. {cure}") from exc
+    return made
+
+
+def _try(made: IpcCommunicator) -> None:
+    # Sums a known array over all ranks, which also initializes and compiles.
+    cupy, world = import_module("cupy"), made.world_size
+    first = Launch(seq=0, ranks=tuple(range(world)), timeout_s=TRIAL_TIMEOUT_S)
+    ok = False
+    try:
+        with cupy.cuda.Device(made.number):
+            given = cupy.full(_TRIAL_SIZE * world, made.rank + 1, "int32")
+            seen = DeviceArray(given)
+            made.launch(first, Kernel(kind=OpKind.ALLREDUCE, src=seen, dst=seen, op=ReduceOp.SUM))
+            found = set(given.get().tolist())
+        expected = world * (world + 1) // 2
+        if found != {expected}:
+            detail = f"a sum of 1 to {world} gave {sorted(found)[:3]}, not {expected}"
+            raise KernelError(op="allreduce", group_name=made.group_name, rank=made.rank, detail=detail)
+        ok = True
+    finally:
+        made.end(first, ok)
+
+
+class IpcCommunicator(OnGpu):
+    """One rank's membership."""
+
+    def __init__(self, spec: GroupSpec, rank: int, host: ShmCommunicator, *, device: int, why: str) -> None:
+        super().__init__(spec, rank, host, device)
+        self.number: int = device  # the GPU's number in this process
+        self.why: str = why  # why the group does not use NCCL, in words
+        self.group_name: str = spec.name
+        self._host = host
+        self._stream = GroupStream(device)
+        self._folder = Folder(device)
+        self._exports = Exports(device)
+        self._imports = Imports()
+        self._lent: list[_Loan] = []
+        self._lock = threading.Lock()
+        self._is_inside = self._is_closed = self._is_released = False
+        self._is_stuck = self._is_at_others = False
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel after the caller's work; it has ended when this returns."""
+        self._run(launch, (kernel,))
+        return DONE
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """Runs kernels with common barriers; see `protocols.Together`."""
+        some = kernels[:TOGETHER]
+        self._run(launch, some)
+        return len(some)
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch; returns the ranks that are known to have run all of it."""
+        super().end(launch, ok)
+        if self._is_stuck and self._is_at_others:
+            return ()  # the others keep what this rank's kernels may use yet
+        return self._host.end(launch, ok)
+
+    def close(self) -> None:
+        """Wakes the thread that is inside, and closes imported memory when it has left."""
+        self._broken = self._broken or "the communicator was closed"
+        with self._lock:
+            self._is_closed = True
+        self._host.close()
+        self._release()
+
+    def _run(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        self._check_going(launch)
+        for kernel in kernels:
+            self.stage(launch, kernel)
+        until_s, self._is_at_others = time.monotonic() + launch.timeout_s, False
+        with self._inside() as meeting, self._failing(meeting, launch, kernels):
+            self._recalled(meeting)
+            self._exports.restart()
+            parts = [Part(one, self.rank, launch.ranks, self._exports, self._folder) for one in kernels]
+            with self._stream.entered():
+                shown = [part.show() for part in parts]
+                listing = self._exports.listing(shown)
+            self._wait(launch, until_s)
+            all_shown = self._listed(launch, listing, until_s)
+            self._is_at_others = True
+            with self._stream.entered():
+                for part, *mine in zip(parts, *all_shown, strict=True):
+                    part.work(mine)
+            self._wait(launch, until_s)
+            self._is_at_others = False
+            meeting.barrier(launch, until_s)
+            if any(part.is_unsettled for part in parts):
+                with self._stream.entered():
+                    for part in parts:
+                        part.settle()
+                self._wait(launch, until_s)
+
+    def _listed(self, launch: Launch, listing: Listing, until_s: float) -> list[tuple[Shown, ...]]:
+        left_s = max(until_s - time.monotonic(), 0.0)
+        told = self._host.agree(replace(launch, timeout_s=left_s), listing.pack())
+        self._check_going(launch)
+        with import_module("cupy").cuda.Device(self.number):
+            return self._imports.shown(
+                {
+                    rank: listing if rank == self.rank else Listing.unpack(one)
+                    for rank, one in zip(launch.ranks, told, strict=True)
+                }
+            )
+
+    def _wait(self, launch: Launch, until_s: float) -> None:
+        began_s = time.monotonic()
+        while not self._stream.has_ended():
+            self._check_going(launch)
+            now_s = time.monotonic()
+            if now_s > until_s:
+                detail = f"launch {launch.seq} did not end on the GPU of rank {self.rank} within {launch.timeout_s:g} s"
+                raise CollectiveTimeoutError(group_name=self.group_name, timeout_s=launch.timeout_s, detail=detail)
+            time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
+
+    @contextmanager
+    def _inside(self) -> Iterator[Meeting]:
+        # Keeps imported memory open while a thread works with it.
+        with self._lock:
+            if self._is_closed:
+                raise GroupBrokenError(group_name=self.group_name, detail=self._broken)
+            self._is_inside = True
+        try:
+            parts = self._host._come_in()
+            try:
+                yield parts.meeting
+            finally:
+                self._host._go_out()
+        finally:
+            with self._lock:
+                self._is_inside = False
+            self._release()
+
+    @contextmanager
+    def _failing(self, meeting: Meeting, launch: Launch, kernels: Sequence[Kernel]) -> Iterator[None]:
+        # Keeps exported memory as long as others may use it.
+        kind = kernels[0].kind.value
+        try:
+            yield
+        except BaseException as exc:
+            has_failed = isinstance(exc, Exception) and not isinstance(exc, RaycollectError)
+            told = f"{type(exc).__name__}: {exc}"
+            if not self._drain() or (has_failed and not isinstance(exc, MemoryError)):
+                self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {told}"
+            self._lent.append(((*kernels, *self._exports.forsake_rooms()), meeting.closing(launch), meeting))
+            self._check_aborted(launch)  # the cause, where the failure is its echo
+            if self._is_closed:
+                raise GroupBrokenError(group_name=self.group_name, detail=self._broken) from exc
+            if has_failed:
+                raise KernelError(op=kind, group_name=self.group_name, rank=self.rank, detail=told) from exc
+            raise
+
+    def _drain(self) -> bool:
+        # Waits, with a limit, until the GPU no longer uses the arrays; tells whether it has stopped.
+        until_s = time.monotonic() + _DRAIN_S
+        try:
+            while not self._stream.has_ended():
+                if time.monotonic() > until_s:
+                    self._is_stuck = True  # it keeps its memory, and what it has opened
+                    return False
+                time.sleep(_PAUSE_S)
+        except Exception:  # noqa: BLE001 - a device that has failed does nothing more, and says so each time
+            return False
+        return True
+
+    def _recalled(self, meeting: Meeting) -> None:
+        if self._lent:
+            self._lent = [loan for loan in self._lent if meeting.owing(loan[1])]
+        if _forsaken:
+            _recall()
+
+    def _release(self) -> None:
+        with self._lock:
+            if not self._is_closed or self._is_inside or self._is_released:
+                return
+            self._is_released = True
+        _forsaken.extend(self._lent)
+        self._lent = []
+        if not self._is_stuck:
+            with suppress(Exception), import_module("cupy").cuda.Device(self.number):
+                self._imports.close()  # fails if the device has failed, or the process ends
+            self._exports.forsake_rooms()
+        _recall()
+
+    def _other_than(self, op: ReduceOp, dtype: str) -> str:
+        why = refusal_reason(op, dtype)
+        return f"another one: {why}" if why else ""

@@ -1,0 +1,49 @@
+"""The common base of communicators that work on one GPU: checks before anything is enqueued."""
+
+from __future__ import annotations
+
+from raycollect.backends.device_arrays import DeviceArray
+from raycollect.backends.exchanged import Exchanged
+from raycollect.core.model import GroupSpec, Kernel, Launch, ReduceOp
+from raycollect.core.protocols import Exchange
+from raycollect.errors import RaycollectError, Violation, refusal
+
+
+class OnGpu(Exchanged):
+    """The part of a `Communicator` that knows its GPU."""
+
+    def __init__(self, spec: GroupSpec, rank: int, exchange: Exchange, number: int) -> None:
+        super().__init__(spec, rank, exchange)
+        self.device: str = f"cuda:{number}"  # ``"cuda:0"``
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Raises UnsupportedError for arrays that are not on this rank's GPU, or can't be reduced."""
+        name = type(self).__name__
+        if kernel.memo.get(name) == self.device:
+            return  # it was looked at before
+        if stray := _stray_device(kernel, self.device):
+            expected = f"{self.device}, where this rank of the group works; others go by shm and tcp"
+            raise self._refused(kernel, "device", stray, expected)
+        if kernel.op is not None and kernel.sample is not None:
+            dtype = kernel.sample.dtype.name
+            if expected := self._other_than(kernel.op, dtype):
+                raise self._refused(kernel, "reduce op", f"{kernel.op.name} of {dtype}", expected)
+        kernel.memo[name] = self.device  # not this object, which it would keep
+
+    def _other_than(self, op: ReduceOp, dtype: str) -> str:
+        # What to use instead if a dtype can't be reduced so; empty if it can.
+        raise NotImplementedError
+
+    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
+        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
+        return refusal(kernel.kind.value, self._group_name, (violation,))
+
+
+def _stray_device(kernel: Kernel, device: str) -> str:
+    # The device of the first array that is elsewhere: ``"cpu"``, ``"cuda:1"``; empty if there is none.
+    for side in (kernel.src, kernel.dst):
+        for array in side if type(side) is tuple else (() if side is None else (side,)):
+            found = array.device if isinstance(array, DeviceArray) else "cpu"
+            if found != device:
+                return found
+    return ""

@@ -1,0 +1,252 @@
+"""Kernels as calls of NCCL: which of its operations each uses, on which pointers, and the copies around them.
+
+A kernel becomes a `Script`: copies, calls of NCCL, and copies and folds after them, all on one stream. The calls of all
+scripts that run together form one NCCL group, so that the GPU gets one piece of work. A script can be enqueued again as
+long as the arrays of its kernel stay in place; one without temporary memory may be kept for that, or be captured in a
+CUDA graph (`graphs`).
+
+Every rank has to make the same calls. So each choice depends only on what all ranks know alike: the kind, the op,
+the dtype and the sizes; never on a rank's memory layout. Arrays with an unsuitable layout are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends.completion import chunks, clipped, reduce_op
+from raycollect.backends.device_arrays import DeviceArray, cupy_view
+from raycollect.backends.nccl.ops import BYTES, Reduction, combiner, fold, reduction_of
+from raycollect.backends.nccl.scripts import Script, ScriptBuilder, assign
+from raycollect.core.model import Kernel, OpKind, ReduceOp
+from raycollect.errors import InternalError
+
+FOLD_NBYTES = 8 << 20  # How much of all ranks together is gathered at a time where NCCL can't reduce, and cupy folds
+
+
+def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> list[Script]:
+    """Returns the scripts of a kernel, to be enqueued in order; all kernels but folds have one.
+
+    Called with the stream current: memory is allocated on it. All ranks take part, except in a send or a receive.
+    """
+    return _KERNELS[kernel.kind](_Writer(communicator, rank, world_size, version, stream), kernel)
+
+
+class _Writer:
+    """Writes the scripts of one kernel. They don't refer to it: their memory goes with them."""
+
+    def __init__(self, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> None:
+        self._cupy = import_module("cupy")
+        self._builder = ScriptBuilder(communicator, rank, stream)
+        self._rank = rank
+        self._ranks = range(world_size)
+        self._version = version
+        self._back: list[tuple[Any, Any]] = []  # targets of folds, and from where they are copied
+
+    def barrier(self, kernel: Kernel) -> list[Script]:
+        # A reduction of one byte.
+        word = self._builder.temporary(self._cupy.zeros(1, np.uint8)).data.ptr
+        self._builder.call("allReduce", word, word, 1, BYTES, 0)
+        return [self._builder.script]
+
+    def allreduce(self, kernel: Kernel) -> list[Script]:
+        op = reduce_op(kernel)
+        how = self._reduction(op, kernel.src)
+        if how is None:
+            return self._folded(op, kernel.src, kernel.dst)
+        src, dst = self._builder.both(kernel.src, kernel.dst)
+        self._builder.call("allReduce", src, dst, kernel.src.size * how.width, how.code, how.op)
+        return [self._builder.script]
+
+    def reduce(self, kernel: Kernel) -> list[Script]:
+        op, is_root = reduce_op(kernel), self._rank == kernel.peer
+        how = self._reduction(op, kernel.src)
+        if how is None:
+            return self._folded(op, kernel.src, kernel.dst if is_root else None)
+        src, dst = self._builder.both(kernel.src, kernel.dst) if is_root else (self._builder.read(kernel.src),) * 2
+        self._builder.call("reduce", src, dst, kernel.src.size * how.width, how.code, how.op, kernel.peer)
+        return [self._builder.script]
+
+    def reducescatter(self, kernel: Kernel) -> list[Script]:
+        # NCCL's if all pieces have one size, else a reduction to each rank; or a fold.
+        op, pieces = reduce_op(kernel), self._pieces(kernel.src)
+        how = self._reduction(op, pieces[0])
+        if how is None:
+            return self._folded_pieces(op, pieces, kernel.dst)
+        sizes = [piece.size for piece in pieces]
+        if len(set(sizes)) == 1:
+            row = self._builder.row(pieces, is_read=True)
+            dst = self._builder.written(kernel.dst)
+            self._builder.call("reduceScatter", row, dst, sizes[0] * how.width, how.code, how.op)
+            return [self._builder.script]
+        for root, piece in enumerate(pieces):
+            if root == self._rank:
+                src, dst = self._builder.both(piece, kernel.dst)
+            else:
+                src = dst = self._builder.read(piece)
+            if piece.size:
+                self._builder.call("reduce", src, dst, piece.size * how.width, how.code, how.op, root)
+        return [self._builder.script]
+
+    def _reduction(self, op: ReduceOp, array: DeviceArray) -> Reduction | None:
+        return reduction_of(op, array.dtype.name, self._version)
+
+    def _folded(self, op: ReduceOp, src: DeviceArray, dst: DeviceArray | None) -> list[Script]:
+        # Gathers one chunk of all ranks at a time, and folds it in rank order.
+        scripts: list[Script] = []
+        line, itemsize, combine = self._builder.line(src), src.dtype.itemsize, combiner(op, src.dtype)
+        target = None if dst is None else self._folded_into(dst)
+        step = self._step(src.size, itemsize)
+        size = len(self._ranks) * step
+        everyone = self._builder.temporary(self._cupy.empty(size, src.dtype))  # for all chunks: they come one by one
+        for lo, hi in chunks(src.size, step):
+            script = self._next(scripts)
+            nbytes = (hi - lo) * itemsize
+            self._builder.call("allGather", line.data.ptr + lo * itemsize, everyone.data.ptr, nbytes, BYTES)
+            if target is not None:
+                rows = everyone[: len(self._ranks) * (hi - lo)].reshape(len(self._ranks), hi - lo)
+                script.after.append(partial(fold, combine, rows, target[lo:hi]))
+        return self._copied_back(scripts)
+
+    def _folded_pieces(self, op: ReduceOp, pieces: Sequence[DeviceArray], dst: DeviceArray) -> list[Script]:
+        # Sends each rank its piece, a chunk at a time, and folds that in rank order.
+        scripts: list[Script] = []
+        lines, itemsize, most = (
+            [self._builder.line(one) for one in pieces],
+            dst.dtype.itemsize,
+            max(one.size for one in pieces),
+        )
+        target, combine = self._folded_into(dst), combiner(op, dst.dtype)
+        step = self._step(most, itemsize)
+        everyone = self._builder.temporary(self._cupy.empty(len(self._ranks) * min(step, dst.size), dst.dtype))
+        for lo, hi in chunks(most, step):
+            script = self._next(scripts)
+            first, last = clipped(dst, lo, hi)
+            rows = everyone[: len(self._ranks) * (last - first)].reshape(len(self._ranks), last - first)
+            nbytes = (last - first) * itemsize
+            for peer, line in enumerate(lines):
+                start, stop = clipped(line, lo, hi)
+                if peer != self._rank:
+                    give = line.data.ptr + start * itemsize, (stop - start) * itemsize
+                    self._builder.swap(peer, give, (everyone.data.ptr + peer * nbytes, nbytes))
+            if nbytes:
+                script.after.append(partial(assign, rows[self._rank], lines[self._rank][first:last].view(dst.dtype)))
+                script.after.append(partial(fold, combine, rows, target[first:last]))
+        return self._copied_back(scripts)
+
+    def _step(self, size: int, itemsize: int) -> int:
+        return max(1, min(size, FOLD_NBYTES // len(self._ranks) // itemsize))
+
+    def _next(self, scripts: list[Script]) -> Script:
+        if scripts:
+            self._builder.script = Script()
+        scripts.append(self._builder.script)
+        return self._builder.script
+
+    def _folded_into(self, dst: DeviceArray) -> Any:
+        # The array itself as one row, or temporary memory that is copied to it.
+        if dst.shadow.flags.c_contiguous:
+            return cupy_view(dst).reshape(-1)
+        room = self._cupy.empty(dst.size, dst.dtype)
+        self._back.append((cupy_view(dst), room))
+        return room
+
+    def _copied_back(self, scripts: list[Script]) -> list[Script]:
+        for target, room in self._back if scripts else ():
+            scripts[-1].after.append(partial(assign, target, room))
+        return scripts
+
+    def broadcast(self, kernel: Kernel) -> list[Script]:
+        src = kernel.dst if kernel.src is None else kernel.src
+        dst = kernel.src if kernel.dst is None else kernel.dst
+        if self._rank == kernel.peer:
+            give, take = self._builder.both(src, dst) if dst is not src else (self._builder.read(src),) * 2
+        else:
+            give = take = self._builder.written(dst)
+        self._builder.call(
+            "broadcast", give, take, (src if self._rank == kernel.peer else dst).nbytes, BYTES, kernel.peer
+        )
+        return [self._builder.script]
+
+    def allgather(self, kernel: Kernel) -> list[Script]:
+        # NCCL's if all pieces have one size, else a broadcast from each rank.
+        pieces = self._pieces(kernel.dst)
+        sizes = [piece.nbytes for piece in pieces]
+        if len(set(sizes)) == 1:
+            row = self._builder.row(pieces, is_read=False)
+            src = self._builder.read(kernel.src)
+            self._builder.call("allGather", src, row, sizes[0], BYTES)
+            return [self._builder.script]
+        for root, piece in enumerate(pieces):
+            if root == self._rank:
+                give, take = self._builder.both(kernel.src, piece)
+            else:
+                give = take = self._builder.written(piece)
+            if piece.size:
+                self._builder.call("broadcast", give, take, piece.nbytes, BYTES, root)
+        return [self._builder.script]
+
+    def gather(self, kernel: Kernel) -> list[Script]:
+        if self._rank != kernel.peer:
+            self._builder.swap(kernel.peer, (self._builder.read(kernel.src), kernel.src.nbytes), (0, 0))
+            return [self._builder.script]
+        for peer, piece in enumerate(self._pieces(kernel.dst)):
+            if peer == self._rank:
+                self._builder.copy_own(kernel.src, piece)
+            else:
+                self._builder.swap(peer, (0, 0), (self._builder.written(piece), piece.nbytes))
+        return [self._builder.script]
+
+    def scatter(self, kernel: Kernel) -> list[Script]:
+        if self._rank != kernel.peer:
+            self._builder.swap(kernel.peer, (0, 0), (self._builder.written(kernel.dst), kernel.dst.nbytes))
+            return [self._builder.script]
+        for peer, piece in enumerate(self._pieces(kernel.src)):
+            if peer == self._rank:
+                self._builder.copy_own(piece, kernel.dst)
+            else:
+                self._builder.swap(peer, (self._builder.read(piece), piece.nbytes), (0, 0))
+        return [self._builder.script]
+
+    def alltoall(self, kernel: Kernel) -> list[Script]:
+        # In place, data is received in temporary memory and copied.
+        for peer, (src, dst) in enumerate(zip(self._pieces(kernel.src), self._pieces(kernel.dst), strict=True)):
+            if peer == self._rank:
+                self._builder.copy_own(src, dst)
+                continue
+            is_in_place = dst.size and src.address == dst.address
+            take = self._builder.room(dst) if is_in_place else self._builder.written(dst)
+            self._builder.swap(peer, (self._builder.read(src), src.nbytes), (take, dst.nbytes))
+        return [self._builder.script]
+
+    def send(self, kernel: Kernel) -> list[Script]:
+        self._builder.swap(kernel.peer, (self._builder.read(kernel.src), kernel.src.nbytes), (0, 0))
+        return [self._builder.script]
+
+    def recv(self, kernel: Kernel) -> list[Script]:
+        self._builder.swap(kernel.peer, (0, 0), (self._builder.written(kernel.dst), kernel.dst.nbytes))
+        return [self._builder.script]
+
+    def _pieces(self, side: Any) -> tuple[DeviceArray, ...]:
+        if type(side) is not tuple or len(side) != len(self._ranks):
+            raise InternalError(detail=f"a kernel among {len(self._ranks)} ranks without a piece for each")
+        return side
+
+
+_KERNELS: dict[OpKind, Callable[[_Writer, Kernel], list[Script]]] = {
+    OpKind.ALLREDUCE: _Writer.allreduce,
+    OpKind.REDUCE: _Writer.reduce,
+    OpKind.BROADCAST: _Writer.broadcast,
+    OpKind.ALLGATHER: _Writer.allgather,
+    OpKind.REDUCESCATTER: _Writer.reducescatter,
+    OpKind.GATHER: _Writer.gather,
+    OpKind.SCATTER: _Writer.scatter,
+    OpKind.ALLTOALL: _Writer.alltoall,
+    OpKind.SEND: _Writer.send,
+    OpKind.RECV: _Writer.recv,
+    OpKind.BARRIER: _Writer.barrier,
+}

@@ -1,0 +1,1 @@
+"""Backend `shm`: processes of one machine, in memory that they share."""

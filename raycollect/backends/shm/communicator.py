@@ -1,0 +1,264 @@
+"""Backend `shm`: the members are processes of one machine that share memory.
+
+Kernels on arrays in shared memory (made by `raycollect.empty` and others) work in place (`direct`); small ones, and
+those on other arrays, are staged by chunks (`staged`). All ranks choose alike, from the listings written before the
+barrier (`directory`). Barriers, the agreement and aborts are in `sync`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from raycollect.backends.completion import DONE, translated
+from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
+from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
+from raycollect.backends.shm.joined import joined
+from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
+from raycollect.backends.shm.segment import client_segment, server_segment
+from raycollect.backends.shm.staged import CHUNK_NBYTES, Staged, slots_nbytes
+from raycollect.core.kernel_progress import here
+from raycollect.core.model import PIECES, GroupSpec, Kernel, Launch
+from raycollect.core.protocols import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
+from raycollect.errors import GroupBrokenError
+
+__all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "",
+    segments: SegmentSource | None = None,
+) -> Communicator:
+    """Joins the group; returns when this rank has the shared memory (rank 0: when all ranks have it).
+
+    All members are processes of one machine and user. `segments` locates tensors in shared memory for kernels in place.
+
+    Raises:
+        BackendUnavailableError: Shared memory is not available.
+        CollectiveTimeoutError: Rank 0 did not come.
+    """
+    nbytes = sum(part(spec.world_size) for part in (control_nbytes, slots_nbytes, directory_nbytes))
+    if rank == 0:
+        segment = server_segment(spec, rendezvous, nbytes, lambda fresh: prepare(fresh, spec.world_size))
+    else:
+        segment = client_segment(spec, rank, rendezvous, nbytes)
+    return ShmCommunicator(spec, rank, segment, segments or NoSegments())
+
+
+class _Parts(NamedTuple):
+    """The users of the group's memory, which is unmapped when the last reference goes."""
+
+    meeting: Meeting
+    staged: Staged
+    direct: Direct
+
+
+class ShmCommunicator:
+    """One rank's membership, a `Communicator`."""
+
+    def __init__(self, spec: GroupSpec, rank: int, segment: mmap.mmap, segments: SegmentSource) -> None:
+        self.rank = rank
+        self.world_size: int = spec.world_size
+        self._group_name = spec.name
+        self._begun = 0  # the launch that `stage` or `agree` has begun
+        self._staged = 0  # the launch whose first kernel was staged, and has not run
+        self._lock = threading.Lock()
+        self._users = 0
+        self._entered: _Parts | None = None  # from `again` to `end`, by the thread that runs the launch
+        self._closed = False
+        slots_at = control_nbytes(spec.world_size)
+        directory_at = slots_at + slots_nbytes(spec.world_size)
+        memory = np.frombuffer(segment, np.uint8)
+        directory = Directory(memory[directory_at:].data, rank, spec.world_size, segments)
+        self._parts: _Parts | None = _Parts(
+            Meeting(segment, rank, spec.world_size, spec.name),
+            Staged(memory[slots_at:directory_at], rank, spec.world_size),
+            Direct(directory, rank, segments),
+        )
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Copies the first chunk to this rank's slot, or lists arrays that others can access in place."""
+        parts = self._come_in()
+        try:
+            self._stage(parts, launch, kernel, time.monotonic() + launch.timeout_s)
+        finally:
+            self._go_out()
+
+    def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel, until_s: float) -> None:
+        with translated(kernel.kind, self._group_name, self.rank, folds=False):
+            parts.meeting.enter(launch, until_s)
+            self._begin(parts, launch)
+            may_be_direct = kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel))
+            is_direct = may_be_direct and parts.direct.can_give(kernel)
+            if not is_direct:
+                parts.staged.stage(launch, kernel)
+            if may_be_direct:
+                parts.direct.show(launch, (kernel,), 0 if is_direct else STAGED)
+            self._staged = launch.seq
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks` in shared memory."""
+        parts = self._come_in()
+        try:
+            parts.staged.restart()
+            self._begin(parts, launch)
+            return parts.meeting.agree(launch, arrival)
+        finally:
+            self._go_out()
+
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """The same, for communicators that use this one as their `Exchange`."""
+        return self.agree(launch, arrival)
+
+    def again(
+        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
+    ) -> Sequence[bytes] | None:
+        """Does what `stage` and `agree` do, for a kernel that was run before; see `protocols.Again`."""
+        until_s = time.monotonic() + launch.timeout_s
+        parts = self._entered = self._entered or self._come_in()
+        parts.meeting.enter(launch, until_s)
+        self._begin(parts, launch)
+        # Any other is listed, whatever it was before: another rank may come with memory that can be reached.
+        if parts.staged.stage_again(launch, kernel):
+            self._staged = launch.seq
+        else:
+            self._stage(parts, launch, kernel, until_s)
+        parts.staged.restart()
+        return parts.meeting.agree_again(launch, arrival, expected, until_s)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
+        if self._entered is not None:
+            self._launch(self._entered, launch, kernel)
+            return DONE
+        with _Inside(self) as parts:
+            self._launch(parts, launch, kernel)
+        return DONE
+
+    def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
+        meeting, staged, direct = parts
+        until_s = time.monotonic() + launch.timeout_s
+        with translated(kernel.kind, self._group_name, self.rank):
+            is_first, self._staged = self._staged == launch.seq, 0
+            if is_first and staged.fold_again(launch, kernel):
+                return
+            if direct.is_worth(_nbytes(kernel)):
+                has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
+                if has_run:
+                    return
+            staged.run(meeting, launch, kernel, staged=is_first, until_s=until_s)
+
+    def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
+        """Runs kernels in place with common barriers, or staged as if they were one; see `Together`."""
+        some, until_s = kernels[:TOGETHER], time.monotonic() + launch.timeout_s
+        kind = kernels[0].kind
+        if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
+            return 0
+        with _Inside(self) as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
+            self._staged = 0
+            has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
+            rows = () if has_run else joined(some)
+            for at, kernel in enumerate(rows):
+                here().cover(at * len(some) / len(rows), len(some) / len(rows))
+                staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
+        return len(some)
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch; a closed communicator has left them all."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            try:
+                return entered.meeting.end(launch, ok)
+            finally:
+                self._go_out()
+        try:
+            with _Inside(self) as parts:
+                return parts.meeting.end(launch, ok)
+        except GroupBrokenError:
+            return ()
+
+    def abort(self, seq: int) -> None:
+        """Wakes this rank if it waits in that launch, now or later."""
+        try:
+            with _Inside(self) as parts:
+                parts.meeting.abort(seq)
+        except GroupBrokenError:
+            return
+
+    def lost(self, rank: int) -> None:
+        """Ends waits for a rank whose process has ended; see `Surviving`."""
+        try:
+            with _Inside(self) as parts:
+                parts.meeting.lost(rank)
+        except GroupBrokenError:
+            return
+
+    def close(self) -> None:
+        """Wakes threads that are inside, and releases the memory when they have left."""
+        with self._lock:
+            self._closed = True
+            parts = self._parts
+        if parts is not None:
+            parts.meeting.close()
+        self._release()
+
+    def _come_in(self) -> _Parts:
+        # Keeps the memory mapped until `_go_out`.
+        with self._lock:
+            parts = self._parts
+            if self._closed or parts is None:
+                raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
+            self._users += 1
+        return parts
+
+    def _go_out(self) -> None:
+        with self._lock:
+            self._users -= 1
+        if self._closed:
+            self._release()
+
+    def _release(self) -> None:
+        with self._lock:
+            if self._closed and self._users == 0 and self._parts is not None:
+                self._parts.meeting.leave()
+                self._parts.direct.close()
+                self._parts = None
+
+    def _begin(self, parts: _Parts, launch: Launch) -> None:
+        if launch.seq != self._begun:
+            self._begun = launch.seq
+            parts.staged.restart()
+            parts.direct.restart(parts.meeting)
+
+
+class _Inside:
+    """Context of a thread that uses the communicator."""
+
+    __slots__ = ("_communicator",)
+
+    def __init__(self, communicator: ShmCommunicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> _Parts:
+        return self._communicator._come_in()
+
+    def __exit__(self, *exc: object) -> None:
+        self._communicator._go_out()
+
+
+def _nbytes(kernel: Kernel) -> int:
+    # A size that all ranks compute alike: that of the array, or of the largest piece.
+    sample = kernel.sample
+    if sample is None:
+        return 0
+    return int(kernel.most * sample.dtype.itemsize if kernel.kind in PIECES else sample.nbytes)

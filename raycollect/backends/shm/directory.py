@@ -1,0 +1,170 @@
+"""Where the ranks' arrays lie in shared memory: each rank writes a listing before a barrier; all read it afterwards.
+
+A rank has two areas of the group's memory, which the kernels of a launch use in turn: nobody writes listing k + 2
+before all have passed the barrier of kernel k + 1, and so have read listing k. An area holds flags, the rank's segment,
+and the offset and length of each array.
+
+A rank that lists a segment to somebody for the first time sets a flag. Then each rank tries to map the new segments,
+and reports the result at one more barrier: either all work in place, or none does. One mapping per rank is kept: a rank
+that lists another segment has given up the previous one.
+
+What a rank writes while others may read are 8-byte words, each by one store: its answer must not tear its listing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raycollect.backends.arrays import Array
+from raycollect.core.model import BufferRef, Segment
+from raycollect.core.protocols import SegmentSource
+from raycollect.errors import InternalError
+
+# Flags: the first chunk is in the rank's slot; others can read all its sources; they can write all its targets; it
+# lists its segment for the first time
+STAGED, GIVES, TAKES, _NEW = 1, 2, 4, 8
+
+CAPACITY = 511  # How many arrays a listing has room for, at least
+_FLAGS_BITS = 8  # of the word; the others count the arrays
+_WORDS_NBYTES = 16  # the word, and whether the rank has mapped all that it was shown
+_SEGMENT = struct.Struct("<QQQ32s")  # pid, descriptor, size, token
+_ENTRY = struct.Struct("<QQ")  # offset, length
+_LINE_NBYTES = 64
+_PARITIES = 2
+_LISTINGS_KEPT = 64
+_NOTHING: Array = np.empty(0, np.uint8)
+
+
+def _area_nbytes(world_size: int) -> int:
+    entries = max(CAPACITY, world_size + 1)  # a piece for each rank, and one array
+    nbytes = _WORDS_NBYTES + _SEGMENT.size + entries * _ENTRY.size
+    return -(-nbytes // _LINE_NBYTES) * _LINE_NBYTES
+
+
+def directory_nbytes(world_size: int) -> int:
+    """Returns the shared memory that the listings of `world_size` ranks take; a multiple of the cache line."""
+    return world_size * _PARITIES * _area_nbytes(world_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Listing:
+    """One rank's listing of its arrays in one kernel; the same object as long as its content is the same."""
+
+    flags: int  # some of STAGED, GIVES and TAKES
+    arrays: tuple[Array, ...] = ()  # their bytes, mapped here: sources if GIVES, then targets if TAKES
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where some arrays lie, as a listing encodes it."""
+
+    segment: Segment | None = None  # the one that holds all of them; None if none of them has bytes
+    packed: bytes = b""  # the segment, and offset and length of each array
+    count: int = 0  # the number of arrays
+
+    @classmethod
+    def of(cls, refs: Sequence[BufferRef]) -> Places:
+        """Packs references; those of no bytes may name any segment."""
+        segment = next((ref.segment for ref in refs if ref.nbytes), None)
+        named = segment or Segment(0, 0, b"", 0)
+        entries = (_ENTRY.pack(ref.offset, ref.nbytes) for ref in refs)
+        head = _SEGMENT.pack(named.pid, named.fd, named.nbytes, named.token)
+        return cls(segment, b"".join([head, *entries]), len(refs))
+
+
+class Directory:
+    """The listings of all ranks, as one rank sees them; `memory` has `directory_nbytes` bytes, zero at first."""
+
+    def __init__(self, memory: memoryview, rank: int, world_size: int, segments: SegmentSource) -> None:
+        self._memory = memory
+        self._words = memory.cast("Q")
+        self._rank = rank
+        self._area = _area_nbytes(world_size)
+        self._segments = segments
+        self._shown: dict[int, Segment] = {}  # rank -> the segment of this rank that it has mapped
+        self._offered: Segment | None = None
+        self._mapped: dict[int, tuple[Segment, Array]] = {}  # by rank
+        self._known: dict[tuple[int, int, bytes], Listing] = {}  # by rank, flags and what was written
+        self._turn = 0
+        self._closed = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether arrays can be shown: False once somebody could not map them."""
+        return not self._closed
+
+    def restart(self) -> None:
+        """Begins a launch: the next listing is that of its first kernel."""
+        self._turn = 0
+
+    def write(self, flags: int, places: Places, ranks: Sequence[int]) -> None:
+        """Writes this rank's listing for the next kernel of `ranks`."""
+        at = self._at(self._rank)
+        segment = places.segment
+        if segment is not None and any(self._shown.get(rank) is not segment for rank in ranks if rank != self._rank):
+            flags |= _NEW
+            self._offered = segment
+        start = at + _WORDS_NBYTES
+        self._memory[start : start + len(places.packed)] = places.packed
+        self._words[at // 8] = flags | places.count << _FLAGS_BITS
+        self._words[at // 8 + 1] = 0
+
+    def read(self, ranks: Sequence[int], barrier: Callable[[], None]) -> list[Listing]:
+        """Reads the listings of `ranks`, after the barrier that follows their writing; may call `barrier` once more."""
+        words = [self._words[self._at(rank) // 8] for rank in ranks]
+        is_new = any(word & _NEW for word in words)
+        if is_new and not self._meet(ranks, words, barrier):
+            self._closed = True
+            listings = [Listing(word & STAGED) for word in words]
+        else:
+            if is_new and self._offered is not None:
+                self._shown.update(dict.fromkeys(ranks, self._offered))
+            listings = [self._listing(rank, word) for rank, word in zip(ranks, words, strict=True)]
+        self._turn = (self._turn + 1) % _PARITIES
+        return listings
+
+    def _meet(self, ranks: Sequence[int], words: Sequence[int], barrier: Callable[[], None]) -> bool:
+        try:
+            for rank, word in zip(ranks, words, strict=True):
+                self._listing(rank, word)
+        except OSError:
+            pass
+        else:
+            self._words[self._at(self._rank) // 8 + 1] = 1
+        barrier()
+        return all(self._words[self._at(rank) // 8 + 1] for rank in ranks)
+
+    def _listing(self, rank: int, word: int) -> Listing:
+        flags, count = word & ((1 << _FLAGS_BITS) - 1) & ~_NEW, word >> _FLAGS_BITS
+        if not flags & (GIVES | TAKES):
+            return Listing(flags)
+        start = self._at(rank) + _WORDS_NBYTES
+        written = bytes(self._memory[start : start + _SEGMENT.size + count * _ENTRY.size])
+        known = self._known.get((rank, flags, written))
+        if known is None:
+            arrays = self._map(rank, written)
+            if len(self._known) >= _LISTINGS_KEPT:
+                self._known.clear()
+            known = self._known[rank, flags, written] = Listing(flags, arrays)
+        return known
+
+    def _map(self, rank: int, written: bytes) -> tuple[Array, ...]:
+        pid, fd, nbytes, token = _SEGMENT.unpack_from(written)
+        places = list(_ENTRY.iter_unpack(written[_SEGMENT.size :]))
+        segment = Segment(pid, fd, token, nbytes)
+        if not any(length for _, length in places):
+            return tuple(_NOTHING for _ in places)
+        mapped = self._mapped.get(rank)
+        if mapped is None or mapped[0] != segment:
+            self._known = {key: listing for key, listing in self._known.items() if key[0] != rank}
+            mapped = self._mapped[rank] = segment, self._segments.open(segment)
+        if any(offset + length > nbytes for offset, length in places):
+            raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment")
+        return tuple(mapped[1][offset : offset + length] for offset, length in places)
+
+    def _at(self, rank: int) -> int:
+        return (rank * _PARITIES + self._turn) * self._area

@@ -1,0 +1,358 @@
+"""How ranks that share memory synchronize: words that only grow, and semaphores.
+
+Each rank has one 8-byte word that only it writes: ``seq << 24 | phase``. `seq` is its current launch, `phase` counts
+its barriers in that launch: 0 on entering, `CLOSED` once it has left. A rank arrives at a barrier by storing its word
+and posting the semaphores of sleeping ranks; it waits until every word is at least as high. So nothing is ever reset,
+an abort or a timeout leaves nothing inconsistent, and a spurious wake-up costs one look. Beside the word stand the
+rank's last known core, its process id, and whether it sleeps: most do not, and a post costs a call.
+
+A rank that leaves a launch first records its progress: ``seq << 24 | passed`` in a ring of `OUTCOMES` cells, where
+`passed` is the last barrier that it passed (`CLOSED` if it ran everything). A rank that waits for it at a later barrier
+learns that it will not come; a rank that is late at a barrier which the other one passed goes on.
+
+Beside each arrival stands its cell: the number of the rank's arrival, and its length. A rank that brings the same
+arrival again leaves both as they are, so that the others recognize it without reading it.
+
+Areas of shared memory (arrivals, slots) are written by one rank and read by others. A rank writes its areas in a launch
+only after all possible readers of its earlier launches have closed these ("debts"); by then they nearly always have.
+
+Memory order. Words are 8 bytes, aligned, and stored by one instruction. Data is written before the word, and `sem_post`
+and `sem_wait` are full barriers in glibc, so a rank woken by a semaphore sees the data. For a rank that finds the word
+without waiting: on x86-64 loads are in order; elsewhere the order comes from releasing and re-taking the GIL, or a
+lock, in the ctypes call that each arrival makes before it looks, and from `Semaphores.drain` where an outcome seems to
+be missing. A rank that is about to sleep announces it, and looks at the words once more; a rank that arrives stores its
+word, and then looks for sleepers. Between the two steps each makes a libc call, a full barrier, so that at least one of
+them sees the other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from raycollect.backends.completion import check_arrival
+from raycollect.core.cpu_affinity import YIELD_S, Seeker
+from raycollect.core.model import Launch
+from raycollect.core.semaphores import SEM_NBYTES, Semaphores
+from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
+
+ARRIVAL_NBYTES = 64 * 1024  # The longest arrival
+_PHASE_BITS = 24
+CLOSED = (1 << _PHASE_BITS) - 1
+_SEQ_LIMIT = 1 << (63 - _PHASE_BITS)
+OUTCOMES = 64
+_WORD_STRIDE = 8  # in words: a cache line each
+_ASLEEP = 3  # Which of a rank's words says that it sleeps
+_SLICE_S = 0.5  # The longest sleep before the words are looked at again, in case a wake-up is lost
+_PARITIES = 2
+_LENGTH_BITS = 24  # The low bits of an arrival's cell hold its length, the others count its rank's arrivals
+_LENGTH = (1 << _LENGTH_BITS) - 1
+
+
+def control_nbytes(world_size: int) -> int:
+    """Returns the shared memory that synchronizing `world_size` ranks takes; a multiple of the page size."""
+    per_rank = SEM_NBYTES + 8 * (_WORD_STRIDE + OUTCOMES + _PARITIES) + _PARITIES * ARRIVAL_NBYTES
+    return -(-world_size * per_rank // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def prepare(segment: mmap.mmap, world_size: int) -> None:
+    """Initializes the semaphores in zeroed memory; called by its creator, before others map it."""
+    Semaphores(memoryview(segment)[: world_size * SEM_NBYTES], world_size, init=True)
+
+
+class _Expected(NamedTuple):
+    """Arrivals that matched what was expected, by their cells."""
+
+    blobs: Sequence[bytes]  # what was expected; compared by identity
+    ranks: tuple[int, ...]
+    cells: list[int]
+
+
+class Meeting:
+    """One rank's end of the synchronization.
+
+    One thread at a time calls `agree`, `barrier` and `end`; any thread calls `abort` and `close`.
+    """
+
+    def __init__(self, segment: mmap.mmap, rank: int, world_size: int, group_name: str) -> None:
+        self.rank = rank
+        self._group_name = group_name
+        whole = memoryview(segment)
+        cells_at = world_size * SEM_NBYTES
+        self._semaphores = Semaphores(whole[:cells_at], world_size, init=False)
+        areas_at = cells_at + world_size * 8 * (_WORD_STRIDE + OUTCOMES + _PARITIES)
+        cells = whole[cells_at:areas_at].cast("Q")
+        self._words = cells[: world_size * _WORD_STRIDE]
+        self._outcomes = cells[world_size * _WORD_STRIDE : world_size * (_WORD_STRIDE + OUTCOMES)]
+        self._cells = cells[world_size * (_WORD_STRIDE + OUTCOMES) :]
+        self._arrivals = whole[areas_at : areas_at + world_size * _PARITIES * ARRIVAL_NBYTES]
+        self._words[rank * _WORD_STRIDE + 2] = os.getpid()
+        self._seq = 0
+        self._phase = 0
+        self._passed = 0
+        self._agreed = 0
+        self._arrived = 0  # how many different arrivals this rank has brought
+        self._brought: list[bytes | None] = [None] * _PARITIES  # what is in its areas
+        self._expected: list[_Expected | None] = [None] * _PARITIES  # what was found there last
+        self._seeker = Seeker()
+        self._debts: dict[int, int] = {}
+        self._aborted: set[int] = set()
+        self._dead: frozenset[int] = frozenset()  # the ranks whose processes have ended: their words are final
+        self._closed = False
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks`; see `Communicator.agree`."""
+        check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
+        until_s = time.monotonic() + launch.timeout_s
+        self.enter(launch, until_s)
+        parity = self._bring(launch, arrival, until_s)
+        return [bytes(self._read(rank, parity)) for rank in launch.ranks]
+
+    def agree_again(
+        self, launch: Launch, arrival: bytes, expected: Sequence[bytes], until_s: float
+    ) -> Sequence[bytes] | None:
+        """Does the same in a launch that was entered; returns None if all arrivals are as expected."""
+        parity = self._bring(launch, arrival, until_s)
+        ranks, cells = launch.ranks, self._cells
+        now = [cells[rank * _PARITIES + parity] for rank in ranks]
+        known = self._expected[parity]
+        if known is not None and known.blobs is expected and known.ranks == ranks and known.cells == now:
+            return None
+        for rank, blob in zip(ranks, expected, strict=True):
+            if self._read(rank, parity) != blob:
+                return [bytes(self._read(one, parity)) for one in ranks]
+        self._expected[parity] = _Expected(expected, ranks, now)
+        return None
+
+    def _bring(self, launch: Launch, arrival: bytes, until_s: float) -> int:
+        # Two areas alternate: no rank enters agreement k+1 of a launch before it has read agreement k.
+        parity = self._agreed % _PARITIES
+        self._agreed += 1
+        if arrival != self._brought[parity]:
+            mine = self._area(self.rank, parity)
+            self._arrivals[mine : mine + len(arrival)] = arrival
+            self._arrived += 1
+            self._cells[self.rank * _PARITIES + parity] = self._arrived << _LENGTH_BITS | len(arrival)
+            self._brought[parity] = arrival
+        self.barrier(launch, until_s)
+        return parity
+
+    def barrier(self, launch: Launch, until_s: float) -> None:
+        """Waits for all of `launch.ranks`.
+
+        Raises:
+            CollectiveTimeoutError: Naming the ranks that had not come by `until_s` of the monotonic clock.
+            PlanAbortedError: The launch was aborted here, or a rank has left it.
+        """
+        target = self._advance()
+        self._ring(launch.ranks)
+        self._wait(launch, dict.fromkeys(launch.ranks, target), until_s)
+        self._passed = self._phase
+
+    def arrive(self, launch: Launch, waiting: Sequence[int], waits_for: Sequence[int], until_s: float) -> None:
+        """A barrier at which this rank waits for the ranks `waits_for` only, and `waiting` wait for it."""
+        target = self._advance()
+        self._ring(waiting)
+        if waits_for:
+            self._wait(launch, dict.fromkeys(waits_for, target), until_s)
+        self._passed = self._phase
+
+    def check(self, launch: Launch, ranks: Sequence[int], until_s: float) -> None:
+        """Raises like `barrier`, but never waits."""
+        self._check_aborted(launch)
+        for rank in ranks:
+            self._has_come(rank, self._seq << _PHASE_BITS | self._phase + 1)
+        if time.monotonic() > until_s:
+            detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
+            raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+
+    def closing(self, launch: Launch) -> dict[int, int]:
+        """Returns the words of the other ranks once they have left a launch; see `owing`."""
+        return dict.fromkeys((r for r in launch.ranks if r != self.rank), launch.seq << _PHASE_BITS | CLOSED)
+
+    def owing(self, words: dict[int, int]) -> bool:
+        """Tells whether one of these ranks is alive and has not reached its word yet."""
+        late = (rank for rank, word in words.items() if self._words[rank * _WORD_STRIDE] < word)
+        return any(_is_alive(self._words[rank * _WORD_STRIDE + 2]) for rank in late)
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch; never waits, never raises.
+
+        Returns:
+            The ranks that are known to have run all of it. The last one to leave sees all: it looks after posting, and
+            of two that leave at once each posts, a full barrier, between its own word and the other's.
+        """
+        if launch.seq < self._seq:
+            return ()
+        if launch.seq > self._seq:  # it did not reach the agreement
+            self._seq, self._phase, self._passed = launch.seq, 0, 0
+        seq, words, outcomes = self._seq, self._words, self._outcomes
+        closed = seq << _PHASE_BITS | CLOSED
+        passed = CLOSED if ok else self._passed
+        if not ok:  # a wait that raised may have left it
+            words[self.rank * _WORD_STRIDE + _ASLEEP] = 0
+        outcomes[self.rank * OUTCOMES + seq % OUTCOMES] = seq << _PHASE_BITS | passed
+        words[self.rank * _WORD_STRIDE] = closed
+        self._ring(launch.ranks)
+        # Who has not arrived by now finds this rank gone, and so never reads what it wrote: no debt.
+        if self._phase:
+            arrived = seq << _PHASE_BITS | 1
+            for rank in launch.ranks:
+                if rank != self.rank and words[rank * _WORD_STRIDE] >= arrived:
+                    self._debts[rank] = closed
+        for other in tuple(self._aborted) if self._aborted else ():  # in place: another thread may add meanwhile
+            if other <= seq:
+                self._aborted.discard(other)
+        at = seq % OUTCOMES
+        return tuple([rank for rank in launch.ranks if outcomes[rank * OUTCOMES + at] == closed])
+
+    def abort(self, seq: int) -> None:
+        """Makes this rank's waits in that launch raise."""
+        self._aborted.add(seq)
+        self._semaphores.ring(self.rank)
+
+    def lost(self, rank: int) -> None:
+        """Makes waits raise for a rank whose process has ended before it came; see `Surviving.lost`."""
+        self._dead |= {rank}
+        self._semaphores.ring(self.rank)
+
+    def close(self) -> None:
+        """Makes all waits of this rank raise, now and later."""
+        self._closed = True
+        self._semaphores.ring(self.rank)
+
+    def leave(self) -> None:
+        """Leaves all launches, future ones included; after `close`, when no thread of this rank is in one."""
+        self._words[self.rank * _WORD_STRIDE] = _SEQ_LIMIT - 1 << _PHASE_BITS | CLOSED
+        self._ring(range(len(self._words) // _WORD_STRIDE))
+
+    def enter(self, launch: Launch, until_s: float) -> None:
+        """Begins a launch unless it has begun: waits for readers of this rank's earlier data."""
+        if launch.seq == self._seq:
+            return
+        if not self._seq < launch.seq < _SEQ_LIMIT:
+            raise InternalError(detail=f"launch {launch.seq} after {self._seq}")
+        self._seq, self._phase, self._passed, self._agreed = launch.seq, 0, 0, 0
+        # The word says "all earlier launches closed" before this rank waits for others to say so: no cycle of debts.
+        self._words[self.rank * _WORD_STRIDE] = self._seq << _PHASE_BITS
+        self._debts = {rank: owed for rank, owed in self._debts.items() if self._words[rank * _WORD_STRIDE] < owed}
+        if self._debts:
+            self._ring(self._debts)
+            self._wait(launch, self._debts, until_s)
+            self._debts = {}
+
+    def _advance(self) -> int:
+        self._phase += 1
+        if self._phase >= CLOSED:
+            raise InternalError(detail=f"more than {CLOSED} barriers in one launch")
+        target = self._seq << _PHASE_BITS | self._phase
+        self._words[self.rank * _WORD_STRIDE] = target
+        return target
+
+    def _check_aborted(self, launch: Launch) -> None:
+        if self._closed or launch.seq in self._aborted:
+            detail = f"launch {launch.seq} was aborted" if not self._closed else "the communicator was closed"
+            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+
+    def _wait(self, launch: Launch, targets: dict[int, int], until_s: float) -> None:
+        until_asleep_s, mine, is_announced, has_yielded = 0.0, self.rank * _WORD_STRIDE, False, False
+        absent: Iterable[int] = targets
+        words = self._words
+        while True:
+            if self._aborted or self._closed:
+                self._check_aborted(launch)
+            absent = [
+                rank
+                for rank in absent  # a rank that has come is not checked again
+                if not targets[rank] <= words[rank * _WORD_STRIDE] < targets[rank] | CLOSED  # at it, in its launch
+                and not self._has_come(rank, targets[rank])
+            ]
+            if absent and self._dead:
+                absent = self._await_living(launch, absent, targets)
+            if not absent:
+                if is_announced:
+                    self._words[mine + _ASLEEP] = 0
+                return
+            if not has_yielded:  # at once: one of them may be ready to go on, on this very core
+                has_yielded = True
+                os.sched_yield()
+                continue
+            now_s = time.monotonic()
+            if not until_asleep_s:
+                until_asleep_s = now_s + YIELD_S
+                cores = self._words[1::_WORD_STRIDE].tolist()
+                awaited = [cores[rank] for rank in absent]
+                del cores[self.rank]
+                self._words[mine + 1] = self._seeker.seek(awaited, cores, now_s)
+            if now_s < min(until_asleep_s, until_s):
+                os.sched_yield()
+                continue
+            left_s = until_s - now_s
+            if left_s <= 0:
+                raise CollectiveTimeoutError(
+                    group_name=self._group_name,
+                    missing=tuple(absent),
+                    timeout_s=launch.timeout_s,
+                    detail=f"launch {launch.seq}: ranks {absent} did not come within {launch.timeout_s:g} s",
+                )
+            if not is_announced:
+                self._words[mine + _ASLEEP], is_announced = 1, True
+                self._semaphores.take(self.rank)  # a barrier
+                continue
+            self._semaphores.wait(self.rank, min(left_s, _SLICE_S))
+            self._words[mine + _ASLEEP], is_announced = 0, False
+
+    def _await_living(self, launch: Launch, absent: Iterable[int], targets: dict[int, int]) -> list[int]:
+        # Drops the dead ranks if they came in time; nobody waits for a dead rank to finish reading.
+        dead = self._dead  # before the words are looked at once more: those of the dead have not changed since
+        for rank in dead.intersection(absent):
+            if targets[rank] & CLOSED != CLOSED and not self._has_come(rank, targets[rank]):
+                detail = f"the process of rank {rank} has ended in launch {launch.seq}"
+                raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=detail)
+        return [rank for rank in absent if rank not in dead]
+
+    def _has_come(self, rank: int, target: int) -> bool:
+        word = self._words[rank * _WORD_STRIDE]
+        if word < target or rank == self.rank:
+            return word >= target
+        seq, phase = target >> _PHASE_BITS, target & CLOSED
+        if phase == CLOSED or word < (seq << _PHASE_BITS | CLOSED):
+            return True
+        if self._passed_by(rank, seq) < phase:
+            self._semaphores.drain(self.rank)  # a barrier: its outcome was stored before its word
+            if self._passed_by(rank, seq) < phase:
+                detail = f"rank {rank} has left launch {seq}"
+                raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=detail)
+        return True
+
+    def _passed_by(self, rank: int, seq: int) -> int:
+        # The last barrier of a launch that a rank passed before it left; -1 if the record was overwritten.
+        outcome = self._outcomes[rank * OUTCOMES + seq % OUTCOMES]
+        return outcome & CLOSED if outcome >> _PHASE_BITS == seq else -1
+
+    def _ring(self, ranks: Iterable[int]) -> None:
+        self._semaphores.take(self.rank)  # a barrier
+        for rank in ranks:
+            if rank != self.rank and self._words[rank * _WORD_STRIDE + _ASLEEP]:
+                self._semaphores.ring(rank)
+
+    def _area(self, rank: int, parity: int) -> int:
+        return (rank * _PARITIES + parity) * ARRIVAL_NBYTES
+
+    def _read(self, rank: int, parity: int) -> memoryview:
+        start = self._area(rank, parity)
+        return self._arrivals[start : start + (self._cells[rank * _PARITIES + parity] & _LENGTH)]
+
+
+def _is_alive(pid: int) -> bool:
+    # True where this is unknown, such as for pid 0.
+    try:
+        os.kill(pid, 0) if pid else None
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

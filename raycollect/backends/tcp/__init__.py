@@ -1,0 +1,1 @@
+"""Backend `tcp`: plain sockets between any machines."""

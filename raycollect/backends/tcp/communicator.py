@@ -1,0 +1,204 @@
+"""Backend `tcp`: members on any machines, over plain sockets; one for each pair of ranks.
+
+Theory, for w ranks and arrays of n bytes. A small array is sent whole to each rank that needs it, in one round. A large
+one is cut into a slice for each rank: every rank sends slice j to rank j, which folds the slices in rank order and
+sends the result to all. That is a reduce-scatter and an allgather by direct exchange (Thakur, Rabenseifner, Gropp:
+"Optimization of Collective Communication Operations in MPICH", 2005): as many bytes as a ring, in two rounds instead of
+2 (w - 1), and each element is the left fold in rank order, whatever the size, the chunks or the algorithm (P7).
+
+==============  =======================  ============================================================================
+kernel          small: sent              large: sent, per rank
+==============  =======================  ============================================================================
+ALLREDUCE       (w - 1) n per rank       2 (w - 1) / w x n
+REDUCE          n per rank, to the root  (w - 1) / w x n for the slices, 1 / w x n to the root
+BROADCAST       (w - 1) n by the root    n by the root, a slice to each other rank; these forward theirs, w - 2 times
+REDUCESCATTER   (w - 1) / w x n: each piece straight to its rank, which folds
+ALLGATHER,      exactly the bytes of the pieces, straight from sender to receiver
+GATHER,
+SCATTER,
+ALLTOALL
+SEND            n
+==============  =======================  ============================================================================
+
+Data goes in pipelined chunks: while this rank reduces, the sockets carry the next chunk. Ranks go through chunks and
+steps in one order, so that the frames of a pair need no tags.
+
+`run` has the kernels, `join` makes and authenticates the connections, `link` and `peer` move frames and carry the
+agreement. A wait ends at the launch's deadline and on an abort, also inside a kernel, and the group works on after
+either. Only a connection that ends breaks the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank (P8), a third
+of which is kept across kernels; and 4 KiB for each connection.
+
+The option ``checksum`` (`pg_options={"checksum": True}`) adds a checksum to every frame; see `checksums`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from raycollect.backends.completion import DONE, translated
+from raycollect.backends.tcp.checksums import SummedPeer
+from raycollect.backends.tcp.join import join
+from raycollect.backends.tcp.link import Link
+from raycollect.backends.tcp.peer import Peer
+from raycollect.backends.tcp.run import CHUNK_NBYTES, Run, Staging
+from raycollect.core import sockets
+from raycollect.core.model import GroupSpec, Kernel, Launch
+from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
+from raycollect.errors.text import listed, shown
+
+__all__ = ["CHUNK_NBYTES", "TcpCommunicator", "check_descriptors", "connect", "create"]
+
+_BESIDE = 3  # The descriptors of a joining rank beside one per rank: its listener and its pollers
+JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
+) -> TcpCommunicator:
+    """Joins the group; returns when this rank is connected to all others.
+
+    Listens on `host` only. The option ``checksum`` is True or False.
+
+    Raises:
+        InvalidGroupError: The options are unknown, or have wrong values.
+        BackendUnavailableError: This rank can't listen there.
+        CollectiveTimeoutError: Naming the members that did not come.
+    """
+    peer_of = partial(SummedPeer, spec.name, rank) if _wants_checksums(spec) else Peer
+    return connect(spec, rank, rendezvous, host, peer_of)
+
+
+def connect(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    host: str,
+    peer_of: Callable[[int, socket.socket], Peer] = Peer,
+) -> TcpCommunicator:
+    """Joins a group, also for backends that have their own options; see `create`."""
+    check_descriptors(spec, rank, spec.world_size + _BESIDE)
+    socks = join(spec, rank, rendezvous, host, JOIN_TIMEOUT_S) if spec.world_size > 1 else {}
+    return TcpCommunicator(spec, rank, Link(rank, spec.name, socks, peer_of))
+
+
+def check_descriptors(spec: GroupSpec, rank: int, needed: int) -> None:
+    """Raises BackendUnavailableError if this process can't open `needed` more descriptors."""
+    short = sockets.shortage(needed) if spec.world_size > 1 else ""
+    if short:
+        detail = f"backend {spec.backend!r}: rank {rank} can't join a group of {spec.world_size}: {short}"
+        raise BackendUnavailableError(group_name=spec.name, detail=detail)
+
+
+def _wants_checksums(spec: GroupSpec) -> bool:
+    given = dict(spec.options)
+    wanted = given.pop("checksum", False)
+    if given:
+        detail = f"backend 'tcp': there is no option {listed(map(shown, given))}; there is 'checksum'"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    if type(wanted) is not bool:
+        detail = f"backend 'tcp': option 'checksum' is {shown(wanted)}, neither True nor False"
+        raise InvalidGroupError(group_name=spec.name, detail=detail)
+    return wanted
+
+
+class TcpCommunicator:
+    """One rank's membership, a `Communicator`."""
+
+    def __init__(self, spec: GroupSpec, rank: int, link: Link) -> None:
+        self.rank = rank
+        self.world_size: int = spec.world_size
+        self._group_name = spec.name
+        self._link = link
+        self._staging = Staging()
+        self._closed = False
+        self._inside = threading.Lock()  # held by the thread that uses the connections
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        """Does nothing: data is sent from the arrays themselves, after the agreement."""
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Exchanges arrivals among `launch.ranks` over the connections."""
+        with _Inside(self) as link:
+            return link.agree(launch, arrival)
+
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """The same, for communicators that use this one as their `Exchange`."""
+        return self.agree(launch, arrival)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
+        with _Inside(self) as link, translated(kernel.kind, self._group_name, self.rank):
+            link.begin(launch)
+            Run(link, launch, self._staging).run(kernel)
+        return DONE
+
+    def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
+        """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
+        try:
+            with _Inside(self) as link:
+                return link.silent(launch, timeout_s)
+        except GroupBrokenError:
+            return ()
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        """Leaves the launch; tells the others if this rank has not run all of it."""
+        try:
+            with _Inside(self) as link:
+                link.end(launch, ok)
+        except GroupBrokenError:
+            pass  # a closed communicator has left all launches
+        return ()
+
+    def abort(self, seq: int) -> None:
+        """Wakes this rank if it waits in that launch, now or later."""
+        self._link.abort(seq)
+
+    def lost(self, rank: int) -> None:
+        """Ends waits for a rank whose process has ended; see `Surviving`."""
+        self._link.lose(rank)
+
+    def close(self) -> None:
+        """Wakes the thread that is inside; the connections are closed when it has left."""
+        self._closed = True
+        self._link.stop()
+        self._release()
+
+    def _release(self) -> None:
+        if self._closed and self._inside.acquire(blocking=False):
+            try:
+                self._link.close()
+                self._staging.close()
+            finally:
+                self._inside.release()
+
+
+class _Inside:
+    """Context of the thread that uses the connections."""
+
+    __slots__ = ("_communicator",)
+
+    def __init__(self, communicator: TcpCommunicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> Link:
+        there = self._communicator
+        there._inside.acquire()
+        if there._closed:
+            there._inside.release()
+            there._release()
+            raise GroupBrokenError(group_name=there._group_name, detail="the communicator was closed")
+        return there._link
+
+    def __exit__(self, *exc: object) -> None:
+        self._communicator._inside.release()
+        self._communicator._release()

@@ -1,0 +1,281 @@
+"""One connection of a `tcp` group: frames from a queue, and frames into the places that wait for them.
+
+A frame is ``launch:8 | kind:2 | core:2 | step:4 | nbytes:4 | checksum:4`` and the bytes. `step` counts the agreements
+and kernels of a launch; the checksum is 0 except in `checksums`. Frames of one pair come in the order in which the
+receiver waits for them, so they need no other tags.
+
+=========================  =====================================================================================
+an incoming frame is of
+=========================  =====================================================================================
+an earlier launch          this rank has left it: the bytes are dropped
+this launch, LEFT          the other has left it, and not run all of it
+this launch, HERE          the other answers, in a kernel of another library; see `Link.silent`
+this launch, other         goes to the place that waits for it; stays in the socket until there is one
+a later launch             the other has left this one; stays in the socket until this rank gets there
+=========================  =====================================================================================
+
+So memory holds only data that somebody waits for, and a rank that leaves early keeps its position in the stream: data
+for it is dropped, and a frame that it has half sent is finished later, from a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass
+
+from raycollect.core.cpu_affinity import current_core
+
+ARRIVAL, DATA, LEFT, HERE = 1, 2, 3, 4
+
+FRAME_NBYTES = 1 << 20  # The longest frame of any kind
+_HEADER = struct.Struct("<QHHIII")
+_BUFFER_NBYTES = 4096
+_ALL = 1 << 32
+_SCRATCH = memoryview(bytearray(64 * 1024))  # Takes bytes that nobody wants; nothing is ever read from it
+
+
+class Batch:
+    """Frames that are waited for together."""
+
+    __slots__ = ("left",)
+
+    def __init__(self) -> None:
+        self.left: int = 0  # frames not yet sent or received
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """The destination of a frame."""
+
+    step: int
+    into: memoryview | None  # None where the sender chooses the length; then it is set to what came
+    batch: Batch
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """A frame that is not completely sent."""
+
+    seq: int
+    head: bytes | memoryview
+    body: memoryview
+    batch: Batch | None
+
+    @property
+    def is_begun(self) -> bool:
+        return len(self.head) < _HEADER.size
+
+    def advance(self, nbytes: int) -> None:
+        in_head = min(nbytes, len(self.head))
+        self.head, self.body = self.head[in_head:], self.body[nbytes - in_head :]
+
+
+class Peer:
+    """The connection to one rank. One thread at a time uses it; nothing here waits."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank = rank
+        self.sock = sock
+        self.lost: str = ""  # why the connection has ended, or ""
+        self.has_left: bool = False  # the other has left this launch
+        self.is_here: bool = False  # the other has said that it is in this launch
+        self.is_blocked: bool = False  # the socket takes no more for now
+        self.is_held: bool = False  # the next frame has to wait, so nothing is read
+        self.mask: int = 0  # the registered poll events
+        self.core: int = 0  # the other's last known core on this machine, as `current_core`; 0 if unknown
+        self._is_near = _is_near(sock)
+        self.passed: int = _ALL  # the last agreement of this launch that the other passed before it left
+        self._seq = self._floor = 0  # the launch; frames of those below the floor are thrown away
+        self._out: deque[_Outgoing] = deque()
+        self._places: deque[Place] = deque()
+        self._buffer = memoryview(bytearray(_BUFFER_NBYTES))
+        self._lo = self._hi = 0  # what of the buffer was read from the socket, and not yet looked at
+        self._frame: tuple[int, int, int, int, int, int] | None = None  # of which no byte was read yet
+        self._into: memoryview | None = None  # where the bytes of the frame that is being read go; None: nowhere
+        self._need = 0  # how many of its bytes are still to come
+
+    @property
+    def wants(self) -> int:
+        """The poll events to wait for."""
+        if self.lost:
+            return 0
+        return (0 if self.is_held else select.POLLIN) | (select.POLLOUT if self.is_blocked else 0)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether frames of this launch have yet to come."""
+        return bool(self._places)
+
+    @property
+    def is_owing(self) -> bool:
+        """Whether frames of this launch have yet to be sent."""
+        return bool(self._out) and self._out[-1].seq == self._seq
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether nothing at all has yet to be sent."""
+        return not self._out or bool(self.lost)
+
+    def enter(self, seq: int) -> None:
+        """Begins a launch."""
+        self._seq = self._floor = seq
+        self.has_left, self.is_here, self.passed = False, False, _ALL
+        self._look()
+
+    def leave(self) -> None:
+        """Ends the launch: drops frames that were not begun, and keeps a half-sent one to finish it."""
+        self._floor = self._seq + 1
+        self._places.clear()
+        self._into = None
+        if self._out:
+            self._out = deque(frame for frame in self._out if frame.is_begun or frame.batch is None)
+            for half in self._out:
+                if half.batch is not None:
+                    half.body, half.batch = memoryview(bytes(half.body)), None
+        if self.is_held:
+            self._look()
+
+    def part(self, passed: int) -> None:
+        """Tells the other, after `leave`, that this rank left the launch early, and which agreement it passed."""
+        if self._out and not self._out[-1].is_begun:
+            self._out.pop()  # the same of an earlier launch: any later frame says it too
+        self.send(LEFT, passed, memoryview(b""), None)
+
+    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
+        """Queues a frame, and sends what the socket takes; `body` must not change until it is sent."""
+        head = _HEADER.pack(self._seq, kind, current_core(), step, body.nbytes, crc)
+        self._out.append(_Outgoing(self._seq, head, body, batch))
+        if batch is not None:
+            batch.left += 1
+        if not self.is_blocked:
+            self.push()
+
+    def push(self) -> None:
+        """Sends what the socket takes."""
+        out = self._out
+        try:
+            while out and not self.lost:
+                frame = out[0]
+                frame.advance(self.sock.sendmsg((frame.head, frame.body), (), socket.MSG_NOSIGNAL))
+                if frame.head or frame.body:
+                    self.is_blocked = True
+                    return
+                out.popleft()
+                if frame.batch is not None:
+                    frame.batch.left -= 1
+            self.is_blocked = False
+        except BlockingIOError:
+            self.is_blocked = True
+        except OSError as exc:
+            self.lose(str(exc))
+
+    def expect(self, place: Place) -> None:
+        """Registers the destination of the next frame."""
+        place.batch.left += 1
+        self._places.append(place)
+        if self.is_held:
+            self._look()
+
+    def pull(self) -> None:
+        """Reads what has come, as far as somebody waits for it."""
+        try:
+            while not self.is_held and not self.lost:
+                if not self._need:
+                    into = self._buffer[self._hi :]
+                else:
+                    into = _SCRATCH[: self._need] if self._into is None else self._into
+                nbytes = self.sock.recv_into(into)
+                if nbytes == 0:
+                    self.lose("the other end has closed it")
+                    return
+                if not self._need:
+                    self._hi += nbytes
+                else:
+                    self._fill(nbytes)
+                self._look()
+                if nbytes < into.nbytes:
+                    return  # there is no more for now
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            self.lose(str(exc))
+
+    def _fill(self, nbytes: int) -> None:
+        self._need -= nbytes
+        if self._into is not None:
+            self._into = self._into[nbytes:]
+            if not self._need:
+                self._into = None
+                self._places.popleft().batch.left -= 1
+
+    def _look(self) -> None:
+        # Handles the frames in the buffer, up to one that has to wait.
+        self.is_held = False
+        while not self.is_held and not self.lost:
+            there = self._hi - self._lo
+            if self._need:
+                nbytes = min(self._need, there)
+                if not nbytes:
+                    return
+                if self._into is not None:
+                    self._into[:nbytes] = self._buffer[self._lo : self._lo + nbytes]
+                self._lo += nbytes
+                self._fill(nbytes)
+            elif self._frame is not None:
+                self._begin(*self._frame)
+            elif there >= _HEADER.size:
+                self._frame = _HEADER.unpack_from(self._buffer, self._lo)
+                self._lo += _HEADER.size
+            else:
+                if there:  # the beginning of a header
+                    self._buffer[:there] = bytes(self._buffer[self._lo : self._hi])
+                self._lo, self._hi = 0, there
+                return
+
+    def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int, crc: int) -> None:
+        # Decides where the bytes of a frame go; see the table above.
+        self.core = core if self._is_near else 0
+        if kind not in (ARRIVAL, DATA, LEFT, HERE) or nbytes > FRAME_NBYTES or crc:
+            self.lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
+        elif seq < self._floor:
+            self._frame, self._into, self._need = None, None, nbytes
+        elif seq > self._seq:
+            self.has_left = self.is_held = True
+        elif kind == LEFT:
+            self.has_left, self.passed, self._frame = True, step, None
+        elif kind == HERE:
+            self.is_here, self._frame = True, None
+        elif not self._places:
+            self.is_held = True
+        else:
+            self._put(self._places[0], step, nbytes)
+
+    def _put(self, place: Place, step: int, nbytes: int) -> None:
+        if place.into is None:
+            place.into = memoryview(bytearray(nbytes))
+        if step != place.step or nbytes != place.into.nbytes:
+            known = f"step {place.step} with {place.into.nbytes} bytes"
+            self.lose(f"a frame of step {step} with {nbytes} bytes came where {known} was expected")
+            return
+        self._frame, self._into, self._need = None, place.into, nbytes
+        if not nbytes:
+            self._into = None
+            self._places.popleft().batch.left -= 1
+
+    def lose(self, reason: str) -> None:
+        """Ends the connection, unless it has already ended."""
+        if not self.lost:
+            self.lost = reason
+            with contextlib.suppress(OSError):  # so that the other end hears it, and does not wait
+                self.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _is_near(sock: socket.socket) -> bool:
+    try:
+        return bool(sock.getpeername()[:1] == sock.getsockname()[:1])
+    except OSError:  # it has ended already
+        return False

@@ -1,0 +1,279 @@
+"""The kernels of backend `tcp`: who sends what to whom, in which chunks; `communicator` has the theory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+
+import numpy as np
+
+from raycollect.backends.arrays import Array, Flat
+from raycollect.backends.completion import (
+    clipped,
+    keep_own,
+    metered,
+    movement,
+    reduce_op,
+    reduction,
+    scattered_reduction,
+    transfers,
+)
+from raycollect.backends.folds import fold
+from raycollect.backends.tcp.link import Batch, Link
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+
+CHUNK_NBYTES = 1 << 20  # The size of all that a rank sends or stages at a time; no frame is longer
+# (world size, bytes): the size up to which groups of at most so many ranks send arrays whole, as measured. Two ranks
+# send as many bytes either way, and wait half as often.
+WHOLE_UP_TO_NBYTES: tuple[tuple[int, int], ...] = ((2, 1 << 62), (4, 128 << 10), (1 << 30, 32 << 10))
+_SLOTS = 2
+
+Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits for
+
+
+class Staging:
+    """Memory in which chunks wait to be folded; kept across kernels, because its first touch is slow."""
+
+    def __init__(self) -> None:
+        self._slots: Array = np.empty((0, 0), np.uint8)
+
+    def slot(self, turn: int, nbytes: int) -> Array:
+        """Returns memory for one chunk, valid until the chunk after the next one begins."""
+        if nbytes > CHUNK_NBYTES:  # more ranks than a chunk has room for
+            return np.empty(nbytes, np.uint8)
+        if not self._slots.size:
+            self._slots = np.empty((_SLOTS, CHUNK_NBYTES), np.uint8)
+        slot: Array = self._slots[turn % _SLOTS, :nbytes]
+        return slot
+
+    def close(self) -> None:
+        """Releases the memory."""
+        self._slots = np.empty((0, 0), np.uint8)
+
+
+class Run:
+    """One kernel in progress on one rank."""
+
+    def __init__(self, link: Link, launch: Launch, staging: Staging) -> None:
+        self._link = link
+        self._launch = launch
+        self._staging = staging
+        self._until_s = time.monotonic() + launch.timeout_s
+        self._me = link.rank
+        self._ranks = launch.ranks
+        self._others = tuple(rank for rank in launch.ranks if rank != link.rank)
+
+    def run(self, kernel: Kernel) -> None:
+        """Runs it to its end."""
+        _KERNELS[kernel.kind](self, kernel)
+
+    def _go(self, row: Iterable[Steps]) -> None:
+        # Runs chunks as a pipeline. In round t chunk t takes its first step, then the older ones, oldest first, wait
+        # and take their next. All ranks do so, and so agree on the order of all frames of a pair.
+        older: list[tuple[Steps, Batch]] = []
+        for begun in chain(row, repeat(None)):
+            newest = _next(begun) if begun is not None else []
+            going = []
+            for steps, batch in older:
+                self._wait(batch)
+                going += _next(steps)
+            older = going + newest
+            if begun is None and not older:
+                return
+
+    def _wait(self, batch: Batch) -> None:
+        self._link.wait(batch, self._launch, self._until_s)
+
+    def _step(self, dtype: np.dtype[np.generic], share: int = 1) -> int:
+        return max(1, CHUNK_NBYTES // max(1, share) // dtype.itemsize)
+
+    def _is_small(self, flat: Flat) -> bool:
+        nbytes = flat.size * flat.dtype.itemsize
+        return next(nbytes <= most for world, most in WHOLE_UP_TO_NBYTES if len(self._ranks) <= world)
+
+    def _barrier(self, kernel: Kernel) -> None:
+        batch = Batch()
+        self._link.greet(self._others, batch)
+        self._wait(batch)
+
+    def _allreduce(self, kernel: Kernel) -> None:
+        takers = self._ranks if kernel.kind is OpKind.ALLREDUCE else (kernel.peer,)
+        src, dst = reduction(kernel) if self._me in takers else (Flat(kernel.src), None)
+        op, is_small = reduce_op(kernel), self._is_small(src)
+        fold_chunk, share = (self._whole, len(self._others)) if is_small else (self._sliced, 1)
+        step = self._step(src.dtype, share)
+        spans = enumerate(metered(src.size, step))
+        self._go(fold_chunk(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in spans)
+
+    def _whole(
+        self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
+    ) -> Steps:
+        # A chunk that every taker receives whole, and folds.
+        own, batch = src.read(lo, hi), Batch()
+        for taker in takers:
+            if taker != self._me:
+                self._link.send(taker, own, batch)
+        if dst is None:
+            yield batch
+            return
+        parts = self._receive(turn, own, batch)
+        yield batch
+        out = dst.target(lo, hi)
+        self._fold(op, own, parts, out)
+        dst.commit(lo, hi, out)
+
+    def _sliced(
+        self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
+    ) -> Steps:
+        # A chunk of which each rank folds a slice, and sends the result to the takers.
+        slices, batch = _slices(self._ranks, hi - lo), Batch()
+        own, mine = src.read(lo, hi), slices[self._me]
+        for rank in self._others:
+            self._link.send(rank, own[slices[rank]], batch)
+        parts = self._receive(turn, own[mine], batch)
+        yield batch
+        out = dst.target(lo, hi) if dst is not None else None
+        folded = out[mine] if out is not None else np.empty_like(own[mine])
+        self._fold(op, own[mine], parts, folded)
+        del own, parts
+        batch = Batch()
+        for rank in self._others:
+            if rank in takers:
+                self._link.send(rank, folded, batch)
+            if out is not None:
+                self._link.receive(rank, out[slices[rank]], batch)
+        yield batch
+        if dst is not None and out is not None:
+            dst.commit(lo, hi, out)
+
+    def _reducescatter(self, kernel: Kernel) -> None:
+        src, dst = scattered_reduction(kernel, self._ranks, self._me)
+        op, give, step = reduce_op(kernel), dict(zip(self._ranks, src, strict=True)), self._step(dst.dtype, len(src))
+        most = max(piece.size for piece in src)
+        self._go(self._scattered(op, give, dst, turn, lo, hi) for turn, (lo, hi) in enumerate(metered(most, step)))
+
+    def _scattered(self, op: ReduceOp, give: dict[int, Flat], dst: Flat, turn: int, lo: int, hi: int) -> Steps:
+        batch = Batch()
+        for rank in self._others:
+            self._link.send(rank, give[rank].read(*clipped(give[rank], lo, hi)), batch)
+        span = clipped(dst, lo, hi)
+        own = give[self._me].read(*span)
+        parts = self._receive(turn, own, batch)
+        yield batch
+        out = dst.target(*span)
+        self._fold(op, own, parts, out)
+        dst.commit(*span, out)
+
+    def _receive(self, turn: int, like: Array, batch: Batch) -> list[Array]:
+        # Stages one array from each other rank, in rank order.
+        slot = self._staging.slot(turn, len(self._others) * like.nbytes)
+        parts = [slot[at * like.nbytes :][: like.nbytes].view(like.dtype) for at in range(len(self._others))]
+        for rank, part in zip(self._others, parts, strict=True):
+            self._link.receive(rank, part, batch)
+        return parts
+
+    def _fold(self, op: ReduceOp, own: Array, parts: list[Array], out: Array) -> None:
+        # Folds in rank order; `out` may be `own`, which has to be read before it is written.
+        place = self._ranks.index(self._me)
+        rows = [*parts[:place], own, *parts[place:]]
+        if place < _READ_FIRST or not np.may_share_memory(own, out):
+            fold(op, rows, out)
+        else:
+            fold(op, rows, rows[0])
+            out[...] = rows[0]
+
+    def _broadcast(self, kernel: Kernel) -> None:
+        root = kernel.peer
+        src, dst, whole = movement(kernel, is_root=self._me == root)
+        if src is not None and dst is not None:
+            keep_own({root: src}, {root: dst}, root, self._step(src.dtype))
+        if self._is_small(whole):
+            give, take = ({}, {root: whole}) if src is None else (dict.fromkeys(self._others, whole), {})
+            self._move(give, take, whole, len(self._others))
+            return
+        rest = tuple(rank for rank in self._ranks if rank != root)
+        self._go(self._spread(root, rest, whole, lo, hi) for lo, hi in metered(whole.size, self._step(whole.dtype)))
+
+    def _spread(self, root: int, rest: Sequence[int], whole: Flat, lo: int, hi: int) -> Steps:
+        # A chunk of which each rank but the root gets a slice, and forwards it to the others.
+        slices, batch = _slices(rest, hi - lo), Batch()
+        if self._me == root:
+            own = whole.read(lo, hi)
+            for rank in rest:
+                self._link.send(rank, own[slices[rank]], batch)
+            yield batch
+            return
+        out = whole.target(lo, hi)
+        self._link.receive(root, out[slices[self._me]], batch)
+        yield batch
+        batch = Batch()
+        for rank in rest:
+            if rank != self._me:
+                self._link.send(rank, out[slices[self._me]], batch)
+                self._link.receive(rank, out[slices[rank]], batch)
+        yield batch
+        whole.commit(lo, hi, out)
+
+    def _transfer(self, kernel: Kernel) -> None:
+        give, take = transfers(kernel, self._ranks, self._me)
+        any_ = next(iter((give or take).values()))
+        keep_own(give, take, self._me, self._step(any_.dtype))
+        self._move(give, take, any_, len(self._others))
+
+    def _send(self, kernel: Kernel) -> None:
+        src = Flat(kernel.src)
+        self._move({kernel.peer: src}, {}, src)
+
+    def _recv(self, kernel: Kernel) -> None:
+        dst = Flat(kernel.dst)
+        self._move({}, {kernel.peer: dst}, dst)
+
+    def _move(self, give: dict[int, Flat], take: dict[int, Flat], like: Flat, share: int = 1) -> None:
+        give, take = ({rank: flat for rank, flat in side.items() if rank != self._me} for side in (give, take))
+        most = max((flat.size for flat in (*give.values(), *take.values())), default=0)
+        self._go(self._moved(give, take, lo, hi) for lo, hi in metered(most, self._step(like.dtype, share)))
+
+    def _moved(self, give: dict[int, Flat], take: dict[int, Flat], lo: int, hi: int) -> Steps:
+        batch, taken = Batch(), []
+        for rank, src in give.items():
+            out, here = src.read(*clipped(src, lo, hi)), take.get(rank)
+            if here is not None and here.address == src.address:  # in place: what comes would be over what has to go
+                out = out.copy()
+            self._link.send(rank, out, batch)
+        for rank, dst in take.items():
+            span = clipped(dst, lo, hi)
+            into = dst.target(*span)
+            taken.append((dst, span, into))
+            self._link.receive(rank, into, batch)
+        yield batch
+        for dst, span, into in taken:
+            dst.commit(*span, into)
+
+
+_READ_FIRST = 2  # How many of the ranks' parts a fold reads before it first writes
+
+
+def _next(steps: Steps) -> list[tuple[Steps, Batch]]:
+    batch = next(steps, None)
+    return [] if batch is None else [(steps, batch)]
+
+
+def _slices(ranks: Sequence[int], size: int) -> dict[int, slice]:
+    count = len(ranks)
+    return {rank: slice(at * size // count, (at + 1) * size // count) for at, rank in enumerate(ranks)}
+
+
+_KERNELS: dict[OpKind, Callable[[Run, Kernel], None]] = {
+    OpKind.ALLREDUCE: Run._allreduce,
+    OpKind.REDUCE: Run._allreduce,
+    OpKind.BROADCAST: Run._broadcast,
+    OpKind.ALLGATHER: Run._transfer,
+    OpKind.REDUCESCATTER: Run._reducescatter,
+    OpKind.GATHER: Run._transfer,
+    OpKind.SCATTER: Run._transfer,
+    OpKind.ALLTOALL: Run._transfer,
+    OpKind.SEND: Run._send,
+    OpKind.RECV: Run._recv,
+    OpKind.BARRIER: Run._barrier,
+}

@@ -1,0 +1,1 @@
+"""Backend `torch:<name>`: any backend of torch.distributed."""

@@ -1,0 +1,146 @@
+"""Backend `torch:<name>`: any backend of `torch.distributed`, by its name there.
+
+Theory, for w ranks and n bytes. In CPU memory the library reduces and broadcasts large arrays: ALLREDUCE where it
+reduces as numpy does (`is_native`: no other dtypes, no 16-bit floats, no MIN and MAX of floats because of NaN, no
+bitwise ops), by gloo's ring with 2 (w - 1) / w x n, and BROADCAST. Everything else, and small arrays, travel on the
+mesh (`meshed`), by the kernels of backend `tcp`. In device memory each operation is the library's own, on chunks of
+`CHUNK_NBYTES` of bytes, which every library moves; it reduces whatever the dtype.
+
+gloo works in the user's arrays: a copy there and back takes half as long as an allreduce. A kernel that timed out may
+still run in a thread of the library, and must not write to a tensor that belongs to the user again. So the library's
+connections are shut down, which ends the kernel, and the end is waited for. Where they can't be shut down, data is
+received in memory of our own and copied out when complete.
+
+Pieces of several sizes, in device memory: ALLTOALL moves exactly them; ALLGATHER moves up to the smallest size, and the
+rest by broadcasts; GATHER, SCATTER and REDUCESCATTER pad each chunk to the largest piece.
+
+Waiting releases the GIL and notices an abort, which breaks the group. Extra memory: at most 4 x `CHUNK_NBYTES` per rank
+(P8), and a copy of each device tensor that has gaps.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+
+from raycollect.backends.completion import DONE, translated
+from raycollect.backends.meshed import Meshed, descriptors
+from raycollect.backends.severed import sever
+from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
+from raycollect.backends.torch_dist.calls import Calls, Library
+from raycollect.backends.torch_dist.group import make
+from raycollect.backends.torch_dist.rows import is_native
+from raycollect.backends.torch_dist.run import CHUNK_NBYTES, run
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
+from raycollect.errors import GroupBrokenError, KernelError, Violation, refusal
+
+__all__ = ["CHUNK_NBYTES", "TorchCommunicator", "create", "is_native"]
+
+JOIN_TIMEOUT_S = 60.0
+# Here a wait that is too short leaves the collective running; elsewhere it may end the whole group
+PATIENT = frozenset({"torch:gloo", "torch:mpi", "torch:ucc"})
+CLOSE_TIMEOUT_S = 1.0  # How long `close` waits for a kernel that is blocked in the library
+_NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.BROADCAST})  # What the library does in CPU memory
+_LACKING = re.compile(r"(not|n't) (yet )?(support|implement)(ed)?", re.IGNORECASE)
+
+
+def create(
+    spec: GroupSpec,
+    rank: int,
+    rendezvous: Rendezvous,
+    exchange: Exchange,
+    *,
+    host: str = "127.0.0.1",
+    segments: SegmentSource | None = None,
+) -> TorchCommunicator:
+    """Joins the group; returns when this rank has met all others.
+
+    Raises:
+        BackendNotInstalledError: torch has no such backend here.
+        InvalidGroupError: The options don't fit.
+        BackendUnavailableError: The members can't connect, or this process has too few descriptors.
+        CollectiveTimeoutError: A member did not come.
+    """
+    check_descriptors(spec, rank, descriptors(spec.world_size))
+    mesh = connect(spec, rank, rendezvous, host)
+    try:
+        made = make(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+        library = Library(
+            backend=made.backend,
+            rank=rank,
+            world_size=spec.world_size,
+            group_name=spec.name,
+            is_patient=spec.backend in PATIENT,
+            sever=partial(sever, made.published) if made.published else None,
+        )
+        communicator = TorchCommunicator(library, spec, mesh)
+        if OpKind.BARRIER.value in spec.ops:
+            communicator.meet()
+    except BaseException:
+        mesh.close()
+        raise
+    return communicator
+
+
+class TorchCommunicator(Meshed):
+    """One rank's membership. An abort also wakes a rank inside a kernel; a library kernel then breaks the group."""
+
+    def __init__(self, library: Library, spec: GroupSpec, mesh: TcpCommunicator) -> None:
+        super().__init__(spec, mesh, _NATIVE, is_native)
+        self._backend = spec.backend
+        self._library: Library | None = library
+        self._lock = threading.Lock()
+
+    def meet(self) -> None:
+        """Runs a first barrier: some libraries connect at their first operation, when the rendezvous may be gone."""
+        everyone = Launch(seq=0, ranks=tuple(range(self.world_size)), timeout_s=JOIN_TIMEOUT_S)
+        self._run(everyone, Kernel(kind=OpKind.BARRIER))
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        """Runs a kernel in the caller's thread."""
+        with self._lock:  # `close` releases the library only when no thread is in a kernel
+            self._check_whole()
+            return self._on_mesh(launch, kernel) or self._run(launch, kernel)
+
+    def _run(self, launch: Launch, kernel: Kernel) -> Completion:
+        if self._library is None:
+            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
+        calls = Calls(self._library, launch, self._check_going)
+        with self._failing(kernel, calls, launch), translated(kernel.kind, self._group_name, self.rank):
+            run(calls, launch, kernel)
+        return DONE
+
+    def close(self) -> None:
+        """Shuts the library down, once a running kernel has noticed."""
+        self._broken = self._broken or "the communicator was closed"
+        self.close_mesh()
+        if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
+            try:
+                library, self._library = self._library, None
+                if library is not None:
+                    with suppress(AttributeError, RuntimeError):  # some only end with the last reference
+                        library.backend.shutdown()
+            finally:
+                self._lock.release()
+
+    @contextmanager
+    def _failing(self, kernel: Kernel, calls: Calls, launch: Launch) -> Iterator[None]:
+        # A failed kernel leaves the library unusable, unless the library refused to begin.
+        kind = kernel.kind.value
+        try:
+            yield
+        except BaseException as exc:
+            said = str(exc.__cause__) if isinstance(exc, KernelError) else ""
+            if not calls.has_begun and _LACKING.search(said):
+                found = f"{kind}, of which torch says: {said}"
+                expected = f"an operation that backend {self._backend!r} has for such tensors"
+                violation = Violation(kind="unsupported", rank=self.rank, field="op", found=found, expected=expected)
+                raise refusal(kind, self._group_name, (violation,)) from exc
+            self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {exc}"
+            if self._library is not None and self._library.sever is not None:
+                self._library.sever()  # wakes ranks that wait for this one inside the library
+            raise self._failed(exc, launch, kernel) from exc.__cause__

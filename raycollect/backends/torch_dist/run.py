@@ -1,0 +1,277 @@
+"""The kernels of a `torch.distributed` backend: which of its operations each uses, and on which chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raycollect.backends.arrays import Array, DeviceArray, Flat
+from raycollect.backends.completion import chunks, clipped, metered, movement, reduce_op, reduction
+from raycollect.backends.folds import finish
+from raycollect.backends.torch_dist.calls import Calls
+from raycollect.backends.torch_dist.group import c10d
+from raycollect.backends.torch_dist.rows import Row, host_tensor
+from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.errors import InternalError
+
+CHUNK_NBYTES = 8 << 20  # How much one call of the library moves of device tensors, or of our own copies
+LENT_NBYTES = 16 << 20  # The same where it works in the user's arrays; those with gaps are copied by so much
+
+
+def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
+    """Runs a kernel to its end; collectives run over all ranks of the group."""
+    calls.look()
+    first = kernel.sample
+    if isinstance(first, DeviceArray):
+        calls.device = first.tensor.device
+        _ON_DEVICE[kernel.kind](_DeviceRun(calls), kernel)
+    elif kernel.kind is not OpKind.BARRIER:
+        _ON_HOST[kernel.kind](_HostRun(calls), kernel)
+    elif len(launch.ranks) == calls.library.world_size:  # else `agree` has synchronized those that take part
+        calls.do(calls.library.backend.barrier, calls.options(c10d.BarrierOptions))
+
+
+class _HostRun:
+    """A kernel on arrays in CPU memory."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._torch = calls.library.backend
+        self._me = calls.library.rank
+        self._ranks = range(calls.library.world_size)
+        # Whether the library works in the user's arrays: it does if it can be kept from writing there later.
+        self._lends = calls.library.sever is not None
+
+    def allreduce(self, kernel: Kernel) -> None:
+        (src, dst), op = reduction(kernel), reduce_op(kernel)
+        for lo, hi in self._spans(src):
+            out = self._target(dst, lo, hi)
+            if not (dst.direct and src.direct and dst.address == src.address and self._lends):
+                src.fill(out, lo, hi)
+            self._calls.do(self._torch.allreduce, [host_tensor(out)], self._calls.options(c10d.AllreduceOptions, op=op))
+            finish(op, out, len(self._ranks))
+            self._commit(dst, lo, hi, out)
+
+    def broadcast(self, kernel: Kernel) -> None:
+        src, dst, whole = movement(kernel, is_root=self._me == kernel.peer)
+        for lo, hi in self._spans(whole):
+            if src is not None:
+                buffer = src.read(lo, hi) if self._lends else src.read(lo, hi).copy()
+            else:
+                buffer = self._target(whole, lo, hi)
+            options = self._calls.options(c10d.BroadcastOptions, root=kernel.peer)
+            self._calls.do(self._torch.broadcast, [host_tensor(buffer.view(np.uint8))], options)
+            if src is None:
+                self._commit(whole, lo, hi, buffer)
+            elif dst is not None:
+                dst.write(lo, hi, buffer)
+
+    def _spans(self, flat: Flat) -> Iterator[tuple[int, int]]:
+        for lo, hi in metered(flat.size, (LENT_NBYTES if self._lends else CHUNK_NBYTES) // flat.dtype.itemsize):
+            self._calls.look()
+            yield lo, hi
+
+    def _target(self, dst: Flat, lo: int, hi: int) -> Array:
+        return dst.target(lo, hi) if self._lends else np.empty(hi - lo, dst.dtype)
+
+    def _commit(self, dst: Flat, lo: int, hi: int, out: Array) -> None:
+        if self._lends:
+            dst.commit(lo, hi, out)
+        else:
+            dst.write(lo, hi, out)
+
+
+class _DeviceRun:
+    """A kernel on tensors in device memory."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._torch = calls.library.backend
+        self._me = calls.library.rank
+        self._ranks = range(calls.library.world_size)
+
+    def allreduce(self, kernel: Kernel) -> None:
+        src, dst, op = Row(kernel.src), Row(kernel.dst), reduce_op(kernel)
+        _check_same(kernel, src, dst)
+        for lo, hi in self._chunks(src.size, src):
+            out = src.read(lo, hi).clone()
+            self._calls.do(self._torch.allreduce, [src.typed(out)], self._calls.options(c10d.AllreduceOptions, op=op))
+            src.finish(op, out, len(self._ranks))
+            dst.write(lo, hi, out)
+
+    def reduce(self, kernel: Kernel) -> None:
+        src, op, root = Row(kernel.src), reduce_op(kernel), kernel.peer
+        dst = Row(kernel.dst) if self._me == root else None
+        _check_same(kernel, src, dst or src)
+        for lo, hi in self._chunks(src.size, src):
+            out = src.read(lo, hi).clone()  # the library may write it on all ranks
+            self._calls.do(
+                self._torch.reduce, [src.typed(out)], self._calls.options(c10d.ReduceOptions, op=op, root=root)
+            )
+            src.finish(op, out, len(self._ranks))
+            if dst is not None:
+                dst.write(lo, hi, out)
+
+    def reducescatter(self, kernel: Kernel) -> None:
+        op, src, dst = reduce_op(kernel), self._pieces(kernel, kernel.src), Row(kernel.dst)
+        _check_same(kernel, src[self._me], dst)
+        for lo, hi in self._chunks(max(piece.size for piece in src), dst, len(src)):
+            span = clipped(dst, lo, hi)
+            out, give = dst.room(hi - lo), [dst.typed(_padded(piece, lo, hi)) for piece in src]
+            options = self._calls.options(c10d.ReduceScatterOptions, op=op)
+            self._calls.do(self._torch.reduce_scatter, [dst.typed(out)], [give], options)
+            dst.finish(op, out, len(src))
+            dst.write(*span, out[: (span[1] - span[0]) * dst.itemsize])
+
+    def broadcast(self, kernel: Kernel) -> None:
+        src, dst = kernel.src, kernel.dst
+        if self._me == kernel.peer:
+            src, dst = (dst, None) if src is None else (src, None if dst is src else dst)
+        else:
+            src, dst = None, src if dst is None else dst
+        self._spread(None if src is None else Row(src), None if dst is None else Row(dst), kernel.peer)
+
+    def _spread(self, src: Row | None, dst: Row | None, root: int, at: int = 0) -> None:
+        whole = src or dst
+        if whole is None:
+            raise InternalError(detail="a broadcast without an array")
+        for lo, hi in self._chunks(whole.size - at, whole):
+            lo, hi = lo + at, hi + at
+            buffer = src.read(lo, hi) if src else whole.room(hi - lo)
+            self._calls.do(self._torch.broadcast, [buffer], self._calls.options(c10d.BroadcastOptions, root=root))
+            if dst:
+                dst.write(lo, hi, buffer)
+
+    def allgather(self, kernel: Kernel) -> None:
+        # Moves the size of the smallest piece by an allgather, and the rest by broadcasts.
+        src, dst = Row(kernel.src), self._pieces(kernel, kernel.dst)
+        _check_same(kernel, src, dst[self._me])
+        least = min(piece.size for piece in dst)
+        for lo, hi in self._chunks(least, src, len(dst)):
+            for piece, values in zip(dst, self._everyone(src.read(lo, hi)), strict=True):
+                piece.write(lo, hi, values)
+        for rank, piece in enumerate(dst):
+            self._spread(src if rank == self._me else None, piece, rank, least)
+
+    def gather(self, kernel: Kernel) -> None:
+        # Chunks are padded to the largest piece: only the root knows the sizes of all.
+        src = Row(kernel.src)
+        dst = self._pieces(kernel, kernel.dst) if self._me == kernel.peer else []
+        for lo, hi in self._rounds(kernel, src, (src, *dst)):
+            parts = self._collected(_padded(src, lo, hi), kernel.peer)
+            for piece, values in zip(dst, parts, strict=True):
+                _write(piece, lo, hi, values)
+
+    def scatter(self, kernel: Kernel) -> None:
+        # As in `_gather`.
+        dst = Row(kernel.dst)
+        src = self._pieces(kernel, kernel.src) if self._me == kernel.peer else []
+        for lo, hi in self._rounds(kernel, dst, (dst, *src)):
+            give = [[_padded(piece, lo, hi) for piece in src]] if src else []
+            out = dst.room(hi - lo)
+            self._calls.do(self._torch.scatter, [out], give, self._calls.options(c10d.ScatterOptions, root=kernel.peer))
+            _write(dst, lo, hi, out)
+
+    def alltoall(self, kernel: Kernel) -> None:
+        src, dst = self._pieces(kernel, kernel.src), self._pieces(kernel, kernel.dst)
+        _check_same(kernel, src[self._me], dst[self._me])
+        for lo, hi in self._rounds(kernel, dst[0], (*src, *dst), len(dst)):
+            spans = [clipped(piece, lo, hi) for piece in dst]
+            give = [piece.read(*clipped(piece, lo, hi)) for piece in src]
+            came = self._exchange(give, [(stop - start) * dst[0].itemsize for start, stop in spans])
+            for piece, span, values in zip(dst, spans, came, strict=True):
+                piece.write(*span, values)
+
+    def send(self, kernel: Kernel) -> None:
+        src = Row(kernel.src)
+        for lo, hi in self._chunks(src.size, src):
+            self._calls.do(self._torch.send, [src.read(lo, hi)], kernel.peer, 0, is_pair=True)
+
+    def recv(self, kernel: Kernel) -> None:
+        dst = Row(kernel.dst)
+        for lo, hi in self._chunks(dst.size, dst):
+            buffer = dst.room(hi - lo)
+            self._calls.do(self._torch.recv, [buffer], kernel.peer, 0, is_pair=True)
+            dst.write(lo, hi, buffer)
+
+    def _everyone(self, own: Any) -> list[Any]:
+        everyone = [torch.empty_like(own) for _ in self._ranks]
+        self._calls.do(self._torch.allgather, [everyone], [own], self._calls.options(c10d.AllgatherOptions))
+        return everyone
+
+    def _collected(self, own: Any, root: int) -> list[Any]:
+        parts = [torch.empty_like(own) for _ in self._ranks] if self._me == root else []
+        options = self._calls.options(c10d.GatherOptions, root=root)
+        self._calls.do(self._torch.gather, [parts] if parts else [], [own], options)
+        return parts
+
+    def _exchange(self, give: Sequence[Any], take: Sequence[int]) -> Sequence[Any]:
+        # Sends each rank its bytes, and receives `take` bytes from each.
+        packed = torch.cat(list(give))
+        out = packed.new_empty(sum(take))
+        sizes = [part.numel() for part in give]
+        self._calls.do(
+            self._torch.alltoall_base, out, packed, list(take), sizes, self._calls.options(c10d.AllToAllOptions)
+        )
+        came: Any = out
+        return tuple(came.split(list(take)))
+
+    def _pieces(self, kernel: Kernel, side: Any) -> list[Row]:
+        if type(side) is not tuple or len(side) != len(self._ranks):
+            raise InternalError(detail=f"{kernel.kind.value} among {len(self._ranks)} ranks without a piece for each")
+        return [Row(piece) for piece in side]
+
+    def _chunks(self, size: int, one: Row, share: int = 1) -> Iterator[tuple[int, int]]:
+        for lo, hi in chunks(size, CHUNK_NBYTES // share // one.itemsize):
+            self._calls.look()
+            yield lo, hi
+
+    def _rounds(self, kernel: Kernel, one: Row, rows: Sequence[Row], share: int = 0) -> Iterator[tuple[int, int]]:
+        # Cuts the largest piece of all ranks, so that all of them call the library equally often.
+        if any(each.size > kernel.most for each in rows):
+            raise InternalError(
+                detail=f"{kernel.kind.value} of more than the {kernel.most} elements that were agreed on"
+            )
+        return self._chunks(kernel.most, one, share or len(self._ranks))
+
+
+# The others run on the mesh, see `meshed`
+_ON_HOST: dict[OpKind, Callable[[_HostRun, Kernel], None]] = {
+    OpKind.ALLREDUCE: _HostRun.allreduce,
+    OpKind.BROADCAST: _HostRun.broadcast,
+}
+
+_ON_DEVICE: dict[OpKind, Callable[[_DeviceRun, Kernel], None]] = {
+    OpKind.ALLREDUCE: _DeviceRun.allreduce,
+    OpKind.REDUCE: _DeviceRun.reduce,
+    OpKind.BROADCAST: _DeviceRun.broadcast,
+    OpKind.ALLGATHER: _DeviceRun.allgather,
+    OpKind.REDUCESCATTER: _DeviceRun.reducescatter,
+    OpKind.GATHER: _DeviceRun.gather,
+    OpKind.SCATTER: _DeviceRun.scatter,
+    OpKind.ALLTOALL: _DeviceRun.alltoall,
+    OpKind.SEND: _DeviceRun.send,
+    OpKind.RECV: _DeviceRun.recv,
+}
+
+
+def _padded(one: Row, lo: int, hi: int) -> Any:
+    own = one.read(*clipped(one, lo, hi))
+    if own.numel() == (hi - lo) * one.itemsize:
+        return own
+    padded = one.room(hi - lo).zero_()
+    padded[: own.numel()] = own
+    return padded
+
+
+def _write(one: Row, lo: int, hi: int, values: Any) -> None:
+    start, stop = clipped(one, lo, hi)
+    one.write(start, stop, values[: (stop - start) * one.itemsize])
+
+
+def _check_same(kernel: Kernel, src: Row, dst: Row) -> None:
+    if (src.size, src.itemsize) != (dst.size, dst.itemsize):
+        raise InternalError(detail=f"{kernel.kind.value} of {src.size} elements into {dst.size}")

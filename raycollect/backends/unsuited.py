@@ -1,0 +1,109 @@
+"""Says why a value that looks like a tensor is not accepted by collectives, and what to pass instead.
+
+This runs only when a value is refused or is sent by value.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends.elements import TORCH_DTYPES, is_number, torch_name
+from raycollect.errors.text import a_type
+
+# (is_conj, is_neg) -> what torch still has to do on each read, and how to do it at once
+_RESOLVE = {
+    (True, False): ("conjugated", "resolve_conj()"),
+    (False, True): ("negated", "resolve_neg()"),
+    (True, True): ("conjugated and negated", "resolve_conj().resolve_neg()"),
+}
+
+# Kind of a numpy type that is not a number -> what is wrong with it
+_KINDS = {
+    "U": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
+    "S": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
+    "T": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
+    "O": "whose elements are objects of Python (give numbers: x.astype(float), or a list of arrays)",
+    "M": "whose elements are dates (give x.view('int64'))",
+    "m": "whose elements are times (give x.view('int64'))",
+    "V": "whose elements are records (give a dict of its fields)",
+}
+
+
+def told(value: object) -> str:
+    """Describes a value that is not a tensor: its type, and why it is none if it looks like one."""
+    what = a_type(value, in_full=True)
+    if isinstance(value, np.ndarray):
+        return f"{what}{_of_numpy(value)}"
+    return f"{what}{_of_torch(value)}" if _is_torch(value) else what
+
+
+def resolved(value: Any) -> Any:
+    """Returns a copy of a lazily conjugated or negated torch tensor with real elements; else the value itself.
+
+    A collective does not take such copies: it would not see later changes of the tensor, nor could it write to it.
+    """
+    is_lazy = _is_torch(value) and (value.is_conj() or value.is_neg())
+    return value.resolve_conj().resolve_neg() if is_lazy else value
+
+
+def _is_torch(value: object) -> bool:
+    tensor_type: Any = getattr(sys.modules.get("torch"), "Tensor", ())
+    return isinstance(value, tensor_type)
+
+
+def _of_numpy(array: np.ndarray[Any, Any]) -> str:
+    if type(array) not in (np.ndarray, np.memmap):
+        plain = "x.filled()" if isinstance(array, np.ma.MaskedArray) else "numpy.asarray(x)"
+        return f", a subclass of numpy.ndarray (give {plain})"
+    return "" if is_number(array.dtype) else f" of dtype {array.dtype}, {_KINDS.get(array.dtype.kind, 'no numbers')}"
+
+
+def _of_torch(tensor: Any) -> str:
+    torch: Any = sys.modules["torch"]
+    return next((words(tensor) for is_so, words in _TORCH if is_so(torch, tensor)), "")
+
+
+# (condition, description) of a torch tensor; the first that holds counts
+_TORCH: tuple[tuple[Callable[[Any, Any], bool], Callable[[Any], str]], ...] = (
+    (
+        lambda torch, x: type(x) not in (torch.Tensor, torch.nn.Parameter),
+        lambda x: ", a subclass of torch.Tensor (give the plain tensors that it is made of)",
+    ),
+    (
+        lambda torch, x: x.is_nested,
+        lambda x: " that is nested (give a list of its parts: list(x.unbind()))",
+    ),
+    (
+        lambda torch, x: x.layout is not torch.strided,
+        lambda x: f" of layout {x.layout} (give x.to_dense())",
+    ),
+    (
+        lambda torch, x: x.is_meta,
+        lambda x: (
+            " on the device meta, where there are no elements (give one on a device that has them: "
+            "torch.empty_like(x, device='cpu'))"
+        ),
+    ),
+    (
+        lambda torch, x: x.is_quantized,
+        lambda x: f" of the quantized dtype {x.dtype} (give x.int_repr() or x.dequantize())",
+    ),
+    (
+        lambda torch, x: torch_name(x.dtype) not in TORCH_DTYPES,
+        lambda x: f" of dtype {x.dtype}, which numpy does not have (give x.to() of another dtype)",
+    ),
+    (
+        lambda torch, x: x.is_conj() or x.is_neg(),
+        lambda x: " that is a view still to be {} (give x.{}, which is a copy)".format(
+            *_RESOLVE[x.is_conj(), x.is_neg()]
+        ),
+    ),
+    (
+        lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(),
+        lambda x: " whose storage was given back",
+    ),
+)

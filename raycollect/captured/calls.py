@@ -1,0 +1,101 @@
+"""The calls that the block of a captured step records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.pending import Pending
+from raycollect.driver.requests import RequestList
+from raycollect.engine.step_program import captured_key
+from raycollect.group.membership import Membership
+
+__all__ = ["StepRequests", "MethodCall"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MethodCall:
+    """A method call of a captured step."""
+
+    step: int
+    before: int
+    actor: Any
+    method: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    made: Pending
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Its arguments, positional ones first."""
+        return (*self.args, *(value for _, value in self.kwargs))
+
+
+class StepRequests(RequestList):
+    """The calls of a captured step. A method call ends the current plan; the next collective begins another."""
+
+    __slots__ = ("_capture", "calls", "firsts", "made", "steps")
+
+    def __init__(self, capture: bytes) -> None:
+        super().__init__()
+        self._capture = capture
+        self.calls: list[MethodCall] = []
+        self.made: dict[tuple[int, str], Pending] = {}  # (request, actor) -> what it makes there
+        self.steps: list[int] = []  # the place of each collective among all calls
+        self.firsts: list[int] = []  # the first request of each plan
+
+    def promise(self, actor_id: str) -> Pending:
+        """Stands for what the next collective makes on an actor, in each run."""
+        request = len(self.asked)
+        pending = Pending(self, request, actor_id, step=self._count())
+        self._pending.append(pending)
+        self.made[request, actor_id] = pending
+        return pending
+
+    def add(self, asked: RequestKey, membership: Membership, result: Any) -> None:
+        """Records a collective."""
+        if not self.firsts or self.firsts[-1] != self._first:
+            self.firsts.append(self._first)
+        self.steps.append(self._count())
+        super().add(asked, membership, result)
+
+    def call(
+        self, actor: Any, actor_id: str, method: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+    ) -> Pending:
+        """Records a method call; returns what stands for its value in each run."""
+        self.end_plan()
+        step = self._count()
+        made = Pending(self, -1, actor_id, step=step, key=captured_key(self._capture, 0, step))
+        one = MethodCall(
+            step=step, before=len(self.asked), actor=actor, method=method, args=args, kwargs=kwargs, made=made
+        )
+        self.calls.append(one)
+        return made
+
+    def end_plan(self) -> None:
+        """Ends the current plan: later plans may use what it makes."""
+        self._first = len(self.asked)
+        for pending in self._pending:
+            pending.key = captured_key(self._capture, 0, pending.step)
+        self._pending.clear()
+
+    def clear(self) -> None:
+        """Drops all that was recorded; placeholders still say what they belong to."""
+        self.asked: list[RequestKey] = []
+        self.memberships: list[Membership] = []
+        self.results: list[Any] = []
+        self.refs: dict[Any, Any] = {}
+        self._places = {}
+        self.calls, self.made, self.steps, self.firsts = [], {}, [], []
+
+    def rewind(self, count: int, refs: int, why: str) -> None:
+        """Drops all but the first collectives and refs, back to the last method call at most."""
+        super().rewind(count, refs, why)
+        del self.steps[count:]
+        self.made = {place: one for place, one in self.made.items() if place[0] < count}
+        while self.firsts and self.firsts[-1] >= count:
+            self.firsts.pop()
+
+    def _count(self) -> int:
+        return len(self.steps) + len(self.calls)

@@ -1,0 +1,66 @@
+"""Rewords errors in terms of a captured step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TypeVar
+
+from raycollect.captured.calls import StepRequests
+from raycollect.core import ray_internals
+from raycollect.errors import (
+    FaultError,
+    MethodError,
+    RaycollectError,
+    RefusedError,
+    Violation,
+)
+
+__all__ = ["StepErrorText"]
+
+_Error = TypeVar("_Error", bound=RaycollectError)
+
+MOST_ACTORS = 4  # how many actors a message names
+
+
+class StepErrorText:
+    """Names calls by their place in the step, values by their call, and only groups that the user declared."""
+
+    def __init__(self, capture: bytes, request_list: StepRequests, declared: Collection[str]) -> None:
+        self._capture = capture
+        self._steps = tuple(request_list.steps)
+        groups = [one.spec.name for one in request_list.memberships]
+        self._declared = frozenset(name for name in groups if name in declared)
+        kinds = [asked.kind.value for asked in request_list.asked]
+        self._values = {
+            step: f"what call {step} ({kind}) gave" for step, kind in zip(request_list.steps, kinds, strict=True)
+        }
+        actors = {call.made.actor_id: ray_internals.describe_actor(call.actor) for call in request_list.calls}
+        for call in request_list.calls:
+            self._values[call.step] = f"what call {call.step} ({call.method}) of {actors[call.made.actor_id]} gave"
+        members = {one.actor_id: one.actor for group in request_list.memberships for one in group.members}
+        names = list((actors | members).values())
+        more = f" and {len(names) - MOST_ACTORS} more" if len(names) > MOST_ACTORS else ""
+        self._actors = ", ".join(names[:MOST_ACTORS]) + more
+
+    def tell(self, error: _Error, *, is_of_calls: bool = True) -> _Error:
+        """Rewords an error in place."""
+        if isinstance(error, RefusedError) and is_of_calls:
+            error.violations = tuple(map(self._violation, error.violations))
+        if isinstance(error, (RefusedError, FaultError)):
+            if error.group_name not in self._declared:
+                error.group_name = ", ".join(one for one in error.group_name.split(", ") if one in self._declared)
+            if not error.group_name and not isinstance(error, MethodError):
+                error.op = f"{error.op or 'captured step'} of {self._actors}"
+        return error
+
+    def _violation(self, one: Violation) -> Violation:
+        number = max(one.call, 0)
+        if number < len(self._steps) and not one.is_step:
+            one = replace(one, call=self._steps[number], is_step=True)
+        key = bytes.fromhex(one.ref)
+        if not key.startswith(self._capture):
+            return one
+        return replace(
+            one, ref="", value=self._values.get(int.from_bytes(key[-4:], "little"), "an argument of the run")
+        )

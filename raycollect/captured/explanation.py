@@ -1,0 +1,60 @@
+"""Explains what each run of a captured step does; see `Capture.explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from raycollect.captured.calls import MethodCall
+from raycollect.captured.step_plan import Stage, StepPlan
+from raycollect.driver.pending import Pending
+from raycollect.driver.requests import Ref
+from raycollect.errors import CaptureError
+from raycollect.planner import Source
+from raycollect.planner.explain import Planned, StepExplanation, explain_step
+from raycollect.planner.report import Invoked, Methods
+from raycollect.planner.sizes import Infos
+
+__all__ = ["explain_capture"]
+
+
+def explain_capture(
+    step_plan: StepPlan,
+    stages: Sequence[Stage | tuple[MethodCall, ...]],
+    infos: Mapping[Source, Infos | None],
+    fixed: Collection[Source] = (),
+) -> StepExplanation:
+    """Explains a captured step."""
+    actors = {
+        actor_id: member.actor for actor_id, (_, member) in zip(step_plan.participants, step_plan.homes, strict=True)
+    }
+    found: list[Planned | Methods] = []
+    first = 0
+    for stage in stages:
+        if isinstance(stage, Stage):
+            found.append(_planned(stage, infos, first, fixed))
+            first += len(stage.plan.requests)
+        else:
+            calls = tuple(_invoked(call, actors[call.made.actor_id]) for call in stage)
+            refs = {one.key for call in stage for one in call.arguments if type(one) is Ref}
+            found.append(Methods(calls=calls, fixed=len(refs)))
+            first += len(stage)
+    try:
+        return explain_step(found, len(step_plan.participants))
+    except ValueError as exc:
+        raise CaptureError(detail=f"a run of this captured step would be refused: {exc}") from None
+
+
+def _planned(stage: Stage, infos: Mapping[Source, Infos | None], first: int, fixed: Collection[Source]) -> Planned:
+    given: dict[Source, Infos] = {}
+    for source in stage.plan.uses():
+        known = infos[source]
+        if known is None:
+            what = "what methods return, and collectives make of it, shows when it runs: run it once first"
+            raise CaptureError(detail=f"this captured step can't be explained yet: {what}")
+        given[source] = known
+    return Planned(plan=stage.plan, given=given, first=first, fixed=sum(source in fixed for source in given))
+
+
+def _invoked(call: MethodCall, actor: str) -> Invoked:
+    after = sorted({value.step for value in call.arguments if type(value) is Pending})
+    return Invoked(call=call.step, actor=actor, method=call.method, after=tuple(after))

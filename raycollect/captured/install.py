@@ -1,0 +1,280 @@
+"""Installs a captured step on its participants: each gets its step program by one actor task, and acknowledges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
+
+import msgpack
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from raycollect.captured.calls import MethodCall, StepRequests
+from raycollect.captured.compiler import StepCompiler, together
+from raycollect.captured.error_text import StepErrorText
+from raycollect.captured.runs import StepRuns
+from raycollect.captured.step_plan import StepPlan
+from raycollect.channel.doorbell import Doorbell
+from raycollect.channel.messages import Forget
+from raycollect.core import direct_transport, ray_internals
+from raycollect.core.model import Member
+from raycollect.driver.controller import Controller
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import retrieve_errors
+from raycollect.driver.requests import Ref
+from raycollect.driver.work import look_into
+from raycollect.engine.step_program import encode_step_program
+from raycollect.errors import (
+    ActorGoneError,
+    CollectiveTimeoutError,
+    DispatchError,
+    RaycollectError,
+    RefusedError,
+    Violation,
+    anew,
+    kept,
+    refusal,
+)
+from raycollect.errors.text import listed
+from raycollect.group.membership import Membership
+from raycollect.planner import Source
+from raycollect.pos.handle import Handle
+
+__all__ = ["Installed", "install"]
+
+GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installed:
+    """A captured step that is ready to run.
+
+    Attributes:
+        places: For each returned value: (position, its place among what that participant returns).
+        names: For each position, the arguments that runs pass to it, in order.
+        operands: Source of an operand -> (position, slot).
+    """
+
+    runs: StepRuns
+    calls: tuple[MethodCall, ...]
+    places: tuple[tuple[int, int], ...]
+    names: tuple[tuple[str, ...], ...]
+    operands: Mapping[Source, tuple[int, int]]
+
+
+class _Installation:
+    """Sends each participant its step program."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        capture: bytes,
+        *,
+        compiler: StepCompiler,
+        step_plan: StepPlan,
+        memberships: Sequence[Membership],
+        words: StepErrorText,
+        deadline_s: float,
+        timeout_s: float,
+    ) -> None:
+        self._controller = controller
+        self._capture = capture
+        self._compiler = compiler
+        self._step_plan = step_plan
+        self._memberships = memberships
+        self._words = words
+        self._deadline_s = deadline_s
+        self._timeout_s = timeout_s
+
+    def send(self) -> StepRuns:
+        """Sends the programs and waits until all have acknowledged them; on failure all forget the step."""
+        compiler, step_plan = self._compiler, self._step_plan
+        peers = self._controller.links(self._memberships, compiler.participants)
+        doorbell, slots = self._doorbell()
+        tasks: list[Any] = []
+        try:
+            for at, peer in enumerate(peers):
+                tasks.append(self._submit(at, peer, doorbell, slots[at]))
+            opened = self._hear(tasks)
+        except BaseException:
+            retrieve_errors(tasks)
+            for peer in peers:
+                peer.send(Forget(capture=self._capture))
+            if doorbell is not None:
+                doorbell.close()
+            raise
+        return StepRuns(
+            self._controller,
+            self._capture,
+            step_plan,
+            self._memberships,
+            compiler.keys,
+            {key: ref for at in range(len(peers)) for key, ref in compiler.refs(at).items()},
+            doorbell=doorbell,
+            slots=[slot if is_open else -1 for slot, is_open in zip(slots, opened, strict=True)],
+            peers=peers,
+            told=self._words.tell,
+        )
+
+    def _doorbell(self) -> tuple[Doorbell | None, list[int]]:
+        """A doorbell for the participants of this machine, and their slots at it; -1: none."""
+        here = ray_internals.machine_id()
+        slots, count = [], 0
+        for _, member in self._step_plan.homes:
+            slots.append(count if member.machine == here else -1)
+            count += member.machine == here
+        try:
+            return (Doorbell(count), slots) if count else (None, slots)
+        except OSError:
+            return None, [-1] * len(slots)
+
+    def _submit(self, at: int, peer: ParticipantLink, doorbell: Doorbell | None, slot: int) -> Any:
+        segment = None
+        if doorbell is not None and slot >= 0:
+            one = doorbell.segment
+            segment = (one.pid, one.fd, one.token, one.nbytes)
+        payload = msgpack.packb((encode_step_program(self._compiler.step_program(at)), segment, slot))
+        method = peer.actor._raycollect_capture
+        method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
+        try:
+            return method.remote(payload, *self._compiler.refs(at).values())
+        except Exception as exc:
+            detail = f"{type(exc).__name__}: {exc}"
+            raise DispatchError(op="capture", actor=peer.info["actor"], detail=detail) from exc
+
+    def _hear(self, tasks: list[Any]) -> list[bool]:
+        homes = self._step_plan.homes
+        opened, late, until_s = {}, list(tasks), self._deadline_s
+        errors: list[RaycollectError] = []
+        while late:
+            done, late = ray.wait(late, timeout=max(until_s - monotonic(), 0))
+            for task in done:
+                try:
+                    opened[task] = bool(direct_transport.get(task))
+                except RayError as exc:
+                    error = self._failed(tasks.index(task), exc)
+                    error.__cause__ = exc
+                    errors.append(kept(error))
+                    until_s = min(until_s, monotonic() + GRACE_S)
+            if not done:
+                break
+        if errors:
+            raise anew(self._words.tell(_worst(errors), is_of_calls=False))
+        if late:
+            raise self._words.tell(self._late([homes[tasks.index(task)] for task in late]))
+        return [opened[task] for task in tasks]
+
+    def _late(self, missing: Sequence[tuple[Membership, Member]]) -> RaycollectError:
+        group = missing[0][0]
+        names = listed(member.actor for _, member in missing)
+        return CollectiveTimeoutError(
+            op="capture",
+            group_name=group.spec.name,
+            detail=f"after {self._timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
+            missing=tuple(member.rank for one, member in missing if one is group),
+            timeout_s=self._timeout_s,
+        )
+
+    def _failed(self, at: int, exc: RayError) -> RaycollectError:
+        group, member = self._step_plan.homes[at]
+        cause = exc.cause if isinstance(exc, RayTaskError) else None
+        if isinstance(cause, RefusedError):
+            found = tuple(replace(one, actor=one.actor or member.actor) for one in cause.violations)
+            return refusal(cause.op or "capture", cause.group_name or group.spec.name, found)
+        if isinstance(cause, RaycollectError):
+            return cause
+        if isinstance(exc, RayActorError):
+            return ActorGoneError(
+                op="capture", group_name=group.spec.name, rank=member.rank, actor=member.actor, detail="it ended"
+            )
+        for key, ref in self._compiler.refs(at).items():
+            one = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
+            found_out, why = look_into(one, ref)
+            if why is not None:
+                return refusal("capture", group.spec.name, (found_out,))
+        return DispatchError(op="capture", group_name=group.spec.name, actor=member.actor, detail=str(exc))
+
+
+def install(
+    controller: Controller,
+    capture: bytes,
+    request_list: StepRequests,
+    returned: Sequence[Any],
+    hold: Callable[[Controller, Membership], None],
+    *,
+    staging: int,
+    timeout_s: float,
+) -> Installed:
+    """Plans what was recorded, and makes all participants ready to run it."""
+    deadline_s = monotonic() + timeout_s
+    names = [one.spec.name for one in request_list.memberships]
+    words = StepErrorText(capture, request_list, [name for name in names if controller.groups.is_declared(name)])
+    compiler = StepCompiler(capture, request_list, staging, words)
+    memberships = list(request_list.memberships)
+    if compiler.idle:  # they are leased as a group that no plan uses
+        membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
+        hold(controller, membership)
+        memberships.append(membership)
+    step_plan = compiler.step_plan(memberships)
+    places = compiler.write(returned)
+    _check_refs(request_list.calls, deadline_s, timeout_s)
+    installation = _Installation(
+        controller,
+        capture,
+        compiler=compiler,
+        step_plan=step_plan,
+        memberships=memberships,
+        words=words,
+        deadline_s=deadline_s,
+        timeout_s=timeout_s,
+    )
+    return Installed(
+        runs=installation.send(),
+        calls=tuple(request_list.calls),
+        places=places,
+        names=compiler.names,
+        operands=compiler.operands(),
+    )
+
+
+def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float) -> None:
+    strangers = [
+        (call, one)
+        for call in calls
+        for one in call.arguments
+        if type(one) is Ref and one.maker not in ("", call.made.actor_id)
+    ]
+    violations, cause = [], None
+    for call, one in strangers:
+        try:
+            value: Any = direct_transport.get(one.ref, max(deadline_s - monotonic(), 0))
+        except ray.exceptions.GetTimeoutError:
+            detail = f"{one.where}: its method has not returned within {timeout_s:g} s"
+            raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
+        except RayError as exc:
+            violation, cause = look_into(_absent(one), one.ref)
+            violations.append(violation)
+            cause = cause or exc
+            continue
+        if isinstance(value, Handle) and value.actor_id != call.made.actor_id:
+            violations.append(_foreign(one, value.actor))
+    if violations:
+        raise refusal("capture", "", tuple(violations)) from cause
+
+
+def _worst(errors: Sequence[RaycollectError]) -> RaycollectError:
+    refused = [error for error in errors if isinstance(error, RefusedError)]
+    return together(refused) if refused else errors[0]
+
+
+def _absent(one: Ref) -> Violation:
+    return Violation(kind="lost", rank=-1, field=one.where, found="", ref=one.key.hex())
+
+
+def _foreign(one: Ref, actor: str) -> Violation:
+    expected = "a tensor of the actor whose method it is given to, or a value: send_ref it first"
+    return Violation(
+        kind="not_member", rank=-1, field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
+    )

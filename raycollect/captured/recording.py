@@ -1,0 +1,198 @@
+"""The block of a captured step: records collectives and method calls."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.dag import ClassMethodNode
+
+from raycollect.captured.calls import StepRequests
+from raycollect.captured.step_values import MISSING, Parameters, Returned, packed, wrong
+from raycollect.core import ray_internals
+from raycollect.driver import operand_binding
+from raycollect.driver.batch import Batch
+from raycollect.driver.controller import Controller
+from raycollect.driver.operand_binding import Operand
+from raycollect.driver.pending import Argument, Pending, plain
+from raycollect.driver.requests import Ref
+from raycollect.engine.step_program import Given
+from raycollect.engine.value_codec import pack_value
+from raycollect.errors import CaptureError, Violation, refusal
+from raycollect.errors.text import a_type, listed
+from raycollect.group.membership import Membership
+
+__all__ = ["Recording"]
+
+_AS_ARGUMENT = (
+    "a plain value or an array, alone or in lists, tuples and dicts; for others pass a ref, of ray.put or of a method, "
+    "as an argument of its own, as you do with what calls of the step give and with step.argument()"
+)
+_AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a list, tuple or dict of them"
+
+
+class Recording(Batch):
+    """What the block of a captured step records: a batch to the verbs, but one that is not sent."""
+
+    _ASYNC_ADVICE = "False in a captured step: run(async_op=True) is for the whole of it"
+
+    def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
+        super().__init__(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
+        self.recorded: StepRequests = StepRequests(capture)
+        self.request_list: StepRequests = self.recorded
+        self.parameters: Parameters = Parameters()
+        self.returned: Returned | None = None
+        self.leaves: list[Any] = []
+        self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity
+
+    # ------------------------------------------------------------------------------------------ as a batch
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it did not end well."""
+        return bool(self._why)
+
+    def end(self) -> dict[Membership, Controller]:
+        """Ends the recording; returns the groups that are held, for the capture to hold on to."""
+        held, self._held, self._nodes = self._held, {}, {}
+        return held
+
+    def clear(self) -> None:
+        """Drops all that was recorded, except the parameters and the structure of what runs return."""
+        self.recorded.clear()
+        self.leaves = []
+
+    def stand_in(self, value: Any) -> Any:
+        """Calls a bound method where it first appears; everything else stands for itself."""
+        if type(value) is Pending:
+            return self._own(value)
+        return self._called(value) if type(value) is ClassMethodNode else value
+
+    def _own(self, value: Pending) -> Pending:
+        if value.step >= 0 and not value.is_of(self.request_list):
+            raise CaptureError(
+                detail=f"{value!r} is of another captured step: what that makes is there only while it runs"
+            )
+        return value
+
+    def _send(self) -> None:
+        pass  # the capture does more
+
+    def _release(self) -> None:
+        pass  # the capture keeps them
+
+    def _sent(self) -> Batch:
+        raise CaptureError(detail="a batch in a captured step has no results of its own: let the step return them")
+
+    # ------------------------------------------------------------------------------------------ method calls
+
+    def call(self, actor: Any, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pending:
+        """Records a method call (`Capture.call`); the method may be `MISSING`."""
+        if type(actor) is ClassMethodNode and method is MISSING and not args and not kwargs:
+            return self._called(actor)
+        named = ray_internals.read_method(actor)
+        if named is not None:
+            return self._record(*named, args if method is MISSING else (method, *args), kwargs)
+        return self._record(actor, method, args, kwargs)
+
+    def _called(self, node: ClassMethodNode) -> Pending:
+        """The placeholder of a bound method, which is called once however often it is used."""
+        known = self._nodes.get(id(node))
+        if known is None:
+            actor = None if node.is_class_method_output else node._get_actor_handle()
+            made = self._record(actor, node.get_method_name(), node.get_args(), node.get_kwargs())
+            known = self._nodes[id(node)] = (node, made)
+        return known[1]
+
+    def _record(self, actor: Any, method: Any, args: Any, kwargs: Any) -> Pending:
+        violations: list[Violation] = []
+        actor_id = ""
+        if not isinstance(actor, ray.actor.ActorHandle):
+            violations.append(wrong("actor", *_no_actor(actor)))
+        else:
+            actor_id = actor._actor_id.hex()
+            violations += operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)])
+        if actor_id and not isinstance(method, str):
+            found = "missing" if method is MISSING else a_type(method)
+            violations.append(wrong("method", found, "its name"))
+        elif actor_id and not violations:
+            violations += _misfits(actor, method, args, kwargs)
+        given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
+        named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
+        if violations:
+            raise refusal(f"call of {method}" if isinstance(method, str) else "call", "", tuple(violations))
+        return self.recorded.call(actor, actor_id, method, given, named)
+
+    def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
+        if type(value) is ClassMethodNode:
+            value = self._called(value)
+        if type(value) is Argument:
+            return self.parameters.own(value)
+        if type(value) is Pending and self._own(value).step >= 0:
+            if actor_id and value.actor_id != actor_id:
+                found, expected = "a value of another actor", "one of the same actor: send_ref it first"
+                violations.append(Violation(kind="not_member", rank=-1, field=where, found=found, expected=expected))
+            return value
+        value = plain(value)
+        if isinstance(value, ray.ObjectRef):
+            return _ref(value, where)
+        try:
+            return Given(pack_value(value))
+        except TypeError as exc:
+            violations.append(wrong(where, str(exc), _AS_ARGUMENT))
+            return None
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def returns(self, values: Any) -> None:
+        """Records what each run returns (`Capture.returns`)."""
+        if self.returned is not None:
+            raise CaptureError(detail="step.returns() was called before: give it all values at once")
+        leaves: list[Any] = []
+        self.returned = Returned.of(values, functools.partial(self._leaf, leaves))
+        self.leaves = leaves
+
+    def _leaf(self, leaves: list[Any], value: Any, where: str) -> int | Argument | Given:
+        if type(value) is ClassMethodNode:
+            value = self._called(value)
+        if type(value) is Argument:
+            return self.parameters.own(value)
+        if not (type(value) is Pending and self._own(value).step >= 0):
+            value = plain(value)
+            if not isinstance(value, ray.ObjectRef):
+                return Given(packed(value, where, "returns", _AS_RETURNED))
+            value = _ref(value, where)
+        leaves.append(value)
+        return len(leaves) - 1
+
+
+def _ref(value: Any, where: str) -> Ref:
+    key, maker = ray_internals.read_ref(value)
+    return Ref(key, value, maker, where)
+
+
+def _no_actor(value: Any) -> tuple[str, str]:
+    expected = "the handle of a participant, or its method: step.call(actor, 'method', ...)"
+    if isinstance(value, ray.ObjectRef):
+        return "an ObjectRef: its method was called already, and is not called again by runs", expected
+    return a_type(value), expected
+
+
+def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Violation]:
+    known = ray_internals.methods_of(actor)
+    if known is None:
+        return []
+    who = ray_internals.describe_actor(actor)
+    if method not in known:
+        public = [name for name in known if not name.startswith("_")]
+        return [wrong("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
+    if ray_internals.is_generator(actor, method):
+        found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
+        return [Violation(kind="unsupported", rank=-1, field="method", found=found, expected=expected)]
+    try:
+        known[method].bind(*args, **kwargs)
+    except TypeError as exc:
+        return [wrong("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")]
+    return []

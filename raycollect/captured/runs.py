@@ -1,0 +1,265 @@
+"""The runs of one captured step: how they begin, are waited for, and end with the step."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import msgpack
+
+from raycollect.captured.run_tracker import FOREVER, RunTracker
+from raycollect.captured.step_plan import StepPlan
+from raycollect.channel.doorbell import IN_FLIGHT, Doorbell
+from raycollect.channel.messages import Abort, Forget, Run
+from raycollect.core.model import Key
+from raycollect.driver.controller import Controller
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import Outgoing
+from raycollect.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    DispatchError,
+    PlanAbortedError,
+    RaycollectError,
+    brief,
+    kept,
+)
+from raycollect.group.membership import Membership
+
+__all__ = ["StepRuns"]
+
+_SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
+
+
+class StepRuns:
+    """The runs of one capture. Any thread may call it."""
+
+    def __init__(
+        self,
+        controller: Controller,
+        capture: bytes,
+        step_plan: StepPlan,
+        memberships: Sequence[Membership],
+        keys: Sequence[Key],
+        refs: Mapping[Key, Any],
+        *,
+        doorbell: Doorbell | None = None,
+        slots: Sequence[int] = (),
+        peers: Sequence[ParticipantLink] = (),
+        told: Callable[[RaycollectError], RaycollectError] = lambda error: error,
+    ) -> None:
+        self.step_plan = step_plan
+        self.memberships: tuple[Membership, ...] = tuple(memberships)
+        self.keys: tuple[Key, ...] = tuple(keys)
+        self.refs: dict[Key, Any] = dict(refs)
+        self.failure: RaycollectError | None = None
+        self.is_closed: bool = False
+        self.told = told
+        written = {self.keys[source]: writes for source, writes in step_plan.uses().items()}  # type: ignore[call-overload]
+        self.writes: dict[Key, bool] = {**written, **dict.fromkeys(step_plan.touched, True)}
+        self._controller = controller
+        self._capture = capture
+        self._doorbell = doorbell
+        self._slots = tuple(slots) if doorbell is not None else (-1,) * len(step_plan.participants)
+        self.in_slots: tuple[tuple[int, int], ...] = tuple(
+            (at, slot) for at, slot in enumerate(self._slots) if slot >= 0
+        )
+        self._revision: object = None
+        self._links: list[tuple[ParticipantLink, int]] = list(zip(peers, self._slots, strict=False))
+        self._under_way: deque[RunTracker] = deque()
+        self._begun = 0  # how many runs there were
+        self._fences: dict[int, Any] = {}
+        self._waiting: set[int] = set()  # the threads that wait at the doorbell
+
+    # ------------------------------------------------------------------------------------------ beginning
+
+    def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> RunTracker:
+        """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
+        while True:
+            with self._controller.dispatching:
+                self._check()
+                oldest = self._oldest()
+                if oldest is None or self._begun + 1 - oldest.place < IN_FLIGHT:
+                    limit_s = FOREVER if timeout_s is None else timeout_s
+                    return self._send(arguments, fence or self._is_held_up(), limit_s)
+            oldest.wait(None)
+
+    def _oldest(self) -> RunTracker | None:
+        """The oldest run whose outcome is not known; those before it are ended by asking."""
+        for tracker in tuple(self._under_way):
+            if not tracker.resolved:
+                return tracker
+            self.ended(tracker)  # where a signal came between its outcome and what follows from that
+        return None
+
+    def _check(self) -> None:
+        if self.is_closed:
+            raise CaptureError(detail="this captured step is closed: capture it again to run it")
+        if self.failure is not None:
+            detail = "this captured step is broken, as one of its runs failed"
+            raise CaptureBrokenError(detail=detail, why=brief(self.failure)) from self.failure
+        revision = self._controller.revision
+        if revision != self._revision:
+            peers = self._controller.links(self.memberships, self.step_plan.participants)
+            self._links = list(zip(peers, self._slots, strict=True))
+            self._revision = revision
+
+    def _is_held_up(self) -> bool:
+        """Whether a participant may have to wait for a plan that waits for methods.
+
+        Meanwhile the others would hold up the methods of their own actors, and that plan may wait for one of these.
+        A run that goes through the actors' queues comes after such methods.
+        """
+        participants = self.step_plan.positions
+        for tracker in self._controller.trackers():
+            if isinstance(tracker, RunTracker) and not tracker.is_fenced:
+                continue
+            for actor_id, position in tracker.plan.positions.items():
+                if actor_id in participants and tracker.is_pending(position):
+                    return True
+        return False
+
+    def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunTracker:
+        controller, doorbell = self._controller, None if fence else self._doorbell
+        self._begun = place = self._begun + 1
+        made: list[RunTracker] = []  # set before it is registered, in case a signal comes then
+        at = 0
+
+        def make(seq: int) -> RunTracker:
+            made.append(RunTracker(seq, self, place, number, timeout_s))
+            return made[0]
+
+        try:
+            number = doorbell.begin() if doorbell is not None and self.in_slots else 0
+            tracker = controller.register(make, self.step_plan.width)
+            tracker.is_fenced = fence
+            self._under_way.append(tracker)
+            seq = tracker.seq
+            for at, (peer, slot) in enumerate(self._links):
+                predecessor, payload = peer.last_seq, arguments[at]
+                if fence:
+                    self._fence(at)(msgpack.packb((self._capture, seq, predecessor, payload)))
+                elif slot < 0 or not doorbell.ring(slot, number, seq, predecessor, payload):  # type: ignore[union-attr]
+                    peer.send(Run(capture=self._capture, seq=seq, predecessor=predecessor, payload=payload))
+                peer.last_seq = seq
+        except BaseException as exc:
+            self._stop_short(made, at, exc)
+            if not made or not isinstance(exc, Exception):
+                raise
+            return made[0]
+        if controller.revision != self._revision:  # a participant was lost before this run could be told
+            for at, (peer, _) in enumerate(self._links):
+                if peer.link is None:
+                    controller.send(tracker, tracker.lost(at, "its connection has ended"))
+        return tracker
+
+    def _stop_short(self, made: Sequence[RunTracker], at: int, exc: BaseException) -> None:
+        """Ends a run that could not be sent from a position on; after a signal the step, too."""
+        is_signal = not isinstance(exc, Exception)
+        if is_signal or not made:  # it is not known who was told of it
+            self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
+        for tracker in made:
+            self.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, len(self._links))))
+            if is_signal:
+                self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
+
+    def _unsent(self, at: int, exc: BaseException) -> RaycollectError:
+        group, member = self.step_plan.homes[at]
+        name, detail = group.spec.name, f"{type(exc).__name__}: {exc}"
+        error = DispatchError(group_name=name, rank=member.rank, actor=member.actor, detail=detail)
+        error.__cause__ = exc
+        return kept(error)
+
+    def _fence(self, at: int) -> Callable[[bytes], Any]:
+        peer = self._links[at][0]
+        method = self._fences.get(at)
+        if method is None:
+            method = peer.actor._raycollect_replay.options(num_returns=0, max_task_retries=0, enable_task_events=False)
+            self._fences[at] = method
+        submit: Callable[[bytes], Any] = method.remote
+        return submit
+
+    # ------------------------------------------------------------------------------------------ waiting
+
+    def wait(self, tracker: RunTracker, timeout_s: float | None) -> bool:
+        """Waits for the outcome of a run; False where it is not known in time."""
+        until_s = tracker.until_s if timeout_s is None else min(tracker.until_s, monotonic() + timeout_s)
+        while not tracker.resolved:
+            left_s = _SLICE_S
+            if until_s < FOREVER:
+                left_s = min(left_s, until_s - monotonic())
+                if left_s <= 0:
+                    tracker.expire()
+                    return tracker.resolved
+            self._sleep(tracker, left_s)
+        return True
+
+    def _sleep(self, tracker: RunTracker, timeout_s: float) -> None:
+        if not tracker.number:
+            tracker.wait_for_channel(timeout_s)
+            return
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            if not tracker.resolved:  # checked after it is in `_waiting`, so that it is woken
+                self._doorbell.wait(timeout_s)  # type: ignore[union-attr]
+        finally:
+            self._waiting.discard(me)
+
+    def answer(self, slot: int, number: int) -> bytes | None:
+        """What a slot has answered at the doorbell; None: nothing yet."""
+        return None if self._doorbell is None else self._doorbell.answer(slot, number)
+
+    def ended(self, tracker: RunTracker) -> None:
+        """The outcome of a run is known: if it failed, those after it fail too."""
+        try:
+            self._under_way.remove(tracker)
+        except ValueError:
+            return  # a repeated call
+        if tracker.error is not None:
+            detail = f"run {tracker.place} of this captured step failed before ({type(tracker.error).__name__})"
+            for other in reversed(tuple(self._under_way)):
+                if other.place > tracker.place:
+                    other.abort(PlanAbortedError(detail=detail))
+        if self._waiting.difference((threading.get_ident(),)):
+            self._doorbell.wake()  # type: ignore[union-attr]
+
+    def send(self, tracker: RunTracker, outgoing: Outgoing) -> None:
+        """Sends what a run has to say."""
+        self._controller.send(tracker, outgoing)
+
+    # ------------------------------------------------------------------------------------------ the end
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no run is under way."""
+        return all(tracker.resolved for tracker in tuple(self._under_way))
+
+    def close(self) -> None:
+        """Makes the participants forget the step, and aborts runs under way. May be called twice."""
+        with self._controller.dispatching:
+            self.let_go()
+
+    def let_go_idle(self) -> bool:
+        """`close` for who holds `dispatching`; does nothing and returns False where a run is under way."""
+        return self.is_idle and (self.let_go() or True)
+
+    def let_go(self) -> bool:
+        """`close` for who holds `dispatching`; False where it was closed before."""
+        if self.is_closed:
+            return False
+        self.is_closed = True
+        for tracker in tuple(self._under_way):
+            tracker.resolved  # noqa: B018 - so that those that have ended have ended well
+        for tracker in reversed(tuple(self._under_way)):
+            tracker.abort(PlanAbortedError(detail="its captured step was closed"))
+        for peer, _ in self._links:
+            peer.send(Forget(capture=self._capture))
+        self.refs = {}
+        self._links, self._fences = [], {}  # which hold the actors
+        if self._doorbell is not None:
+            self._doorbell.close()
+        return True

@@ -1,0 +1,387 @@
+"""Captured steps: collectives and method calls that are stated once and run many times without Ray.
+
+The block of a `capture` is recorded like a batch. At its end each participant gets its step program, by one actor task.
+From then on a run is a number and its arguments, sent to all at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raycollect.captured.calls import MethodCall
+from raycollect.captured.captured_run import CapturedRun
+from raycollect.captured.explanation import explain_capture
+from raycollect.captured.install import Installed, install
+from raycollect.captured.recording import Recording
+from raycollect.captured.run_tracker import RunTracker
+from raycollect.captured.runs import StepRuns
+from raycollect.captured.step_plan import Stage
+from raycollect.captured.step_values import MISSING
+from raycollect.core import direct_transport, html
+from raycollect.core.model import TensorInfo
+from raycollect.driver import batch, stall_report
+from raycollect.driver.controller import Controller
+from raycollect.driver.pending import Argument, Pending
+from raycollect.engine.step_program import CAPTURE_NBYTES
+from raycollect.engine.value_codec import unpack_values
+from raycollect.errors import CaptureError, CollectiveTimeoutError, ProtocolError, anew
+from raycollect.group.membership import DEFAULT_TIMEOUT_S, Membership
+from raycollect.planner import STAGING_NBYTES, Source
+from raycollect.planner.explain import StepExplanation
+from raycollect.planner.render import step_html
+from raycollect.planner.report import Report
+from raycollect.planner.wording import counted, nbytes_words, op_words, seconds_words
+
+__all__ = ["Capture", "capture"]
+
+_UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
+
+SHOWN_S = 0.5  # how long a notebook waits for the infos of operands, in seconds
+
+_HEAD = ("stage", "what", "calls", "bytes per rank", "foreseen")
+_RIGHT = frozenset({"stage", "calls", "bytes per rank", "foreseen"})
+
+_IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
+
+
+class Capture:
+    """What is recorded in a ``with capture() as step:`` block, and its runs.
+
+    `call`, `argument` and `returns` work in the block, besides the driver's verbs; `run` and `close` after it. Any
+    thread may run it. It is closed when nobody refers to it any more.
+    """
+
+    def __init__(self, *, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> None:
+        self._id = secrets.token_bytes(CAPTURE_NBYTES)
+        self._block = Recording(self._id, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
+        self._parameters = self._block.parameters
+        self._held: dict[Membership, Controller] = {}
+        self._controller: Controller | None = None
+        self._installed: Installed | None = None
+        self._runs: StepRuns | None = None
+        self._state = "its block was not entered"  # why it can't run; empty while it can
+        self._places: tuple[tuple[int, int], ...] = ()  # where the values that runs return come from
+        self._counts = (0, 0)  # collectives, method calls
+        self._begun = 0  # how many runs were begun
+
+    # ------------------------------------------------------------------------------------------ the block
+
+    def __enter__(self) -> Capture:  # noqa: PYI034 - typing.Self came with Python 3.11
+        if self._state != "its block was not entered":
+            raise CaptureError(detail="a captured step is recorded once: make another one")
+        if batch.current() is not None:
+            raise CaptureError(detail="a captured step can't be recorded inside a batch or another captured step")
+        self._block.__enter__()
+        self._state = "its block has not ended"
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        try:
+            self._block.__exit__(kind, exc, trace)
+        finally:
+            self._held = self._block.end()
+            self._state = "its block failed"
+            if exc is not None or self._block.has_failed:
+                self._block.clear()
+                self._release()
+        if exc is not None:
+            return
+        try:
+            self._install()
+        except BaseException:
+            self._release()
+            raise
+        finally:
+            self._block.clear()
+        self._state = ""
+
+    def _install(self) -> None:
+        block, request_list = self._block, self._block.recorded
+        if not request_list.asked and not request_list.calls:
+            raise CaptureError(detail="nothing was recorded in the block: call verbs of the driver, or step.call")
+        self._counts = len(request_list.asked), len(request_list.calls)
+        request_list.end_plan()
+        self._controller = controller = Controller.current()
+        installed = install(
+            controller,
+            self._id,
+            request_list,
+            block.leaves,
+            self._hold,
+            staging=block.staging_nbytes,
+            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
+        )
+        self._installed, self._runs, self._places = installed, installed.runs, installed.places
+        self._parameters.place(installed.names)
+
+    def _hold(self, controller: Controller, membership: Membership) -> None:
+        if membership not in self._held:
+            self._held[membership] = controller
+            controller.groups.hold(membership)
+
+    def _release(self) -> None:
+        held, self._held = self._held, {}
+        for membership, controller in held.items():
+            controller.groups.release(membership)
+
+    # ------------------------------------------------------------------------------------------ recording
+
+    def call(self, actor: Any, method: Any = MISSING, /, *args: Any, **kwargs: Any) -> Pending:
+        """Records a method call on a participant; ``actor.method.remote()`` is not recorded: it runs now, and once.
+
+        The method runs in a thread of its own, at its place in the step: never while Ray runs a method of an actor
+        whose methods run in order. What it returns stays where it is.
+
+        Args:
+            actor: The actor handle; or the method, as ``actor.method``, with its arguments; or a bound method, as
+                ``actor.method.bind(...)`` returns it, alone.
+            method: The method's name, after an actor handle.
+            args: Its arguments: plain values and arrays, which are the same in each run; `argument`; what other calls
+                of the step made on the same actor; ObjectRefs: that of a tensor of the actor stands for the tensor, any
+                other for its value.
+            kwargs: The same, by name.
+
+        Returns:
+            A placeholder of the value: for operands of verbs, arguments of later calls on this actor, and `returns`.
+
+        Raises:
+            CaptureError: Not in the block itself.
+            RefusedError: The actor or an argument can't be used; with every reason.
+        """
+        self._inside("step.call()")
+        return self._block.call(actor, method, args, kwargs)
+
+    def argument(self, name: str, default: Any = MISSING) -> Argument:
+        """Declares an argument that each run is given by name, for methods that the step calls.
+
+        Args:
+            name: Its name; not one of `run`'s own parameters.
+            default: Its value where a run does not give it; left out: each run has to.
+
+        Raises:
+            CaptureError: Not in the block itself.
+            InvalidArgumentError: The name or the default can't be used.
+        """
+        self._inside("step.argument()")
+        return self._parameters.declare(name, default)
+
+    def returns(self, values: Any) -> None:
+        """Sets what each run returns: copies of these values, in this structure.
+
+        Args:
+            values: What calls of the step made, or refs that take part in it: one, or a list, tuple or dict of them.
+                The step's arguments, and plain values and arrays, are returned as they are. None: there are no results.
+
+        Raises:
+            CaptureError: Not in the block itself, or called before.
+            InvalidArgumentError: Something else is among them.
+        """
+        self._inside("step.returns()")
+        self._block.returns(values)
+
+    def _inside(self, what: str) -> None:
+        """Raises CaptureError where the caller is not in the block itself."""
+        found = batch.current()
+        if found is self._block:
+            return
+        if found is not None and found.outermost is self._block:
+            raise CaptureError(detail=f"{what} can't be inside a batch of the step: a batch is one plan")
+        raise CaptureError(detail=f"{what} belongs into the block of its own captured step: {self!r}")
+
+    # ------------------------------------------------------------------------------------------ running
+
+    def run(
+        self, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
+    ) -> Any:
+        """Runs the step: all its calls, in order, on all participants.
+
+        Runs take place in the order in which they are begun, after the collectives of this process begun before, and
+        before those begun after. They do not wait for methods that were submitted to the actors but have not begun;
+        refs that the step uses were made when it was captured.
+
+        Args:
+            async_op: True: returns a `CapturedRun` at once. Several runs may be under way.
+            fence: True: the run comes after all methods that were submitted to the participants before; it costs an
+                actor task each.
+            timeout_s: After how many seconds the run is given up and fails; None: the limits of its collectives alone.
+            arguments: The arguments that the step declares, by name.
+
+        Returns:
+            The values that the step returns, in the structure that was given to `returns`; None without one.
+
+        Raises:
+            CaptureError: It is closed, or not ready, or called in a block that records.
+            CaptureBrokenError: An earlier run failed.
+            InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel.
+            UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
+            MethodError: A method raised.
+            RefusedError, FaultError: As collectives do.
+        """
+        if self._state or batch.current() is not None:
+            raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
+        payloads = self._parameters.pack(arguments)
+        tracker = self._runs.begin(payloads, fence=fence, timeout_s=timeout_s)  # type: ignore[union-attr]  # or there would be a state
+        self._begun = tracker.place
+        returned = self._block.returned
+        given = {} if returned is None else returned.given(arguments)
+        controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
+        if async_op:
+            return CapturedRun(controller, self, tracker, functools.partial(self._collect, given=given))
+        stall_report.wait(controller, tracker, None)
+        if isinstance(tracker.error, CollectiveTimeoutError):
+            stall_report.explain_delay(controller, tracker, tracker.error)
+        return self._collect(tracker, given)
+
+    def close(self) -> None:
+        """Releases the step and all that it holds; aborts runs under way. May be called twice."""
+        runs = self._runs
+        if runs is not None:
+            self._state, self._installed = "it was closed", None
+            runs.close()
+            self._release()
+
+    def _collect(self, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
+        if tracker.error is not None:
+            raise anew(tracker.error)
+        returned = self._block.returned
+        if returned is None:
+            return None
+        values = [unpack_values(one or b"") for one in tracker.results]
+        try:
+            found = [values[at][place] for at, place in self._places]
+        except LookupError:
+            raise ProtocolError(detail=f"run {tracker.seq} came back without its results") from None
+        return returned.fill(found, given)
+
+    # ------------------------------------------------------------------------------------------ looking at it
+
+    @property
+    def stages(self) -> tuple[Stage | tuple[MethodCall, ...], ...]:
+        """Its plans, and between them its method calls, in order; empty where it is not ready."""
+        if self._installed is None:
+            return ()
+        calls = self._installed.calls
+        found: list[Stage | tuple[MethodCall, ...]] = []
+        for stage in self._installed.runs.step_plan.stages:
+            found += [_until(calls, found, stage.first), stage]
+        found.append(_until(calls, found, self._counts[0] + 1))
+        return tuple(one for one in found if one)
+
+    def tensor_infos(self, timeout_s: float = 60.0) -> dict[Source, tuple[TensorInfo, ...] | None]:
+        """The infos of its plans' operands, by source; None: not known before the first run. Raises as `explain`."""
+        installed, controller = self._installed, self._controller
+        if installed is None or controller is None:
+            raise CaptureError(detail=f"this captured step has no tensors yet, or no more: {self._state}")
+        runs = installed.runs
+        peers = controller.links(runs.memberships, runs.step_plan.participants)
+        looks = direct_transport.get([peer.actor._raycollect_look.remote(self._id) for peer in peers], timeout_s)
+        found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
+        return {source: None if one is None else tuple(one) for source, one in found.items()}
+
+    def explain(self) -> StepExplanation:
+        """Explains what each run does: its method calls and plans in order, each plan as `raycollect.plan` does.
+
+        Raises:
+            CaptureError: It is not ready, or closed; or what a plan works on shows in the first run only.
+            UnknownGroupError, GroupBrokenError: A group was destroyed, or a member is gone.
+        """
+        if self._installed is None:
+            raise CaptureError(detail=_UNEXPLAINED.get(self._state) or f"this step can't be explained: {self._state}")
+        return self._explained(self._installed, self.tensor_infos())
+
+    def _explained(
+        self, installed: Installed, infos: Mapping[Source, tuple[TensorInfo, ...] | None]
+    ) -> StepExplanation:
+        runs = installed.runs
+        fixed = {source for source in infos if not runs.keys[source].startswith(self._id)}  # type: ignore[call-overload]
+        return explain_capture(runs.step_plan, self.stages, infos, fixed)
+
+    def __del__(self) -> None:
+        runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
+        if runs is not None and controller is not None and not runs.is_closed:
+            controller.abandon(runs.let_go_idle, tuple(self._held))
+
+    @property
+    def _told_state(self) -> str:
+        if not self._state and self._runs is not None and self._runs.failure is not None:
+            return f"broken by {type(self._runs.failure).__name__}"
+        return self._state or "ready"
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        verbs, calls = self._counts
+        runs, stages = self._runs, self.stages
+        known = self._known()
+        failure = None if runs is None else runs.failure
+        under_way = "" if runs is None or runs.is_closed or runs.is_idle else "some under way"
+        facts = [
+            ("state", self._told_state if failure is None else html.failure(failure)),
+            ("runs", ", ".join(filter(None, [f"{self._begun} begun", under_way]))),
+            ("participants", "" if runs is None else len(runs.step_plan.participants)),
+        ]
+        told = () if known is None else known.stages
+        rows = [_row(at, stage, told[at] if told else None) for at, stage in enumerate(stages)]
+        return html.block(
+            "capture",
+            f"captured step of {counted(verbs, 'collective')} and {counted(calls, 'method call')}: {self._told_state}",
+            html.pairs(facts),
+            html.table(_HEAD, rows, right=_RIGHT, count=len(rows)) if rows else "",
+            "" if known is None else html.folded("what each run does", step_html(known)),
+        )
+
+    def _known(self) -> StepExplanation | None:
+        if self._installed is None:
+            return None
+        try:
+            return self._explained(self._installed, self.tensor_infos(SHOWN_S))
+        except Exception:  # noqa: BLE001 - a busy or dead actor, or what shows in the first run only: it is shown without
+            return None
+
+    def __repr__(self) -> str:
+        verbs, calls = self._counts
+        return f"<Capture of {counted(verbs, 'collective')} and {counted(calls, 'method call')}: {self._told_state}>"
+
+
+def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:
+    if not isinstance(stage, Stage):
+        methods = Counter(call.method for call in stage)
+        words = ", ".join(f"{name}{f' (x {count})' if count > 1 else ''}" for name, count in methods.items())
+        return at, words, len(stage), "", ""
+    kinds = Counter((op_words(one), one.group.name) for one in stage.plan.requests)
+    what = ", ".join(f"{op} on group {name!r}{f' (x {n})' if n > 1 else ''}" for (op, name), n in kinds.items())
+    if not isinstance(told, Report):
+        return at, what, len(stage.plan.requests), "", ""
+    nbytes = nbytes_words(sum(row.nbytes for row in told.rows))
+    return at, what, len(stage.plan.requests), nbytes, seconds_words(told.time_s)
+
+
+def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> Capture:
+    """Records the calls of a block once, to run them again and again without Ray.
+
+    ``with capture() as step:`` records the driver's verbs, and method calls by ``step.call(actor, "method", ...)``. At
+    the end of the block every participant gets its part. ``step.run()`` then does all of it, at the cost of one small
+    message per participant. Collectives with no method call between them are one plan, like a batch.
+
+    Args:
+        staging_nbytes: As for `batch`.
+        timeout_s: How long ranks wait for each other, in seconds, where a call does not say, and how long participants
+            may take to be ready; by default as long as each group says, and 60.
+
+    Raises:
+        InvalidArgumentError: An argument makes no sense.
+        CaptureError: A captured step, or a placeholder of a value in it, is used where it can't be.
+        RefusedError, GroupError, FaultError: At the end of the block: it can't be planned, or not all are ready.
+    """
+    batch.check_arguments("capture", staging_nbytes, timeout_s)
+    return Capture(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
+
+
+def _until(
+    calls: tuple[MethodCall, ...], found: list[Stage | tuple[MethodCall, ...]], request: int
+) -> tuple[MethodCall, ...]:
+    known = sum(len(one) for one in found if not isinstance(one, Stage))
+    return tuple(call for call in calls[known:] if call.before <= request)

@@ -1,0 +1,78 @@
+"""The plans of a captured step as one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from raycollect.core.model import Key, Member
+from raycollect.group.membership import Membership
+from raycollect.planner import Plan
+
+__all__ = ["StepPlan", "Stage"]
+
+
+class Stage(NamedTuple):
+    """One plan of a captured step.
+
+    Attributes:
+        first: The place of its first request among those of all stages.
+        offset: The number of its first launch, counted from the run's first.
+        positions: Its positions -> those in the whole step.
+    """
+
+    plan: Plan
+    first: int
+    offset: int
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan(Plan):
+    """All plans of a captured step, by the positions of all participants."""
+
+    stages: tuple[Stage, ...]
+    homes: tuple[tuple[Membership, Member], ...] = field(repr=False)
+    touched: frozenset[Key] = field(default=frozenset(), repr=False)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self.requests[0].kind.value if len(self.requests) == 1 else "captured step"
+
+    @property
+    def timeout_s(self) -> float:
+        """Runs have a limit of their own."""
+        return float("inf")
+
+    @classmethod
+    def of(
+        cls,
+        stages: Sequence[Stage],
+        participants: Sequence[str],
+        homes: Sequence[tuple[Membership, Member]],
+        touched: frozenset[Key] = frozenset(),
+    ) -> StepPlan:
+        """Combines the plans."""
+        plans = [stage.plan for stage in stages]
+        return cls(
+            requests=tuple(request for plan in plans for request in plan.requests),
+            parts=tuple(part for plan in plans for part in plan.parts),
+            rosters=tuple(roster for plan in plans for roster in plan.rosters),
+            participants=tuple(participants),
+            order=(),
+            alone=(),
+            brought=(),
+            rounds=max((plan.rounds for plan in plans), default=0),
+            door=None,
+            width=max(sum(plan.width for plan in plans), 1),
+            stages=tuple(stages),
+            homes=tuple(homes),
+            touched=touched,
+        )
+
+    def stage_of(self, launch: int) -> Stage | None:
+        """The stage of a launch, counted from the run's first; None where there is no such launch."""
+        found = [stage for stage in self.stages if stage.offset <= launch]
+        return found[-1] if found and 0 <= launch < self.width else None

@@ -1,0 +1,164 @@
+"""The values of a run of a captured step: the arguments that it is given, and the structure that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.driver.pending import Argument
+from raycollect.engine.step_program import Given
+from raycollect.engine.value_codec import pack_value, pack_values, unpack_value
+from raycollect.errors import CaptureError, Violation, refusal
+from raycollect.errors.text import listed
+
+__all__ = ["MISSING", "Parameters", "Returned", "packed", "wrong"]
+
+ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # of a run's packed arguments: a frame, less what is around them
+
+RESERVED = ("async_op", "fence", "timeout_s")  # `Capture.run`'s own parameters
+
+MISSING = object()  # stands for what was not given, where None is a value
+
+_IN_RUN = (
+    "a plain value or an array, alone or in lists, tuples and dicts: hand over others by an ordinary method before the "
+    "run"
+)
+
+
+class Parameters:
+    """The arguments of a captured step, which each run is given by name."""
+
+    def __init__(self) -> None:
+        self._declared: dict[str, Argument] = {}
+        self._mark = object()  # marks its arguments; a reference to self would be a cycle
+        self._names: tuple[tuple[str, ...], ...] = ()  # of each participant's arguments, by position
+        self._blank: tuple[bytes, ...] = ()  # the arguments of a run without any
+
+    def declare(self, name: str, default: Any) -> Argument:
+        """Adds one; `MISSING`: it has no default."""
+        found = ""
+        if not isinstance(name, str) or not name.isidentifier():
+            found, expected = repr(name), "a name such as 'rate'"
+        elif name in RESERVED:
+            found, expected = repr(name), f"not one of run's own: {', '.join(RESERVED)}"
+        elif name in self._declared:
+            found, expected = f"{name!r} again", "declared once"
+        if found:
+            raise refusal("argument", "", (wrong("name", found, expected),))
+        if default is not MISSING:
+            packed(default, "default", "argument")
+        made = Argument(self._mark, name, default=default, has_default=default is not MISSING)
+        self._declared[name] = made
+        return made
+
+    def own(self, value: Argument) -> Argument:
+        """Returns an argument if it is one of these, and raises CaptureError otherwise."""
+        if value.owner is not self._mark:
+            raise CaptureError(detail=f"{value!r} is of another one: call step.argument() in this block")
+        return value
+
+    def place(self, names: Sequence[tuple[str, ...]]) -> None:
+        """Sets which arguments each participant is given, by position and in order."""
+        self._names = tuple(names)
+        self._blank = (b"",) * len(self._names)
+
+    def pack(self, given: Mapping[str, Any]) -> tuple[bytes, ...]:
+        """The arguments of a run as each participant gets them, by position."""
+        declared = self._declared
+        if not given and not declared:
+            return self._blank
+        known = f"one of {listed(declared)}" if declared else "no arguments: the step declares none"
+        found = [wrong(name, "given", known) for name in given if name not in declared]
+        values = {name: given.get(name, one.default) for name, one in declared.items()}
+        found += [wrong(name, "missing", "a value") for name, value in values.items() if value is MISSING]
+        if found:
+            raise refusal("run", "", tuple(found))
+        written: dict[tuple[str, ...], bytes] = {}
+        for mine in self._names:
+            if mine not in written:
+                written[mine] = _pack(mine, values)
+        return tuple(written[mine] for mine in self._names)
+
+
+def _pack(names: tuple[str, ...], values: Mapping[str, Any]) -> bytes:
+    try:
+        written = pack_values([values[name] for name in names])
+    except TypeError:
+        for name in names:
+            packed(values[name], name, "run")
+        raise
+    if len(written) > ARGUMENTS_NBYTES:
+        sizes = listed(f"{name} {len(pack_value(values[name]))}" for name in names)
+        expected = f"at most {ARGUMENTS_NBYTES}: hand over what is long by an ordinary method before the run"
+        raise refusal("run", "", (wrong("length of the arguments", f"{len(written)} bytes ({sizes})", expected),))
+    return written
+
+
+def packed(value: Any, where: str, op: str, expected: str = _IN_RUN) -> bytes:
+    """Encodes a value; `where` and `op` name it in the InvalidArgumentError of one that can't be sent."""
+    try:
+        return pack_value(value)
+    except TypeError as exc:
+        raise refusal(op, "", (wrong(where, str(exc), expected),)) from None
+
+
+def wrong(field: str, found: str, expected: str) -> Violation:
+    """A violation of one argument."""
+    return Violation(kind="argument", rank=-1, field=field, found=found, expected=expected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """A structure of lists, tuples and dicts without its values.
+
+    Attributes:
+        shape: The structure; a value is its place among those that participants return, an `Argument` one of the run, a
+            `Given` one that is the same in each run.
+        echoed: The arguments in it, by name.
+    """
+
+    shape: Any
+    echoed: Mapping[str, Argument]
+
+    @classmethod
+    def of(cls, values: Any, read: Callable[[Any, str], int | Argument | Given]) -> Returned:
+        """Takes a structure apart; `read` replaces each leaf, given the leaf and its place in words."""
+        shape = _shape_of(values, read, "the value")
+        return cls(shape=shape, echoed=_echoed(shape))
+
+    def given(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of the arguments that a run returns, by name."""
+        return {name: arguments.get(name, one.default) for name, one in self.echoed.items()}
+
+    def fill(self, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
+        """The structure with the returned values, in order, and the arguments, by name."""
+        return _filled(self.shape, values, given)
+
+
+def _shape_of(value: Any, read: Callable[[Any, str], Any], where: str) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_shape_of(one, read, f"{where}[{at}]") for at, one in enumerate(value))
+    if type(value) is dict:
+        return {name: _shape_of(one, read, f"{where}[{name!r}]") for name, one in value.items()}
+    return read(value, where)
+
+
+def _echoed(shape: Any) -> dict[str, Argument]:
+    if type(shape) is Argument:
+        return {shape.name: shape}
+    inner = shape.values() if type(shape) is dict else shape if type(shape) in (list, tuple) else ()
+    return {name: one for part in inner for name, one in _echoed(part).items()}
+
+
+def _filled(shape: Any, values: Sequence[Any], given: Mapping[str, Any]) -> Any:
+    if type(shape) is int:
+        return values[shape]
+    if type(shape) is Given:
+        return unpack_value(shape.packed)
+    if type(shape) is Argument:
+        return given[shape.name]
+    if type(shape) is dict:
+        return {name: _filled(one, values, given) for name, one in shape.items()}
+    return type(shape)(_filled(one, values, given) for one in shape)

@@ -1,0 +1,324 @@
+"""Starts and answers runs of a captured step on one host: cells in shared memory, and semaphores.
+
+The controller makes the memory; each participant maps it and has one slot. Each slot has two rings of `IN_FLIGHT`
+cells: runs, which the controller writes, and answers, which the participant writes. Run n uses the n-th cell, modulo
+the ring. A cell's number is written last, and says that the rest is there; the controller writes no cell again before
+its run has ended. So nothing is ever reset, and a superfluous wake-up only costs a look.
+
+The participant whose answer is the last one wakes the controller; earlier wake-ups would be in vain. After it has
+written its own answer and called libc, which is a full barrier, a participant looks at the answers of the others: of
+two that answer at once at least one sees both.
+
+Whoever waits first yields its core for `YIELD_S` without sleeping: in a hot loop the next run comes within that time,
+and a wake-up costs more than the run itself.
+
+The memory is as trustworthy as the processes of this user. Messages that don't fit go over the channel, as their cell
+says.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import secrets
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import NamedTuple
+
+from raycollect.core import shared_memory
+from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
+from raycollect.core.model import Segment
+from raycollect.core.semaphores import SEM_NBYTES, Semaphores
+
+__all__ = ["INLINE_NBYTES", "IN_FLIGHT", "Doorbell", "Entry", "DoorbellClient"]
+
+IN_FLIGHT = 16  # how many runs of one capture may be under way
+_NAME = "raycollect-doorbell"
+_CELL_NBYTES = 4096
+_HEAD_WORDS = 4  # number, seq, predecessor, length
+INLINE_NBYTES = _CELL_NBYTES - 8 * _HEAD_WORDS  # the longest message that fits into a cell
+
+# Whether processors see each other's stores in the order in which they were made.
+_IN_ORDER = platform.machine() in ("x86_64", "AMD64")
+_BY_CHANNEL = 1 << 63  # the length of a message that does not
+_PRESENT_NBYTES = 8
+_PRESENT = 1  # marks a taken slot; its core is added, counted from 1
+_MORE_BELLS = 2  # besides those of the slots: the controller's, and one that is never posted
+_WORDS = _CELL_NBYTES // 8
+_SLICE_S = 0.5  # the longest sleep before the cells are looked at again, in case a wake-up is lost
+_RINGS_KEPT = 64
+
+
+def _cells_at(slots: int) -> int:
+    # After the token, the semaphores, and the words that say which slots are taken.
+    nbytes = 64 + (slots + _MORE_BELLS) * SEM_NBYTES + slots * _PRESENT_NBYTES
+    return -(-nbytes // _CELL_NBYTES) * _CELL_NBYTES
+
+
+class Entry(NamedTuple):
+    """A run, as a participant receives it."""
+
+    number: int  # of the doorbell's runs
+    seq: int  # its number in the controller's order
+    predecessor: int
+    payload: bytes | None  # its arguments; None: they come over the channel
+
+
+class _Memory:
+    """The cells and semaphores, as both ends see them; `init`: in the process that made them."""
+
+    def __init__(self, mapped: mmap.mmap, slots: int, *, init: bool) -> None:
+        whole = memoryview(mapped)
+        semaphores_at, present_at = 64, 64 + (slots + _MORE_BELLS) * SEM_NBYTES
+        self.slots = slots
+        self.semaphores = Semaphores(whole[semaphores_at:present_at], slots + _MORE_BELLS, init=init)
+        self.present = whole[present_at : present_at + slots * _PRESENT_NBYTES].cast("Q")
+        self.bytes = whole[_cells_at(slots) :]
+        self.words = self.bytes.cast("Q")
+
+    def _fence(self) -> None:
+        # A full barrier: a call of libc, around which the GIL is released.
+        self.semaphores.take(self.slots + 1)  # which is never posted
+
+    def run(self, slot: int, number: int) -> int:
+        """The first word of a slot's cell for a run."""
+        return ((2 * slot) * IN_FLIGHT + number % IN_FLIGHT) * _WORDS
+
+    def answer(self, slot: int, number: int) -> int:
+        """The first word of a slot's cell for its answer."""
+        return ((2 * slot + 1) * IN_FLIGHT + number % IN_FLIGHT) * _WORDS
+
+    def write(self, cell: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        """Fills a cell; False where the message does not fit, which the cell then says."""
+        words, nbytes = self.words, len(payload)
+        fits = nbytes <= INLINE_NBYTES
+        words[cell + 1] = seq
+        words[cell + 2] = predecessor
+        words[cell + 3] = nbytes if fits else _BY_CHANNEL
+        if nbytes and fits:
+            start = 8 * (cell + _HEAD_WORDS)
+            self.bytes[start : start + nbytes] = payload
+        if not _IN_ORDER:
+            self._fence()
+        words[cell] = number
+        return fits
+
+    def read(self, cell: int) -> bytes | None:
+        """The message in a cell; None where it goes over the channel."""
+        if not _IN_ORDER:
+            self._fence()
+        nbytes = self.words[cell + 3]
+        if not nbytes:
+            return b""
+        start = 8 * (cell + _HEAD_WORDS)
+        return bytes(self.bytes[start : start + nbytes]) if nbytes <= INLINE_NBYTES else None
+
+
+class Doorbell:
+    """The controller's end. Any thread may call it.
+
+    Args:
+        slots: How many participants it reaches.
+
+    Attributes:
+        segment: How participants of this host find it.
+
+    Raises:
+        OSError: This system has no anonymous shared memory.
+    """
+
+    def __init__(self, slots: int) -> None:
+        nbytes = _cells_at(slots) + slots * 2 * IN_FLIGHT * _CELL_NBYTES
+        try:
+            fd = shared_memory.create(_NAME, nbytes)
+        except AttributeError as exc:
+            raise OSError(str(exc)) from exc
+        self._closing = weakref.finalize(self, _close, fd, os.getpid())
+        os.posix_fallocate(fd, 0, nbytes)  # a lack of memory shows here, not as SIGBUS later
+        mapped = mmap.mmap(fd, nbytes)
+        self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), nbytes)
+        self._memory = _Memory(mapped, slots, init=True)
+        mapped[: shared_memory.TOKEN_NBYTES] = self.segment.token
+        self._number = 0
+        # Where slots outnumber the cores, participants need these: the controller sleeps until all have answered.
+        self._awake_s = YIELD_S if slots <= len(os.sched_getaffinity(0)) else 0.0
+        self._awake_until_s = 0.0
+        self._asleep = threading.Lock()  # held by the one thread that sleeps, or takes posts
+        self._sleeper = 0  # that thread
+        self._taken = 0  # how often posts were taken, which may have been meant for another thread
+        self._seen = threading.local()
+
+    def begin(self) -> int:
+        """Returns the number of the next run, from 1. Before it, run ``number - IN_FLIGHT`` has ended."""
+        self._number += 1
+        self._awake_until_s = time.monotonic() + self._awake_s
+        if self._number % _RINGS_KEPT == 0 and self._asleep.acquire(blocking=False):
+            self._memory.semaphores.drain(self._memory.slots)
+            self._taken += 1
+            self._asleep.release()
+        return self._number
+
+    def ring(self, slot: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        """Starts run `number`, as `begin` numbered it, at a slot.
+
+        Returns:
+            False where the payload has to go over the channel, as the slot has been told.
+        """
+        memory = self._memory
+        fits = memory.write(memory.run(slot, number), number, seq, predecessor, payload)
+        memory.semaphores.ring(slot)
+        return fits
+
+    def answer(self, slot: int, number: int) -> bytes | None:
+        """Returns what a slot has answered to a run; None: nothing yet, or it goes over the channel."""
+        memory = self._memory
+        cell = memory.answer(slot, number)
+        return memory.read(cell) if memory.words[cell] == number else None
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until somebody may have answered, or `wake` was called; it may return earlier.
+
+        It only yields in the first `YIELD_S` after a run was begun, and sleeps later.
+        """
+        now_s = time.monotonic()
+        if now_s < self._awake_until_s:
+            os.sched_yield()
+            return
+        seen, until_s = self._seen, now_s + min(timeout_s, _SLICE_S)
+        if getattr(seen, "taken", -1) == self._taken and self._asleep.acquire(timeout=max(until_s - now_s, 0)):
+            try:
+                self._sleeper = threading.get_ident()
+                if seen.taken == self._taken:
+                    self._memory.semaphores.wait(self._memory.slots, max(until_s - time.monotonic(), 0))
+                    self._taken += 1
+            finally:  # a signal may raise
+                self._sleeper = 0
+                with suppress(RuntimeError):  # it was taken for forgotten
+                    self._asleep.release()
+        elif not self._sleeper and time.monotonic() >= until_s:
+            with suppress(RuntimeError):  # a signal came after it was taken, and no thread holds it
+                self._asleep.release()
+        seen.taken = self._taken  # after it the caller looks, so that it misses nothing that was taken before
+
+    def wake(self) -> None:
+        """Wakes whoever waits, so that it looks again."""
+        self._memory.semaphores.ring(self._memory.slots)
+
+    def close(self) -> None:
+        """Closes the descriptor; the memory lives until both ends are gone."""
+        self._closing()
+
+
+def _close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # in a forked child the number may be another file's by now
+        os.close(fd)
+
+
+class DoorbellClient:
+    """A participant's end. One thread takes runs and answers them; any thread may call `wake`.
+
+    Args:
+        segment: The controller's `Doorbell.segment`.
+        slot: Its own slot.
+        keeps_core: Whether the thread that takes runs may keep to one core, while one soon follows the other: where
+            slots and controller outnumber the cores it then does.
+
+    Raises:
+        OSError: The controller is gone, or does not let this process see its memory.
+        ValueError: There is no such slot.
+    """
+
+    def __init__(self, segment: Segment, slot: int, *, keeps_core: bool = False) -> None:
+        with shared_memory.opened(segment, _NAME, os.O_RDWR) as fd:
+            mapped = mmap.mmap(fd, segment.nbytes)
+        slots = _slots_of(segment.nbytes)
+        if not 0 <= slot < slots:
+            raise ValueError(f"no slot {slot} at a doorbell of {slots}")
+        self._memory = _Memory(mapped, slots, init=False)
+        self._slot = slot
+        self._answers = self._memory.answer(slot, 0)
+        self._others = [(one, self._memory.answer(one, 0)) for one in range(slots) if one != slot]
+        self._number = 1
+        self._awake_until_s = 0.0
+        self._woken = False
+        is_crowded = slots > 1 and len(os.sched_getaffinity(0)) <= slots
+        self._core_pin = CorePin() if keeps_core and is_crowded else None
+        self._cores: list[int] = []  # on which cores all were when it found its own
+        self._show(current_core())
+
+    def take(self, timeout_s: float) -> Entry | None:
+        """Waits for the next run; returns None where the time is over, or `wake` was called."""
+        memory, number = self._memory, self._number
+        words, cell = memory.words, memory.run(self._slot, number)
+        awake_until_s, until_s = self._awake_until_s, 0.0
+        is_unsettled = self._core_pin is not None
+        while words[cell] != number:
+            if self._woken:
+                self._woken = False
+                return None
+            now_s = time.monotonic()
+            until_s = until_s or now_s + timeout_s
+            if now_s >= until_s:
+                return None
+            if now_s < awake_until_s:
+                if is_unsettled:
+                    is_unsettled = False  # once is enough
+                    self._settle()
+                os.sched_yield()
+            else:
+                self._leave()
+                memory.semaphores.wait(self._slot, min(until_s - now_s, _SLICE_S))
+        self._number += 1
+        return Entry(number, words[cell + 1], words[cell + 2], memory.read(cell))
+
+    def answer(self, number: int, payload: bytes) -> bool:
+        """Answers a run that went well; returns False where the results have to go over the channel."""
+        memory, at = self._memory, number % IN_FLIGHT * _WORDS
+        words, present = memory.words, memory.present
+        fits = memory.write(self._answers + at, number, 0, 0, payload)
+        memory.semaphores.take(self._slot)  # that of this run, if it came without a sleep; and a full barrier
+        for slot, answers in self._others:
+            if words[answers + at] != number and present[slot]:
+                break
+        else:
+            memory.semaphores.ring(memory.slots)
+        self._awake_until_s = time.monotonic() + YIELD_S
+        return fits
+
+    def wake(self) -> None:
+        """Makes `take` return, now or when it is next called."""
+        self._woken = True
+        self._memory.semaphores.ring(self._slot)
+
+    def close(self) -> None:
+        """Releases the slot. Called by the thread that takes runs, or after its end."""
+        self._leave()
+        self._memory.present[self._slot] = 0
+
+    def _show(self, core: int) -> None:
+        # Taken, and on which core.
+        self._memory.present[self._slot] = _PRESENT + core
+
+    def _settle(self) -> None:
+        # Again only where somebody has moved since.
+        present = self._memory.present
+        cores = present.tolist()
+        if cores != self._cores and self._core_pin is not None:
+            self._show(self._core_pin.take([max(core - _PRESENT, 0) for core in cores], self._slot))
+            self._cores = present.tolist()
+
+    def _leave(self) -> None:
+        if self._core_pin is not None:
+            self._cores = []
+            self._core_pin.leave()
+
+
+def _slots_of(nbytes: int) -> int:
+    per_slot = 2 * IN_FLIGHT * _CELL_NBYTES
+    slots = nbytes // per_slot
+    while slots > 0 and _cells_at(slots) + slots * per_slot > nbytes:
+        slots -= 1
+    return slots

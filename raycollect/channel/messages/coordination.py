@@ -1,0 +1,113 @@
+"""Messages between the members of a group and its coordinator, for the members' own calls."""
+
+from __future__ import annotations
+
+from raycollect.channel.messages.codec import Error, Message, message
+
+
+@message
+class Meet(Message):
+    """A member waits at `place` with what it brings; answered by `Met` or `Missed` with the same `call`."""
+
+    group_id: str
+    lane: str
+    place: str
+    call: int
+    blob: bytes
+
+
+@message
+class Withdraw(Message):
+    """A member gives up waiting; `timed_out`: and so ends the meeting for all who wait at its place."""
+
+    group_id: str
+    lane: str
+    call: int
+    timed_out: bool
+
+
+@message
+class Met(Message):
+    """All members of the communicator are there; what they brought, in rank order."""
+
+    group_id: str
+    lane: str
+    call: int
+    blobs: list[bytes]
+
+
+@message
+class Missed(Message):
+    """The meeting is off; the ranks in `missing` had not come to it."""
+
+    group_id: str
+    lane: str
+    call: int
+    missing: list[int]
+
+
+@message
+class Drop(Message):
+    """A member has given up one generation of a communicator, since its launch `seq` failed with `error`."""
+
+    group_id: str
+    lane: str
+    generation: str
+    seq: int
+    rank: int
+    error: Error
+
+
+@message
+class Publish(Message):
+    """A value of the rendezvous of one generation of a communicator."""
+
+    group_id: str
+    lane: str
+    generation: str
+    name: str
+    value: bytes
+
+
+@message
+class Depart(Message):
+    """A member has destroyed the group on its side."""
+
+    group_id: str
+
+
+@message
+class Gone(Message):
+    """A member will not take part any more: its process has ended, or it has departed."""
+
+    group_id: str
+    rank: int
+    died: bool
+    detail: str
+
+
+@message
+class Stuck(Message):
+    """A member has waited for long: in a call on a communicator, in plan `seq` (no communicator), or no more (neither).
+
+    `begun` is the latest plan that it has begun; `ranks` are all that take part in what it waits in. Of a plan the
+    participant names no group, and no ranks: the controller knows them.
+    """
+
+    group_id: str
+    lane: str
+    call: int
+    seq: int
+    op: str
+    ranks: list[int]
+    begun: int
+
+
+@message
+class Deny(Message):
+    """A call on a communicator can't come about: those it waits for wait for the caller."""
+
+    group_id: str
+    lane: str
+    call: int
+    error: Error

@@ -1,0 +1,61 @@
+"""Messages of data connections: a client asks for values, and a server answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.channel.messages.codec import Error, Message, message
+
+
+@message
+class Fetch(Message):
+    """Asks for the value under `key`, waiting up to `timeout_s` for it; answered by `Fetched` or `Failed`.
+
+    `domain` names those processes whose memory the client can read; the server may then lend its own.
+    """
+
+    key: bytes
+    timeout_s: float
+    domain: str = ""
+
+
+@message
+class Fetched(Message):
+    """Describes the value in `found`; its bytes, `blob_nbytes` of them, follow the frame.
+
+    What is lent instead is described there too, and `Copied` is due.
+    """
+
+    found: dict[str, Any]
+    blob_nbytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses a negative size."""
+        if self.blob_nbytes < 0:
+            raise ValueError(f"a blob of {self.blob_nbytes} bytes")
+
+
+@message
+class Copied(Message):
+    """Says that the client has read what it was lent; has no answer."""
+
+
+@message
+class Free(Message):
+    """Asks to drop values; answered by `Freed`."""
+
+    keys: list[bytes]
+
+
+@message
+class Freed(Message):
+    """The number of keys that were held."""
+
+    count: int
+
+
+@message
+class Failed(Message):
+    """The request could not be served."""
+
+    error: Error

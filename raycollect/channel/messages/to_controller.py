@@ -1,0 +1,176 @@
+"""Messages from a participant to its controller."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.channel.messages.codec import Error, Message, message
+
+
+@message
+class Welcome(Message):
+    """The lease is granted; `participant` says who answers."""
+
+    participant: dict[str, Any]
+
+
+@message
+class Refused(Message):
+    """The lease is not granted."""
+
+    error: Error
+
+
+@message
+class Joined(Message):
+    """Answers `Join`."""
+
+    request: int
+    error: Error | None = None
+
+
+@message
+class Unable(Message):
+    """Answers a request that could not be done, with the cause."""
+
+    request: int
+    detail: str
+
+
+@message
+class Broken(Message):
+    """This end failed, so that the state of the connection is unknown: it ends. Sent by either end, as its last."""
+
+    detail: str
+
+
+@message
+class Arrive(Message):
+    """A rank is at the door of launch `seq`, with what it brings to this round; it waits for all of `ranks`.
+
+    Without a group the door is that of a whole plan, and ranks are places among its participants.
+    """
+
+    group_id: str
+    seq: int
+    round: int
+    ranks: list[int]
+    rank: int
+    blob: bytes
+
+
+@message
+class Waiting(Message):
+    """A participant has reached plan `seq`, and waits for the tensor under `key`."""
+
+    seq: int
+    key: bytes
+
+
+@message
+class Ready(Message):
+    """A participant has all that it needs for plan `seq`, and waits for `Go`; `late`: it has waited for too long."""
+
+    seq: int
+    late: bool
+
+
+@message
+class Store(Message):
+    """Publishes a value to all members of a group."""
+
+    group_id: str
+    name: str
+    value: bytes
+
+
+@message
+class Done(Message):
+    """This participant has ended plan `seq`; `ranks` are the places of all that are known to have run all of it.
+
+    `story` is the tail of its recorder where `error` is set.
+    """
+
+    seq: int
+    ranks: list[int]
+    error: Error | None = None
+    story: list[str]
+
+
+@message
+class Ran(Message):
+    """This participant has ended run `seq` of a capture, and this is what it gives back; `Done` tells of failures."""
+
+    seq: int
+    payload: bytes
+
+
+@message
+class Surveyed(Message):
+    """Answers `Survey`: the fields of `StoreStatistics`, then those of `ArenaStatistics`."""
+
+    request: int
+    held: int
+    dirty: int
+    freed: int
+    limit: int
+    in_use: int
+    backed: int
+    blocks: int
+    mapped: int
+
+
+@message
+class Seen(Message):
+    """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
+
+    `steps` says of each of the plans in `running` where it is, in words; `doors` are the launches to whose doors the
+    participant came last, `doors_ms` for each of them how many milliseconds ago.
+    """
+
+    request: int
+    doing: str
+    stack: list[str]
+    running: list[int]
+    steps: list[str]
+    doors: list[int]
+    doors_ms: list[int]
+    ended: int
+    story: list[str]
+
+
+@message
+class Measured(Message):
+    """Answers `Measure`: whether the plan has begun and has ended there, and the fields of `reach.Reach`, in bytes."""
+
+    request: int
+    has_begun: bool
+    has_ended: bool
+    done: int
+    total: int
+    lent: int
+
+
+@message
+class Ticked(Message):
+    """Answers `Record` and `Tick`: what `time.monotonic` shows, and what names that clock.
+
+    `refusal`: why nothing is recorded for this controller, in words.
+    """
+
+    request: int
+    at_s: float
+    clock: str
+    refusal: str
+
+
+@message
+class Collected(Message):
+    """Answers `Collect`: what `observe.trace.encode_recorded` made, or nothing where nothing was recorded.
+
+    It comes in as many parts as frames need; `more`: another one follows.
+    """
+
+    request: int
+    payload: bytes
+    more: bool

@@ -1,0 +1,148 @@
+"""Messages from a controller to a participant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.channel.messages.codec import Message, message
+
+
+@message
+class Join(Message):
+    """Become `rank` of a group; answered by `Joined` with the same `request`."""
+
+    request: int
+    group: dict[str, Any]
+    rank: int
+    members: list[dict[str, Any]]
+
+
+@message
+class Leave(Message):
+    """Give up a group and all that it holds."""
+
+    group_id: str
+
+
+@message
+class Abort(Message):
+    """Plan `seq` will not happen: wake whoever waits in it, and refuse it when it comes."""
+
+    seq: int
+    reason: str
+
+
+@message
+class Arrivals(Message):
+    """The arrivals of one round of an agreement, in rank order; answers `Arrive`.
+
+    It comes in as many parts as frames need; `more`: another one follows.
+    """
+
+    group_id: str
+    seq: int
+    round: int
+    blobs: list[bytes]
+    more: bool
+
+
+@message
+class Stored(Message):
+    """A value of the rendezvous store, as some member published it by `Store`."""
+
+    group_id: str
+    name: str
+    value: bytes
+
+
+@message
+class Survey(Message):
+    """Tell what your memory holds; answered by `Surveyed` with the same `request`."""
+
+    request: int
+
+
+@message
+class Look(Message):
+    """Tell what you are doing; answered by `Seen` with the same `request`."""
+
+    request: int
+
+
+@message
+class Measure(Message):
+    """Tell how far you are in plan `seq`, or in that run of a captured step; answered by `Measured`."""
+
+    request: int
+    seq: int
+
+
+@message
+class Record(Message):
+    """Record a timeline, with so many entries at most; answered by `Ticked` with the same `request`.
+
+    `metrics`: publish what is recorded to Ray's metrics, too.
+    """
+
+    request: int
+    limit: int
+    metrics: bool
+
+
+@message
+class Tick(Message):
+    """Tell what your clock shows; answered by `Ticked` with the same `request`."""
+
+    request: int
+
+
+@message
+class Collect(Message):
+    """Tell what you have recorded; answered by `Collected` with the same `request`. `ends`: and record no more."""
+
+    request: int
+    ends: bool
+
+
+@message
+class Order(Message):
+    """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
+
+    `together`: somebody may have to wait for an operand, or for another plan; say `Ready` when you have both, and begin
+    at `Go`.
+    """
+
+    payload: bytes
+    together: bool
+
+
+@message
+class Go(Message):
+    """All participants have said that they are `Ready` for plan `seq`."""
+
+    seq: int
+
+
+@message
+class Run(Message):
+    """Do run `seq` of a capture, with these arguments, after plan `predecessor`; answered by `Ran` or `Done`.
+
+    On the controller's own host runs come by the doorbell, where their arguments fit.
+    """
+
+    capture: bytes
+    seq: int
+    predecessor: int
+    payload: bytes
+
+
+@message
+class Forget(Message):
+    """A capture is closed: let go of all that it holds."""
+
+    capture: bytes
+
+
+@message
+class Bye(Message):
+    """The controller ends the lease."""

@@ -1,0 +1,205 @@
+"""The command ``raycollect bench``: what collectives take here, or what the planner is to know of this machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from raycollect.cli.options import ADDRESS_HELP, as_json, print_json
+
+__all__ = ["OPERATIONS", "WAYS", "bench", "sizes_of", "ways_of"]
+
+OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
+WAYS = ("captured", "refs", "members")
+SUFFIXES = (".png", ".svg")
+FACTOR = 4  # from one size of a range to the next
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
+
+_EXAMPLES = """\b
+Examples:
+  raycollect bench
+  raycollect bench allgather --ranks 4 --sizes 1K,64K,4M --backend tcp
+  raycollect bench --plot allreduce.png
+  raycollect bench --calibrate
+  raycollect bench --calibrate --between 50 25
+"""
+
+_CALIBRATING = {"between": "--between", "output": "--output"}
+_TIMING = {
+    "operation": "OPERATION",
+    "ranks": "--ranks",
+    "sizes": "--sizes",
+    "backend": "--backend",
+    "runs": "--runs",
+    "ways": "--ways",
+    "plot": "--plot",
+    "address": "--address",
+}
+
+
+def sizes_of(text: str) -> tuple[int, ...]:
+    """Reads sizes in bytes: ``4:64M``, from and to by a factor of 4, or a list, ``4,1K,1M``; raises ValueError."""
+    if ":" not in text:
+        return tuple(dict.fromkeys(_size(one) for one in text.split(",")))
+    first, _, last = text.partition(":")
+    low, high = _size(first), _size(last)
+    if low > high:
+        raise ValueError(f"{first} is more than {last}")
+    found = [low]
+    while found[-1] * FACTOR <= high:
+        found.append(found[-1] * FACTOR)
+    return tuple(found)
+
+
+def _size(text: str) -> int:
+    read = _SIZE.fullmatch(text.strip())
+    nbytes = int(read[1]) * _UNITS[read[2].upper()] if read else 0
+    if not nbytes:
+        raise ValueError(f"{text!r} is no number of bytes above zero, such as 4, 64K or 1M")
+    return nbytes
+
+
+def ways_of(text: str) -> tuple[str, ...]:
+    """Reads a list of ways; raises ValueError where one is unknown."""
+    found = tuple(dict.fromkeys(one.strip() for one in text.split(",")))
+    for one in found:
+        if one not in WAYS:
+            raise ValueError(f"{one!r} is none of {', '.join(WAYS)}")
+    return found
+
+
+def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return sizes_of(text)
+    except ValueError as exc:
+        raise click.BadParameter(f"{exc}.") from exc
+
+
+def _ways(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
+    try:
+        return ways_of(text)
+    except ValueError as exc:
+        raise click.BadParameter(f"{exc}.") from exc
+
+
+def _picture(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
+    if name is None:
+        return None
+    path = Path(name)
+    if path.suffix.lower() not in SUFFIXES:
+        raise click.BadParameter(f"{name!r} ends with none of {', '.join(SUFFIXES)}.")
+    if not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(path.absolute().parent)!r}.")
+    return path
+
+
+@click.command("bench", short_help="Times collectives, or measures for the planner.", epilog=_EXAMPLES)
+@click.argument("operation", required=False, default="allreduce", metavar="[OPERATION]", type=click.Choice(OPERATIONS))
+@click.option(
+    "--ranks", type=click.IntRange(min=2), default=2, show_default=True, help="How many actors; they are made for it."
+)
+@click.option(
+    "--sizes",
+    callback=_sizes,
+    default="4:64M",
+    show_default=True,
+    help="The bytes, from:to by a factor of 4, or a list such as 4,1K,1M.",
+)
+@click.option("--backend", default="auto", show_default=True, help="The backend of their group.")
+@click.option(
+    "--runs", type=click.IntRange(min=1), default=20, show_default=True, help="How many are timed of each size."
+)
+@click.option(
+    "--ways",
+    callback=_ways,
+    default=",".join(WAYS),
+    show_default=True,
+    help="A captured step, the driver's verb on refs, calls that members make.",
+)
+@click.option("--plot", metavar="FILE", callback=_picture, help="Draw time over size there: .png or .svg.")
+@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
+@click.option("--calibrate", is_flag=True, help="Measure what moving bytes costs on this host; takes a few seconds.")
+@click.option(
+    "--between",
+    metavar="MICROSECONDS GBIT/S",
+    nargs=2,
+    type=click.FloatRange(min=0, min_open=True),
+    help="With --calibrate: the latency and the bandwidth between hosts, as you know them.",
+)
+@click.option("--output", metavar="FILE", help="With --calibrate: where to write it, not where the planner reads it.")
+@as_json
+@click.pass_context
+def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: Any) -> None:
+    """Times a collective between actors. Or, with --calibrate, measures for the planner.
+
+    OPERATION is allreduce, by default, broadcast, allgather, reducescatter, alltoall, or send from rank 0 to rank 1.
+    Sizes and bandwidths are those of nccl-tests. Each result is checked before it is timed. Ways to call it take turns.
+
+    With --calibrate it measures what the planner chooses algorithms and predicts times by. The planner of a driver
+    reads the file that RAYCOLLECT_COSTS names, else raycollect/costs.json under XDG_CONFIG_HOME (~/.config). One host
+    can't measure the link between hosts: it keeps its default unless --between says what it is.
+    """
+    for name, shown in (_TIMING if calibrate else _CALIBRATING).items():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            wanted = (
+                f"--calibrate times no collective: leave {shown} out."
+                if calibrate
+                else f"Give --calibrate with {shown}."
+            )
+            raise click.UsageError(wanted)
+    if calibrate:
+        _calibrate(given["between"], given["output"], as_json)
+    else:
+        _time({name: given[name] for name in _TIMING}, as_json)
+
+
+def _time(given: dict[str, Any], as_json: bool) -> None:
+    plot, address = given.pop("plot"), given.pop("address")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise click.ClickException("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    from raycollect.cli import bench as measuring  # with Ray
+    from raycollect.cli import demo
+
+    demo.start_ray(address)
+    settings = measuring.Settings(**given)
+    hidden = not sys.stderr.isatty()
+    with click.progressbar(length=len(settings.wholes), label="sizes", file=sys.stderr, hidden=hidden) as bar:
+        result = measuring.measure(settings, lambda: bar.update(1))
+    if as_json:
+        print_json(asdict(result))
+    else:
+        click.echo("\n".join(measuring.table(result)))
+    if plot is not None:
+        try:
+            measuring.draw(result, plot)
+        except OSError as exc:
+            raise click.BadParameter(f"{str(plot)!r} can't be written: {exc.strerror}.", param_hint="--plot") from exc
+        click.echo(f"written to {plot}", err=True)
+
+
+def _calibrate(between: tuple[float, float] | None, output: str | None, as_json: bool) -> None:
+    from raycollect.cli import calibrate as measuring  # with numpy
+    from raycollect.group import link_costs
+
+    found = [measuring.measure(backend) for backend in measuring.BACKENDS]
+    if between is not None:
+        found.append(link_costs.given(latency_s=between[0] * 1e-6, bandwidth=between[1] * 1e9 / 8))
+    if as_json:
+        print_json([asdict(one) for one in found])
+    else:
+        click.echo("\n".join(link_costs.table(found)))
+    path = output or str(link_costs.default_path())
+    try:
+        link_costs.write(path, found)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{path!r} can't be written: {reason}.", param_hint="--output") from exc
+    click.echo(f"written to {path}", err=True)

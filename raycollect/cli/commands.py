@@ -1,0 +1,408 @@
+"""The command line: ``raycollect COMMAND``, or ``python -m raycollect COMMAND``.
+
+A command is a function under `main`; `bench` is in a module of its own. Ray takes a second to import, so none of it is
+imported here: a command that needs Ray imports its module when it is called. Exit codes: 0; 1 where something was
+refused, or is missing; 2 for a wrong command line; 130 where the user has stopped it (Ctrl-C). A mistake of the user's
+is told in words; with `RAYCOLLECT_DEBUG` set it is raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+import raycollect
+from raycollect.cli.bench_command import bench
+from raycollect.cli.options import ADDRESS_HELP, as_json, print_json
+from raycollect.errors import InvalidGroupError, RaycollectError
+from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, RankTable
+
+if TYPE_CHECKING:
+    from raycollect.group.cluster_registry import GroupRecord
+
+STDOUT = "-"
+DEBUG = "RAYCOLLECT_DEBUG"  # set: an error is raised with its traceback, instead of told
+INTERRUPTED = 130  # what a shell says of a program that Ctrl-C has ended
+_PLAIN = (RaycollectError, ConnectionError, FileNotFoundError)  # errors whose text is for the user
+
+
+class _Commands(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:  # whoever read it has had enough; click knows what to do
+            raise
+        except _PLAIN as exc:
+            if os.environ.get(DEBUG):
+                raise
+            raise click.ClickException(str(exc)) from exc
+
+
+_EXAMPLES = """\b
+Examples:
+  raycollect doctor
+  raycollect demo
+  raycollect status --watch 2
+"""
+
+
+@click.group(cls=_Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(raycollect.__version__, prog_name="raycollect")
+def main() -> None:
+    """Collective communication between Ray actors, said once, by the driver."""
+
+
+main.add_command(bench)
+
+
+# ---------------------------------------------------------------------------------------------- rank-table
+
+_RANK_TABLE_EXAMPLES = """\b
+Examples:
+  raycollect rank-table --device-id "[[0, 1]]"
+  raycollect rank-table --device-id "[[0, 1], [0, 1]]" --output table.json
+  raycollect rank-table --check table.json
+"""
+
+
+@main.command(
+    "rank-table", short_help="Writes or checks a rank table.", epilog=_RANK_TABLE_EXAMPLES, no_args_is_help=True
+)
+@click.option(
+    "--device-id",
+    "--device_id",
+    "device_ids",
+    metavar="LISTS",
+    help="Write the table of these devices: one list of device ids per node. Ranks are counted through in this order.",
+)
+@click.option(
+    "--output",
+    metavar="FILE",
+    envvar=ENVIRONMENT_VARIABLE,
+    show_envvar=True,
+    help="Where to write it; - is stdout, which is also the default.",
+)
+@click.option(
+    "--check", "checked", metavar="FILE", help="Read a table and say what is wrong with it, or what it holds."
+)
+@as_json
+@click.pass_context
+def rank_table(
+    context: click.Context, device_ids: str | None, output: str | None, checked: str | None, as_json: bool
+) -> None:
+    """Writes or checks a rank table: which rank runs on which device of which node (the JSON form of SCCL)."""
+    from_environment = context.get_parameter_source("output") is ParameterSource.ENVIRONMENT
+    try:
+        if device_ids is not None and checked is None:
+            table = RankTable.of_device_ids(_parsed(device_ids))
+            _write(table, output or STDOUT, f" (from {ENVIRONMENT_VARIABLE})" if from_environment else "")
+        elif device_ids is None and checked is not None:
+            if output is not None and not from_environment:
+                raise click.UsageError("--check writes nothing: leave --output out.")
+            _show(RankTable.read(checked), checked, as_json)
+        else:
+            raise click.UsageError("Give either --device-id or --check.")
+    except InvalidGroupError as exc:  # no group is meant here: the detail alone
+        raise click.ClickException(exc.detail) from exc
+
+
+def _parsed(device_ids: str) -> Any:
+    try:
+        return json.loads(device_ids.replace("'", '"'))  # Python's quotes are as good
+    except (ValueError, RecursionError) as exc:
+        problem = f'{device_ids[:100]!r} is no nested list such as "[[0, 1], [0, 1]]": {exc}.'
+        raise click.BadParameter(problem, param_hint="--device-id") from exc
+
+
+def _show(table: RankTable, path: str, as_json: bool) -> None:
+    if as_json:
+        places = enumerate(table.chip_map)
+        print_json([{"rank": rank, "node": table.node_of(rank), "device": device} for rank, device in places])
+        return
+    click.echo(f"{path}: {table}")
+    for rank, device_id in enumerate(table.chip_map):
+        click.echo(f"rank {rank}: node {table.node_of(rank)}, device {device_id}")
+
+
+def _write(table: RankTable, path: str, origin: str) -> None:
+    if path == STDOUT:
+        click.echo(table.to_json(), nl=False)
+        return
+    try:
+        table.write(path)
+    except (OSError, ValueError) as exc:  # ValueError: no file can have such a name
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{path!r}{origin} can't be written: {reason}.", param_hint="--output") from exc
+    click.echo(f"{table}, written to {path}{origin}", err=True)
+
+
+# ---------------------------------------------------------------------------------------------- doctor
+
+_DOCTOR_EXAMPLES = """\b
+Examples:
+  raycollect doctor
+  raycollect doctor --json
+"""
+
+_COLOURS = {"ok": "green", "warning": "yellow", "missing": "red"}
+
+
+@main.command("doctor", short_help="What is here, what is missing, what installs it.", epilog=_DOCTOR_EXAMPLES)
+@as_json
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
+    """Says what this machine has of what raycollect can use, what is missing, and the line that installs it.
+
+    Libraries are imported in child processes, which takes some seconds where torch is. A running Ray cluster is asked,
+    none is started. Ends with 1 where something is missing without which nothing works.
+    """
+    from raycollect.cli import doctor as examining
+
+    findings = examining.examine(examining.Machine())
+    lacking = examining.lacking(findings)
+    if as_json:
+        print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
+    else:
+        for line in examining.table(findings, shutil.get_terminal_size((120, 24)).columns):
+            state = line.split(" ")[2] if line.startswith("  ") else ""  # in the second column, where it is one
+            colour = _COLOURS.get(state)
+            click.echo(line if colour is None else line.replace(state, click.style(state, fg=colour), 1))
+        said = f"missing, and required: {', '.join(lacking)}" if lacking else "nothing is missing that is required"
+        click.echo(f"\n{said}")
+    context.exit(1 if lacking else 0)
+
+
+# ---------------------------------------------------------------------------------------------- demo
+
+_DEMO_EXAMPLES = """\b
+Examples:
+  raycollect demo
+  raycollect demo allreduce
+  raycollect demo --address 10.0.0.1:6379
+"""
+
+
+@main.command("demo", short_help="Shows a collective at work.", epilog=_DEMO_EXAMPLES)
+@click.argument("name", required=False, type=click.Choice(["allreduce", "digits"]))
+@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")
+@as_json
+@click.pass_context
+def demo(context: click.Context, name: str | None, address: str | None, as_json: bool) -> None:
+    """Shows a collective at work; takes less than half a minute.
+
+    allreduce: two actors, one sum, and its time beside the way through Ray's object store. digits: training on
+    handwritten digits in two actors; it needs a checkout and scikit-learn, and is what runs where these are there.
+    """
+    from raycollect.cli import demo as showing  # with Ray
+
+    chosen = name or showing.default()
+    showing.start_ray(address)
+    if chosen == showing.DIGITS:
+        found = showing.digits(show=not as_json)
+    else:
+        result = showing.allreduce(lambda line: click.echo(line, err=as_json))
+        found = {**asdict(result), "ok": result.ok}
+    if as_json:
+        print_json({"demo": chosen, **found})
+    elif not found["ok"]:
+        click.echo("NOT OK: that is not what was expected", err=True)
+    context.exit(0 if found["ok"] else 1)
+
+
+# ---------------------------------------------------------------------------------------------- status
+
+_STATUS_EXAMPLES = """\b
+Examples:
+  raycollect status
+  raycollect status default --watch 2
+  raycollect status --address 10.0.0.1:6379 --json
+"""
+
+_NOT_KNOWN = "What they are doing only the process that declared the group can ask: group.status()."
+
+
+@main.command("status", short_help="The declared groups of a running Ray cluster.", epilog=_STATUS_EXAMPLES)
+@click.argument("group", required=False)
+@click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}.")
+@click.option(
+    "--watch",
+    "every_s",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0.1),
+    help="Look again and again, until Ctrl-C; with --json one line each time.",
+)
+@as_json
+def status(group: str | None, address: str | None, every_s: float | None, as_json: bool) -> None:
+    """Lists the declared groups of a running Ray cluster, or those of one name, and the state of their members.
+
+    Who declares a group posts who its members are. Whether their actors live is what Ray says. What they are doing
+    only the process that declared the group can ask, by group.status().
+    """
+    from raycollect.group import cluster_registry  # with Ray
+
+    cluster = cluster_registry.ClusterReader(cluster_registry.find_cluster(address))
+    while True:
+        found = cluster.groups(group)
+        if as_json:
+            rows = [{**asdict(one), "summary": cluster_registry.summary(one.members)} for one in found]
+            click.echo(json.dumps(rows, indent=None if every_s else 2))
+        else:
+            if every_s:
+                click.clear()
+            click.echo("\n".join(_status_lines(cluster.address, found)))
+        if not every_s:
+            return
+        time.sleep(every_s)
+
+
+def _status_lines(address: str, groups: Sequence[GroupRecord]) -> list[str]:
+    from raycollect.group import cluster_registry
+
+    lines = [f"Ray cluster at {address}: {len(groups) or 'no'} declared group{'' if len(groups) == 1 else 's'}"]
+    for one in groups:
+        rebuilt = f", rebuilt {one.epoch} times" if one.epoch else ""
+        process = f"{'actor' if one.actor_id else 'driver'} process {one.pid} on {one.host} (job {one.job_id})"
+        lines += ["", f"{one.name}: {cluster_registry.summary(one.members)}"]
+        lines += [f"  {len(one.members)} ranks over {one.backend}, {one.ordering} order{rebuilt}"]
+        lines += [f"  declared {_ago(time.time() - one.since)} ago by {process}"]
+        rows = [
+            (str(member.rank), member.actor, member.state, member.node_id[:8], str(member.pid), str(member.restarts))
+            for member in one.members
+        ]
+        lines += _columns([("rank", "actor", "state", "node", "pid", "restarts"), *rows])
+    return [*lines, "", _NOT_KNOWN] if groups else lines
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (zip(row, widths, strict=True) for row in rows)
+    return [f"    {'  '.join(f'{text:<{width}}' for text, width in row)}".rstrip() for row in padded]
+
+
+def _ago(seconds: float) -> str:
+    for name, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{int(seconds // length)} {name}"
+    return f"{max(int(seconds), 0)} s"
+
+
+# ---------------------------------------------------------------------------------------------- timeline
+
+_TIMELINE_EXAMPLES = """\b
+Examples:
+  raycollect timeline record -o training.json.gz -- python train.py --epochs 3
+  raycollect timeline show training.json.gz
+  raycollect timeline show driver.json driver.4711.json -o merged.json
+"""
+
+_RECORDED = "raycollect-timeline.json"
+KILLED = 128  # what a shell adds to the number of the signal that has ended a program
+
+
+@main.group("timeline", short_help="Records where time goes, and shows it.", epilog=_TIMELINE_EXAMPLES)
+def timeline() -> None:
+    """Records where the time of a program's collectives goes, and shows what was recorded.
+
+    The files open in https://ui.perfetto.dev. In a program itself it is `with raycollect.timeline(FILE):`.
+    """
+
+
+@timeline.command(
+    "record", short_help="Runs a program and records it.", context_settings={"ignore_unknown_options": True}
+)
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    default=_RECORDED,
+    show_default=True,
+    help="Where to write it; packed, where the name ends with .gz.",
+)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def timeline_record(context: click.Context, output: str, command: tuple[str, ...]) -> None:
+    """Runs COMMAND with RAYCOLLECT_TIMELINE set, and ends as it does.
+
+    It records from the first group, or call, to the end of the process. Processes that make calls of their own (groups
+    by init_collective_group) write files of their own, with their process ids in the names.
+    """
+    target = Path(output).absolute()
+    if not target.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(target.parent)!r}.", param_hint="--output")
+    before = _written(target)
+    try:
+        program = subprocess.Popen(command, env={**os.environ, "RAYCOLLECT_TIMELINE": str(target)})
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{command[0]!r} can't be run: {reason}.", param_hint="COMMAND") from exc
+    code = _awaited(program)
+    if _written(target) == before:
+        click.echo(f"no timeline in {output}: the program declared no group, or did not come to its end", err=True)
+    else:
+        click.echo(f"written to {output}", err=True)
+    context.exit(code if code >= 0 else KILLED - code)
+
+
+def _awaited(program: subprocess.Popen[bytes]) -> int:
+    # Ctrl-C goes to the program too, which decides how it ends.
+    while True:
+        try:
+            return program.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _written(target: Path) -> tuple[int, int]:
+    """A file's modification time and inode, to tell whether it has changed; zeros where there is none."""
+    try:
+        found = target.stat()
+    except OSError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
+
+
+@timeline.command("show", short_help="Shows what was recorded, as a table.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@click.option("-o", "--output", metavar="FILE", help="Write all files there as one, too.")
+@as_json
+def timeline_show(files: tuple[str, ...], output: str | None, as_json: bool) -> None:
+    """Shows calls, bytes, times, bandwidths and waits, by group, operation and backend.
+
+    Several files of one host, and of one boot of it, are shown as one timeline.
+    """
+    from raycollect.observe import chrome
+    from raycollect.observe.summary import summarize
+    from raycollect.observe.whole import Trace
+
+    try:
+        found = Trace.merged([chrome.read(one) for one in files])
+    except ValueError as exc:
+        raise click.ClickException(str(exc)) from exc
+    except OSError as exc:
+        raise click.ClickException(f"{exc.filename!r} can't be read: {exc.strerror}") from exc
+    summary = summarize(found)
+    if as_json:
+        print_json(summary.to_dict())
+    else:
+        click.echo(str(summary))
+    if output is None:
+        return
+    try:
+        chrome.write(found, output)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{output!r} can't be written: {reason}.", param_hint="--output") from exc
+    click.echo(f"written to {output}", err=True)

@@ -1,0 +1,25 @@
+"""Options that commands share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["ADDRESS_HELP", "as_json", "print_json"]
+
+ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default what RAY_ADDRESS says, else the one on this host"
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def as_json(command: _Command) -> _Command:
+    """Adds the option ``--json`` to a command."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON instead, for a program to read.")(command)
+
+
+def print_json(value: Any) -> None:
+    """Prints a value, for a program to read."""
+    click.echo(json.dumps(value, indent=2))

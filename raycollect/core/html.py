@@ -1,0 +1,133 @@
+"""HTML fragments for notebooks, which need nothing else.
+
+Whatever is not `Markup` is escaped. There are no scripts, and text has no colour of its own, so that a fragment fits
+light and dark pages. Cells set their alignment, as notebooks have another default; numbers stay in one line with their
+units; unfolded text has the background of its row.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
+from html import escape
+from itertools import islice
+from typing import TypeVar
+
+__all__ = ["Markup", "across", "bar", "block", "failure", "folded", "line", "lines", "pairs", "shown", "table", "text"]
+
+MOST_CELL = 200  # how many characters of a text are shown
+MOST_WHOLE = 10_000  # how many characters of a folded text are shown
+MOST_ROWS = 64  # how many rows of a table are shown by default
+_T = TypeVar("_T")
+
+
+class Markup(str):
+    """HTML as it is; any other text is escaped."""
+
+    __slots__ = ()
+
+
+def text(value: object, most: int = MOST_CELL) -> Markup:
+    """Escapes a value, and shortens it to `most` characters."""
+    if isinstance(value, Markup):
+        return value
+    words = str(value)
+    kept = words if len(words) <= most else f"{words[: most - 3]}..."
+    return Markup(escape(kept.encode("utf-8", "replace").decode()))  # a lone surrogate would reach no browser
+
+
+def line(value: object) -> Markup:
+    """A line of text."""
+    return Markup(f"<p>{text(value)}</p>\n")
+
+
+def lines(values: Iterable[object]) -> Markup:
+    """A list, with a line per value."""
+    listed = "\n".join(f"<li>{text(value)}</li>" for value in values)
+    return Markup(f"<ul>\n{listed}\n</ul>\n")
+
+
+def folded(summary: object, whole: str) -> Markup:
+    """A line that unfolds to a longer text, or to a fragment."""
+    inside = whole if isinstance(whole, Markup) else f'<pre style="background:none">{text(whole, MOST_WHOLE)}</pre>'
+    return Markup(f"<details><summary>{text(summary)}</summary>{inside}</details>")
+
+
+def failure(error: BaseException) -> Markup:
+    """An error: its first line, which unfolds to the whole where there is more."""
+    told = f"{type(error).__name__}: {error}"
+    first, _, more = told.partition("\n")
+    return folded(first, told) if more or len(first) > MOST_CELL else text(first)
+
+
+def bar(ended: int | None, count: int) -> Markup:
+    """A progress bar; `ended` None: the progress is not known."""
+    value = "" if ended is None else f' value="{ended}"'
+    return Markup(f'<progress max="{max(count, 1)}"{value} style="width:16em;vertical-align:middle"></progress>')
+
+
+def pairs(items: Iterable[tuple[object, object]]) -> Markup:
+    """A table of names and values, without the empty values."""
+    rows = "\n".join(f"<tr>{_cell('th', name)}{_cell('td', what)}</tr>" for name, what in items if what != "")
+    return Markup(f"<table>\n<tbody>\n{rows}\n</tbody>\n</table>\n" if rows else "")
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[object] | Markup],
+    *,
+    right: Collection[str] = (),
+    count: int = 0,
+    most: int = MOST_ROWS,
+) -> Markup:
+    """A table.
+
+    Args:
+        head: The column titles.
+        rows: The cells of each row; or the row, made by `across`.
+        right: The columns that are aligned to the right.
+        count: How many rows there are in all.
+        most: How many are shown; a last row counts the others.
+    """
+    top = "".join(_cell("th", name, name in right) for name in head)
+    shown = list(islice(rows, most))
+    body = [
+        row
+        if isinstance(row, Markup)
+        else "".join(_cell("td", cell, name in right) for cell, name in zip(row, head, strict=True))
+        for row in shown
+    ]
+    if count > len(shown):
+        body.append(across(f"... {count - len(shown)} more", len(head)))
+    made = "\n".join(f"<tr>{row}</tr>" for row in body)
+    return Markup(f"<table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{made}\n</tbody>\n</table>\n")
+
+
+def across(value: object, columns: int) -> Markup:
+    """A row of a table with one text from the second column on."""
+    spanned = f' colspan="{columns - 1}"' if columns > 1 else ""
+    first = "<td></td>" if columns > 1 else ""
+    return Markup(f'{first}<td{spanned} style="text-align:left">{text(value)}</td>')
+
+
+def block(kind: str, title: object, *parts: str) -> Markup:
+    """A fragment of a title and its parts; `kind` is for its class: ``"plan"``."""
+    return Markup(f'<div class="raycollect-{kind}">\n<p><b>{text(title)}</b></p>\n{"".join(parts)}</div>\n')
+
+
+def shown(make: Callable[[_T], str]) -> Callable[[_T], str]:
+    """Decorates a ``_repr_html_``, so that it never raises, and always shows something."""
+
+    @functools.wraps(make)
+    def told(self: _T) -> str:
+        try:
+            return str(make(self))
+        except Exception as exc:  # noqa: BLE001 - a cell that ends with a value must not fail for showing it
+            return str(block("nothing", f"{type(self).__name__}, which can't be shown: {type(exc).__name__}"))
+
+    return told
+
+
+def _cell(tag: str, value: object, is_right: bool = False) -> str:
+    side = f"{'right' if is_right else 'left'}{';white-space:nowrap' if is_right and tag == 'td' else ''}"
+    return f'<{tag} style="text-align:{side}">{text(value)}</{tag}>'

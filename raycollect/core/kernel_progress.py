@@ -1,0 +1,51 @@
+"""The progress of the kernels of a thread: a number that the thread writes, and others read.
+
+There is no lock, and kernels of one chunk write nothing: a number that is one chunk old is good enough.
+"""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["LENT", "KernelProgress", "here"]
+
+LENT = -1.0  # in place of a number: this rank has lent its tensors, and waits for those who work in them
+
+
+class KernelProgress:
+    """The progress of a thread in the kernels that it has begun and not ended. Other threads only read it.
+
+    Attributes:
+        part: How many of them it has done, by their bytes: half of one kernel is 0.5. `LENT`: others do them.
+        base: What was done before the chunks that are under way.
+        span: How many kernels these chunks are.
+    """
+
+    __slots__ = ("base", "part", "span")
+
+    def __init__(self) -> None:
+        self.part: float = 0.0
+        self.base: float = 0.0
+        self.span: float = 1.0
+
+    def clear(self) -> None:
+        """Begins the next kernel."""
+        self.part = self.base = 0.0
+        self.span = 1.0
+
+    def cover(self, base: float, span: float) -> None:
+        """Sets the part of the kernels under way that the next chunks are."""
+        self.part = self.base = base
+        self.span = span
+
+
+_local = threading.local()
+
+
+def here() -> KernelProgress:
+    """Returns that of this thread."""
+    try:
+        mine: KernelProgress = _local.kernel_progress
+    except AttributeError:
+        mine = _local.kernel_progress = KernelProgress()
+    return mine

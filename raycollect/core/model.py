@@ -1,0 +1,417 @@
+"""The values that all layers share; `raycollect.core.protocols` has the interfaces.
+
+Pure: the standard library only. All values are frozen and validated at creation.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TYPE_CHECKING, Any, NewType, Protocol
+
+Key = NewType("Key", bytes)
+"""The id of a real ObjectRef: 24 bytes of its task, then the index of the return (little endian, 4 bytes)."""
+
+KEY_NBYTES = 28
+TASK_NBYTES = 24
+
+
+def task_key(task: bytes, index: int) -> Key:
+    """Makes the key of the `index`-th return (counted from 1) of a task."""
+    if len(task) != TASK_NBYTES or index < 1:
+        raise ValueError(f"no such return: task of {len(task)} bytes, index {index}")
+    return Key(task + index.to_bytes(4, "little"))
+
+
+class OpKind(enum.Enum):
+    """The collective operations."""
+
+    ALLREDUCE = "allreduce"
+    REDUCE = "reduce"
+    BROADCAST = "broadcast"
+    ALLGATHER = "allgather"
+    REDUCESCATTER = "reducescatter"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALLTOALL = "alltoall"
+    SEND = "send"
+    RECV = "recv"
+    BARRIER = "barrier"
+
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = object.__hash__  # members are unique; that of `Enum` is a call
+
+
+PIECES: dict[OpKind, tuple[bool, bool]] = {
+    OpKind.ALLGATHER: (False, True),
+    OpKind.GATHER: (False, True),
+    OpKind.SCATTER: (True, False),
+    OpKind.REDUCESCATTER: (True, False),
+    OpKind.ALLTOALL: (True, True),
+}
+"""Operation -> whether what a rank gives, and what it takes, is one piece per rank; the others have no pieces."""
+
+
+class ReduceOp(enum.Enum):
+    """The reduction of elements of several ranks. The first four have the values of `ray.util.collective`."""
+
+    SUM = 0
+    PRODUCT = 1
+    MIN = 2
+    MAX = 3
+    AVG = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+    if TYPE_CHECKING:
+
+        def __hash__(self) -> int: ...
+    else:
+        __hash__ = object.__hash__
+
+    @classmethod
+    def coerce(cls, op: Any) -> ReduceOp:
+        """Accepts a `ReduceOp`, a name such as ``"sum"``, or another library's enum member of the same name.
+
+        Raises:
+            ValueError: It names no reduce op; the message lists those that exist.
+        """
+        name = op if isinstance(op, str) else getattr(op, "name", None)
+        if isinstance(name, str) and name.upper() in cls.__members__:
+            return cls[name.upper()]
+        raise ValueError(f"no reduce op {op!r}; there are {', '.join(cls.__members__)}")
+
+
+class NamedGroup(Protocol):
+    """A group, or a membership in one; accepted wherever a group's name is."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Its number of ranks."""
+        ...
+
+
+GroupLike = str | NamedGroup
+"""What a verb takes for a group."""
+
+
+def name_of(group: Any) -> Any:
+    """Returns the name of a group, given the name, the group, or a membership in it."""
+    if type(group) is str:
+        return group
+    name = getattr(group, "name", None)
+    return name if isinstance(name, str) and hasattr(group, "world_size") else group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo:
+    """What ranks must agree on about a tensor.
+
+    Attributes:
+        shape: The extent of each dimension, in elements.
+        dtype: numpy's name of the element type, native byte order: ``"float32"``.
+        itemsize: Bytes per element.
+        device: ``"cpu"``, or ``"cuda:0"``.
+        library: Its library: ``"numpy"``, ``"torch"``, ... Ranks need not agree on it; an output that is made
+            like a tensor is made by the same library.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    device: str = "cpu"
+    library: str = "numpy"
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes."""
+        return self.size * self.itemsize
+
+    def beside(self, other: TensorInfo) -> TensorInfo:
+        """The same on the device of another tensor; where that is a different one, of that one's library too."""
+        if self.device == other.device:
+            return self
+        return replace(self, device=other.device, library=other.library)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} on {self.device}"
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """How a value is made of tensors: one, or a list, tuple or dict of such values.
+
+    Attributes:
+        kind: ``"tensor"``, ``"list"``, ``"tuple"`` or ``"dict"``.
+        names: The keys of a dict, in order; empty for the others.
+        items: How each item is made; empty for a tensor.
+    """
+
+    kind: str = "tensor"
+    names: tuple[str | int, ...] = ()
+    items: tuple[Structure, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many tensors it holds."""
+        return 1 if self.kind == "tensor" else sum(item.count for item in self.items)
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """Puts tensors, in order, together in this structure."""
+        if self.kind == "tensor":
+            return tensors[0]
+        values, at = [], 0
+        for item in self.items:
+            values.append(item.build(tensors[at : at + item.count]))
+            at += item.count
+        if self.kind == "dict":
+            return dict(zip(self.names, values, strict=True))
+        return values if self.kind == "list" else tuple(values)
+
+    def to_plain(self) -> Any:
+        """The structure as lists and strings; the inverse of `from_plain`."""
+        if self.kind == "tensor":
+            return None
+        return [self.kind, list(self.names), [item.to_plain() for item in self.items]]
+
+    @classmethod
+    def from_plain(cls, value: Any) -> Structure:
+        """Reads what `to_plain` wrote.
+
+        Raises:
+            TypeError, ValueError: It is no such thing.
+        """
+        if value is None:
+            return TENSOR
+        kind, names, items = value
+        return cls(kind, tuple(names), tuple(map(cls.from_plain, items)))
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return "tensor"
+        inside = "" if all(item.kind == "tensor" for item in self.items) else f" of {', '.join(map(str, self.items))}"
+        return f"{self.kind}{list(self.names) if self.names else f'[{len(self.items)}]'}{inside}"
+
+
+TENSOR = Structure()
+"""The structure of a single tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a participant's control endpoint listens, and the secret that opens it.
+
+    Attributes:
+        host: The Ray node's IP address.
+        port: The TCP port.
+        secret: The 32 bytes that both ends must know; it travels inside Ray only and never over the socket.
+    """
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"Address({self.host}:{self.port})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One rank of a group, as all processes know it.
+
+    Attributes:
+        rank: Its rank in the group.
+        actor_id: The Ray actor id, in hexadecimal.
+        actor: Its name for people: ``Worker(3f2a91)``.
+        address: Its control endpoint.
+        machine: Equal for processes that can share memory (boot id and namespaces).
+        node_id: The Ray node id.
+        pid: Its process id.
+        incarnation: Which start of the actor this is; it changes when Ray restarts the actor.
+        ordered: True where methods run one by one in submission order (P2).
+        participant: True where the actor's class has the mixin, so that plans may use its tensors.
+        accelerators: (kind, ids) of the accelerators that Ray gave it, as ``("GPU", ("0",))``.
+    """
+
+    rank: int
+    actor_id: str
+    actor: str
+    address: Address
+    machine: str
+    node_id: str
+    pid: int
+    incarnation: str
+    ordered: bool
+    participant: bool = True
+    accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "accelerators", _frozen(self.accelerators))  # lists, where it has travelled
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Memory of one process that others of its machine can map.
+
+    Attributes:
+        pid: The process.
+        fd: Its descriptor of the memory.
+        token: Random bytes that the memory begins with, to recognise it.
+        nbytes: Its size.
+    """
+
+    pid: int
+    fd: int
+    token: bytes = field(repr=False)
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferRef:
+    """A part of a segment.
+
+    Attributes:
+        segment: The segment.
+        offset: Where it begins, in bytes.
+        nbytes: How long it is.
+    """
+
+    segment: Segment
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSpec:
+    """A group as the planner sees it.
+
+    Attributes:
+        name: What the user calls it.
+        group_id: A nonce, so that two groups of one name never meet.
+        backend: The name of the backend, never ``"auto"``.
+        world_size: The number of ranks.
+        ordering: ``"program"``: collectives run in the order of the actor's queue (P2); ``"data"``: in that of their
+            refs and of each other.
+        ops: The values of the `OpKind` that the backend runs itself; the planner makes others of these where it can.
+        memory: Where its kernels work: ``"cpu"``, ``"cuda"``; ranks bring what lies elsewhere there and back. Empty: it
+            takes tensors wherever they are, all on devices of one kind.
+        options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
+            strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
+        timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
+        parent: The id of the group that it is inside of: only plans of that group use it, and its members do not see
+            it. Empty for all others.
+    """
+
+    name: str
+    group_id: str
+    backend: str
+    world_size: int
+    ordering: str = "program"
+    ops: tuple[str, ...] = tuple(kind.value for kind in OpKind)
+    memory: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    timeout_s: float = 60.0
+    parent: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "group_id", "backend", "ordering", "memory", "parent"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} is a string, not {getattr(self, name)!r}")
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"a group has at least one rank, not {self.world_size!r}")
+        if not isinstance(self.timeout_s, (int, float)):
+            raise TypeError(f"timeout_s is a number, not {self.timeout_s!r}")
+        for name in ("ops", "options"):  # lists, where it has travelled
+            object.__setattr__(self, name, _frozen(getattr(self, name)))
+
+
+def _frozen(value: Any) -> Any:
+    """The value with its lists as tuples."""
+    return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One plan's use of a communicator.
+
+    Attributes:
+        seq: The plan's number in its controller's order, from 1 to 2^39. Every rank launches in increasing `seq`.
+        ranks: The ranks that take part, ascending.
+        timeout_s: How long a rank waits for the others: in the agreement, and again from the launch on.
+    """
+
+    seq: int
+    ranks: tuple[int, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One step with its arrays filled in: what a communicator runs.
+
+    Where a row of the table says "pieces", the side is a tuple of arrays, one per rank of the launch and in rank order;
+    their sizes may differ from rank to rank, but all that name the same (giver, taker) agree. All arrays of a kernel
+    have one dtype on all ranks.
+
+    =============  ======================  ======================  ==========================================
+    kind           src                     dst                     afterwards
+    =============  ======================  ======================  ==========================================
+    ALLREDUCE      array                   array                   dst: the fold of all src, in rank order
+    REDUCE         array                   root: array             root's dst: the fold of all src
+    BROADCAST      root: array             others: array           dst: the root's src (see below)
+    ALLGATHER      array                   pieces                  dst[r]: src of rank r
+    GATHER         array                   root: pieces            root's dst[r]: src of rank r
+    SCATTER        root: pieces            array                   dst: the root's src[own rank]
+    REDUCESCATTER  pieces                  array                   dst: the fold of all ranks' src[own rank]
+    ALLTOALL       pieces                  pieces                  dst[r]: src[own rank] of rank r
+    SEND, RECV     SEND: array             RECV: array             dst: src of the sender
+    BARRIER
+    =============  ======================  ======================  ==========================================
+
+    In place: `dst` may be the memory of `src` in ALLREDUCE and REDUCE, of ``src[own rank]`` in SCATTER and
+    REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for all r
+    in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own, or
+    one array in both places.
+
+    Attributes:
+        kind: What to do.
+        src: What is read: an array, pieces, or None.
+        dst: What is written: an array, pieces, or None.
+        op: For reductions.
+        peer: The root, or the other rank of a send or receive; -1 where it has no meaning.
+        most: The size in elements of the largest piece that any rank gives any other in an ALLGATHER, GATHER, SCATTER,
+            REDUCESCATTER or ALLTOALL, the same on all ranks; 0 before the agreement (in `stage`), when only this
+            rank's sizes are known.
+        memo: What the backend remembers of these arrays; kernels of a plan that is run again are the same objects.
+            Nothing in it may keep a communicator.
+    """
+
+    kind: OpKind
+    src: Any = None
+    dst: Any = None
+    op: ReduceOp | None = None
+    peer: int = -1
+    most: int = 0
+    memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def sample(self) -> Any:
+        """One of its arrays, which all have the same dtype; None where it has none."""
+        side = self.dst if self.src is None else self.src
+        return side[0] if type(side) is tuple else side

@@ -1,0 +1,71 @@
+"""Anonymous memory that processes share: a sealed memfd.
+
+Its size can never change: a file that shrinks kills those who map it by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raycollect.core.model import Segment
+
+__all__ = ["TOKEN_NBYTES", "create", "is_sealed", "opened"]
+
+TOKEN_NBYTES = 32  # of the token at the beginning of memory that other processes find by its `Segment`
+
+
+def create(name: str, nbytes: int) -> int:
+    """Makes a sealed memfd, called `name` in /proc, whose pages have no memory yet; returns its descriptor.
+
+    Raises:
+        OSError, AttributeError: This system has none.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memfd_create (Linux has)")
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _seals())
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def is_sealed(fd: int, nbytes: int) -> bool:
+    """Whether a file has that size, and will always have it."""
+    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _seals() == _seals() and os.fstat(fd).st_size == nbytes
+
+
+@contextmanager
+def opened(segment: Segment, name: str, flags: int) -> Iterator[int]:
+    """A descriptor of another process's memory, once it is sure to be that memory.
+
+    Args:
+        segment: Where it is, in a process of this machine and user.
+        name: As `create` got it.
+        flags: Those of `os.open`.
+
+    Raises:
+        OSError: The process is gone, or does not let this one see its memory.
+    """
+    path = f"/proc/{segment.pid}/fd/{segment.fd}"
+    if not os.readlink(path).startswith(f"/memfd:{name} "):  # noqa: PTH115 - what else is there is not even opened
+        raise OSError(errno.ESTALE, f"no longer memory of the name {name}", path)
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        if not is_sealed(fd, segment.nbytes):
+            raise OSError(errno.EINVAL, "not sealed, or of another size: are the versions of raycollect equal?", path)
+        if os.pread(fd, TOKEN_NBYTES, 0) != segment.token:
+            raise OSError(errno.ESTALE, "the memory of another process", path)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _seals() -> int:
+    return fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL

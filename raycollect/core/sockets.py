@@ -1,0 +1,149 @@
+"""The sockets under the channel and under backend `tcp`: how they are opened, tuned and described."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import resource
+import socket
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+from raycollect.errors import ConnectionLostError
+
+__all__ = ["FULL", "close", "connect", "flat", "listen", "peer_of", "shortage", "tune", "wake_pair"]
+
+# Errors of a process or a machine that can't open one more socket for now.
+FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+SPARE_DESCRIPTORS = 4  # stay free for files that are opened briefly
+
+# A dead host is noticed after 5 + 3 * 2 s of silence, or when something sent was not acknowledged for so long as `tune`
+# is told. What the platform lacks is left out; a dead process is noticed by the end of its connection in any case.
+_TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
+
+# The time for that on connections whose ends read all the time. (Linux counts a full receiver as silence, too.)
+USER_TIMEOUT_S = 10.0
+
+_BACKLOG = 1024
+
+# A forked child (a data loader's worker) would keep connections of its dead parent alive, and hide its death from the
+# peers. Nothing but the process itself can know of a fork, hence a table of the process.
+_open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for sock in list(_open_sockets):
+        with contextlib.suppress(OSError):
+            sock.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
+    """Sets the options that every connection has.
+
+    Args:
+        sock: The socket.
+        user_timeout_s: How long the other end may leave unacknowledged, or unread, what was sent.
+
+    Raises:
+        OSError: The connection ended meanwhile.
+    """
+    _open_sockets.add(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (*_TCP_OPTIONS, ("TCP_USER_TIMEOUT", int(user_timeout_s * 1000))):
+        option = getattr(socket, name, None)
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def listen(host: str) -> socket.socket:
+    """Listens on a free port of one address.
+
+    Raises:
+        ValueError: The host means all interfaces.
+        OSError: The host is no address of this machine.
+    """
+    family, kind, number, _, address = socket.getaddrinfo(host or "0.0.0.0", 0, type=socket.SOCK_STREAM)[0]
+    if ipaddress.ip_address(str(address[0]).split("%")[0]).is_unspecified:
+        raise ValueError(f"raycollect never listens on all interfaces, as {host!r} asks")
+    sock = socket.socket(family, kind, number)
+    try:
+        sock.bind(address)
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    _open_sockets.add(sock)
+    return sock
+
+
+def connect(host: str, port: int, timeout_s: float) -> socket.socket:
+    """Opens a tuned connection, in blocking mode; raises ConnectionLostError."""
+    peer = f"{host}:{port}"
+    if timeout_s <= 0:
+        raise ConnectionLostError(detail="no time was left to connect", peer=peer)
+    try:
+        sock = socket.create_connection((host, port), timeout_s)
+    except OSError as exc:
+        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
+    try:
+        tune(sock)
+    except OSError as exc:
+        sock.close()
+        raise ConnectionLostError(detail=f"can't connect: {exc}", peer=peer) from exc
+    return sock
+
+
+def shortage(needed: int) -> str:
+    """Why this process can't open so many files, or "". A library that is refused one may end the process."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    try:
+        free = limit - sum(int(one.name) < limit for one in Path("/proc/self/fd").iterdir()) + 1  # the one to look
+    except OSError as exc:
+        if exc.errno not in FULL:  # there is no such folder here
+            return ""
+        free = 0
+    if free >= needed + SPARE_DESCRIPTORS:
+        return ""
+    told = f"{free} of its {limit} file descriptors are free, and {needed + SPARE_DESCRIPTORS} are needed"
+    return f"{told}: raise the limit before the process starts (ulimit -n), or close files and connections there"
+
+
+def wake_pair() -> tuple[socket.socket, socket.socket]:
+    """Makes the pipe that wakes a selector: (end that is watched, end that is written)."""
+    pair = socket.socketpair()
+    for sock in pair:
+        sock.setblocking(False)
+        _open_sockets.add(sock)
+    return pair
+
+
+def peer_of(sock: socket.socket) -> str:
+    """Describes the other end, as ``host:port``."""
+    try:
+        host, port = sock.getpeername()[:2]
+    except OSError:
+        return "unknown peer"
+    return f"{host}:{port}"
+
+
+def close(socks: Iterable[socket.socket]) -> None:
+    """Closes sockets, whatever state they are in."""
+    for sock in socks:
+        with contextlib.suppress(OSError):
+            sock.close()
+
+
+def flat(view: memoryview) -> memoryview:
+    """Views C-contiguous memory as bytes, without a copy; raises TypeError otherwise."""
+    return view.cast("B") if view.nbytes else memoryview(bytearray())

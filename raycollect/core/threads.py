@@ -1,0 +1,120 @@
+"""Threads of the library, and the handling of exceptions in them.
+
+A thread of the library outlives what it calls. An exception is logged with its traceback, and the thread goes on; one
+that repeats is logged once a minute, and the thread rests in between. Whoever waits for a result gets the error that
+`failed` makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from raycollect.errors import InternalError
+
+__all__ = ["EVERY_S", "cause_of", "failed", "later", "pool", "repeat", "start", "survives"]
+
+_log = logging.getLogger("raycollect")
+
+EVERY_S = 60.0  # how often the log tells of the same failure in one place of one thread, in seconds
+
+# How long a thread rests after a step that failed; each further one in a row makes it four times as long.
+_REST_S, _MOST_REST_S = 0.001, 1.0
+
+_MOST_PLACES = 1024
+_LONGEST = 2000
+
+
+class _Told:
+    """The log's memory of a place that failed."""
+
+    __slots__ = ("again_s", "count")
+
+    def __init__(self) -> None:
+        self.again_s = 0.0
+        self.count = 0  # of failures of which it was not told
+
+
+_told: dict[tuple[str, str, type], _Told] = {}
+
+
+def start(name: str, run: Callable[..., object], *args: object) -> threading.Thread:
+    """Starts a daemon thread; what ends it is logged. Raises RuntimeError where no more threads can be started."""
+    thread = threading.Thread(target=survives, args=(run, *args), name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def later(name: str, delay_s: float, call: Callable[..., object], *args: object) -> None:
+    """Makes a call after a while, in its own thread; at once where no more threads can be started."""
+
+    def wait() -> None:
+        time.sleep(delay_s)
+        survives(call, *args)
+
+    try:
+        start(name, wait)
+    except RuntimeError:
+        survives(call, *args)
+
+
+def pool(name: str, count: int) -> ThreadPoolExecutor:
+    """Threads that start on demand. Where nobody waits for a result, submit `survives`."""
+    return ThreadPoolExecutor(count, thread_name_prefix=name)
+
+
+def survives(call: Callable[..., object], *args: object, place: str = "") -> bool:
+    """Makes a call whose result nobody waits for; False where it failed, which is logged under `place`, or its name."""
+    try:
+        call(*args)
+    except Exception as exc:  # noqa: BLE001 - any: that is what this is for
+        failed(place or _name_of(call), exc)
+        return False
+    return True
+
+
+def repeat(step: Callable[[], bool]) -> None:
+    """Repeats a step until it returns False. After a failure the thread rests."""
+    goes_on, failures = True, 0
+    while goes_on:
+        try:
+            goes_on = step()
+            failures = 0
+        except Exception as exc:  # noqa: BLE001 - any: that is what this is for
+            failed(_name_of(step), exc)
+            time.sleep(min(_REST_S * 4**failures, _MOST_REST_S))
+            failures = min(failures + 1, 10)
+
+
+def failed(place: str, exc: BaseException) -> InternalError:
+    """Logs an unexpected exception, once a minute for each thread and place; returns the error for whoever waits."""
+    thread = threading.current_thread().name
+    if len(_told) >= _MOST_PLACES:  # threads of connections have names of their own
+        _told.clear()
+    told, now_s = _told.setdefault((thread, place, type(exc)), _Told()), time.monotonic()
+    if now_s >= told.again_s:
+        more = f" ({told.count} times more since that was told last)" if told.count else ""
+        told.again_s, told.count = now_s + EVERY_S, 0
+        _log.error("%s: %s failed%s; the thread goes on", thread, place, more, exc_info=exc)
+    else:
+        told.count += 1
+    return InternalError(detail=f"{place} failed: {cause_of(exc)}")
+
+
+def cause_of(exc: BaseException) -> str:
+    """An exception in a line: its type and message."""
+    try:
+        text = str(exc)
+    except Exception as broken:  # noqa: BLE001 - anyone's code
+        text = f"(its message can't be made: {type(broken).__name__})"
+    return f"{type(exc).__name__}: {text[:_LONGEST]}" if text else type(exc).__name__
+
+
+def _name_of(call: Callable[..., object]) -> str:
+    while isinstance(call, functools.partial):
+        call = call.func
+    return str(getattr(call, "__qualname__", type(call).__name__))

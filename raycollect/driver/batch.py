@@ -1,0 +1,326 @@
+"""Batches: the calls of a ``with batch():`` block are recorded; its end sends all of them as one plan."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar, Token
+from typing import Any, NamedTuple
+
+from raycollect.core.model import Key
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.requests import RequestList
+from raycollect.driver.work import Work
+from raycollect.errors import BatchError, Violation, refusal
+from raycollect.group.membership import Membership
+from raycollect.planner import STAGING_NBYTES, Request, Source
+
+__all__ = ["Batch", "Recorded", "batch", "check_arguments", "current", "is_time_limit", "record"]
+
+_LEAST_STAGING_NBYTES = 16  # the size of the largest element
+
+_MOST_STAGING_NBYTES = 1 << 62
+
+_FAILED = "its batch failed, and nothing of it was sent"
+_REHEARSED = "its call was only planned, not made"
+
+
+class Batch:
+    """The calls of a ``with batch() as b:`` block. For the thread, or the asynchronous task, that enters the block.
+
+    Results (`refs`, `work`, `done`, `wait`, `cancel`) raise BatchError until the block has ended, and if it failed.
+
+    Attributes:
+        request_list: What is recorded.
+        staging_nbytes: See `batch`.
+        timeout_s: The time limit of calls that name none, in seconds; None: the verbs' own.
+        is_rehearsal: Whether it is never sent.
+    """
+
+    _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
+
+    def __init__(
+        self,
+        *,
+        staging_nbytes: int = STAGING_NBYTES,
+        async_op: bool = False,
+        timeout_s: float | None = None,
+        is_rehearsal: bool = False,
+    ) -> None:
+        self.request_list: RequestList = RequestList()
+        self.staging_nbytes = staging_nbytes
+        self.timeout_s = timeout_s
+        self.is_rehearsal = is_rehearsal
+        self._async_op = async_op
+        self._outer: Batch | None = None
+        self._token: Token[Batch | None] | None = None
+        self._thread = 0
+        self._task: Any = None
+        self._is_open = False
+        self._first = self._refs_before = self._end = 0  # this block's part of the request list
+        self._held: dict[Membership, Controller] = {}
+        self._work: Work | None = None
+        self._why = "it was not entered"  # why there are no results; empty once the block has ended well
+
+    # ------------------------------------------------------------------------------------------ the block
+
+    def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
+        if self._token is not None:
+            raise BatchError(detail="a batch is entered once: make another one")
+        self._outer = None if self.is_rehearsal else current()
+        if self._outer is not None:
+            self.request_list = self._outer.request_list
+            self.timeout_s = self._outer.timeout_s if self.timeout_s is None else self.timeout_s
+        self._first, self._refs_before = len(self.request_list.asked), len(self.request_list.refs)
+        self._thread, self._task = threading.get_ident(), _running_task()
+        self._why, self._is_open = "its block has not ended", True
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        self._end, self._is_open = len(self.request_list.asked), False
+        try:
+            is_elsewhere = not self._leave()
+            if exc is not None or is_elsewhere:
+                self._fail()
+            if exc is not None:
+                return
+            if is_elsewhere:
+                raise BatchError(detail=f"a block was left in another context than it began in: {_FAILED}")
+            if self._outer is None:
+                self._send()
+            elif self.outermost.is_rehearsal:
+                self.outermost.staging_nbytes = self.staging_nbytes
+            self._why = ""
+        finally:
+            self._release()
+        if self._work is not None and not self._async_op:
+            with self._work.cancelled_by_signals():
+                self._work.wait()
+
+    def _leave(self) -> bool:
+        """Ends the recording; False in another context than that in which it began, as a generator may be in."""
+        try:
+            if self._token is not None:
+                _current.reset(self._token)
+        except ValueError:
+            return False
+        return True
+
+    @property
+    def outermost(self) -> Batch:
+        """The batch that sends what this one records."""
+        return self if self._outer is None else self._outer.outermost
+
+    def hold(self, controller: Controller, membership: Membership) -> None:
+        """Keeps a derived group until all is sent."""
+        held = self.outermost._held
+        if membership not in held:
+            held[membership] = controller
+            controller.groups.hold(membership)
+
+    def _release(self) -> None:
+        held, self._held = self._held, {}
+        for membership, controller in held.items():
+            controller.groups.release(membership)
+
+    def stand_in(self, value: Any) -> Any:
+        """What stands for something that a verb was given; here, itself."""
+        return value
+
+    @property
+    def async_advice(self) -> str:
+        """Why a call in the block can't be asynchronous; empty where it can."""
+        around = self.outermost
+        return "" if around.is_rehearsal else around._ASYNC_ADVICE
+
+    def is_here(self) -> bool:
+        """Whether the caller is the thread, and the asynchronous task if any, that entered the block."""
+        return threading.get_ident() == self._thread and _running_task() is self._task
+
+    def _send(self) -> None:
+        if self.is_rehearsal or not self.request_list.asked:
+            return
+        controller = Controller.current()
+        try:
+            tracker, submission = self.request_list.send(controller, self.staging_nbytes, is_batch=True)
+        except BaseException:
+            self._fail()
+            raise
+        self._work = Work(controller, tracker, self.request_list.results, submission)
+
+    def _fail(self) -> None:
+        if self.outermost._work is None:  # else the outer batch has ended before it, and sent it
+            self.request_list.rewind(self._first, self._refs_before, _FAILED)
+        self._why = "its block failed, and nothing of it was sent"
+
+    # ------------------------------------------------------------------------------------------ results
+
+    @property
+    def refs(self) -> list[Any]:
+        """The result of each call of the block, as the call returns it outside; raises the error of a failed plan."""
+        work = self._sent()._work
+        if work is not None and work.done():
+            work.wait()  # it raises what went wrong
+        return self.request_list.results[self._first : self._end]
+
+    @property
+    def work(self) -> Work | None:
+        """The plan under way; None where nothing was recorded."""
+        return self._sent()._work
+
+    def done(self) -> bool:
+        """True when the outcome is known; never waits."""
+        work = self.work
+        return work is None or work.done()
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> list[Any]:
+        """Waits for the outcome, as `Work.wait`.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as the calls' own limits allow.
+            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
+
+        Returns:
+            `refs`.
+
+        Raises:
+            ProgressError: A progress bar is wanted, and tqdm is not installed.
+            CollectiveTimeoutError: The outcome was not known in time; the plan goes on.
+            RaycollectError: The plan failed; the error says on which rank and why.
+        """
+        work = self.work
+        if work is not None:
+            work.wait(timeout_s, progress=progress)
+        return self.refs
+
+    def cancel(self) -> bool:
+        """Aborts the plan; False where the outcome was known already, or nothing was recorded."""
+        work = self.work
+        return work is not None and work.cancel()
+
+    def __await__(self) -> Generator[Any, None, list[Any]]:
+        work = self.work
+        if work is not None:
+            yield from work.__await__()
+        return self.refs
+
+    def _sent(self) -> Batch:
+        around = self if self._outer is None else self._outer._sent()
+        if self._why and not (self.is_rehearsal and self._token is not None):
+            raise BatchError(detail=f"a batch has no results: {self._why}")
+        return around
+
+    def __repr__(self) -> str:
+        state = self._why or ("empty" if self._work is None else repr(self._work))
+        return f"<Batch of {len(self.request_list.results)} calls: {state}>"
+
+
+_current: ContextVar[Batch | None] = ContextVar("raycollect_batch", default=None)
+
+
+def current() -> Batch | None:
+    """The batch in whose block the caller is; None outside, and in threads and tasks that a block has started."""
+    found = _current.get()
+    while found is not None and not found._is_open:  # it was left in another context
+        found = found._outer
+    return found if found is None or found.is_here() else None
+
+
+def _running_task() -> Any:
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
+
+
+def batch(*, staging_nbytes: int = STAGING_NBYTES, async_op: bool = False, timeout_s: float | None = None) -> Batch:
+    """Makes one plan of all calls in a block.
+
+    ``with batch() as b:`` records the calls of its block and sends them when it ends, with one message per participant.
+    Small tensors of similar calls are packed together. Results are as if the calls ran one after the other. In the
+    block a call returns what it returns outside, with a `Pending` for each ref that is still to be made; afterwards
+    ``b.refs`` has the result of each call. If the block raises, nothing is sent. A batch inside another one joins it
+    and uses the outer one's arguments, except for the time limit of its calls. Calls of threads and asynchronous tasks
+    that the block starts are not recorded.
+
+    Args:
+        staging_nbytes: How many bytes of memory a participant may use for packing small tensors, at least 16; 0: no
+            packing.
+        async_op: True: the end of the block does not wait; ``b.wait()`` does.
+        timeout_s: How long ranks wait for each other, in seconds, where a call does not say; by default as its group
+            says. The batch is one plan with one limit: the longest of its calls.
+
+    Raises:
+        InvalidArgumentError: An argument makes no sense.
+        BatchError: A batch, or what one of its calls returned, is used where it can't be.
+        RefusedError, GroupError, FaultError: At the end of the block, as the calls themselves; violations say which
+            call.
+    """
+    check_arguments("batch", staging_nbytes, timeout_s)
+    return Batch(staging_nbytes=staging_nbytes, async_op=async_op, timeout_s=timeout_s)
+
+
+def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any) -> None:
+    """Checks what `batch` is given, on behalf of `op`; raises InvalidArgumentError."""
+    found = []
+    if type(staging_nbytes) is not int or not (
+        staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
+    ):
+        expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
+        found.append(_argument("staging_nbytes", staging_nbytes, expected))
+    if timeout_s is not None and not is_time_limit(timeout_s):
+        found.append(_argument("timeout_s", timeout_s, "a positive, finite number of seconds"))
+    if found:
+        raise refusal(op, "", tuple(found))
+
+
+def is_time_limit(value: Any) -> bool:
+    """Whether ranks can wait for each other that many seconds."""
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def _argument(field: str, value: Any, expected: str) -> Violation:
+    return Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
+
+
+class Recorded(NamedTuple):
+    """What a function would have sent.
+
+    Attributes:
+        requests: Its calls as the planner has them; sources are keys of `refs`.
+        refs: Source -> ref.
+        keys: The key of each ref, in the order of `refs`.
+        staging: The bytes of staging in which tensors may travel packed.
+    """
+
+    asked: tuple[RequestKey, ...]
+    requests: tuple[Request, ...]
+    memberships: tuple[Membership, ...]
+    refs: Mapping[Source, Any]
+    keys: tuple[Key, ...]
+    staging: int
+
+
+def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Recorded:
+    """Runs a function and records its calls as one batch that is never sent.
+
+    Batches in the function are joined, and their calls need no waiting; their outputs stay `Pending`. Calls of threads
+    and asynchronous tasks that the function starts are made, not recorded. Raises what the calls raise before planning.
+    """
+    with Batch(is_rehearsal=True) as rehearsal:
+        function(*args, **(kwargs or {}))
+    request_list = rehearsal.request_list
+    found = Recorded(
+        asked=tuple(request_list.asked),
+        requests=tuple(asked.request() for asked in request_list.asked),
+        memberships=tuple(request_list.memberships),
+        refs=dict(enumerate(request_list.refs.values())),
+        keys=tuple(request_list.refs),
+        staging=rehearsal.staging_nbytes,
+    )
+    request_list.rewind(0, 0, _REHEARSED)
+    return found

@@ -1,0 +1,271 @@
+"""One call of a driver's verb: from its refs to a plan under way, or to its place in a batch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from raycollect.core import ray_internals
+from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
+from raycollect.driver import batch, operand_binding
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.operand_binding import Operand
+from raycollect.driver.pending import Pending
+from raycollect.driver.requests import RequestList
+from raycollect.driver.work import Work
+from raycollect.errors import Violation, refusal
+from raycollect.errors.text import a_type
+from raycollect.group import membership as groups
+from raycollect.group.membership import Membership
+from raycollect.planner import STAGING_NBYTES, GpuLists, root_parameter
+
+_PARTS: dict[OpKind, tuple[str, str]] = {
+    OpKind.ALLREDUCE: ("tensor_refs", ""),
+    OpKind.REDUCE: ("tensor_refs", ""),
+    OpKind.BROADCAST: ("tensor_refs", ""),
+    OpKind.ALLGATHER: ("tensor_refs", "tensor_list_refs"),
+    OpKind.REDUCESCATTER: ("tensor_list_refs", "tensor_refs"),
+    OpKind.GATHER: ("tensor_refs", "tensor_list_ref"),
+    OpKind.SCATTER: ("tensor_list_ref", "tensor_refs"),
+    OpKind.ALLTOALL: ("tensor_list_in_refs", "tensor_list_out_refs"),
+    OpKind.SEND: ("refs", ""),
+    OpKind.BARRIER: ("", ""),
+}
+"""Operation -> the parameters of the inputs and of the outputs, which may be None."""
+
+_SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the others take lists
+
+_AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)  # only the root has a result
+
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)  # the result replaces the operand unless a new one is asked for
+
+
+class Call:
+    """One call of a verb: reads its refs, finds its group, and binds the operands to ranks."""
+
+    def __init__(
+        self,
+        kind: OpKind,
+        group_name: GroupLike,
+        timeout_s: float | None,
+        *,
+        op: Any = None,
+        lists: Any = None,
+        **refs: Any,
+    ) -> None:
+        self._kind = kind
+        self._group_name = name_of(group_name)
+        was_started = ray_internals.is_started()
+        if was_started:
+            self._controller = Controller.current()
+        self._batch = batch.current()
+        self._request_list = RequestList() if self._batch is None else self._batch.request_list
+        self._violations: list[Violation] = []
+        if timeout_s is None and self._batch is not None:
+            timeout_s = self._batch.timeout_s
+        self._timeout_s = timeout_s
+        if timeout_s is not None and not batch.is_time_limit(timeout_s):
+            self._wrong("timeout_s", timeout_s, "a positive, finite number of seconds")
+        self._op = None if op is None else self._reduce_op(op)
+        self._lists = None if lists is None else self._gpu_lists(lists)
+        operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
+        self._raise()
+        if not was_started:  # no cluster is started for what can't be
+            self._controller = Controller.current()
+        self._membership = self._find(operands)
+        self._bound = {name: self._bind(name, given, alone=len(refs) == 1) for name, given in operands.items()}
+        self._raise()
+
+    def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True, snapshot: bool = False) -> Any:
+        """Runs a collective over all ranks, or records it; `root` is -1 where there is none."""
+        if snapshot and self._batch is not None:
+            self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
+        expected = f"a rank from 0 to {self._membership.spec.world_size - 1}"
+        root = self._number(root_parameter(self._kind), root, expected)
+        self._check_async(async_op)
+        self._raise()
+        src, dst = (self._bound.get(name, {}) for name in _PARTS[self._kind])
+        if self._kind is OpKind.BROADCAST:  # the root only sends, and the others only receive
+            src, dst = _split(src, root)
+        self._record(
+            range(self._membership.spec.world_size), src, dst, root=root, inplace=inplace, snapshot=snapshot and inplace
+        )
+        return self._result(async_op)
+
+    def send(self, *, async_op: bool) -> Any:
+        """Runs a send, or records it; its refs are the source and the destination."""
+        self._check_async(async_op)
+        self._raise()
+        ((root, src), (peer, dst)) = self._bound["refs"].items()
+        self._record(sorted((root, peer)), {root: src}, {peer: dst}, root=root, peer=peer)
+        return self._result(async_op)
+
+    def _result(self, async_op: bool) -> Any:
+        request_list = self._request_list
+        if self._batch is not None:
+            result = request_list.results[-1]
+            return list(result) if isinstance(result, list) else result  # the caller may change it
+        tracker, submission = request_list.send(self._controller, STAGING_NBYTES, is_batch=False)
+        if async_op:
+            return Work(self._controller, tracker, request_list.results[0], submission)
+        work = Work(self._controller, tracker, request_list.results[0])
+        with work.cancelled_by_signals():
+            return work.wait()
+
+    # ------------------------------------------------------------------------------------------ binding
+
+    def _is_left_out(self, name: str, value: Any) -> bool:
+        return value is None and name == _PARTS[self._kind][1]
+
+    def _read(self, name: str, value: Any) -> list[Operand]:
+        refs = [value] if name == _SINGLE else value
+        if not isinstance(refs, (list, tuple)) or not refs:
+            found = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
+            what, expected = f"list of refs ({name})", "one ref per rank"
+            self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
+            return []
+        read: list[Operand] = []
+        for position, given in enumerate(refs):
+            ref = given if self._batch is None else self._batch.stand_in(given)
+            if type(ref) is Pending:
+                one: Operand | Violation = self._read_pending(ref, position)
+            elif _is_actor(ref) and self._makes(name, position):
+                one = _destination(ref)
+            else:
+                one = operand_binding.operand(ref, position)
+            if type(one) is Operand:
+                read.append(one)
+            elif isinstance(one, Violation):
+                self._violations.append(one)
+        return read
+
+    def _read_pending(self, pending: Pending, position: int) -> Operand | Violation:
+        if pending.is_of(self._request_list):
+            return Operand(ref=pending, key=pending.key, actor_id=pending.actor_id)
+        return operand_binding.operand(pending.ref, position)
+
+    def _makes(self, name: str, position: int) -> bool:
+        """Whether an actor handle may stand there, for an output to be made on that actor."""
+        if self._kind is OpKind.SEND:
+            return position == 1 and self._lists is None
+        return name == _PARTS[self._kind][1] and name != _SINGLE
+
+    def _find(self, operands: Mapping[str, list[Operand]]) -> Membership:
+        controller, group_name = self._controller, self._group_name
+        if controller.groups.is_declared(group_name) or group_name != "default" or self._kind is OpKind.BARRIER:
+            return controller.groups.named(group_name)
+        lists = [given for name, given in operands.items() if name != _SINGLE]
+        if not lists:
+            expected = "a declared group, or a list of actors where the outputs are to be made"
+            self._violations.append(
+                Violation(kind="missing", rank=-1, field="tensor_refs", found="None", expected=expected)
+            )
+        else:
+            self._violations += [*operand_binding.repeated(lists[0]), *operand_binding.strangers(lists[0])]
+        self._raise()
+        limit_s = groups.DEFAULT_TIMEOUT_S if self._timeout_s is None else self._timeout_s
+        return controller.groups.derive(tuple(one.actor_id for one in lists[0]), limit_s)
+
+    def _bind(self, name: str, operands: list[Operand], *, alone: bool) -> dict[int, Operand]:
+        whole = name != _SINGLE and self._kind is not OpKind.SEND
+        bound = operand_binding.bind(operands, self._membership, whole=whole)
+        if isinstance(bound, dict):
+            return bound
+        self._violations += bound if alone else [replace(one, field=f"{one.field} of {name}") for one in bound]
+        return {}
+
+    def _reduce_op(self, op: Any) -> ReduceOp | None:
+        try:
+            return ReduceOp.coerce(op)
+        except ValueError:
+            self._wrong("op", op, f"one of {', '.join(ReduceOp.__members__)}")
+            return None
+
+    def _gpu_lists(self, given: Mapping[str, Any]) -> GpuLists:
+        found = {}
+        for name, index in given.items():
+            field = "gpu index" if self._kind is OpKind.SEND else name
+            found[name] = self._number(field, index, "a whole number")
+        return GpuLists(**found)
+
+    def _number(self, field: str, value: Any, expected: str) -> int:
+        try:
+            return operator.index(value)
+        except TypeError:
+            self._wrong(field, value, expected)
+            return -1
+
+    def _wrong(self, field: str, value: Any, expected: str) -> None:
+        violation = Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
+        self._violations.append(violation)
+
+    def _raise(self) -> None:
+        if self._violations:
+            number = -1 if self._batch is None else len(self._request_list.asked)
+            found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
+            raise refusal(self._kind.value, self._group_name, found)
+
+    def _to_itself(self, violation: Violation) -> Violation:
+        if self._kind is not OpKind.SEND or violation.kind != "duplicate":
+            return violation
+        return replace(violation, found="of the actor that sends", expected="of another actor than the source")
+
+    def _check_async(self, async_op: Any) -> None:
+        if async_op and self._batch is not None and self._batch.async_advice:
+            self._wrong("async_op", async_op, self._batch.async_advice)
+
+    # ------------------------------------------------------------------------------------------ recording
+
+    def _record(
+        self,
+        ranks: Iterable[int],
+        src: Mapping[int, Operand],
+        dst: Mapping[int, Operand],
+        *,
+        root: int,
+        peer: int = -1,
+        inplace: bool = True,
+        snapshot: bool = False,
+    ) -> None:
+        request_list, membership, kind = self._request_list, self._membership, self._kind
+        source = request_list.source
+        if self._batch is not None:
+            self._batch.hold(self._controller, membership)
+        keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
+        sole: int | None = None  # the one rank with a result; None: all have one
+        if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):
+            sole = root if kind in _AT_ROOT else peer
+        operands, results = [], []
+        for rank in ranks:
+            given, taken = src.get(rank), dst.get(rank)
+            operands.append((rank, source(given), source(taken)))
+            if sole is None or rank == sole:
+                results.append(self._ref(rank, taken or (given if keeps else None)))
+        limit_s = float(membership.timeout_s if self._timeout_s is None else self._timeout_s)
+        call = (membership.roster, kind, tuple(operands), self._op, root, peer)
+        asked = RequestKey(*call, bool(inplace), limit_s, bool(snapshot), self._lists)
+        result: Any = results if sole is None else results[0] if results else None
+        request_list.add(asked, membership, result)
+
+    def _ref(self, rank: int, holder: Operand | None) -> Any:
+        if holder is not None and holder.ref is not None:
+            return holder.ref
+        return self._request_list.promise(self._membership.members[rank].actor_id)
+
+
+def _split(operands: Mapping[int, Operand], root: int) -> tuple[dict[int, Operand], dict[int, Operand]]:
+    others = {rank: one for rank, one in operands.items() if rank != root}
+    return {rank: one for rank, one in operands.items() if rank == root}, others
+
+
+def _is_actor(value: Any) -> bool:
+    return isinstance(value, ray.actor.ActorHandle)
+
+
+def _destination(actor: Any) -> Operand:
+    return Operand(ref=None, key=None, actor_id=actor._actor_id.hex())

@@ -1,0 +1,161 @@
+"""What a controlling process holds: its leased participants, its groups, and its plans under way.
+
+There is one controller per process and Ray session. A participant is leased with its control connection and given back
+when its last group here is destroyed (P10).
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from raycollect.core import ray_internals
+from raycollect.driver.controller_messages import ControllerMessages
+from raycollect.driver.groups import Groups
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participants import Participants
+from raycollect.driver.plan_tracker import Outgoing, PlanTracker
+from raycollect.errors import PlanAbortedError, UnknownGroupError
+from raycollect.group.membership import Membership
+from raycollect.group.process_groups import ProcessGroups, places
+from raycollect.observe import Tracer
+from raycollect.observe.timeline_session import TimelineSession, begin_from_environment
+from raycollect.pos import fetch
+
+_Tracker = TypeVar("_Tracker", bound=PlanTracker)
+
+
+class Controller:
+    """What a controlling process holds. `Controller.current()` makes it on first use.
+
+    Attributes:
+        dispatching: Held while a plan, or a run of a captured step, is sent to all its participants (P2).
+        revision: Changes whenever a group, or a member of one, is gone.
+        messages: Takes what participants say.
+    """
+
+    _current: Controller | None = None
+    _making = threading.Lock()
+
+    @classmethod
+    def current(cls) -> Controller:
+        """The controller of this process and Ray session; starts Ray if need be."""
+        ray_internals.ensure_ray()
+        session = ray_internals.session()
+        with cls._making:
+            if cls._current is None or cls._current.session is not session:
+                if cls._current is not None:
+                    cls._current.close()
+                cls._current = cls(session)
+                ProcessGroups.current().drives = cls.drives
+            return cls._current
+
+    @classmethod
+    def drives(cls, name: str) -> bool:
+        """Whether this process has declared a group of that name; starts nothing."""
+        current = cls._current
+        if current is None or not ray_internals.is_connected():
+            return False
+        return current.session is ray_internals.session() and current.groups.is_declared(name)
+
+    def __init__(self, session: object) -> None:
+        self.session = session
+        self.dispatching: threading.Lock = threading.Lock()
+        self.revision: object = object()
+        self.messages: ControllerMessages = ControllerMessages(self)
+        self.participants: Participants = Participants(self.messages, secrets.token_hex(8))
+        self.groups: Groups = Groups(self.participants, self._group_ends)
+        self._is_closed = False
+        self._seq = itertools.count(1)
+        self._trackers: dict[int, PlanTracker] = {}
+        self._abandoned: deque[tuple[Callable[[], bool], tuple[Membership, ...]]] = deque()  # captures to be closed
+        self._tracer = Tracer.current()
+        begin_from_environment(places)
+        self.observed(TimelineSession.current())
+
+    def observed(self, timeline: TimelineSession | None) -> None:
+        """Sets the timeline that records all participants, now and later; None: none."""
+        self.participants.timeline = timeline
+        if timeline is not None:
+            for peer in self.participants.all():
+                timeline.leased(peer)
+
+    def close(self) -> None:
+        """Gives back all leases."""
+        for tracker in list(self._trackers.values()):
+            tracker.fail(PlanAbortedError(detail="the controller was closed"))
+        self._trackers.clear()
+        self._is_closed = True
+        self.revision = object()
+        self.groups.close()
+        self.participants.close()
+        fetch.close_idle()
+
+    def links(self, memberships: Sequence[Membership], actor_ids: Sequence[str]) -> list[ParticipantLink]:
+        """The leased participants of a plan or captured step, by position; raises as `check` does."""
+        self.check(memberships)
+        groups = dict.fromkeys(memberships)
+        return [self.participants.leased(actor_id, groups) for actor_id in actor_ids]
+
+    def check(self, memberships: Sequence[Membership]) -> None:
+        """Checks that groups exist and can communicate."""
+        if self._is_closed:
+            raise UnknownGroupError(group_name="", detail="its controller was closed: ray was shut down meanwhile")
+        self.groups.check(memberships)
+
+    def _group_ends(self, membership: Membership) -> None:
+        self.revision = object()
+        reason = PlanAbortedError(detail="its group was destroyed")
+        for tracker in [tracker for tracker in self.trackers() if membership in tracker.groups]:
+            self.send(tracker, tracker.fail(reason))
+
+    # ------------------------------------------------------------------------------------------ plans under way
+
+    def register(self, make: Callable[[int], _Tracker], width: int = 1) -> _Tracker:
+        """Makes a tracker under the next numbers, one per launch; called under `dispatching`."""
+        if self._abandoned:
+            self._close_abandoned()
+        tracker = make(next(self._seq))
+        ring = self._tracer.ring
+        if ring is not None:
+            tracker.ring, tracker.began_s = ring, ring.clock()
+        for _ in itertools.islice(self._seq, width - 1):
+            pass
+        self._trackers[tracker.seq] = tracker
+        return tracker
+
+    def trackers(self) -> Iterable[PlanTracker]:
+        """The plans that have not ended everywhere. Runs by the doorbell are seen to have ended by asking."""
+        found = list(self._trackers.values())
+        for tracker in [one for one in found if one.has_ended]:
+            self._trackers.pop(tracker.seq, None)
+        return [one for one in found if one.seq in self._trackers]
+
+    def tracker(self, seq: int) -> PlanTracker | None:
+        """The plan whose first launch has that number."""
+        return self._trackers.get(seq)
+
+    def send(self, tracker: PlanTracker, outgoing: Outgoing) -> None:
+        """Sends what a plan has to say, and forgets the plan once it has ended everywhere."""
+        self.participants.deliver(tracker.plan.participants, outgoing)
+        if tracker.has_ended:
+            self._trackers.pop(tracker.seq, None)
+
+    def abandon(self, let_go: Callable[[], bool], held: tuple[Membership, ...]) -> None:
+        """Closes a capture that nobody refers to, once its last run has ended; `let_go` returns False until then.
+
+        Takes no lock: the garbage collector may call it, in any thread at any place.
+        """
+        self._abandoned.append((let_go, held))
+
+    def _close_abandoned(self) -> None:
+        for _ in range(len(self._abandoned)):
+            let_go, held = self._abandoned.popleft()
+            if let_go():
+                self.groups.release_later(held)
+            else:
+                self._abandoned.append((let_go, held))

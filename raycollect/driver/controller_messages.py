@@ -1,0 +1,188 @@
+"""Takes what the participants of a controller say. Everything here runs on the hub's thread and may not wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from raycollect.channel.messages import (
+    Arrive,
+    Depart,
+    Done,
+    Drop,
+    Joined,
+    Meet,
+    Publish,
+    Ran,
+    Ready,
+    Store,
+    Stuck,
+    Waiting,
+    Withdraw,
+)
+from raycollect.core import direct_transport, threads
+from raycollect.core.model import Key
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import (
+    GroupBrokenError,
+    PlanAbortedError,
+    ProtocolError,
+    RaycollectError,
+    Violation,
+    from_wire,
+    refusal,
+)
+from raycollect.pos.handle import Handle
+
+if TYPE_CHECKING:
+    from raycollect.driver.controller import Controller
+
+__all__ = ["ControllerMessages"]
+
+
+class ControllerMessages:
+    """The owner of a controller's participant links: hands each message to the plan, group or join that it is for."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+
+    def received(self, peer: ParticipantLink, message: Any) -> None:
+        """A message of a participant."""
+        handle = _HANDLERS.get(type(message))
+        if handle is None:
+            raise ProtocolError(detail=f"{type(message).__name__} has no place here")
+        handle(self, peer, message)
+
+    def undone(self, peer: ParticipantLink, message: Any, error: RaycollectError) -> None:
+        """Handling a message failed: whoever waits for its effect gets the error."""
+        controller = self._controller
+        if isinstance(message, (Joined, Store)):
+            controller.participants.fail_join(error)
+        elif isinstance(message, (Arrive, Done, Ran, Ready, Waiting)):
+            tracker = self._tracker_of(message.seq)
+            if tracker is not None:
+                controller.send(tracker, tracker.fail(error))
+        elif isinstance(message, Depart):
+            peer.send(message)
+        elif not isinstance(message, Stuck):  # nobody waits for that: it only says that somebody waits
+            controller.groups.coordinators.undone(message, error)
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        """A participant's connection has ended."""
+        controller = self._controller
+        if not controller.participants.drop(peer):
+            return
+        threads.survives(controller.groups.lost, peer, reason)
+        controller.revision = object()
+        threads.survives(controller.participants.give_up, peer, reason)
+        for tracker in controller.trackers():
+            position = tracker.plan.positions.get(peer.info["actor_id"])
+            if position is not None:
+                try:
+                    controller.send(tracker, tracker.lost(position, reason))
+                except Exception as exc:  # noqa: BLE001 - any: somebody waits for it
+                    controller.send(tracker, tracker.fail(threads.failed("telling who is gone", exc)))
+
+    def parted(self, peer: ParticipantLink) -> None:
+        """A participant was given back by the calling thread: it aborts what it runs, without a report."""
+        reason = PlanAbortedError(detail=f"{peer.info['actor']} was given back")
+        for tracker in self._controller.trackers():
+            position = _position(tracker, peer)
+            if tracker.is_pending(position):
+                self._controller.send(tracker, tracker.fail(reason, unsent=(position,)))
+
+    # ------------------------------------------------------------------------------------------ groups
+
+    def _joined(self, peer: ParticipantLink, message: Joined) -> None:
+        self._controller.participants.joined(message)
+
+    def _store(self, peer: ParticipantLink, message: Store) -> None:
+        self._controller.participants.stored(peer, message)
+
+    def _meet(self, peer: ParticipantLink, message: Any) -> None:
+        self._controller.groups.coordinators.receive(peer, message)
+
+    def _stuck(self, peer: ParticipantLink, message: Stuck) -> None:
+        coordinators = self._controller.groups.coordinators
+        if message.group_id:
+            coordinators.receive(peer, message)
+            return
+        tracker = self._tracker_of(message.seq)
+        if tracker is not None or not message.seq:
+            coordinators.spread(peer, message, () if tracker is None else tracker.plan.participants)
+
+    def _depart(self, peer: ParticipantLink, message: Depart) -> None:
+        """A member has left by itself: it is answered, and the driver can't use the group any more either."""
+        groups = self._controller.groups
+        if message.group_id in groups.coordinators:
+            groups.breaks(message.group_id, f"{peer.info['actor']} has left: it destroyed the group itself")
+            self._controller.revision = object()
+            groups.coordinators.receive(peer, message)
+        peer.send(message)
+
+    # ------------------------------------------------------------------------------------------ plans
+
+    def _tracker_of(self, launch: int) -> PlanTracker | None:
+        controller = self._controller
+        return controller.tracker(launch) or next((one for one in controller.trackers() if one.has(launch)), None)
+
+    def _arrive(self, peer: ParticipantLink, message: Arrive) -> None:
+        tracker = self._tracker_of(message.seq)
+        if tracker is not None:
+            self._controller.send(tracker, tracker.arrive(_position(tracker, peer), message))
+
+    def _done(self, peer: ParticipantLink, message: Done) -> None:
+        controller, tracker = self._controller, self._controller.tracker(message.seq)
+        if tracker is None:
+            return
+        error = None if message.error is None else from_wire(message.error)
+        if isinstance(error, GroupBrokenError):
+            for membership in tracker.location.blamed(error):
+                controller.groups.breaks(membership.spec.group_id, error.detail)
+            controller.revision = object()
+        position = _position(tracker, peer)
+        if position >= 0:
+            controller.send(tracker, tracker.done(position, error, message.story, others=message.ranks))
+
+    def _ran(self, peer: ParticipantLink, message: Ran) -> None:
+        """Whoever waits for the run decodes what it returns."""
+        tracker = self._controller.tracker(message.seq)
+        if tracker is not None and (position := _position(tracker, peer)) >= 0:
+            tracker.answered(position, message.payload)
+
+    def _waiting(self, peer: ParticipantLink, message: Waiting) -> None:
+        """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
+        tracker = self._controller.tracker(message.seq)
+        key = Key(message.key)
+        ref = tracker.refs.get(key) if tracker is not None else None
+        if tracker is None or ref is None:
+            return
+
+        def settled(value: Any) -> None:
+            secret = peer.info["address"].secret
+            if isinstance(value, Handle) and value.address.secret == secret:
+                return  # the participant has it, or freed it, and knows
+            call, rank = tracker.location.first_use(key)
+            violation = Violation(kind="lost", rank=rank, field="operand", found="not there", ref=ref.hex(), call=call)
+            error = refusal(tracker.plan.name, tracker.group_name, (violation,))
+            self._controller.send(tracker, tracker.fail(error))
+
+        direct_transport.on_completed(ref, settled)
+
+
+def _position(tracker: PlanTracker, peer: ParticipantLink) -> int:
+    return tracker.plan.positions.get(peer.info["actor_id"], -1)
+
+
+_HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]] = {
+    Joined: ControllerMessages._joined,
+    Store: ControllerMessages._store,
+    Arrive: ControllerMessages._arrive,
+    Depart: ControllerMessages._depart,
+    Done: ControllerMessages._done,
+    Ran: ControllerMessages._ran,
+    Waiting: ControllerMessages._waiting,
+    Stuck: ControllerMessages._stuck,
+    **dict.fromkeys((Drop, Meet, Publish, Withdraw), ControllerMessages._meet),
+}

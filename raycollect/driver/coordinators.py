@@ -1,0 +1,79 @@
+"""The coordinators of a controller's groups, which match the members' own (imperative) calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from raycollect.channel.messages import Deny, Met, Stuck
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participants import Participants
+from raycollect.errors import ProtocolError, RaycollectError, to_wire
+from raycollect.group.coordinator import Coordinator, Orders
+from raycollect.group.membership import Membership
+
+__all__ = ["Coordinators"]
+
+
+class Coordinators:
+    """One `Coordinator` per group. Only the hub's thread uses them; any thread may open and close one."""
+
+    def __init__(self, peers: Participants) -> None:
+        self._peers = peers
+        self._coordinators: dict[str, tuple[Coordinator, Membership]] = {}
+
+    def __contains__(self, group_id: str) -> bool:
+        return group_id in self._coordinators
+
+    def open(self, membership: Membership) -> None:
+        """Adds the coordinator of a group."""
+        spec = membership.spec
+        self._coordinators[spec.group_id] = (Coordinator(spec.group_id, spec.world_size, spec.name), membership)
+
+    def close(self, membership: Membership) -> None:
+        """Removes the coordinator of a group."""
+        self._coordinators.pop(membership.spec.group_id, None)
+
+    def is_deserted(self, membership: Membership) -> bool:
+        """Whether all members of a group have left it."""
+        found = self._coordinators.get(membership.spec.group_id)
+        return found is None or len(found[0].gone) == membership.spec.world_size
+
+    def receive(self, peer: ParticipantLink, message: Any) -> None:
+        """Handles a member's message; ignored where the group was destroyed."""
+        found = self._coordinators.get(message.group_id)
+        if found is not None:  # else the group was destroyed meanwhile
+            coordinator, membership = found
+            self.relay(membership, coordinator.receive(membership.rank_of(peer.info["actor_id"]), message))
+
+    def undone(self, message: Any, error: RaycollectError) -> None:
+        """Handling a member's message failed: the calls that it may have been for end."""
+        found = self._coordinators.get(message.group_id)
+        if found is not None:
+            self.relay(found[1], found[0].undone(message, error))
+
+    def spread(self, peer: ParticipantLink, message: Stuck, actor_ids: Sequence[str]) -> None:
+        """Tells all groups of a participant that it waits in a plan, or no more: a call may wait for it."""
+        for group_id in peer.group_ids & self._coordinators.keys():
+            _, membership = self._coordinators[group_id]
+            ranks = [rank for rank in map(membership.rank_of, actor_ids) if rank >= 0]
+            self.receive(peer, replace(message, group_id=group_id, ranks=ranks))
+
+    def lost(self, peer: ParticipantLink, group_id: str, reason: str) -> None:
+        """A member's process is gone."""
+        found = self._coordinators.get(group_id)
+        if found is not None:
+            coordinator, membership = found
+            self.relay(membership, coordinator.lost(membership.rank_of(peer.info["actor_id"]), reason))
+
+    def relay(self, membership: Membership, outgoing: Orders) -> None:
+        """Sends a coordinator's messages; a result that is too long for a frame fails its calls."""
+        for rank, message in outgoing:
+            try:
+                self._peers.deliver(membership.roster.members, [(rank, message)])
+            except ProtocolError as exc:
+                if not isinstance(message, Met):
+                    raise
+                denial = Deny(group_id=message.group_id, lane=message.lane, call=0, error=to_wire(exc))
+                self._peers.deliver(membership.roster.members, [(rank, denial)])

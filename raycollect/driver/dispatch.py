@@ -1,0 +1,273 @@
+"""Plans calls and sends each participant its part of the plan in one message.
+
+One lock spans all submits of a plan, so every participant's queue has the plans of this controller in the same order
+(P2). A submit that fails in the middle aborts the plan on those that have it.
+
+The message is an actor task, which takes its place in the actor's queue. In groups with ordering ``"data"`` it is an
+`Order` by the channel, which does not; a plan that makes something still needs actor tasks, whose returns are its refs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import ray
+
+from raycollect.channel.messages import Order
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core.model import KEY_NBYTES, Key, OpKind, ReduceOp
+from raycollect.driver.controller import Controller
+from raycollect.driver.error_location import add_operand
+from raycollect.driver.participant_link import ParticipantLink, StartBarrier
+from raycollect.driver.pending import Pending
+from raycollect.driver.plan_tracker import PlanTracker, retrieve_errors
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    ConnectionLostError,
+    DispatchError,
+    ParticipantDiedError,
+    PlanAbortedError,
+    RaycollectError,
+    RefusedError,
+    RetryError,
+    Violation,
+    kept,
+    refusal,
+)
+from raycollect.group.membership import DATA, Membership
+from raycollect.planner import GpuLists, Plan, Request, Roster, Ticket, encode_order, encode_program, plan, plan_part
+from raycollect.planner.ir import Operands
+
+ORDER_NBYTES = MAX_FRAME_NBYTES - 256  # the longest program, with its keys, that goes by the channel
+
+
+class RequestKey(NamedTuple):
+    """One call, as far as its plan depends on it: a `Request` that is cheap to make and to look up.
+
+    A source in `operands` is the place of a ref among the distinct refs of all calls, or a `Made`.
+    """
+
+    roster: Roster
+    kind: OpKind
+    operands: tuple[Operands, ...]
+    op: ReduceOp | None
+    root: int
+    peer: int
+    inplace: bool
+    timeout_s: float
+    snapshot: bool = False
+    lists: GpuLists | None = None
+
+    def request(self) -> Request:
+        """The same as a `Request`."""
+        return Request(
+            kind=self.kind,
+            group=self.roster.spec,
+            operands=self.operands,
+            op=self.op,
+            root=self.root,
+            peer=self.peer,
+            inplace=self.inplace,
+            timeout_s=self.timeout_s,
+            snapshot=self.snapshot,
+            lists=self.lists,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchPlan:
+    """A plan with all that dispatching needs, by position.
+
+    Attributes:
+        programs: What each participant gets, encoded.
+        sources: The places of the refs whose keys are sent along.
+        outputs: The requests that make something there, in the order of the task's returns.
+        fits_channel: Whether it may go by the channel: it makes nothing, and fits into a frame.
+    """
+
+    plan: Plan
+    programs: tuple[bytes, ...]
+    sources: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    fits_channel: bool
+
+
+@lru_cache(maxsize=256)
+def prepare(asked: tuple[RequestKey, ...], staging: int) -> DispatchPlan:
+    """Plans calls and encodes the programs; cached for loops that repeat the same calls, over any refs."""
+    requests = [one.request() for one in asked]
+    rosters = [one.roster for one in asked]
+    try:
+        planned = plan(requests, rosters, staging=staging)
+    except RefusedError:
+        raise _refusal(requests, rosters) from None
+    positions = range(len(planned.participants))
+    programs = tuple(encode_program(planned.program(at)) for at in positions)
+    sources: Any = tuple(planned.sources(at) for at in positions)  # places of refs, as in `RequestKey`
+    outputs = tuple(planned.outputs(at) for at in positions)
+    nbytes = max(len(one) + len(keys) * KEY_NBYTES for one, keys in zip(programs, sources, strict=True))
+    return DispatchPlan(
+        plan=planned,
+        programs=programs,
+        sources=sources,
+        outputs=outputs,
+        fits_channel=nbytes <= ORDER_NBYTES and not any(outputs),
+    )
+
+
+def _refusal(requests: Sequence[Request], rosters: Sequence[Roster]) -> RefusedError:
+    found: list[Violation] = []
+    for number, (request, roster) in enumerate(zip(requests, rosters, strict=True)):
+        try:
+            plan_part(request, roster)
+        except RefusedError as exc:
+            if len(requests) == 1:
+                return kept(exc)
+            found += [replace(one, call=number) for one in exc.violations]
+    return refusal("batch", "", tuple(found))
+
+
+def send_plan(
+    controller: Controller,
+    asked: tuple[RequestKey, ...],
+    memberships: Sequence[Membership],
+    refs: dict[Key, Any],
+    staging: int,
+) -> PlanTracker:
+    """Plans calls and sends each participant its part, in one message each."""
+    try:
+        prepared = prepare(asked, staging)
+    except RefusedError as exc:
+        raise explained(exc, asked, memberships, tuple(refs)) from None
+    planned, keys = prepared.plan, tuple(refs)
+    with controller.dispatching:
+        peers = controller.links(memberships, planned.participants)
+        by_channel = prepared.fits_channel and all(one.spec.ordering == DATA for one in memberships)
+        together = by_channel and _may_wait(controller, planned.participants, refs.values())
+        tracker = controller.register(lambda seq: PlanTracker(seq, planned, memberships, refs), planned.width)
+        if together:
+            _start_barrier(controller, tracker, peers, memberships)
+        for at, peer in enumerate(peers):
+            outputs = prepared.outputs[at]
+            ticket = Ticket(tracker.seq, peer.last_seq)
+            order = encode_order(ticket, [keys[place] for place in prepared.sources[at]], prepared.programs[at])
+            made: Sequence[Any] = ()
+            try:
+                if by_channel:
+                    peer.order(Order(payload=order, together=together))
+                else:
+                    made = peer.submit(order, len(outputs))
+            except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
+                error = _unsent(exc, tracker.member(at).rank, peer.info["actor"])
+                controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
+                return tracker
+            except BaseException:  # a signal: this one may have been sent
+                interrupted = PlanAbortedError(detail="interrupted while it was sent")
+                controller.send(tracker, tracker.fail(interrupted, unsent=range(at + 1, len(peers))))
+                controller.send(tracker, tracker.done(at, interrupted, ()))
+                retrieve_errors(tracker.made.values())
+                raise
+            peer.last_seq = tracker.seq
+            if outputs:
+                tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
+    return tracker
+
+
+def _unsent(exc: Exception, rank: int, actor: str) -> RaycollectError:
+    error: RaycollectError
+    if isinstance(exc, ConnectionLostError):
+        error = ParticipantDiedError(rank=rank, actor=actor, detail=f"it got no order ({exc.detail})")
+    else:
+        error = DispatchError(rank=rank, actor=actor, detail=f"{type(exc).__name__}: {exc}")
+    error.__cause__ = exc
+    return kept(error)
+
+
+def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterable[Any]) -> bool:
+    """Whether a participant may wait for an operand, or for the end of a plan; called under `dispatching`."""
+    under_way = controller.trackers()
+    if any(tracker.is_pending(tracker.plan.positions.get(one, -1)) for tracker in under_way for one in participants):
+        return True
+    asked = list(refs)
+    return bool(asked and ray.wait(asked, num_returns=len(asked), timeout=0, fetch_local=False)[1])
+
+
+def _start_barrier(
+    controller: Controller, tracker: PlanTracker, peers: Sequence[ParticipantLink], memberships: Sequence[Membership]
+) -> None:
+    def late(missing: tuple[int, ...]) -> None:
+        actors = [tracker.plan.participants[at] for at in missing]
+        group = next(one for one in memberships if one.rank_of(actors[0]) >= 0)
+        ranks = tuple(sorted(rank for rank in map(group.rank_of, actors) if rank >= 0))
+        error = CollectiveTimeoutError(group_name=group.spec.name, missing=ranks, timeout_s=tracker.plan.timeout_s)
+        controller.send(tracker, tracker.fail(error))
+
+    start_barrier = StartBarrier(tracker.seq, peers, late)
+    tracker.when_resolved(start_barrier.end)
+
+
+def explained(
+    error: RefusedError, asked: Sequence[RequestKey], memberships: Sequence[Membership], keys: Sequence[Key]
+) -> RefusedError:
+    """Adds what the planner does not know: group names, actors and refs."""
+    found = []
+    for one in error.violations:
+        number = max(one.call, 0)
+        found.append(add_operand(one, memberships[number], asked[number].operands, keys))
+    names = dict.fromkeys(membership.spec.name for membership in memberships)
+    return refusal(error.op, ", ".join(names), tuple(found))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Submission:
+    """Calls that go into one plan; `results` has a `Pending` for each ref that the plan makes."""
+
+    asked: tuple[RequestKey, ...]
+    memberships: tuple[Membership, ...]
+    refs: Mapping[Key, Any]
+    results: tuple[Any, ...]
+    staging: int
+    is_batch: bool
+
+    def send(self, controller: Controller) -> PlanTracker:
+        """Sends it (`send_plan`)."""
+        return send_plan(controller, self.asked, self.memberships, dict(self.refs), self.staging)
+
+    def given(self, tracker: PlanTracker) -> Any:
+        """What the caller gets, with refs for what is made; None for those where the plan could not be sent."""
+        found = [_settled(one, tracker) for one in self.results]
+        return found if self.is_batch else found[0]
+
+    def again(self, controller: Controller, tracker: PlanTracker) -> Submission:
+        """The same calls, over the same tensors and the groups as they are now, after `tracker` failed."""
+        name = tracker.plan.name
+        if tracker.is_committed:
+            raise RetryError(op=name, detail="all ranks that live hold its result: it failed after that")
+        nothing_ran = isinstance(tracker.error, (RefusedError, DispatchError))
+        if self.is_batch and not nothing_ran and not tracker.plan.is_idempotent:
+            detail = "some of its calls may have ended well, and have overwritten what they, or calls before them, read"
+            raise RetryError(op=name, detail=detail)
+        now = {one: controller.groups.as_it_is(one, tracker.plan.timeout_s) for one in dict.fromkeys(self.memberships)}
+        for before, after in now.items():
+            if [one.actor_id for one in before.members] != [one.actor_id for one in after.members]:
+                detail = f"group {before.spec.name!r} has other members now: make the calls anew, with their refs"
+                raise RetryError(op=name, detail=detail)
+        memberships = tuple(now[one] for one in self.memberships)
+        asked = [one._replace(roster=group.roster) for one, group in zip(self.asked, memberships, strict=True)]
+        return replace(self, asked=tuple(asked), memberships=memberships)
+
+
+def _settled(result: Any, tracker: PlanTracker) -> Any:
+    if isinstance(result, list):
+        return [made(one, tracker) for one in result]
+    return made(result, tracker)
+
+
+def made(one: Any, tracker: PlanTracker) -> Any:
+    """The ref of what a plan makes, for its placeholder; None where the plan was not sent. A ref is itself."""
+    if type(one) is not Pending:
+        return one
+    return tracker.made.get((one.request, tracker.plan.positions[one.actor_id]))

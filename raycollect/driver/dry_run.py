@@ -1,0 +1,258 @@
+"""`plan`: what a call or a batch would do, without doing it.
+
+The calls are recorded, not sent. The handles of their refs say what the tensors are; from these follows what the ranks
+would tell each other in the agreement, and it is judged as there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from raycollect.backends import arrays
+from raycollect.core import direct_transport
+from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
+from raycollect.driver.batch import Recorded, record
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import explained, prepare
+from raycollect.engine import agreement
+from raycollect.engine.agreement import Arrival, Side, Spec
+from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
+from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
+from raycollect.planner.explain import Explanation, explain
+from raycollect.pos import unkept
+from raycollect.pos.handle import Handle
+
+__all__ = ["plan"]
+
+
+def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and foreseen time.
+
+    Nothing is sent, and no tensor is touched; a group that has to be derived is formed. Waits for the methods whose
+    refs are operands, as long as the call itself would. Calls of threads and asynchronous tasks that the function
+    starts are made, not planned.
+
+    Args:
+        fn: One of the driver's verbs, or a function that calls several, which are planned as one batch.
+        args: Its arguments.
+        kwargs: Its arguments by name.
+
+    Raises:
+        BatchError: The function calls no verb of the driver.
+        RefusedError: What the call itself would refuse for its arguments, or for its tensors' shapes, dtypes, devices.
+        GroupError: As by the call itself.
+        CollectiveTimeoutError: A method has not returned in time.
+    """
+    if not callable(fn) or inspect.iscoroutinefunction(fn):
+        what = "a coroutine function" if callable(fn) else f"{type(fn).__name__}, which can't be called"
+        raise BatchError(detail=f"plan() takes a verb and its arguments, or a function that calls verbs, not {what}")
+    recorded = record(fn, args, kwargs)
+    if not recorded.requests:
+        detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
+        raise BatchError(detail=f"{detail} that calls verbs")
+    Controller.current().check(recorded.memberships)
+    try:
+        found = prepare(recorded.asked, recorded.staging).plan
+        handles = _handles(recorded, found)
+        foreseen = _Foreseen(found, handles)
+        foreseen.judge()
+    except RefusedError as exc:
+        raise explained(exc, recorded.asked, recorded.memberships, recorded.keys) from exc.__cause__
+    return explain(found, {source: handle.infos for source, handle in handles.items()})
+
+
+def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[Violation]:
+    return [replace(one, call=number if len(plan.requests) > 1 else -1) for one in violations]
+
+
+# ---------------------------------------------------------------------------------------------- what refs hold
+
+
+def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
+    sources = {ref: source for source, ref in recorded.refs.items()}
+    waiting = ray.wait(list(sources), num_returns=len(sources), timeout=plan.timeout_s)[1] if sources else []
+    if waiting:
+        number, rank = _user(plan, sources[waiting[0]])
+        raise CollectiveTimeoutError(
+            op=plan.name,
+            group_name=recorded.memberships[number].spec.name,
+            detail=f"the methods that make {len(waiting)} operands have not returned within {plan.timeout_s:g} s",
+            missing=(rank,) if len(waiting) == 1 else tuple(_user(plan, sources[ref])[1] for ref in waiting),
+            timeout_s=plan.timeout_s,
+        )
+    found: dict[Source, Handle] = {}
+    violations: list[Violation] = []
+    causes: list[BaseException] = []
+    for ref, source in sources.items():
+        number, rank = _user(plan, source)
+        try:
+            value: Any = direct_transport.get(ref)
+        except RayError as exc:
+            value = exc.with_traceback(None)
+        if isinstance(value, Handle):
+            found[source] = value
+        else:
+            violations += _numbered([_no_handle(value, rank)], number, plan)
+            causes += [value] if isinstance(value, RayError) else []
+    if violations:
+        raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)
+    return found
+
+
+def _no_handle(value: Any, rank: int) -> Violation:
+    if isinstance(value, RayTaskError):
+        raised = value.cause or value
+        kind, expected = "producer_failed", "a value"
+        what = f"missing: its method raised {type(raised).__name__}: {raised}"
+    elif isinstance(value, RayError):
+        kind, what, expected = "lost", f"lost ({type(value).__name__})", ""
+    else:
+        kind, what = "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value"
+        expected = "a tensor, or a list, tuple or dict of tensors"
+    return Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
+
+
+def _user(plan: Plan, source: Source) -> tuple[int, int]:
+    return next(
+        (number, rank)
+        for number, request in enumerate(plan.requests)
+        for rank, *given in request.operands
+        if source in given
+    )
+
+
+# ---------------------------------------------------------------------------------------------- the agreement
+
+
+class _Foreseen:
+    """The agreement as it would go."""
+
+    def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:
+        self._plan = plan
+        self._handles = handles
+        self._made: dict[tuple[int, str], tuple[Structure, tuple[TensorInfo, ...]]] = {}
+        self._violations: list[Violation] = []
+
+    def judge(self) -> None:
+        """Raises RefusedError with all reasons of all requests, up to the first that others build on."""
+        needed = {
+            one.request
+            for request in self._plan.requests
+            for _, *given in request.operands
+            for one in given
+            if isinstance(one, Made)
+        }
+        for number in range(len(self._plan.requests)):
+            self._judge(number)
+            if self._violations and number in needed:
+                break  # what it makes is not known
+        if self._violations:
+            raise refusal(self._plan.name, "", tuple(self._violations))
+
+    def _judge(self, number: int) -> None:
+        part = self._plan.parts[number]
+        violations: list[Violation] = []
+        specs = [self._spec(number, rank, violations) for rank in part.ranks]
+        if not violations:
+            violations += agreement.decide(part.ranks, [Arrival(spec=spec) for spec in specs])
+        self._violations += _numbered(violations, number, self._plan)
+        if not violations:
+            self._make(number, part, specs)
+
+    def _spec(self, number: int, rank: int, violations: list[Violation]) -> Spec:
+        request, part = self._plan.requests[number], self._plan.parts[number]
+        _, src, dst = request.operands[part.places[rank]]
+        in_pieces = PIECES.get(request.kind, (False, False))
+        sides: list[Side | None] = []
+        if request.lists is not None:
+            sides = self._of_lists(number, rank, violations)
+        else:
+            for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
+                held = None if source is None else self._held(number, rank, source)
+                sides.append(held and _side(held, len(part.ranks) if cut else 0, rank, name, violations))
+        return Spec(
+            op=request.kind.value,
+            reduce_op=request.op.name if request.op else "",
+            root=request.root,
+            gives=sides[0],
+            takes=sides[1],
+            one_device=not self._plan.rosters[number].spec.memory,
+        )
+
+    def _of_lists(self, number: int, rank: int, violations: list[Violation]) -> list[Side | None]:
+        request, part = self._plan.requests[number], self._plan.parts[number]
+        template, world = part.template(rank), len(part.ranks)
+        given = [source for source in request.operands[part.places[rank]][1:] if source is not None]
+        found: list[Side | None] = []
+        before: gpu_lists.Held | None = None
+        for index, gives in ((template.src, True), (template.dst, False)):
+            if index < 0 or template.buffers[index].role is not Role.OPERAND:
+                found.append(None)
+                continue
+            held = self._held(number, rank, given.pop(0))
+            named = template.named(index)
+            fault = gpu_lists.fault_of(request.kind, held, world, gives=gives, named=named, beside=before)
+            if fault is not None:
+                violations.append(Violation(rank=rank, **fault._asdict()))
+                return [None, None]
+            structure, infos = gpu_lists.carried(request.kind, held[1], world, gives=gives)
+            found.append(Side(structure=structure, tensors=infos))
+            before = held
+        return found
+
+    def _held(self, number: int, rank: int, source: Source) -> tuple[Structure, tuple[TensorInfo, ...]]:
+        if isinstance(source, Made):
+            return self._made[source.request, self._plan.rosters[number].members[rank]]
+        handle = self._handles[source]
+        return handle.structure, handle.infos
+
+    def _make(self, number: int, part: Part, specs: Sequence[Spec]) -> None:
+        root = part.places.get(part.request.root, -1)
+        for at, rank in enumerate(part.ranks):
+            role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
+            given = specs[at].gives
+            if part.request.lists is not None:
+                if role is not None:
+                    self._made[number, self._plan.rosters[number].members[rank]] = self._made_list(number, rank, role)
+                continue
+            if role is Role.LEARNED:
+                made = agreement.learn(specs, at, root)
+            elif role is None or given is None:
+                continue
+            else:
+                made = given if role is Role.LIKE else given.item(at)
+            self._made[number, self._plan.rosters[number].members[rank]] = (made.structure, made.tensors)
+
+    def _made_list(self, number: int, rank: int, role: Role) -> gpu_lists.Held:
+        part = self._plan.parts[number]
+        source = self._plan.requests[number].operands[part.places[rank]][1]
+        assert source is not None  # who makes a list gives one
+        held = self._held(number, rank, source)
+        return held if role is Role.LIKE else gpu_lists.made(part.request.kind, held[1], len(part.ranks))
+
+
+def _side(
+    held: tuple[Structure, tuple[TensorInfo, ...]], count: int, rank: int, name: str, violations: list[Violation]
+) -> Side | None:
+    structure, infos = held
+    if not count:
+        return Side(structure=structure, tensors=infos)
+    if structure.kind in ("list", "tuple") and len(structure.items) == count:
+        if len({item.count for item in structure.items}) == 1:
+            return Side(structure=Structure("list", (), structure.items), tensors=infos)
+        kind, found, expected = "mismatch", str(structure), "pieces of equally many tensors"
+    elif structure.kind == "tensor" and infos[0].shape and infos[0].shape[0] % count == 0:
+        rows, *rest = infos[0].shape
+        piece = replace(infos[0], shape=tuple(rest) if rows == count and rest else (rows // count, *rest))
+        return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
+    else:
+        kind, found = "argument", str(infos[0]) if structure.kind == "tensor" else str(structure)
+        expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
+    violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected))
+    return None

@@ -1,0 +1,148 @@
+"""Adds to the errors of a plan what only the controller knows: group names, ranks, actors and refs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from raycollect.core.model import Key, Member
+from raycollect.engine.agreement import OUTPUT
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    FaultError,
+    GroupBrokenError,
+    RaycollectError,
+    RefusedError,
+    Violation,
+)
+from raycollect.group.membership import Membership
+from raycollect.planner import Made, Plan
+from raycollect.planner.ir import Operands
+
+__all__ = ["ErrorLocator", "add_operand"]
+
+RankNames = list[tuple[int, str]]  # (rank, actor)
+
+
+class ErrorLocator:
+    """Maps the positions, group ids and sources of a plan to what users know."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        memberships: Sequence[Membership],
+        keys: Sequence[Key],
+        homes: Sequence[tuple[Membership, Member]] | None = None,
+    ) -> None:
+        self._plan = plan
+        self._memberships = memberships
+        self._keys = keys
+        self._homes = homes
+        self._groups = tuple(dict.fromkeys(memberships))
+
+    def home(self, position: int) -> tuple[Membership, Member]:
+        """The group in which errors name a participant, and its member there."""
+        if self._homes is not None:
+            return self._homes[max(position, 0)]
+        number, rank = self._plan.involved[max(position, 0)][0]
+        membership = self._memberships[number]
+        return membership, membership.members[rank]
+
+    def describe(self, position: int) -> str:
+        """A participant in words: its rank; its actor where the plan has several groups."""
+        _, member = self.home(position)
+        return f"rank {member.rank}" if len(self._groups) == 1 else member.actor
+
+    def positions_of(self, group_id: str) -> dict[int, int]:
+        """Rank -> position, for the members of a group that take part."""
+        outer, inner = self._trees.get(group_id, (None, None))
+        group, positions = inner or outer, self._plan.positions
+        members = () if group is None else group.members
+        return {member.rank: positions[member.actor_id] for member in members if member.actor_id in positions}
+
+    def first_use(self, key: Key) -> tuple[int, int]:
+        """(call, rank) that first uses a ref; the call is -1 in a plan of one call."""
+        source = self._keys.index(key)
+        for number, request in enumerate(self._plan.requests):
+            for rank, *sources in request.operands:
+                if source in sources:
+                    return (number if len(self._plan.requests) > 1 else -1), rank
+        return -1, -1
+
+    def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
+        """The group that an error means; all groups where it names none of the plan."""
+        found = self._trees.get(error.group_name)
+        return self._groups if found is None else (found[0],)
+
+    def locate(
+        self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
+    ) -> RaycollectError:
+        """Completes an error reported by a participant (-1: the controller), in place; a refusal becomes a new one."""
+        # `missing_now`: who has not arrived at the latest agreement, for timeouts that name nobody.
+        plan, group_names = self._plan, ", ".join(group.spec.name for group in self._groups)
+        if isinstance(error, RefusedError):
+            found_all = tuple(map(self._named, error.violations))
+            return type(error)(op=plan.name, group_name=group_names, violations=found_all)
+        if isinstance(error, GroupBrokenError):
+            error.group_name = self.blamed(error)[0].spec.name
+        if not isinstance(error, FaultError):
+            return error
+        found = self._trees.get(error.group_name)
+        group, inner = found or (self.home(position)[0], None)
+        if inner is not None:
+            error.rank = _outer_rank(error.rank, inner, group)
+        error.op = plan.name if len(plan.requests) == 1 else error.op or plan.name
+        error.group_name = group.spec.name if position >= 0 or found else group_names
+        if error.rank < 0 and position >= 0 and not isinstance(error, CollectiveTimeoutError):  # it says who is missing
+            error.rank = group.rank_of(plan.participants[position])
+        error.actor = error.actor or (group.members[error.rank].actor if 0 <= error.rank < len(group.members) else "")
+        error.story = error.story or story
+        if isinstance(error, CollectiveTimeoutError):
+            missing, within = (_with_actors(ranks, inner, group) for ranks in (error.missing, error.within))
+            if not missing and not within:
+                missing = missing_now
+            error.missing, error.within = (tuple(rank for rank, _ in side) for side in (missing, within))
+            if position >= 0 or not error.detail:
+                error.detail = error.told(*([f"rank {r} ({actor})" for r, actor in side] for side in (missing, within)))
+        return error
+
+    def _named(self, violation: Violation) -> Violation:
+        number = max(violation.call, 0)
+        if not 0 <= number < len(self._plan.requests):
+            return violation
+        operands = self._plan.requests[number].operands
+        return add_operand(violation, self._memberships[number], operands, self._keys)
+
+    @cached_property
+    def _trees(self) -> dict[str, tuple[Membership, Membership | None]]:
+        """Group id, or name -> the user's group, and the inner group that is meant, if any."""
+        found: dict[str, tuple[Membership, Membership | None]] = {}
+        for outer in self._groups:
+            for one in outer.tree:
+                inner = None if one is outer else one
+                found[one.spec.group_id] = found[one.spec.name] = (outer, inner)
+        return found
+
+
+def add_operand(
+    violation: Violation, membership: Membership, operands: Sequence[Operands], keys: Sequence[Key]
+) -> Violation:
+    """Adds the rank's actor and its ref, which neither the planner nor a participant knows."""
+    members = membership.members
+    actor = members[violation.rank].actor if 0 <= violation.rank < len(members) else ""
+    src, dst = next(((src, dst) for rank, src, dst in operands if rank == violation.rank), (None, None))
+    is_output = OUTPUT in violation.field or violation.field == "output" or src is None
+    source: Any = dst if is_output else src
+    ref = "" if source is None or isinstance(source, Made) else keys[source].hex()
+    return replace(violation, actor=violation.actor or actor, ref=violation.ref or ref)
+
+
+def _outer_rank(rank: int, inner: Membership, outer: Membership) -> int:
+    return outer.rank_of(inner.members[rank].actor_id) if 0 <= rank < len(inner.members) else -1
+
+
+def _with_actors(ranks: Sequence[int], inner: Membership | None, group: Membership) -> RankNames:
+    found = [_outer_rank(rank, inner, group) if inner else rank for rank in ranks]
+    return [(rank, group.members[rank].actor) for rank in found if 0 <= rank < len(group.members)]

@@ -1,0 +1,296 @@
+"""A declared group, as the process that declared it holds it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from raycollect.channel.messages import Surveyed, Unable
+from raycollect.core import html, ray_internals
+from raycollect.core.model import GroupLike, name_of
+from raycollect.driver.controller import Controller
+from raycollect.driver.group_status import GroupStatistics as GroupStatistics
+from raycollect.driver.group_status import GroupStatus as GroupStatus
+from raycollect.driver.group_status import MemberStatistics as MemberStatistics
+from raycollect.driver.group_status import MemberStatus as MemberStatus
+from raycollect.driver.group_status import member_statistics, member_status
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import InvalidGroupError, UnknownGroupError
+from raycollect.group import membership as groups
+from raycollect.group.declaration import Declaration
+from raycollect.group.membership import Membership
+from raycollect.group.rank_table import Place, RankTable
+from raycollect.member import verbs as imperative
+from raycollect.planner.wording import counted, named
+
+_log = logging.getLogger("raycollect")
+
+SHOWN_S = 0.5  # how long a notebook waits for what members say, in seconds
+
+MOST_NAMED = 8  # how many members, and collectives under way, are named where a group is shown
+
+
+class Group:
+    """A declared group, in the process that declared it. Holds its actors' handles."""
+
+    def __init__(
+        self, controller: Controller, membership: Membership, actors: Sequence[Any], asked: str = "auto"
+    ) -> None:
+        self._controller = controller
+        self._asked = asked  # for which backend
+        self._hold(membership, actors)
+
+    def _hold(self, membership: Membership, actors: Sequence[Any]) -> None:
+        by_id = {actor._actor_id.hex(): actor for actor in actors}
+        self._membership = membership
+        self._actors = tuple(by_id[member.actor_id] for member in membership.members)
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._membership.spec.name
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks it has."""
+        return self._membership.spec.world_size
+
+    @property
+    def backend(self) -> str:
+        """The backend that it uses, never ``"auto"``."""
+        return self._membership.spec.backend
+
+    @property
+    def ordering(self) -> str:
+        """What orders its collectives: ``"program"`` or ``"data"``."""
+        return self._membership.spec.ordering
+
+    @property
+    def actors(self) -> tuple[Any, ...]:
+        """The actor handles by rank."""
+        return self._actors
+
+    @property
+    def epoch(self) -> int:
+        """How often it was rebuilt."""
+        return self._membership.epoch
+
+    def rank_table(self) -> RankTable:
+        """Which rank runs on which device of which node; ``group.rank_table().write(path)`` writes the file.
+
+        A device is the accelerator that Ray gave the actor; where the actors of a node do not have one each, devices
+        are counted from 0 on.
+        """
+        members = self._membership.members
+        return RankTable.of_places([Place.of(m.node_id, dict(m.accelerators), m.actor) for m in members])
+
+    def status(self, timeout_s: float = 2.0) -> GroupStatus:
+        """Where it stands, and what its members are doing. They answer from a thread of their own, also while busy.
+
+        Args:
+            timeout_s: How long to wait for their answers, in seconds; 0: they are not asked.
+        """
+        membership, controller = self._membership, self._controller
+        state, detail = self._state()
+        asked = membership.members if timeout_s > 0 else ()
+        answers = controller.participants.look(asked, timeout_s) if asked else [None] * self.world_size
+        trackers = self._under_way()
+        by_actor = dict(zip((m.actor_id for m in membership.members), answers, strict=True))
+        members = tuple(member_status(m, trackers, by_actor) for m in membership.members)
+        return GroupStatus(state=state, detail=detail, members=members)
+
+    def _under_way(self) -> list[PlanTracker]:
+        trackers = self._controller.trackers()
+        return [tracker for tracker in trackers if self._membership in tracker.groups and not tracker.has_ended]
+
+    def _state(self) -> tuple[str, str]:
+        """Its state, and why it is broken."""
+        if not self._controller.groups.exists(self._membership):
+            return groups.DESTROYED, ""
+        detail = self._controller.groups.why_broken(self._membership)
+        return (groups.BROKEN if detail else groups.ALIVE), detail
+
+    def statistics(self, timeout_s: float = 10.0) -> GroupStatistics:
+        """What its members hold. They answer from a thread of their own, so that busy ones do as well.
+
+        Args:
+            timeout_s: How long to wait for their answers, in seconds.
+
+        Raises:
+            UnknownGroupError: It was destroyed.
+        """
+        if not self._controller.groups.exists(self._membership):
+            raise UnknownGroupError(group_name=self.name, detail="it was destroyed")
+        answers = self._controller.participants.survey(self._membership.members, timeout_s)
+        pairs = list(zip(self._membership.members, answers, strict=True))
+        return GroupStatistics(
+            members=tuple(member_statistics(one, said) if isinstance(said, Surveyed) else None for one, said in pairs),
+            failures={one.rank: said.detail for one, said in pairs if isinstance(said, Unable)},
+        )
+
+    def rebuild(self, actors: Sequence[Any] | None = None, *, timeout_s: float = 60.0) -> Group:
+        """Forms the group again under its name, after a member has died or a collective has broken it.
+
+        It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
+        Captured steps have to be recorded again, members' own calls go on in the new group.
+
+        Args:
+            actors: The actor handles by rank: old members, in any order, and new ones. None: the members that live, in
+                the order of their ranks. One that Ray restarts (`max_restarts`) is waited for; it has lost its tensors.
+            timeout_s: How long to wait for the members, in seconds.
+
+        Returns:
+            This group.
+
+        Raises:
+            UnknownGroupError: It was destroyed. Nothing has changed, as with all errors but the last.
+            InvalidGroupError: The actors can't form a group; with every reason.
+            GroupBrokenError: No member lives.
+            ActorGoneError: One of `actors` is dead.
+            CollectiveTimeoutError: One is busy, or pending; the error names it. Rebuild it without that one.
+            RaycollectError: A member could not join. The group is broken, and may be rebuilt again.
+        """
+        self._hold(*self._controller.groups.rebuild(self._membership, actors, timeout_s))
+        return self
+
+    def destroy(self) -> None:
+        """Ends the group; the actors live on. Collectives of it under way are aborted."""
+        self._controller.groups.destroy(self.name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In another process it is its name, which the members' verbs take there."""
+        return str, (self.name,)
+
+    def _why(self) -> str:
+        if self._asked != "auto":
+            return "as it was declared"
+        return f"chosen, as {self._membership.chosen}"
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        status = self.status(SHOWN_S if self._state()[0] != groups.DESTROYED else 0.0)
+        trackers = self._under_way()
+        listed = [f"{one.plan.name} (plan {one.seq})" for one in trackers]
+        told = [
+            ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
+            ("backend", f"{self.backend}, {self._why()}"),
+            ("ordering", f"{self.ordering} order"),
+            ("epoch", f"{self.epoch}, how often it was rebuilt" if self.epoch else ""),
+            ("under way", named(listed, MOST_NAMED) or "nothing"),
+        ]
+        title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"
+        return html.block("group", title, html.pairs(told), status.rows())
+
+    def __repr__(self) -> str:
+        members = named([member.actor for member in self._membership.members], MOST_NAMED)
+        order = f"{self.ordering} order"
+        return f"<Group {self.name!r} of {members}; backend {self.backend}, {order}, {self._state()[0]}>"
+
+
+def declare_collective_group(
+    actors: Sequence[Any],
+    world_size: int | None = None,
+    ranks: Sequence[int] | None = None,
+    backend: str = "auto",
+    group_name: str = "default",
+    gloo_timeout: float | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    rank_table: Any = None,
+    pg_options: Any = None,
+    ordering: str = "program",
+    timeout_s: float | None = None,
+) -> Group:
+    """Declares actors to be a group; returns when every member has joined.
+
+    Actors whose classes inherit `CollectiveParticipant` can do all that there is. Any other actor can be a member, too:
+    it makes imperative calls and takes part in barriers, but has no tensors that refs could stand for.
+
+    Args:
+        actors: The actor handles.
+        world_size: The number of actors, if given.
+        ranks: The rank of each actor, a permutation of 0 to n-1; by default their order.
+        backend: ``"auto"`` takes `nccl` where Ray gave each of several members a GPU and they have cupy, else shared
+            memory where all members share a host and sockets otherwise; others by name.
+        group_name: What to call it; the verbs use ``"default"`` unless told otherwise.
+        gloo_timeout: How long imperative calls of the members wait for each other where they do not say, in
+            milliseconds; on every backend, for all its name. By default `timeout_s`, or 30,000 where that is not given.
+        options: The same arguments as a dict, ``rank`` for ``ranks`` too.
+        rank_table: The ranks by node and device instead: the path of a file, its content as a dict, or a `RankTable`.
+            Where neither this nor `ranks` is given, the file that ``RANK_TABLE_FILE`` names is used.
+        pg_options: Options for the backend: a dict of plain values, or an object with such attributes. To
+            ``"torch:sccl"`` a rank table's ``chip_map`` is added.
+        ordering: ``"program"``: collectives take their place in each actor's queue. ``"data"``: they overtake methods
+            that wait there, and run after the methods that return their operands, after earlier collectives, and
+            never while a method of an ordered actor runs.
+        timeout_s: How long to wait for the members, in seconds; an actor that is still pending is named. It is also
+            how long ranks wait for each other in calls that do not say. Default 60.
+
+    Returns:
+        The group.
+
+    Raises:
+        InvalidGroupError: The arguments can't form a group; with every reason.
+        GroupExistsError: A group of that name is declared.
+        UnknownBackendError, BackendNotInstalledError, BackendUnavailableError: The backend can't be used.
+        ActorGoneError, ParticipantDiedError, CollectiveTimeoutError: A member did not join.
+        ControllerConflictError: Another process drives one of the actors.
+        SelfDrivenError: The calling actor is among them.
+        RayClientError: This process is connected by ray://.
+    """
+    asked: dict[str, Any] = {
+        "world_size": world_size,
+        "ranks": ranks,
+        "backend": backend,
+        "group_name": group_name,
+        "gloo_timeout": gloo_timeout,
+        "rank_table": rank_table,
+        "pg_options": pg_options,
+        "ordering": ordering,
+        "timeout_s": timeout_s,
+    }
+    if ray_internals.is_started():
+        Controller.current()  # it may not be allowed here; but no cluster is started for what can't be
+    declaration = Declaration.of(actors, **_with_options(asked, options))
+    controller = Controller.current()
+    membership = controller.groups.declare(declaration)
+    return Group(controller, membership, declaration.actors, declaration.backend)
+
+
+create_collective_group = declare_collective_group
+
+
+def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = dict(options or {})
+    if "rank" in given:
+        given["ranks"] = given.pop("rank")
+    strange = sorted(set(given) - set(asked))
+    if strange:
+        detail = f"unknown options {strange}; there are {sorted([*asked, 'rank'])}"
+        raise InvalidGroupError(group_name=str(asked["group_name"]), detail=detail)
+    return {**asked, **given}
+
+
+def destroy_collective_group(group_name: GroupLike = "default") -> None:
+    """Ends a declared group; the actors live on. Collectives of it under way are aborted.
+
+    Inside a member it leaves that group. Where the driver declared it, the driver's verbs then raise GroupBrokenError;
+    once all members have left, its name is free there. In an actor or task that is no member (any more) it only logs a
+    warning, as in `ray.util.collective`, so that cleaning up twice does no harm.
+
+    Raises:
+        UnknownGroupError: On the driver: there is none of that name.
+    """
+    name = name_of(group_name)
+    if imperative.is_group_initialized(name):
+        imperative.destroy_collective_group(name)
+        return
+    controller = Controller.current()
+    if ray_internals.is_worker() and not controller.groups.is_declared(name):
+        _log.warning("there is no group %r to destroy in this process", name)
+    else:
+        controller.groups.destroy(name)
+
+
+destroy_group = destroy_collective_group

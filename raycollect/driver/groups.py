@@ -1,0 +1,292 @@
+"""The groups of a controller: forms, rebuilds and dissolves them, and knows which are in use or broken."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+from raycollect import backends
+from raycollect.core import ray_internals
+from raycollect.core.model import Member
+from raycollect.driver import member_discovery
+from raycollect.driver.coordinators import Coordinators
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participants import Participants
+from raycollect.errors import (
+    ActorGoneError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    GroupExistsError,
+    RaycollectError,
+    UnknownGroupError,
+)
+from raycollect.group import cluster_registry, link_costs
+from raycollect.group.declaration import Declaration
+from raycollect.group.membership import Membership, inner_groups, unknown
+
+__all__ = ["DERIVED_LIMIT", "Groups"]
+
+_log = logging.getLogger("raycollect")
+
+DERIVED_LIMIT = 16  # how many derived groups are kept; the least recently used one is dissolved first
+
+
+class Groups:
+    """All groups of one controller, declared and derived. Any thread may call it; one at a time forms or dissolves."""
+
+    def __init__(self, peers: Participants, ending: Callable[[Membership], None]) -> None:
+        self.coordinators: Coordinators = Coordinators(peers)
+        self._peers = peers
+        self._ending = ending
+        self._changing = threading.RLock()  # groups and leases
+        self._named: dict[str, Membership] = {}
+        self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
+        self._in_use: Counter[str] = Counter()  # group id -> how many calls are being recorded that need it
+        self._unheld: deque[Membership] = deque()  # what is to be released
+        self._broken: dict[str, str] = {}  # group id -> why
+        self._declarations: dict[str, Declaration] = {}  # name -> what was asked for; keeps the actors alive (P5)
+
+    # ------------------------------------------------------------------------------------------ looking them up
+
+    def named(self, name: Any) -> Membership:
+        """A declared group; raises UnknownGroupError where there is none of that name."""
+        if self.is_declared(name):
+            return self._named[name]
+        raise unknown(name, f"not declared; there are {sorted(self._named) or 'none'}")
+
+    def is_declared(self, name: Any) -> bool:
+        """Whether a group of that name is declared."""
+        return isinstance(name, str) and name in self._named
+
+    def exists(self, membership: Membership) -> bool:
+        """False once the group was destroyed."""
+        return any(m is membership for m in (*self._named.values(), *self._derived.values()))
+
+    def as_it_is(self, membership: Membership, timeout_s: float) -> Membership:
+        """A group as it is now, if it was rebuilt; a derived one is formed again where it is gone or broken."""
+        if membership.is_derived:
+            return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
+        return self.named(membership.spec.name)
+
+    @property
+    def derived(self) -> tuple[Membership, ...]:
+        """The derived groups, least recently used first."""
+        return tuple(self._derived.values())
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        """The ids of the groups that are held, and not to be released."""
+        return frozenset(self._in_use - Counter(one.spec.group_id for one in tuple(self._unheld)))
+
+    def check(self, memberships: Iterable[Membership]) -> None:
+        """Checks that groups exist and can communicate (`Controller.check`)."""
+        for membership in dict.fromkeys(memberships):
+            name = membership.spec.name
+            if not self.exists(membership):
+                raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
+            broken = self.why_broken(membership)
+            if broken:
+                raise GroupBrokenError(group_name=name, detail=broken)
+
+    # ------------------------------------------------------------------------------------------ broken ones
+
+    def why_broken(self, membership: Membership) -> str:
+        """Why a group can't communicate; empty where it can."""
+        return self._broken.get(membership.spec.group_id, "")
+
+    def breaks(self, group_id: str, why: str) -> None:
+        """A group can't communicate any more; the first reason is kept."""
+        groups = (*self._named.values(), *self._derived.values())
+        if any(one.spec.group_id == group_id for group in groups for one in group.tree):  # not one that is destroyed
+            self._broken.setdefault(group_id, why)
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        """A participant's process is gone, and with it all its groups; on the hub's thread."""
+        for group_id in peer.group_ids:
+            self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
+            self.coordinators.lost(peer, group_id, reason)
+
+    # ------------------------------------------------------------------------------------------ declared ones
+
+    def add(self, membership: Membership) -> None:
+        """Stores a group under its name, and registers it in the cluster."""
+        self._named[membership.spec.name] = membership
+        cluster_registry.post(membership)
+
+    def declare(self, declaration: Declaration) -> Membership:
+        """Forms a named group; returns when every member has joined."""
+        with self._changing:
+            before = self._named.get(declaration.name)
+            if before is not None:
+                if not self.coordinators.is_deserted(before):
+                    raise GroupExistsError(group_name=declaration.name)
+                self.destroy(declaration.name)  # all its members have left it
+            membership = self._form(declaration)
+            self.add(membership)
+            self._declarations[declaration.name] = declaration
+            return membership
+
+    def rebuild(
+        self, old: Membership, actors: Sequence[Any] | None, timeout_s: float
+    ) -> tuple[Membership, tuple[Any, ...]]:
+        """Forms a declared group again, over the members that live or over other actors (`Group.rebuild`).
+
+        An error leaves the group as it was, unless members could not join: then it is broken, and may be rebuilt again.
+        """
+        name = old.spec.name
+        with self._changing:
+            if self._named.get(name) is not old:
+                raise UnknownGroupError(group_name=name, detail="it was destroyed, or rebuilt in another thread")
+            declaration = self._declarations[name].over(actors, timeout_s)
+            deadline_s = monotonic() + timeout_s
+            membership = None
+            while membership is None:
+                alive = member_discovery.who_answers(declaration, deadline_s, all_must=actors is not None)
+                declaration = declaration.over(alive, timeout_s)
+                self._dissolve(old)
+                try:
+                    membership = self._form(declaration, epoch=old.epoch + 1)
+                except BaseException as exc:
+                    self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
+                    is_dying = isinstance(exc, ActorGoneError) and actors is None  # one that answered was about to die
+                    if not is_dying or monotonic() > deadline_s:
+                        raise
+            self.add(membership)
+            self._declarations[name] = declaration
+            return membership, declaration.actors
+
+    def close(self) -> None:
+        """Removes the groups, which end with their controller, from the cluster's registry."""
+        for membership in tuple(self._named.values()):
+            cluster_registry.remove(membership)
+
+    def destroy(self, name: str) -> None:
+        """Ends a declared group; raises UnknownGroupError where there is none of that name."""
+        with self._changing:
+            membership = self.named(name)
+            del self._named[name]
+            self._declarations.pop(name, None)
+            self._dissolve(membership)
+
+    # ------------------------------------------------------------------------------------------ derived ones
+
+    def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
+        """The group of these actors in this order, formed now or before."""
+        with self._changing:
+            self._settle()
+            known = self._derived.get(actor_ids)
+            if known is not None and known.spec.group_id not in self._broken:
+                self._derived.move_to_end(actor_ids)
+                return known
+            if known is not None:
+                self._dissolve(self._derived.pop(actor_ids))
+            name = f"derived-{secrets.token_hex(3)}"
+            actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)
+            declaration = Declaration(name=name, backend="auto", actors=actors, timeout_s=timeout_s)
+            membership = self._form(declaration, is_derived=True)
+            self._derived[actor_ids] = membership
+            spare = [ids for ids, one in self._derived.items() if not self._in_use[one.spec.group_id]]
+            for ids in spare[: max(len(self._derived) - DERIVED_LIMIT, 0)]:
+                if ids != actor_ids:
+                    self._dissolve(self._derived.pop(ids))
+            return membership
+
+    def hold(self, membership: Membership) -> None:
+        """Keeps a derived group, however long it is unused: a call of it was recorded, and is not sent yet."""
+        with self._changing:
+            self._settle()
+            self._in_use[membership.spec.group_id] += 1
+
+    def release(self, membership: Membership) -> None:
+        """Ends a `hold`."""
+        with self._changing:
+            self._in_use.subtract([membership.spec.group_id])
+            self._in_use = +self._in_use
+
+    def release_later(self, memberships: Iterable[Membership]) -> None:
+        """Releases groups when the next one is formed, held or dissolved; does not wait."""
+        self._unheld.extend(memberships)
+
+    def _settle(self) -> None:
+        while self._unheld:
+            self.release(self._unheld.popleft())
+
+    # ------------------------------------------------------------------------------------------ their beginning and end
+
+    def _form(self, declaration: Declaration, *, epoch: int = 0, is_derived: bool = False) -> Membership:
+        self._settle()
+        deadline_s = monotonic() + declaration.timeout_s
+        member_discovery.check(declaration)
+        infos = member_discovery.describe(declaration, deadline_s)
+        members = declaration.ranked(infos)
+        choice = _choose_backend(declaration, members, deadline_s)
+        spec = declaration.spec(secrets.token_hex(8), choice.backend)
+        membership = Membership(
+            spec=spec,
+            members=members,
+            is_derived=is_derived,
+            epoch=epoch,
+            costs=link_costs.current(),
+            chosen=choice.why,
+            timeout_s=declaration.plan_timeout_s,
+        )
+        actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
+        self.coordinators.open(membership)
+        try:
+            for info in infos:
+                member = members[membership.rank_of(info["actor_id"])]
+                peer = self._peers.lease(member, actors[member.actor_id], info, deadline_s)
+                peer.group_ids.add(spec.group_id)
+            self._peers.join([membership], deadline_s)
+            membership = self._with_inner(membership, deadline_s)
+        except BaseException:
+            self._dissolve(membership)
+            raise
+        return membership
+
+    def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
+        """Adds the groups inside a group for host-by-host plans, if they can be formed."""
+        inner = inner_groups(membership)
+        if not inner:
+            return membership
+        for one in inner:
+            for member in one.members:
+                self._peers.leased(member.actor_id, [one]).group_ids.add(one.spec.group_id)
+        try:
+            self._peers.join([one for one in inner if one.spec.world_size > 1], deadline_s)
+        except RaycollectError as exc:
+            for one in inner:
+                self._part(one)
+            if isinstance(exc, (ActorGoneError, CollectiveTimeoutError)):
+                raise
+            _log.warning("group %r goes without host-by-host plans: %s", membership.spec.name, exc)
+            return membership
+        return replace(membership, inner=inner)
+
+    def _dissolve(self, membership: Membership) -> None:
+        self._settle()
+        self._ending(membership)
+        for one in reversed(membership.tree):
+            self._part(one)
+        self.coordinators.close(membership)
+        cluster_registry.remove(membership)
+
+    def _part(self, membership: Membership) -> None:
+        self._peers.part(membership)
+        self._broken.pop(membership.spec.group_id, None)
+
+
+def _choose_backend(declaration: Declaration, members: tuple[Member, ...], deadline_s: float) -> backends.Choice:
+    machines = [member.machine for member in members]
+    choice = backends.Choice(declaration.backend, "")
+    if declaration.backend == "auto":
+        gpus = member_discovery.gpus(declaration, members, deadline_s)
+        choice = backends.choose(machines, gpus, dict(declaration.options))
+    backends.check_placement(choice.backend, machines, declaration.name)
+    return choice

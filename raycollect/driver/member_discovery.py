@@ -1,0 +1,148 @@
+"""Finds out who the actors of a declaration are: asks each by an actor task, and waits for those that Ray restarts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError
+
+from raycollect import backends
+from raycollect.backends import Gpu
+from raycollect.core import direct_transport, ray_internals
+from raycollect.core.model import Member
+from raycollect.errors import ActorGoneError, CollectiveTimeoutError, GroupBrokenError, SelfDrivenError
+from raycollect.errors.text import listed
+from raycollect.group.declaration import Declaration
+from raycollect.group.membership import is_participant
+from raycollect.member import runtime
+
+__all__ = ["check", "describe", "gpus", "who_answers"]
+
+_RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
+_PENDING = "still waiting to be made (`ray status` tells what resources there are)"
+_BUSY = "still busy with a method, or being made"
+
+
+class _StrangerError(RayActorError):
+    """Ray knows no such actor."""
+
+
+def check(declaration: Declaration) -> None:
+    """Refuses what can be refused before any actor is asked."""
+    me = ray_internals.current_actor_id()
+    for actor in declaration.actors:
+        if me and actor._actor_id.hex() == me:
+            raise SelfDrivenError(actor=ray_internals.describe_actor(actor))
+    if declaration.backend != "auto":
+        backends.get(declaration.backend, declaration.name)
+
+
+def describe(declaration: Declaration, deadline_s: float) -> list[dict[str, Any]]:
+    """What every member says of itself."""
+    infos = []
+    for rank, info in enumerate(_described(declaration, deadline_s)):
+        if isinstance(info, RayActorError):
+            actor = ray_internals.describe_actor(declaration.actors[rank])
+            name, detail = declaration.name, _fate(info)
+            raise ActorGoneError(op="declare", group_name=name, rank=rank, actor=actor, detail=detail) from info
+        in_order = not getattr(declaration.actors[rank], "_ray_allow_out_of_order_execution", False)
+        infos.append({**info, "ordered": info["ordered"] and in_order})
+    return infos
+
+
+def gpus(declaration: Declaration, members: Sequence[Member], deadline_s: float) -> list[Gpu | None]:
+    """The GPU of each member, by rank; empty unless Ray gave all of several members one: asking imports cupy."""
+    if len(members) < 2 or not all("GPU" in dict(member.accelerators) for member in members):
+        return []
+    answers = _ask(declaration, deadline_s, lambda actor: actor.__ray_call__.remote(runtime.gpu))
+    found = {actor._actor_id.hex(): answer for actor, answer in zip(declaration.actors, answers, strict=True)}
+    told = [found[member.actor_id] for member in members]
+    return [None if isinstance(one, RayActorError) else one for one in told]
+
+
+def who_answers(declaration: Declaration, deadline_s: float, *, all_must: bool) -> list[Any]:
+    """The actors that live, in order; GroupBrokenError if none does. `all_must`: raises as `describe` does."""
+    check(declaration)
+    if all_must:
+        describe(declaration, deadline_s)
+        return list(declaration.actors)
+    answers = _described(declaration, deadline_s)
+    alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if isinstance(info, dict)]
+    if not alive:
+        raise GroupBrokenError(group_name=declaration.name, detail="no member is alive")
+    return alive
+
+
+def _described(declaration: Declaration, deadline_s: float) -> list[dict[str, Any] | RayActorError]:
+    answers = _ask(declaration, deadline_s, _who)
+    return [answer if isinstance(answer, RayActorError) else dict(answer) for answer in answers]
+
+
+def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], Any]) -> list[Any]:
+    """Asks every member by an actor task, which waits for busy and pending ones; dead ones answer Ray's error."""
+    answers, late = list[Any](), list[int]()
+    refs = [_asked(question, actor) for actor in declaration.actors]
+    for rank, (ref, actor) in enumerate(zip(refs, declaration.actors, strict=True)):
+        try:
+            answers.append(_answer(ref, actor, deadline_s, question))
+        except GetTimeoutError:
+            late.append(rank)
+    if late:
+        raise CollectiveTimeoutError(
+            op="declare",
+            group_name=declaration.name,
+            detail=f"after {declaration.timeout_s:g} s {_told(declaration.actors, late)}",
+            missing=tuple(late),
+            timeout_s=declaration.timeout_s,
+        )
+    return answers
+
+
+def _asked(question: Callable[[Any], Any], actor: Any) -> Any:
+    try:
+        return question(actor)
+    except Exception as exc:
+        if type(exc) is Exception:  # Ray has none of its own for this
+            return _StrangerError(error_msg=str(exc))
+        raise
+
+
+def _told(actors: Sequence[Any], late: Sequence[int]) -> str:
+    found: dict[str, list[str]] = {}
+    for rank in late:
+        what = _PENDING if ray_internals.is_pending(actors[rank]) else _BUSY
+        found.setdefault(what, []).append(f"rank {rank} ({ray_internals.describe_actor(actors[rank])})")
+    return "; ".join(f"{what}: {listed(names)}" for what, names in found.items())
+
+
+def _who(actor: Any) -> Any:
+    return actor._raycollect_describe.remote() if is_participant(actor) else actor.__ray_call__.remote(runtime.describe)
+
+
+def _answer(ref: Any, actor: Any, deadline_s: float, question: Callable[[Any], Any]) -> Any:
+    """An actor's answer, or Ray's error. It is asked again once dead: Ray may not have known yet, or restart it."""
+    was_lost = False
+    while not isinstance(ref, _StrangerError):
+        try:
+            return direct_transport.get(ref, max(deadline_s - monotonic(), 0))
+        except ActorUnavailableError as exc:
+            if monotonic() > deadline_s:
+                raise GetTimeoutError from exc
+            time.sleep(_RETRY_S)
+        except RayActorError as exc:
+            if was_lost:
+                return exc.with_traceback(None)
+            was_lost = True
+        ref = _asked(question, actor)
+    return ref
+
+
+def _fate(error: RayActorError) -> str:
+    if isinstance(error, _StrangerError):
+        return "Ray knows no such actor: is it of a Ray that was shut down?"
+    if not error.actor_init_failed:
+        return "the actor is dead"
+    return f"the actor is dead, as it could not be made: {str(error).strip().splitlines()[-1]}"

@@ -1,0 +1,121 @@
+"""Binds operands to ranks by the ids of their refs, and says why that can't be done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from raycollect.core import direct_transport, ray_internals
+from raycollect.core.model import Key
+from raycollect.errors import Violation
+from raycollect.errors.text import a_type, listed
+from raycollect.group.membership import Membership, is_participant
+from raycollect.pos.handle import Handle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A ref and what its id says."""
+
+    ref: Any
+    key: Key | None
+    actor_id: str
+
+
+def operand(ref: Any, position: int) -> Operand | Violation:
+    """Reads a ref. The id alone names the participant (P1); one of ray.put or a task may hold a handle."""
+    if not isinstance(ref, ray.ObjectRef):
+        is_actor = isinstance(ref, ray.actor.ActorHandle)
+        return _foreign(position, "an actor handle" if is_actor else a_type(ref), "")
+    key, actor_id = ray_internals.read_ref(ref)
+    if actor_id:
+        return Operand(ref=ref, key=key, actor_id=actor_id)
+    value = direct_transport.get(ref)
+    if isinstance(value, Handle):
+        return Operand(ref=ref, key=value.key, actor_id=value.actor_id)
+    origin = "made by ray.put" if ray_internals.is_put(ref) else "returned by a task"
+    return _foreign(position, f"{a_type(value)} {origin}", ref.hex())
+
+
+def _foreign(position: int, found: str, ref: str) -> Violation:
+    expected = "an ObjectRef that a method of a participant returned"
+    return Violation(kind="foreign", rank=position, field="ref", found=found, expected=expected, ref=ref)
+
+
+def bind(
+    operands: Sequence[Operand], membership: Membership, *, whole: bool = False
+) -> dict[int, Operand] | list[Violation]:
+    """Gives each operand its rank."""
+    ranked: dict[int, Operand] = {}
+    found: list[Violation] = []
+    for one in operands:
+        rank = membership.rank_of(one.actor_id)
+        if rank < 0:
+            found.append(_outsider(one, membership))
+        elif not membership.members[rank].participant:
+            found.append(_no_participant(one, rank, membership.members[rank].actor))
+        elif rank in ranked:
+            found.append(_second_ref(one, rank, membership.members[rank].actor))
+        else:
+            ranked[rank] = one
+    if whole and not found:
+        absent = (member for member in membership.members if member.rank not in ranked)
+        found = [_absent(member.rank, member.actor) for member in absent]
+    return found or ranked
+
+
+def repeated(operands: Sequence[Operand]) -> list[Violation]:
+    """Violations of operands whose actor has one already, for groups whose ranks are positions."""
+    ids = [one.actor_id for one in operands]
+    return [_second_ref(one, rank) for rank, one in enumerate(operands) if one.actor_id in ids[:rank]]
+
+
+def _second_ref(one: Operand, rank: int, actor: str = "") -> Violation:
+    found = "a second ref of the same actor"
+    return Violation(
+        kind="duplicate", rank=rank, field="ref", found=found, expected="one per actor", actor=actor, ref=_hex(one)
+    )
+
+
+def _absent(rank: int, actor: str) -> Violation:
+    return Violation(kind="missing", rank=rank, field="operand", found="missing", expected="one ref", actor=actor)
+
+
+def _outsider(one: Operand, membership: Membership) -> Violation:
+    stranger = strangers([one])
+    if stranger:
+        return replace(stranger[0], rank=-1)  # it has no rank in this group
+    actor = ray_internals.describe_actor(ray_internals.actor_handle(one.actor_id))
+    expected = f"one of {listed(member.actor for member in membership.members)}"
+    return Violation(kind="not_member", rank=-1, field="actor", found=actor, expected=expected, ref=_hex(one))
+
+
+def strangers(operands: Sequence[Operand]) -> list[Violation]:
+    """Violations of operands whose actors can't take part in any plan: no mixin, or unknown to this process."""
+    found = []
+    for position, one in enumerate(operands):
+        handle = ray_internals.actor_handle(one.actor_id)
+        if handle is None:
+            what = f"{one.actor_id[:6]}, of which this process has no handle (is it of a Ray that was shut down?)"
+            found.append(
+                Violation(
+                    kind="not_member", rank=position, field="actor", found=what, expected="a participant", ref=_hex(one)
+                )
+            )
+        elif not is_participant(handle):
+            found.append(_no_participant(one, position, ray_internals.describe_actor(handle)))
+    return found
+
+
+def _no_participant(one: Operand, rank: int, actor: str) -> Violation:
+    found = f"{actor}, without the mixin"
+    return Violation(
+        kind="not_participant", rank=rank, field="actor", found=found, expected="a participant", ref=_hex(one)
+    )
+
+
+def _hex(one: Operand) -> str:
+    return one.key.hex() if one.key else ""

@@ -1,0 +1,246 @@
+"""The controller's connection to one leased participant."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from raycollect.channel import Link
+from raycollect.channel.messages import (
+    Collect,
+    Collected,
+    Go,
+    Look,
+    Measure,
+    Measured,
+    Message,
+    Order,
+    Ready,
+    Record,
+    Refused,
+    Seen,
+    Survey,
+    Surveyed,
+    Tick,
+    Ticked,
+    Unable,
+    Welcome,
+)
+from raycollect.core import threads
+from raycollect.errors import (
+    ChannelError,
+    CollectiveTimeoutError,
+    ConnectionLostError,
+    ProtocolError,
+    RaycollectError,
+    anew,
+    from_wire,
+    kept,
+)
+
+_ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
+
+MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
+
+
+class LinkOwner(Protocol):
+    """What a link reports to; on the hub's thread."""
+
+    def received(self, peer: ParticipantLink, message: Message) -> None:
+        """The participant said something."""
+        ...
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        """Its connection has ended."""
+        ...
+
+    def undone(self, peer: ParticipantLink, message: Message, error: RaycollectError) -> None:
+        """Handling a message failed: whoever waits for its effect gets the error."""
+        ...
+
+    def parted(self, peer: ParticipantLink) -> None:
+        """It was given back, by the calling thread."""
+        ...
+
+
+class StartBarrier:
+    """Lets the participants of one plan begin together, once all have what they need.
+
+    Who begins a plan holds up the methods of its actor until the others have begun. None of these may wait, directly or
+    through its own actor, for such a method: so nobody begins before all have their operands, and have ended the plans
+    before.
+
+    Args:
+        seq: The plan.
+        peers: Its participants, by position.
+        late: Called on the hub's thread with the positions of those who are not ready, when one has waited too long.
+    """
+
+    def __init__(self, seq: int, peers: Sequence[ParticipantLink], late: Callable[[tuple[int, ...]], None]) -> None:
+        self._seq = seq
+        self._peers = tuple(peers)
+        self._late = late
+        self._missing = {id(peer): at for at, peer in enumerate(peers)}
+        for peer in peers:
+            peer.barriers[seq] = self
+
+    def received(self, peer: ParticipantLink, message: Ready) -> None:
+        """A participant is ready, or has waited too long; on the hub's thread."""
+        if message.late and self._missing:
+            self._late(tuple(self._missing.values()))
+        elif self._missing.pop(id(peer), None) is not None and not self._missing:
+            for one in self._peers:
+                one.send(Go(seq=self._seq))
+
+    def end(self) -> None:
+        """Nobody waits here any more; any thread may call it."""
+        for peer in self._peers:
+            peer.barriers.pop(self._seq, None)
+
+
+class ParticipantLink:
+    """One leased participant."""
+
+    def __init__(self, owner: LinkOwner, info: dict[str, Any], actor: Any, run: Callable[[Any, bytes], None]) -> None:
+        self.info = info
+        self.actor = actor
+        self.last_seq = 0
+        self.group_ids: set[str] = set()
+        self.link: Link | None = None
+        self.barriers: dict[int, StartBarrier] = {}
+        self._owner = owner
+        self._answer: RaycollectError | None = None
+        self._answered = threading.Event()
+        self._submits: dict[int, Any] = {}
+        self._requests = itertools.count(1)
+        self._asked: dict[int, Future[Any]] = {}
+        self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
+        self._lost = False
+        self._run = () if info["participant"] else (run,)
+
+    def submit(self, payload: bytes, outputs: int) -> list[Any]:
+        """Submits a program as one actor task; returns the refs of its outputs."""
+        method = self._submits.get(outputs)
+        if method is None:
+            # Not retried: a second run would work on data that the first has changed. No task events: they cost 3 % of
+            # a small plan, and the recorder knows more of it than Ray's dashboard could.
+            method = self.actor.__ray_call__ if self._run else self.actor._raycollect_run
+            method = method.options(num_returns=outputs, max_task_retries=0, enable_task_events=False)
+            self._submits[outputs] = method
+        refs = method.remote(*self._run, payload)
+        return [] if refs is None else refs if isinstance(refs, list) else [refs]
+
+    def order(self, message: Order) -> None:
+        """Sends a program by the channel, past the methods that wait in the actor's queue."""
+        link = self.link
+        if link is None or self._lost:
+            raise ConnectionLostError(detail="its connection has ended")
+        link.send(message)
+
+    def welcome(self, timeout_s: float) -> None:
+        """Waits for the answer to the lease; ControllerConflictError where another process drives the participant."""
+        if not self._answered.wait(timeout_s):
+            raise CollectiveTimeoutError(op="lease", actor=self.info["actor"], detail="it gave no answer to the lease")
+        if self._answer is not None:
+            raise anew(self._answer)
+
+    def survey(self) -> Future[Surveyed | Unable | None]:
+        """Asks what it holds; the result of this and the other questions is None where its connection ends first."""
+        return self._ask(lambda request: Survey(request=request))
+
+    def look(self) -> Future[Seen | Unable | None]:
+        """Asks what it is doing."""
+        return self._ask(lambda request: Look(request=request))
+
+    def measure(self, seq: int) -> Future[Measured | Unable | None]:
+        """Asks how far it is in a plan."""
+        return self._ask(lambda request: Measure(request=request, seq=seq))
+
+    def record(self, limit: int, *, metrics: bool) -> Future[Ticked | Unable | None]:
+        """Makes it record a timeline (`Record`)."""
+        return self._ask(lambda request: Record(request=request, limit=limit, metrics=metrics))
+
+    def tick(self) -> Future[Ticked | Unable | None]:
+        """Asks for the time of its clock."""
+        return self._ask(lambda request: Tick(request=request))
+
+    def collect(self, *, ends: bool) -> Future[bytes | Unable | None]:
+        """Asks for what it has recorded (`Collect`)."""
+        return self._ask(lambda request: Collect(request=request, ends=ends))
+
+    def _ask(self, question: Callable[[int], Message]) -> Future[Any]:
+        request, asked = next(self._requests), Future[Any]()
+        self._asked[request] = asked
+        self.send(question(request))
+        if self._lost:
+            self._end_questions()
+        return asked
+
+    def _end_questions(self) -> None:
+        self._collected.clear()
+        for request in list(self._asked):
+            self._answered_by(request, None)
+
+    def _collect_part(self, message: Collected) -> None:
+        if message.request not in self._asked:
+            return
+        parts = self._collected.setdefault(message.request, bytearray())
+        parts += message.payload
+        if len(parts) > MOST_COLLECTED_NBYTES:
+            raise ProtocolError(detail=f"a timeline of more than {MOST_COLLECTED_NBYTES} bytes")
+        if not message.more:
+            self._answered_by(message.request, bytes(parts))
+
+    def _answered_by(self, request: int, answer: Surveyed | Seen | Measured | Ticked | Unable | bytes | None) -> None:
+        self._collected.pop(request, None)
+        asked = self._asked.pop(request, None)
+        if asked is not None:
+            asked.set_result(answer)
+
+    def received(self, link: Link, message: Any) -> None:
+        """A message of the participant; on the hub's thread."""
+        try:
+            self._take(message)
+        except ProtocolError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - any: somebody waits
+            error = threads.failed(f"taking in {type(message).__name__}", exc)
+            if isinstance(message, (*_ANSWERS, Collected)):
+                self._answered_by(message.request, Unable(request=message.request, detail=error.detail))
+            else:
+                self._owner.undone(self, message, error)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, (Welcome, Refused)):
+            self._answer = from_wire(message.error) if isinstance(message, Refused) else None
+            self._answered.set()
+        elif isinstance(message, Collected):
+            self._collect_part(message)
+        elif isinstance(message, _ANSWERS):
+            self._answered_by(message.request, message)
+        elif isinstance(message, Ready):
+            start_barrier = self.barriers.get(message.seq)
+            if start_barrier is not None:  # else the plan has failed meanwhile
+                start_barrier.received(self, message)
+        else:
+            self._owner.received(self, message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """The connection has ended; on the hub's thread."""
+        if not self._answered.is_set():
+            self._answer = kept(reason)
+            self._answered.set()
+        self._lost = True
+        threads.survives(self._end_questions)
+        self._owner.lost(self, reason.detail)
+
+    def send(self, message: Any) -> None:
+        """Sends a message; `closed` deals with a link that has ended."""
+        try:
+            if self.link is not None:
+                self.link.send(message)
+        except ConnectionLostError:
+            pass

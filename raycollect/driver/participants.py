@@ -1,0 +1,255 @@
+"""The participants that a controller has leased: leases them, makes them join groups, and gives them back."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import asdict, replace
+from time import monotonic
+from typing import Any
+
+from raycollect.channel import Hub
+from raycollect.channel.messages import Bye, Join, Joined, Leave, Measured, Seen, Store, Stored, Surveyed, Unable
+from raycollect.core import ray_internals
+from raycollect.core.model import Member
+from raycollect.driver.participant_link import LinkOwner, ParticipantLink
+from raycollect.errors import (
+    ActorGoneError,
+    CollectiveTimeoutError,
+    ConnectionLostError,
+    GroupBrokenError,
+    PlanAbortedError,
+    RaycollectError,
+    anew,
+    from_wire,
+)
+from raycollect.errors.text import listed
+from raycollect.group.coordinator import Orders
+from raycollect.group.membership import Membership
+from raycollect.member import runtime
+from raycollect.observe.timeline_session import TimelineSession
+
+__all__ = ["Participants"]
+
+
+class _Joining:
+    """A member that was asked to join."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.settled = threading.Event()
+        self.error: RaycollectError | None = None
+
+
+class Participants:
+    """All participants of one controller. One thread at a time leases, joins and parts; any may do the rest."""
+
+    def __init__(self, owner: LinkOwner, controller_id: str) -> None:
+        self.timeline: TimelineSession | None = None
+        self._owner = owner
+        self._controller_id = controller_id
+        self._hub = Hub()
+        self._peers: dict[str, ParticipantLink] = {}  # by actor id
+        self._requests = itertools.count(1)
+        self._joining: dict[int, _Joining] = {}
+        self._inviting = threading.Lock()  # until all members of a group know of it
+
+    def close(self) -> None:
+        """Gives all back."""
+        self._hub.close()
+
+    # ------------------------------------------------------------------------------------------ who they are
+
+    def add(self, peer: ParticipantLink) -> None:
+        """Stores one that was leased."""
+        self._peers[peer.info["actor_id"]] = peer
+
+    def get(self, actor_id: str) -> ParticipantLink | None:
+        """The leased participant of an actor, if there is one."""
+        return self._peers.get(actor_id)
+
+    def all(self) -> tuple[ParticipantLink, ...]:
+        """Those that are leased now."""
+        return tuple(self._peers.values())
+
+    def leased(self, actor_id: str, memberships: Iterable[Membership]) -> ParticipantLink:
+        """The leased participant of an actor in one of these groups; GroupBrokenError if its process is gone."""
+        peer = self._peers.get(actor_id)
+        if peer is None or peer.link is None:
+            members = (one for membership in memberships for one in membership.members)
+            actor = next((one.actor for one in members if one.actor_id == actor_id), f"actor {actor_id[:6]}")
+            raise GroupBrokenError(group_name="", detail=f"{actor} is gone")
+        return peer
+
+    def of_group(self, group_id: str) -> Iterator[ParticipantLink]:
+        """The leased members of a group."""
+        return (peer for peer in list(self._peers.values()) if group_id in peer.group_ids)
+
+    def drop(self, peer: ParticipantLink) -> bool:
+        """Forgets one whose connection has ended; False where it was not leased any more."""
+        actor_id = peer.info["actor_id"]
+        if self._peers.get(actor_id) is not peer:
+            return False
+        del self._peers[actor_id]
+        peer.link = None
+        return True
+
+    # ------------------------------------------------------------------------------------------ leases
+
+    def lease(self, member: Member, actor: Any, info: dict[str, Any], deadline_s: float) -> ParticipantLink:
+        """Leases a member, unless it is leased already."""
+        peer = self._peers.get(member.actor_id)
+        if peer is not None and peer.info["incarnation"] == member.incarnation:
+            return peer
+        peer = ParticipantLink(self._owner, info, actor, runtime.run_program)
+        hello = {"controller": self._controller_id, "description": ray_internals.describe_process()}
+        try:
+            peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
+            peer.welcome(max(deadline_s - monotonic(), 0.1))
+        except BaseException as exc:
+            if peer.link is not None:
+                peer.link.close()
+            if isinstance(exc, ConnectionLostError):
+                raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
+            raise
+        self.add(peer)
+        if self.timeline is not None:
+            self.timeline.leased(peer)
+        return peer
+
+    def part(self, membership: Membership) -> None:
+        """Makes the members of a group leave it, and ends the leases that no other group needs."""
+        group_id = membership.spec.group_id
+        for member in membership.members:
+            peer = self._peers.get(member.actor_id)
+            if peer is None or group_id not in peer.group_ids:
+                continue
+            peer.group_ids.discard(group_id)
+            peer.send(Leave(group_id=group_id))
+            if not peer.group_ids:
+                if self.timeline is not None:
+                    self.timeline.leaving(peer)
+                peer.send(Bye())
+                del self._peers[member.actor_id]
+                if peer.link is not None:
+                    peer.link.close()
+                self._owner.parted(peer)
+
+    # ------------------------------------------------------------------------------------------ joining
+
+    def join(self, memberships: Sequence[Membership], deadline_s: float) -> None:
+        """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`."""
+        waiting: dict[int, _Joining] = {}
+        try:
+            for membership in memberships:
+                members = [asdict(replace(m, address=replace(m.address, secret=b""))) for m in membership.members]
+                asked = {next(self._requests): _Joining(member) for member in membership.members}
+                waiting.update(asked)
+                self._joining.update(asked)
+                with self._inviting:
+                    for request, joining in asked.items():
+                        rank = joining.member.rank
+                        join = Join(request=request, group=asdict(membership.spec), rank=rank, members=members)
+                        self.leased(joining.member.actor_id, [membership]).send(join)
+            late = [one for one in waiting.values() if not one.settled.wait(max(deadline_s - monotonic(), 0))]
+        finally:
+            for request in waiting:
+                self._joining.pop(request, None)
+        errors = [one.error for one in waiting.values() if one.error is not None]
+        if errors:
+            raise anew(next((e for e in errors if not isinstance(e, PlanAbortedError)), errors[0]))
+        if late:
+            names = listed(f"rank {one.member.rank} ({one.member.actor})" for one in late)
+            raise CollectiveTimeoutError(
+                op="declare",
+                group_name=memberships[0].spec.name,
+                detail=f"not joined in time: {names}",
+                missing=tuple(one.member.rank for one in late),
+            )
+
+    def stored(self, peer: ParticipantLink, message: Store) -> None:
+        """A member publishes a value: all others get it, but not before their invitation; on the hub's thread."""
+        stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
+        with self._inviting:
+            for other in self.of_group(message.group_id):
+                if other is not peer:
+                    other.send(stored)
+
+    def joined(self, message: Joined) -> None:
+        """A member has joined, or can't; on the hub's thread."""
+        joining = self._joining.get(message.request)
+        if joining is None:
+            return
+        if message.error is not None:
+            self.fail_join(from_wire(message.error))
+        joining.settled.set()
+
+    def give_up(self, peer: ParticipantLink, reason: str) -> None:
+        """Ends the join where a participant that is gone is among those who join; on the hub's thread."""
+        if any(one.member.actor_id == peer.info["actor_id"] for one in list(self._joining.values())):
+            self.fail_join(ActorGoneError(op="declare", actor=peer.info["actor"], detail=f"it ended ({reason})"))
+
+    def fail_join(self, error: RaycollectError) -> None:
+        """Ends the join of all members: one group is formed at a time, and it can't be any more.
+
+        Where all have joined there is a group, and later calls report that a member is gone.
+        """
+        everyone = list(self._joining.values())
+        if all(one.settled.is_set() for one in everyone):
+            return
+        for joining in everyone:
+            joining.error = joining.error or error
+            joining.settled.set()
+
+    # ------------------------------------------------------------------------------------------ telling, asking
+
+    def deliver(self, actor_ids: Sequence[str], outgoing: Orders) -> None:
+        """Sends (place among actors, message) to those who are still leased."""
+        for at, message in outgoing:
+            peer = self._peers.get(actor_ids[at])
+            if peer is not None:
+                peer.send(message)
+
+    def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | Unable | None]:
+        """Asks members what they hold; None for one that is gone, or has not answered in time."""
+        return self._ask(members, ParticipantLink.survey, timeout_s)
+
+    def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
+        """Asks members what they are doing; None for one that is gone, or has not answered in time."""
+        return [
+            _unseen(one) if isinstance(one, Unable) else one
+            for one in self._ask(members, ParticipantLink.look, timeout_s)
+        ]
+
+    def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
+        """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
+        peer = self._peer_of(member)
+        return None if peer is None else peer.measure(seq)
+
+    def _peer_of(self, member: Member) -> ParticipantLink | None:
+        peer = self._peers.get(member.actor_id)
+        return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
+
+    def _ask(
+        self, members: Sequence[Member], question: Callable[[ParticipantLink], Future[Any]], timeout_s: float
+    ) -> list[Any]:
+        asked = [None if peer is None else question(peer) for peer in map(self._peer_of, members)]
+        answered = wait_for(filter(None, asked), timeout_s).done
+        return [one.result() if one in answered else None for one in asked]
+
+
+def _unseen(told: Unable) -> Seen:
+    return Seen(
+        request=told.request,
+        doing=told.detail,
+        stack=[],
+        running=[],
+        steps=[],
+        doors=[],
+        doors_ms=[],
+        ended=0,
+        story=[],
+    )

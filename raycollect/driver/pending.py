@@ -1,0 +1,119 @@
+"""Placeholders: for outputs of calls that are not sent yet, and for values of each run of a captured step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.core.model import Key
+from raycollect.core.placeholder import Placeholder
+from raycollect.errors import BatchError, CaptureError, RaycollectError
+
+__all__ = ["Argument", "Pending", "plain"]
+
+_OPEN = "its batch has not ended: use it after the block, or as an operand of a later call in it"
+_IN_RUNS = (
+    "what a captured step makes is there only while it runs: give it to later calls in its own block, or to `returns`; "
+    "step.explain() tells of it after the block, plan() can't"
+)
+_OF_RUNS = "stands for a value of each run: compute with it in a method"
+
+
+def _misuse(error: RaycollectError, name: str) -> Exception:
+    return AttributeError(f"no attribute {name!r}: {error}") if name else error
+
+
+class Pending(Placeholder):
+    """Stands for a ref that a call of a batch will return: the call's output, which the plan makes.
+
+    Inside the block it may be an operand of later calls. After the block, `ref` is the ObjectRef; `get`, `free` and all
+    verbs take the placeholder as well. It can't be passed to a Ray call: pass `ref`.
+
+    In a captured step it stands for another value in each run, and never has a ref.
+
+    Attributes:
+        actor_id: The participant on which it is made.
+        request: The number of its call; -1: a method's.
+        step: In a captured step, the place of its call among all calls; -1 elsewhere.
+        key: Its key in errors, where an earlier plan of the step makes it; None: the current plan.
+    """
+
+    __slots__ = ("_ref", "_request_list", "_why", "actor_id", "key", "request", "step")
+
+    def __init__(
+        self, request_list: object, request: int, actor_id: str, *, step: int = -1, key: Key | None = None
+    ) -> None:
+        self.actor_id: str = actor_id
+        self.request: int = request
+        self.step: int = step
+        self.key: Key | None = key
+        self._request_list: object | None = request_list
+        self._ref: Any = None
+        self._why = _OPEN
+
+    @property
+    def ref(self) -> Any:
+        """The ObjectRef.
+
+        Raises:
+            BatchError: Its batch has not ended, or failed.
+            CaptureError: It is made in the runs of a captured step.
+        """
+        if self.step >= 0:
+            raise CaptureError(detail=f"{self!r} is no ref: {_IN_RUNS}")
+        if self._ref is None:
+            raise BatchError(detail=f"{self!r} is no ref: {self._why}")
+        return self._ref
+
+    def _misused(self, name: str = "") -> Exception:
+        if self.step >= 0:
+            return _misuse(CaptureError(detail=f"{self!r} {_OF_RUNS}"), name)
+        what = "stands for a ref, not for its value: compute with it in a method, or fetch it after the block"
+        return _misuse(BatchError(detail=f"{self!r} {what} with `col.get`"), name)
+
+    def is_of(self, request_list: object) -> bool:
+        """Whether a call of these requests makes it, which are not sent yet."""
+        return self._request_list is request_list
+
+    def settle(self, ref: Any, why: str) -> None:
+        """Gives it its ref, or the reason why it has none."""
+        self._request_list, self._ref, self._why = None, ref, why
+
+    def __reduce__(self) -> Any:
+        if self.step >= 0:
+            return _stray, (repr(self),)
+        raise BatchError(detail=f"{self!r} can't leave the driver: pass its `ref`, after the block has ended")
+
+    def __repr__(self) -> str:
+        ref = f"; its ref is {self._ref.hex()}" if self._ref is not None else ""
+        return f"<Pending: made by call {max(self.step, self.request)} on actor {self.actor_id[:6]}{ref}>"
+
+
+def _stray(what: str) -> None:
+    """Refuses a placeholder that was sent to another process; Ray pickles arguments of ``actor.method.bind(...)``."""
+    raise CaptureError(detail=f"{what} has no meaning outside of its driver: {_IN_RUNS}")
+
+
+class Argument(Placeholder):
+    """Stands for an argument of each run of a captured step."""
+
+    __slots__ = ("default", "has_default", "name", "owner")
+
+    def __init__(self, owner: object, name: str, *, default: Any, has_default: bool) -> None:
+        self.owner: object = owner
+        self.name: str = name
+        self.default: Any = default
+        self.has_default: bool = has_default
+
+    def _misused(self, name: str = "") -> Exception:
+        return _misuse(CaptureError(detail=f"{self!r} {_OF_RUNS}"), name)
+
+    def __reduce__(self) -> Any:
+        return _stray, (repr(self),)
+
+    def __repr__(self) -> str:
+        return f"<Argument {self.name!r} of a captured step>"
+
+
+def plain(value: Any) -> Any:
+    """The ref of a `Pending`, which raises where it has none; any other value as it is."""
+    return value.ref if isinstance(value, Pending) else value

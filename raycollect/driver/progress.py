@@ -1,0 +1,243 @@
+"""How far a collective is, or a run of a captured step: asks its participants for as long as somebody looks.
+
+Nobody is waited for. A participant that has not answered the last question is not asked again, and counts as where it
+was when it last answered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+from raycollect.channel.messages import Measured
+from raycollect.driver.participants import Participants
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.planner.wording import nbytes_words, seconds_words
+
+__all__ = ["ProgressProbe", "Progress", "RankProgress"]
+
+SILENT_S = 1.0  # after how long without an answer a participant counts as silent, in seconds
+
+FAR_BEHIND = 0.2  # a participant is behind if this part less is done than on the foremost one
+
+RATE_S = 3.0  # the time over which the rate is measured, in seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgress:
+    """How far one participant is.
+
+    Attributes:
+        rank: Its rank, in the group of its first call.
+        actor: The actor's class, and name if it has one.
+        done_nbytes: How many bytes of its tensors are done, by itself or by others.
+        total_nbytes: The bytes of all of them; 0: unknown, as not all ranks have arrived at the door.
+        has_begun: Whether it is known to have begun.
+        has_ended: Whether it has ended, and nothing has failed.
+        is_heard: Whether it has reported anything yet.
+        answers: Whether it answers; False: this is how far it was when it last did.
+    """
+
+    rank: int
+    actor: str
+    done_nbytes: int
+    total_nbytes: int
+    has_begun: bool
+    has_ended: bool
+    is_heard: bool
+    answers: bool
+
+    @property
+    def fraction(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        if self.has_ended:
+            return 1.0
+        return self.done_nbytes / self.total_nbytes if self.total_nbytes else 0.0
+
+    def __str__(self) -> str:
+        for holds, words in (
+            (self.has_ended, "has ended"),
+            (not self.answers, "gives no answer"),
+            (not self.is_heard, "was not heard of yet"),
+            (not self.has_begun, "has not begun"),
+            (not self.total_nbytes, "is at the door"),
+        ):
+            if holds:
+                return f"rank {self.rank} {words}"
+        return f"rank {self.rank} is at {100 * self.fraction:.0f} %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a collective is, or a run of a captured step.
+
+    Bytes are those of all participants together: an allreduce of 1 GiB over 4 ranks is 4 GiB.
+
+    Attributes:
+        done_nbytes: How many are done.
+        total_nbytes: How many there are; participants that have not reported count like the others. 0: unknown, as not
+            all have arrived at the door. The first run of a captured step counts the plans that it has reached.
+        elapsed_s: For how long it has been under way, in seconds.
+        rate: Bytes per second of late, or at the end in all; the time before the door does not count.
+        left_s: How long the rest takes at this rate, in seconds; None: nothing moves.
+        ranks: How far each participant is.
+    """
+
+    done_nbytes: int
+    total_nbytes: int
+    elapsed_s: float
+    rate: float
+    left_s: float | None
+    ranks: tuple[RankProgress, ...] = ()
+
+    @property
+    def fraction(self) -> float:
+        """How much of it is done, from 0 to 1."""
+        return self.done_nbytes / self.total_nbytes if self.total_nbytes else 0.0
+
+    @property
+    def laggard(self) -> RankProgress | None:
+        """The participant that is far behind the others or keeps them waiting, if any."""
+        ahead = max((one.fraction for one in self.ranks), default=0.0)
+        some_begun = any(one.has_begun for one in self.ranks)
+        late = [
+            one
+            for one in self.ranks
+            if not one.has_ended and (not one.answers or (one.is_heard and self._is_behind(one, ahead, some_begun)))
+        ]
+        return min(late, key=lambda one: (one.answers, one.has_begun, one.fraction, one.rank), default=None)
+
+    @staticmethod
+    def _is_behind(one: RankProgress, ahead: float, some_begun: bool) -> bool:
+        return (some_begun and not one.has_begun) or ahead - one.fraction > FAR_BEHIND
+
+    def __str__(self) -> str:
+        if not self.total_nbytes:
+            return f"nobody has told of bytes, after {seconds_words(self.elapsed_s)}"
+        far = f"{nbytes_words(self.done_nbytes)} of {nbytes_words(self.total_nbytes)} ({100 * self.fraction:.0f} %)"
+        rate = f", {nbytes_words(self.rate)}/s" if self.rate else ""
+        left = f", {seconds_words(self.left_s)} left" if self.left_s else ""
+        return far + rate + left
+
+
+class _Place:
+    """What one participant has said."""
+
+    __slots__ = ("asked", "asked_s", "done", "has_begun", "has_ended", "is_heard", "lent", "total")
+
+    def __init__(self) -> None:
+        self.is_heard = self.has_begun = self.has_ended = False
+        self.total = self.lent = 0
+        self.asked: Future[Any] | None = None
+        self.asked_s = 0.0
+        self.done = 0
+
+    def hear(self) -> None:
+        if self.asked is None or not self.asked.done():
+            return
+        said, self.asked = self.asked.result(), None
+        if not isinstance(said, Measured) or min(said.done, said.total, said.lent) < 0:
+            return
+        self.is_heard, self.has_begun, self.has_ended, self.lent = True, said.has_begun, said.has_ended, said.lent
+        self.total = said.total or self.total  # who has ended has nothing to tell
+        self.done = max(self.done, min(said.done, self.total))
+
+
+class ProgressProbe:
+    """What the participants of a plan have reported about their progress. For one thread at a time."""
+
+    def __init__(
+        self, participants: Participants, tracker: PlanTracker, began_s: float, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._participants = participants
+        self._tracker = tracker
+        self._clock = clock
+        self._began_s = began_s
+        self._places = [_Place() for _ in tracker.plan.participants]
+        self._most = 0
+        self._samples = deque([(began_s, 0)])  # (time, bytes done): the last before there was anything, and then all
+        self._ended_s: float | None = None
+        self._idle_s = began_s  # the latest time at which no bytes were known
+
+    def ask(self) -> None:
+        """Asks those who have not ended and have answered the last question."""
+        tracker = self._tracker
+        for at, place in enumerate(self._places):
+            if place.asked is None and tracker.is_pending(at):
+                place.asked = self._participants.measure(tracker.member(at), tracker.seq)
+                place.asked_s = self._clock()
+
+    def hear(self, timeout_s: float = 0.0) -> None:
+        """Takes the answers that are there, or arrive within `timeout_s` seconds."""
+        if timeout_s:
+            wait_for([one.asked for one in self._places if one.asked is not None], timeout_s)
+        for place in self._places:
+            place.hear()
+
+    def read(self) -> Progress:
+        """The progress as reported."""
+        now_s, tracker = self._now_s(), self._tracker
+        went_well = tracker.resolved and tracker.error is None
+        credit = 0.0 if went_well else self._credit()
+        ranks = tuple(self._rank(at, place, credit, now_s) for at, place in enumerate(self._places))
+        told = [one for one in ranks if one.total_nbytes]
+        each = sum(one.total_nbytes for one in told) // max(len(told), 1)
+        total = sum(one.total_nbytes or each for one in ranks)
+        done = sum(int(one.fraction * (one.total_nbytes or each)) for one in ranks)
+        done = self._most = total if went_well else min(max(done, self._most), total)
+        rate = self._rate(now_s, done, total)
+        return Progress(
+            done_nbytes=done,
+            total_nbytes=total,
+            elapsed_s=now_s - self._began_s,
+            rate=rate,
+            left_s=(total - done) / rate if rate else None,
+            ranks=ranks,
+        )
+
+    def _credit(self) -> float:
+        """The part of lent bytes that counts as done: the same as of all others."""
+        lent, done = sum(one.lent for one in self._places), sum(one.done for one in self._places)
+        rest = sum(one.total for one in self._places) - lent
+        return min(done / rest, 1.0) if rest > 0 else 0.0
+
+    def _rate(self, now_s: float, done: int, total: int) -> float:
+        samples = self._samples
+        if not total:
+            samples[0] = (now_s, 0)
+            self._idle_s = now_s
+            return 0.0
+        if self._ended_s is None:
+            samples.append((now_s, done))
+            while len(samples) > 2 and samples[1][0] <= now_s - RATE_S:
+                samples.popleft()
+            since_s, before = samples[0]
+        else:
+            since_s, before = self._idle_s, 0
+        return (done - before) / (now_s - since_s) if now_s > since_s else 0.0
+
+    def _now_s(self) -> float:
+        if self._tracker.resolved and self._ended_s is None:
+            self._ended_s = self._clock()
+        return self._clock() if self._ended_s is None else self._ended_s
+
+    def _rank(self, at: int, place: _Place, credit: float, now_s: float) -> RankProgress:
+        tracker = self._tracker
+        member = tracker.member(at)
+        has_ended = tracker.error is None and (tracker.resolved or not tracker.is_pending(at) or place.has_ended)
+        done = place.done + min(int(place.lent * credit), place.total - place.done)
+        return RankProgress(
+            rank=member.rank,
+            actor=member.actor,
+            done_nbytes=place.total if has_ended else done,
+            total_nbytes=place.total,
+            has_begun=has_ended or place.has_begun,
+            has_ended=has_ended,
+            is_heard=has_ended or place.is_heard,
+            answers=has_ended or place.asked is None or now_s - place.asked_s < SILENT_S,
+        )

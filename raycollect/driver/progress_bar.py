@@ -1,0 +1,174 @@
+"""Progress bars on stderr during long waits, by tqdm. The waiting thread draws them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from contextvars import ContextVar, Token
+from functools import cache
+from types import TracebackType
+from typing import Any
+
+from raycollect.driver.controller import Controller
+from raycollect.driver.participants import Participants
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.driver.progress import Progress, ProgressProbe
+from raycollect.errors import ProgressError, Violation, refusal
+
+__all__ = ["AFTER_S", "Bar", "ProgressBars", "progress", "wanted"]
+
+_log = logging.getLogger("raycollect")
+
+AFTER_S = 0.5  # after how long a wait shows a bar by default, in seconds
+
+EVERY_S = 0.2  # how often participants are asked for their progress, in seconds
+
+LEAD_S = 0.05  # how long before the bar is first drawn they are asked, in seconds
+
+_after_s: ContextVar[float | None] = ContextVar("raycollect_progress", default=None)
+
+
+class ProgressBars:
+    """What `progress` gives: a block inside of which waits that last show a bar. It can be entered again and again."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._tokens: list[Token[float | None]] = []
+
+    def __enter__(self) -> ProgressBars:  # noqa: PYI034 - Python 3.10 has no `Self`
+        self._tokens.append(_after_s.set(self._after_s))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _after_s.reset(self._tokens.pop())
+
+
+def progress(*, after_s: float = AFTER_S) -> ProgressBars:
+    """Shows how far collectives are, for as long as they are waited for.
+
+    Inside a block ``with progress():``, whatever waits for a collective shows a bar on stderr, if it lasts: the
+    driver's verbs, the ends of batches, `Work.wait`, runs of captured steps, `get` and `free`. ``await`` shows none,
+    nor do threads that the block starts. A bar counts the bytes of all participants together, and names who is far
+    behind.
+
+    Args:
+        after_s: How long a wait has to last, in seconds.
+
+    Raises:
+        ProgressError: tqdm is not installed.
+        InvalidArgumentError: An argument makes no sense.
+    """
+    if not isinstance(after_s, (int, float)) or not 0 <= after_s < math.inf:
+        violation = Violation(
+            kind="argument", rank=-1, field="after_s", found=repr(after_s), expected="a number of seconds"
+        )
+        raise refusal("progress", "", (violation,))
+    _tqdm()
+    return ProgressBars(after_s)
+
+
+def wanted(controller: Controller, tracker: PlanTracker, shows: bool | None) -> Bar | None:
+    """The bar of a wait that begins, if there is to be one; `shows` None: inside the block of `progress` alone.
+
+    Raises:
+        ProgressError: It is wanted, and tqdm is not installed.
+    """
+    around_s = _after_s.get()
+    if shows is False or (shows is None and around_s is None):
+        return None
+    return Bar(controller.participants, tracker, AFTER_S if around_s is None else around_s, _tqdm())
+
+
+def _tqdm() -> Any:
+    try:
+        from tqdm.auto import tqdm  # it is heavy, and an extra
+    except ImportError as exc:
+        detail = f"progress bars are drawn by tqdm, which can't be imported ({exc}): pip install 'raycollect[progress]'"
+        raise ProgressError(detail=detail) from None
+    return _rated(tqdm)
+
+
+@cache
+def _rated(made_by: Any) -> Any:
+    """A class of bars with a given rate: tqdm's own is that of the last move for ever, where nothing moves."""
+
+    class Rated(made_by):  # type: ignore[misc]
+        rate = 0.0
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            return {**super().format_dict, "rate": self.rate}
+
+    return Rated
+
+
+class Bar:
+    """The bar of one wait: a context manager around the wait; meanwhile `look` is called when `left_s` is over.
+
+    It ends full where the plan succeeded, and stays where it is where that failed, or is not known.
+    """
+
+    def __init__(self, participants: Participants, tracker: PlanTracker, after_s: float, make: Any) -> None:
+        self._tracker = tracker
+        self._make = make
+        self._began_s = time.monotonic()
+        self._probe = ProgressProbe(participants, tracker, self._began_s)
+        self._drawn: Any = None
+        self._is_asked = False
+        self._next_s = self._began_s + max(after_s - LEAD_S, 0.0)
+
+    def __enter__(self) -> Bar:  # noqa: PYI034 - Python 3.10 has no `Self`
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        drawn, self._drawn, self._next_s = self._drawn, None, math.inf
+        if drawn is None:
+            return
+        try:
+            far = self._probe.read()
+            went_well = self._tracker.resolved and self._tracker.error is None
+            self._show(drawn, far, "" if went_well else None)
+            drawn.leave = bool(far.total_nbytes) or not went_well  # where nobody ever told of bytes, there is nothing
+            drawn.close()
+        except Exception as exc:  # noqa: BLE001 - see `look`
+            _log.debug("a progress bar could not be ended: %s", exc)
+
+    @property
+    def left_s(self) -> float:
+        """In how many seconds the next look is due."""
+        return self._next_s - time.monotonic()
+
+    def look(self) -> None:
+        """Takes the participants' answers, shows them, and asks again; does not wait."""
+        self._probe.hear()
+        try:
+            if self._is_asked:
+                self._draw()
+            self._next_s = time.monotonic() + (EVERY_S if self._is_asked else LEAD_S)
+        except Exception as exc:  # noqa: BLE001 - a stderr that is closed, a widget that is gone: the wait goes on without
+            self._drawn, self._next_s = None, math.inf
+            _log.debug("a progress bar could not be drawn: %s", exc)
+            return
+        self._probe.ask()
+        self._is_asked = True
+
+    def _draw(self) -> None:
+        far = self._probe.read()
+        if self._drawn is None:
+            name = self._tracker.plan.name
+            self._drawn = self._make(desc=name, unit="B", unit_scale=True, total=far.total_nbytes or None)
+        self._show(self._drawn, far)
+
+    def _show(self, drawn: Any, far: Progress, postfix: str | None = None) -> None:
+        if far.total_nbytes:
+            drawn.total, drawn.n = far.total_nbytes, far.done_nbytes
+        drawn.start_t = time.time() - far.elapsed_s  # tqdm's clock is the wall's
+        drawn.rate = far.rate
+        behind = far.laggard
+        drawn.set_postfix_str(("" if behind is None else str(behind)) if postfix is None else postfix, refresh=False)
+        drawn.refresh()

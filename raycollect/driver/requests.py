@@ -1,0 +1,97 @@
+"""Calls that are recorded for one plan; those of a captured step are in `captured.calls.StepRequests`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from raycollect.core.model import Key
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import RequestKey, Submission, made
+from raycollect.driver.operand_binding import Operand
+from raycollect.driver.pending import Pending
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.group.membership import Membership
+from raycollect.planner import Made, Source
+
+__all__ = ["RequestList", "Ref"]
+
+_UNSENT = "its plan could not be sent"
+
+
+class RequestList:
+    """Calls that go into one plan; `results` has a `Pending` for each ref that is still to be made. For one thread."""
+
+    __slots__ = ("_first", "_pending", "_places", "asked", "memberships", "refs", "results")
+
+    def __init__(self) -> None:
+        self.asked: list[RequestKey] = []
+        self.memberships: list[Membership] = []
+        self.results: list[Any] = []
+        self.refs: dict[Any, Any] = {}
+        self._places: dict[Any, int] = {}
+        self._pending: list[Pending] = []
+        self._first = 0  # the first call of the plan that is being recorded
+
+    def source(self, operand: Operand | None) -> Source | None:
+        """What stands for an operand in plans; None for one that is to be made."""
+        if operand is None:
+            return None
+        key: Any = operand.key
+        if key is None:
+            return None if operand.ref is None else Made(operand.ref.request - self._first)
+        if type(operand.ref) is Pending:
+            key = operand.ref  # a captured value: several participants have one under its key
+        place = self._places.get(key)
+        if place is None:
+            place = self._places[key] = len(self._places)
+            self.refs[key] = operand.ref
+        return place
+
+    def promise(self, actor_id: str) -> Pending:
+        """Stands for what the next call makes on an actor."""
+        pending = Pending(self, len(self.asked), actor_id)
+        self._pending.append(pending)
+        return pending
+
+    def add(self, asked: RequestKey, membership: Membership, result: Any) -> None:
+        """Records a call."""
+        self.asked.append(asked)
+        self.memberships.append(membership)
+        self.results.append(result)
+
+    def rewind(self, count: int, refs: int, why: str) -> None:
+        """Drops all but the first calls and refs."""
+        del self.asked[count:], self.memberships[count:], self.results[count:]
+        while len(self.refs) > refs:
+            key, _ = self.refs.popitem()
+            del self._places[key]
+        for pending in self._pending:
+            if pending.request >= count:
+                pending.settle(None, why)
+        self._pending = [pending for pending in self._pending if pending.request < count]
+
+    def send(self, controller: Controller, staging: int, *, is_batch: bool) -> tuple[PlanTracker, Submission]:
+        """Sends all calls as one plan and settles what they make; only `results` are kept (P5)."""
+        submission = Submission(
+            asked=tuple(self.asked),
+            memberships=tuple(self.memberships),
+            refs=self.refs,
+            results=tuple(self.results),
+            staging=staging,
+            is_batch=is_batch,
+        )
+        tracker = submission.send(controller)
+        for pending in self._pending:
+            pending.settle(made(pending, tracker), _UNSENT)
+        self.results = submission.given(tracker) if is_batch else [submission.given(tracker)]
+        self.asked, self.memberships, self.refs, self._places, self._pending = [], [], {}, {}, []
+        return tracker, submission
+
+
+class Ref(NamedTuple):
+    """An ObjectRef as an argument of a method."""
+
+    key: Key
+    ref: Any
+    maker: str
+    where: str

@@ -1,0 +1,277 @@
+"""Reports who is waited for and what they do instead, where a plan takes long or is late."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from raycollect.channel.messages import Seen
+from raycollect.core import threads
+from raycollect.core.model import Member
+from raycollect.driver import progress_bar
+from raycollect.driver.controller import Controller
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import CollectiveTimeoutError, RankReport
+from raycollect.errors.text import listed
+from raycollect.group.watchdog import QUIET_S
+
+__all__ = [
+    "QUIET_S",
+    "Attention",
+    "attend",
+    "awaited_s",
+    "explain_delay",
+    "reports",
+    "step_of",
+    "told",
+    "wait",
+]
+
+_log = logging.getLogger("raycollect")
+
+FIRST_S = 1.0  # how long a wait goes on before anything is watched, in seconds
+LOOK_S = 2.0  # how long participants may take to say what they are doing, in seconds
+
+
+def wait(
+    controller: Controller, tracker: PlanTracker, timeout_s: float | None, *, progress: bool | None = None
+) -> bool:
+    """Waits for a plan's outcome in the calling thread, with `Attention`; False where it is not known in time."""
+    bar = progress_bar.wanted(controller, tracker, progress)
+    if tracker.resolved:
+        return True
+    left_s = math.inf if timeout_s is None else timeout_s
+    if bar is not None:
+        with bar:
+            return _wait_watched(tracker, left_s, (Attention(controller, tracker), bar))
+    first_s = min(FIRST_S, QUIET_S, left_s)
+    if tracker.wait(first_s):
+        return True
+    attention, until_s = Attention(controller, tracker, first_s), time.monotonic() - first_s + left_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if tracker.wait(_finite(min(left_s, attention.left_s))):
+            return True
+        if time.monotonic() < until_s:
+            attention.look()
+    return tracker.resolved
+
+
+def _wait_watched(tracker: PlanTracker, left_s: float, watches: Sequence[Attention | progress_bar.Bar]) -> bool:
+    until_s = time.monotonic() + left_s
+    while (left_s := until_s - time.monotonic()) > 0:
+        if tracker.wait(_finite(max(min(left_s, *(one.left_s for one in watches)), 0.0))):
+            return True
+        for one in watches:
+            if one.left_s <= 0 and time.monotonic() < until_s:
+                one.look()
+    return tracker.resolved
+
+
+def attend(controller: Controller, tracker: PlanTracker) -> Callable[[], None]:
+    """Watches a plan beside a coroutine's wait, without blocking the event loop; returns what ends the watch."""
+    beside = _Beside(Attention(controller, tracker), tracker)
+    beside.begin()
+    return beside.end
+
+
+def _finite(seconds: float) -> float | None:
+    return None if seconds == math.inf else seconds
+
+
+class _Beside:
+    """Looks at a plan from an event loop whenever it is due."""
+
+    def __init__(self, attention: Attention, tracker: PlanTracker) -> None:
+        self._attention = attention
+        self._tracker = tracker
+        self._loop = asyncio.get_running_loop()
+        self._later: asyncio.TimerHandle | None = None
+        self._is_over = False
+
+    def begin(self) -> None:
+        left_s = _finite(self._attention.left_s)
+        if left_s is not None and not self._is_over:
+            self._later = self._loop.call_later(max(left_s, 0.0), self._due)
+
+    def end(self) -> None:
+        self._is_over = True
+        if self._later is not None:
+            self._later.cancel()
+
+    def _due(self) -> None:
+        self._later = None
+        if not self._tracker.resolved:  # in a thread: the participants may take long
+            self._loop.run_in_executor(None, self._attention.look).add_done_callback(lambda _: self.begin())
+
+
+class Attention:
+    """Watches a plan during a wait: warns once where that lasts, and ends a plan that hangs.
+
+    A plan hangs where some participants have ended it and others, which arrived at the agreement as well, have not
+    for its time limit: nobody in a collective waits for these, so no other limit ends it. For one thread at a time.
+    """
+
+    def __init__(self, controller: Controller, tracker: PlanTracker, waited_s: float = 0.0) -> None:
+        self._controller = controller
+        self._tracker = tracker
+        self._began_s = time.monotonic() - waited_s
+        self._warn_s = QUIET_S
+        self._limit_s = tracker.plan.timeout_s
+        self._look_s = self._limit_s
+        self._hung: frozenset[int] = frozenset()
+
+    @property
+    def left_s(self) -> float:
+        """In how many seconds the next look is due."""
+        return min(self._warn_s, self._look_s) - (time.monotonic() - self._began_s)
+
+    def look(self) -> None:
+        """Looks, and does what is due."""
+        waited_s = time.monotonic() - self._began_s
+        if waited_s >= self._warn_s:
+            self._warn_s = math.inf
+            threads.survives(_warn, self._controller, self._tracker, QUIET_S)  # the wait itself goes on
+        if waited_s >= self._look_s:
+            self._look_s = math.inf
+            threads.survives(self._look_for_hung)
+            self._look_s = time.monotonic() - self._began_s + self._limit_s
+
+    def _look_for_hung(self) -> None:
+        hung = self._hang()
+        if hung & self._hung:
+            self._end(sorted(hung & self._hung))
+        self._hung = hung
+
+    def _hang(self) -> frozenset[int]:
+        tracker = self._tracker
+        members = [tracker.member(at) for at in range(len(tracker.plan.participants))]
+        seen = self._controller.participants.look(members, LOOK_S)
+        left = [
+            at for at, one in enumerate(seen) if tracker.is_pending(at) and (one is None or one.ended < tracker.seq)
+        ]
+        return frozenset(left if len(left) < len(seen) else ())
+
+    def _end(self, positions: Sequence[int]) -> None:
+        tracker = self._tracker
+        names = listed(f"rank {one.rank} ({one.actor})" for one in map(tracker.member, positions))
+        error = CollectiveTimeoutError(
+            missing=tuple(tracker.member(at).rank for at in positions),
+            timeout_s=self._limit_s,
+            detail=f"for {self._limit_s:g} s these have not ended what others have: {names}",
+        )
+        self._controller.send(tracker, tracker.fail(error))
+
+
+def _warn(controller: Controller, tracker: PlanTracker, quiet_s: float) -> None:
+    told = listed(reports(controller, tracker, _pending(tracker)), "\n  - ")
+    _log.warning(
+        "%s on group %r, plan %d, is still under way after %g s; these have not ended it:\n  - %s",
+        tracker.plan.name,
+        tracker.group_name,
+        tracker.seq,
+        quiet_s,
+        told,
+    )
+
+
+def explain_delay(
+    controller: Controller, tracker: PlanTracker, error: CollectiveTimeoutError, timeout_s: float = LOOK_S
+) -> None:
+    """Adds to an error what those are doing whom it names, or else all who have not ended; asks once."""
+    if not error.reports:
+        threads.survives(_explain_delay, controller, tracker, error, timeout_s)  # the error matters more
+
+
+def _explain_delay(
+    controller: Controller, tracker: PlanTracker, error: CollectiveTimeoutError, timeout_s: float
+) -> None:
+    group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
+    members = group.members if group is not None else ()
+    named = [members[rank] for rank in error.missing if rank < len(members)]
+    error.reports = reports(controller, tracker, named or _pending(tracker), timeout_s)
+
+
+def reports(
+    controller: Controller, tracker: PlanTracker, members: Iterable[Member], timeout_s: float = LOOK_S
+) -> tuple[RankReport, ...]:
+    """What members that take part in a plan are doing; those who have not begun it come first."""
+    told_of = list(members)
+    everyone = [tracker.member(at) for at in range(len(tracker.plan.participants))]
+    asked = list({one.actor_id: one for one in (*told_of, *everyone)}.values())  # those who wait know since when
+    seen = dict(
+        zip((one.actor_id for one in asked), controller.participants.look(asked, min(timeout_s, LOOK_S)), strict=True)
+    )
+    found = [
+        RankReport(
+            rank=member.rank,
+            actor=member.actor,
+            has_begun=_has_begun(tracker, seen[member.actor_id]),
+            step=step_of(tracker, seen[member.actor_id]),
+            awaited_s=awaited_s(tracker, member.actor_id, seen),
+            **told(seen[member.actor_id]),
+        )
+        for member in told_of
+    ]
+    return tuple(sorted(found, key=lambda report: report.has_begun))
+
+
+def told(seen: Seen | None) -> dict[str, Any]:
+    """What a participant said of itself, as fields of `RankReport` and `MemberStatus`; None: it gave no answer."""
+    if seen is None:
+        return {"answers": False, "doing": "", "stack": (), "ended": 0, "story": ()}
+    return {
+        "answers": True,
+        "doing": seen.doing,
+        "stack": tuple(seen.stack),
+        "ended": seen.ended,
+        "story": tuple(seen.story),
+    }
+
+
+def step_of(tracker: PlanTracker, seen: Seen | None) -> str:
+    """Where in a plan a participant is, in words; empty where it is not in it."""
+    return "" if seen is None else dict(zip(seen.running, seen.steps, strict=False)).get(tracker.seq, "")
+
+
+def awaited_s(tracker: PlanTracker, actor_id: str, seen: Mapping[str, Seen | None]) -> float:
+    """How long others have waited for a participant at an agreement, in seconds; 0: nobody waits for it.
+
+    `seen` is what the participants have said of themselves, by actor; one who gave no answer has arrived nowhere.
+    """
+    position, mine = tracker.plan.positions.get(actor_id, -1), seen.get(actor_id)
+    if position < 0 or _has_done(tracker, mine):
+        return 0.0
+    last = max(_doors(tracker, mine), default=-1)
+    others = [_doors(tracker, one).items() for other, one in seen.items() if other != actor_id]
+    waits = [s for doors in others for door, s in doors if door > last and tracker.is_at(position, door)]
+    return max(waits, default=0.0)
+
+
+def _doors(tracker: PlanTracker, seen: Seen | None) -> dict[int, float]:
+    """The launches whose agreement a participant has arrived at, and how many seconds ago."""
+    if seen is None or not _has_begun(tracker, seen):  # its own (imperative) calls have numbers, too
+        return {}
+    return {
+        door: since_ms / 1000 for door, since_ms in zip(seen.doors, seen.doors_ms, strict=False) if tracker.has(door)
+    }
+
+
+def _has_begun(tracker: PlanTracker, seen: Seen | None) -> bool:
+    return seen is not None and (
+        tracker.seq in seen.running
+        or _has_done(tracker, seen)
+        or (seen.ended >= tracker.seq and any(map(tracker.has, seen.doors)))
+    )
+
+
+def _has_done(tracker: PlanTracker, seen: Seen | None) -> bool:
+    """Whether it has ended a plan that did not fail: after a failure, those who never began count as ended, too."""
+    return tracker.error is None and seen is not None and seen.ended >= tracker.seq
+
+
+def _pending(tracker: PlanTracker) -> list[Member]:
+    return [tracker.member(at) for at in range(len(tracker.plan.participants)) if tracker.is_pending(at)]

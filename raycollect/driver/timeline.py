@@ -1,0 +1,164 @@
+"""`timeline` and `summary`: where the time of collectives goes, over all participants."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from raycollect.core import html, ray_internals
+from raycollect.driver.controller import Controller
+from raycollect.errors import TimelineError, Violation, refusal
+from raycollect.group.process_groups import places
+from raycollect.observe import chrome
+from raycollect.observe.summary import Summary, SummaryRow, summarize
+from raycollect.observe.timeline_session import STOP_S, TimelineSession
+from raycollect.observe.trace import LIMIT, MOST
+from raycollect.observe.whole import Trace
+
+__all__ = ["Summary", "SummaryRow", "Timeline", "summary", "timeline"]
+
+
+class Timeline:
+    """What `timeline` returns: a recording under way, or its outcome. A context manager; leaving the block stops it.
+
+    Attributes:
+        path: The file that is written; None: none.
+        trace: What was recorded; None while it records.
+    """
+
+    def __init__(self, path: Path | None, tracing: TimelineSession, timeout_s: float) -> None:
+        self.path = path
+        self.trace: Trace | None = None
+        self._tracing = tracing
+        self._timeout_s = timeout_s
+        self._undo = ray_internals.before_shutdown(tracing.drain)
+
+    def __enter__(self) -> Timeline:  # noqa: PYI034 - Python 3.10 has no `Self`
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The participants whose recording is missing, and why: a line each."""
+        return () if self.trace is None else tuple(map(str, self.trace.missing))
+
+    @property
+    def dropped(self) -> int:
+        """How many entries were overwritten, as a ring was full."""
+        return 0 if self.trace is None else self.trace.dropped
+
+    def stop(self) -> Timeline:
+        """Ends the recording, collects what participants have recorded, and writes the file. May be called twice.
+
+        Waits for answers as long as `timeline` was told; participants that give none are in `missing`.
+
+        Raises:
+            OSError: The file can't be written; `trace` is set all the same.
+        """
+        if self.trace is None:
+            self._undo()
+            _observe(None)
+            self.trace = self._tracing.end(self._timeout_s)
+            if self.path is not None:
+                chrome.write(self.trace, self.path)
+        return self
+
+    def summary(self) -> Summary:
+        """What was recorded so far, in numbers (`SummaryRow`)."""
+        return summarize(self.trace if self.trace is not None else self._tracing.peek(self._timeout_s))
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        if self.trace is None:
+            return html.block("timeline", "timeline: it records")
+        facts: list[tuple[str, object]] = [
+            ("file", "" if self.path is None else self.path),
+            ("processes", len(self.trace.processes)),
+            ("missing", "; ".join(self.missing)),
+            ("overwritten", self.dropped or ""),
+        ]
+        return html.block("timeline", "timeline", html.pairs(facts), html.Markup(self.summary()._repr_html_()))
+
+    def __repr__(self) -> str:
+        where = "" if self.path is None else f" in {self.path}"
+        return f"<Timeline{where}: {'it records' if self.trace is None else repr(self.trace)}>"
+
+
+def timeline(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    limit: int = LIMIT,
+    metrics: bool = False,
+    timeout_s: float = STOP_S,
+) -> Timeline:
+    """Records where the time of collectives goes: in this process, and on all participants that it drives.
+
+    Participants that are leased later record from then on. What is recorded, and what it costs, stands in
+    docs/timeline.md.
+
+    Args:
+        path: Where to write it at the end, as Perfetto (https://ui.perfetto.dev) reads it; packed, where the name ends
+            with ``.gz``. None: nowhere; `Timeline.summary` and `Timeline.trace` have it.
+        limit: How many entries each process keeps, the newest ones; at most 500,000.
+        metrics: Whether participants publish calls, bytes and times to Ray's metrics, too.
+        timeout_s: How long participants may take at the end to say what they have recorded, in seconds.
+
+    Raises:
+        TimelineError: One is recorded in this process already.
+        InvalidArgumentError: An argument makes no sense.
+        OSError: There is no folder in which the file could be.
+    """
+    _check(limit, timeout_s)
+    target = None if path is None else Path(path).absolute()
+    if target is not None and not target.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {target.parent} for the timeline")
+    tracing = TimelineSession.begin("timeline()", places, limit=limit, metrics=metrics)
+    try:
+        _observe(tracing)
+        tracing.begun()  # runs by the doorbell would overtake the message
+        return Timeline(target, tracing, timeout_s)
+    except BaseException:  # a signal: nobody could stop it any more
+        _observe(None)
+        tracing.end(0.0)
+        raise
+
+
+def summary() -> Summary:
+    """What the timeline that runs, or ran last, comes to: a row per group, operation and backend.
+
+    Raises:
+        TimelineError: There was none in this process.
+    """
+    running = TimelineSession.current()
+    trace = running.peek() if running is not None else TimelineSession.last
+    if trace is None:
+        detail = (
+            "nothing was recorded in this process: run the collectives in a block `with timeline():`, or set "
+            "RAYCOLLECT_TIMELINE=FILE before it starts"
+        )
+        raise TimelineError(detail=detail)
+    return summarize(trace)
+
+
+def _observe(tracing: TimelineSession | None) -> None:
+    controller = Controller._current
+    if controller is not None:
+        controller.observed(tracing)
+
+
+def _check(limit: Any, timeout_s: Any) -> None:
+    wrong = []
+    if type(limit) is not int or not 1 <= limit <= MOST:
+        wrong.append(("limit", repr(limit), f"a number from 1 to {MOST}"))
+    if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s < math.inf:
+        wrong.append(("timeout_s", repr(timeout_s), "a number of seconds"))
+    if wrong:
+        found = [Violation(kind="argument", rank=-1, field=f, found=was, expected=should) for f, was, should in wrong]
+        raise refusal("timeline", "", tuple(found))

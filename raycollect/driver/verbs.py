@@ -1,0 +1,319 @@
+"""The driver's verbs: the whole collective stated once, over ObjectRefs.
+
+All of them may be called by the driver, or by an actor or task that drives participants other than itself; from any
+thread. Without ``async_op`` a call returns when the collective is done on every rank. In a ``with batch():`` block
+(`raycollect.batch`) it returns at once, and is sent with all others of the block when that ends.
+
+In a declared group an actor's rank counts, whatever the order of a list; where the group is derived, the position in
+the list of tensors. A ref stands for a tensor, or for a list, tuple or dict of tensors. A *tensor list* is one ref to a
+list or tuple with one such value per rank, whose sizes may differ, or to one contiguous tensor, which is cut into equal
+pieces. In a list of outputs an actor handle has the output made there; None in its place has all of them made. What an
+earlier call of the same batch makes (`raycollect.Pending`) may stand wherever a ref may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from raycollect.core.model import GroupLike, OpKind, ReduceOp
+from raycollect.driver.call import Call
+from raycollect.errors import UnknownGroupError
+from raycollect.member import verbs as imperative
+
+
+def allreduce_refs(
+    tensor_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    inplace: bool = True,
+    snapshot: bool = False,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Reduces tensors elementwise over all ranks and gives every rank the result.
+
+    Args:
+        tensor_refs: One ref per rank, each to an array (or a list, tuple or dict of arrays) of one shape and dtype. In
+            a declared group an actor's rank counts, whatever the order of the list; otherwise the position.
+        group_name: A declared group; ``"default"`` is derived from the refs where it was not declared.
+        op: SUM, PRODUCT, MIN, MAX (not of complex numbers), AVG (not of integers), or BAND, BOR, BXOR (of integers and
+            bool). SUM of bool is a logical or, PRODUCT a logical and.
+        inplace: True: the tensors themselves hold the result afterwards. False: new tensors do.
+        snapshot: True, in place: no tensor is overwritten before all ranks have the result, so that either all hold it
+            afterwards, or, if the collective fails, all hold what they had (`Work.retry`). It takes as much memory
+            again, and a message to the driver and back. Not in batches and captured steps.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The result refs in rank order: the given ones in place, new ones otherwise; or a `Work` of them.
+
+    Raises:
+        RefusedError: Nothing ran and no tensor was touched; the leaf says why, the violations say where.
+        GroupError: No such group, or it is broken.
+        FaultError: A participant died or came too late, or the plan could not be sent.
+    """
+    call = Call(OpKind.ALLREDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
+    return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
+
+
+def reduce_refs(
+    tensor_refs: Sequence[Any],
+    dst_rank: int = 0,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    inplace: bool = True,
+    snapshot: bool = False,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Reduces tensors elementwise over all ranks and gives one rank the result; the others' tensors stay as they are.
+
+    Args:
+        tensor_refs: One ref per rank, all of one shape and dtype.
+        dst_rank: The rank that gets the result.
+        group_name: See `allreduce_refs`.
+        op: See `allreduce_refs`.
+        inplace: True: that rank's tensor itself holds the result afterwards. False: a new one does.
+        snapshot: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The ref of the result; or a `Work` of it.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
+    return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
+
+
+def broadcast_refs(
+    tensor_refs: Sequence[Any],
+    src_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Overwrites every rank's tensor with that of one rank.
+
+    Args:
+        tensor_refs: One ref per rank, all of one shape and dtype.
+        src_rank: The rank whose tensor all get.
+        group_name: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The given refs in rank order; or a `Work` of them.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    call = Call(OpKind.BROADCAST, group_name, timeout_s, tensor_refs=tensor_refs)
+    return call.run(root=src_rank, async_op=async_op)
+
+
+def allgather_refs(
+    tensor_list_refs: Sequence[Any] | None,
+    tensor_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the tensors of all ranks.
+
+    Args:
+        tensor_list_refs: One tensor list per rank, to be overwritten; None: lists are made.
+        tensor_refs: One ref per rank, of one dtype; sizes may differ.
+        group_name: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The refs of the outputs in rank order; or a `Work` of them.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    return Call(OpKind.ALLGATHER, group_name, timeout_s, **lists).run(async_op=async_op)
+
+
+def reducescatter_refs(
+    tensor_refs: Sequence[Any] | None,
+    tensor_list_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Reduces the pieces for each rank over all ranks and gives them to that rank.
+
+    Args:
+        tensor_refs: One ref per rank, to be overwritten by the rank's reduced piece; None: tensors are made.
+        tensor_list_refs: One tensor list per rank: what it brings for each rank. Pieces for one rank are of one size.
+        group_name: See `allreduce_refs`.
+        op: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The refs of the outputs in rank order; or a `Work` of them.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
+    return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, **lists).run(async_op=async_op)
+
+
+def gather_refs(
+    tensor_list_ref: Any,
+    tensor_refs: Sequence[Any],
+    dst_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives one rank the tensors of all ranks.
+
+    Args:
+        tensor_list_ref: A tensor list of that rank, to be overwritten; None: a list is made there.
+        tensor_refs: One ref per rank, of one dtype; sizes may differ.
+        dst_rank: The rank that gets them.
+        group_name: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The ref of the list; or a `Work` of it.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    call = Call(OpKind.GATHER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
+    return call.run(root=dst_rank, async_op=async_op)
+
+
+def scatter_refs(
+    tensor_refs: Sequence[Any] | None,
+    tensor_list_ref: Any,
+    src_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives each rank its piece of one rank's tensor list.
+
+    Args:
+        tensor_refs: One ref per rank, to be overwritten; None, in a declared group: tensors are made.
+        tensor_list_ref: A tensor list of the source rank; sizes may differ.
+        src_rank: The source rank.
+        group_name: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The refs of the outputs in rank order; or a `Work` of them.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    call = Call(OpKind.SCATTER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
+    return call.run(root=src_rank, async_op=async_op)
+
+
+def alltoall_refs(
+    tensor_list_out_refs: Sequence[Any] | None,
+    tensor_list_in_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives each rank a piece of every rank: piece j of rank i's input becomes piece i of rank j's output.
+
+    Args:
+        tensor_list_out_refs: One tensor list per rank, to be overwritten, which may be the rank's input where sizes
+            allow; None: lists are made.
+        tensor_list_in_refs: One tensor list per rank, all of one dtype; sizes may differ.
+        group_name: See `allreduce_refs`.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The refs of the outputs in rank order; or a `Work` of them.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    lists = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
+    return Call(OpKind.ALLTOALL, group_name, timeout_s, **lists).run(async_op=async_op)
+
+
+def send_ref(
+    src_tensor_ref: Any,
+    dst_tensor_ref: Any,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Sends a tensor from the participant that holds it to another one.
+
+    Args:
+        src_tensor_ref: The tensor to send.
+        dst_tensor_ref: The tensor to overwrite, of the same shape and dtype; or an actor handle: the tensor is
+            allocated there.
+        group_name: A declared group that holds both; ``"default"`` is derived where it was not declared.
+        async_op: True: returns a `Work` at once.
+        timeout_s: How long the two wait for each other, in seconds; by default as the group was declared, or 60.
+
+    Returns:
+        The destination's ref; or a `Work` of it.
+
+    Raises:
+        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    """
+    call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
+    return call.send(async_op=async_op)
+
+
+def recv_ref(
+    dst_tensor_ref: Any,
+    src_tensor_ref: Any,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """`send_ref`, said from the receiver's side: the same one call does both halves."""
+    return send_ref(src_tensor_ref, dst_tensor_ref, group_name, async_op=async_op, timeout_s=timeout_s)
+
+
+def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None) -> Any:
+    """Brings all ranks of a group together: on the driver each has ended what was submitted to it before.
+
+    Inside a member, with the mixin or without, it is an imperative call, which every member makes.
+
+    Returns:
+        None; or a `Work` (inside a member: a `MemberWork`).
+
+    Raises:
+        GroupError, FaultError: As `allreduce_refs`.
+    """
+    try:
+        imperative.get_group_handle(group_name)
+    except UnknownGroupError:
+        return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
+    return imperative.barrier(group_name, async_op=async_op, timeout_s=timeout_s)

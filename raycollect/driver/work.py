@@ -1,0 +1,345 @@
+"""A collective, or a run of a captured step, under way, as its caller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import islice
+from time import monotonic
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from raycollect.backends import arrays
+from raycollect.core import direct_transport, html
+from raycollect.core.model import Key
+from raycollect.driver import stall_report
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import Submission
+from raycollect.driver.plan_tracker import ABSENT, PlanTracker, retrieve_errors
+from raycollect.driver.progress import Progress, ProgressProbe
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    PlanAbortedError,
+    RaycollectError,
+    RefusedError,
+    RetryError,
+    Violation,
+    anew,
+    refusal,
+)
+from raycollect.planner.wording import counted, named, seconds_words
+from raycollect.pos import unkept
+from raycollect.pos.handle import Handle
+
+MOST_NAMED = 8  # how many pending participants are named where a collective is shown
+
+MOST_RESULTS = 16  # how many results are looked at where a collective is shown
+
+SHOWN_S = 0.5  # how long participants may take to report progress where a collective is shown, in seconds
+
+AWAKE_S = 0.1  # how often the loop of an await wakes, in seconds
+
+
+class UnderWay:
+    """A plan under way, and whether its caller has been told the outcome."""
+
+    def __init__(self, controller: Controller, tracker: PlanTracker) -> None:
+        self._controller = controller
+        self._tracker = tracker
+        self._is_heard = False  # whether the caller knows the outcome, or does not want to
+        self._began_s = monotonic()
+        self._probe: ProgressProbe | None = None  # made when somebody asks
+        self._probing = threading.Lock()
+
+    def progress(self, timeout_s: float = SHOWN_S) -> Progress:
+        """Asks the participants how far it is; neither waits for the outcome nor changes anything.
+
+        Args:
+            timeout_s: How long they may take to answer, in seconds. Who takes longer counts as where it was last.
+
+        Returns:
+            How far it is, in bytes; after the end, how far it was when somebody last asked.
+        """
+        with self._probing:
+            if self._probe is None:
+                self._probe = ProgressProbe(self._controller.participants, self._tracker, self._began_s)
+            if not self._tracker.resolved:
+                self._probe.ask()
+            self._probe.hear(timeout_s)
+            return self._probe.read()
+
+    def _hear(self, timeout_s: float | None, what: str, progress: bool | None) -> None:
+        tracker = self._tracker
+        if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
+            over = CollectiveTimeoutError(
+                op=tracker.plan.name,
+                group_name=tracker.group_name,
+                detail=f"this wait is over; the {what} goes on",
+                timeout_s=timeout_s or 0.0,
+            )
+            if timeout_s:  # a mere poll does not wait for reports
+                stall_report.explain_delay(self._controller, tracker, over, timeout_s)
+            raise anew(over)
+        self._is_heard = True
+        if isinstance(tracker.error, CollectiveTimeoutError):
+            stall_report.explain_delay(self._controller, tracker, tracker.error)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_heard", True):
+            self._tracker.abandon()
+
+    @property
+    def _state(self) -> str:
+        tracker = self._tracker
+        if tracker.resolved:
+            return "done" if tracker.error is None else type(tracker.error).__name__
+        ended, count = self._ended(), len(tracker.plan.participants)
+        far = f", {ended} of {count} have ended" if ended else ""  # else the last one may report all
+        return f"under way for {seconds_words(monotonic() - self._began_s)}{far}"
+
+    def _ended(self) -> int:
+        tracker = self._tracker
+        return sum(not tracker.is_pending(at) for at in range(len(tracker.plan.participants)))
+
+    def _far(self) -> Progress | None:
+        try:
+            far = self.progress()
+        except Exception:  # noqa: BLE001 - a group that is gone meanwhile: it is shown without
+            return None
+        return far if far.total_nbytes else None
+
+    def _html(self, kind: str, title: str, *told: tuple[str, object]) -> html.Markup:
+        tracker, count = self._tracker, len(self._tracker.plan.participants)
+        state, is_known, error = self._state, tracker.resolved, tracker.error
+        ended = count if is_known and error is None else self._ended()
+        far = self._far()
+        late = [tracker.member(at) for at in range(count) if ended and tracker.is_pending(at)]
+        facts = [
+            ("bytes", far or ""),
+            ("ended", f"{ended} of {counted(count, 'participant')}" if ended or is_known else ""),
+            ("not ended", named([f"rank {one.rank} ({one.actor})" for one in late], MOST_NAMED)),
+            *told,
+            ("error", "" if error is None else html.failure(error)),
+        ]
+        if far is not None and not is_known:
+            shown = html.bar(far.done_nbytes, far.total_nbytes)
+        else:
+            shown = html.bar(ended if ended or is_known else None, count)
+        return html.block(kind, f"{title}: {state}", html.line(shown), html.pairs(facts))
+
+
+class Work(UnderWay):
+    """What ``async_op=True`` returns: the result refs at once, and a way to wait.
+
+    Await it in a coroutine, or call `wait`. It may be dropped: the collective goes on, and is logged if it fails.
+
+    Attributes:
+        refs: The result: a list of refs in rank order, or the one ref of a send, reduce or gather; None for a barrier.
+            For a batch: the list of all these. Usable at once: what uses them waits.
+    """
+
+    def __init__(
+        self, controller: Controller, tracker: PlanTracker, refs: Any, submission: Submission | None = None
+    ) -> None:
+        super().__init__(controller, tracker)
+        self.refs = refs
+        # it holds the operands until the plan has succeeded (P5)
+        sent = self._sent = [] if submission is None else [submission]
+        ends_s = self._ends_s = list[float]()  # when it ended, where that was seen
+
+        def let_go() -> None:
+            ends_s.append(monotonic())
+            if tracker.error is None:
+                sent.clear()
+
+        if sent:
+            tracker.when_resolved(let_go)
+
+    def done(self) -> bool:
+        """True when the outcome is known; never waits, never raises."""
+        return self._tracker.resolved
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
+        """Waits for the outcome.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as the collective's own limits allow.
+            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
+
+        Returns:
+            `refs`.
+
+        Raises:
+            ProgressError: A progress bar is wanted, and tqdm is not installed.
+            CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
+            RaycollectError: The collective failed; the error says on which rank and why.
+        """
+        self._hear(timeout_s, "collective", progress)
+        error = _explain(self._tracker)
+        if error is not None:
+            retrieve_errors(self._tracker.made.values())
+            raise anew(error)
+        return self.refs
+
+    def cancel(self) -> bool:
+        """Aborts the collective on all ranks.
+
+        Returns:
+            False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
+        """
+        self._is_heard = True
+        if self._tracker.resolved or self._tracker.is_committed:
+            return False
+        self._controller.send(self._tracker, self._tracker.fail(PlanAbortedError(detail="cancelled by its caller")))
+        retrieve_errors(self._tracker.made.values())
+        return True
+
+    @contextmanager
+    def cancelled_by_signals(self) -> Iterator[None]:
+        """Around a wait for a caller who is not given this: what interrupts it (Ctrl-C) cancels the collective."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            self.cancel()
+            raise
+
+    def retry(self) -> Work:
+        """Runs the same collective, or batch, again after it has failed: with the same refs, on the same actors.
+
+        A group that was broken is rebuilt first (`Group.rebuild`). The agreement before the launch refuses operands
+        that the failed collective has half overwritten, with TensorDirtyError. Operands are whole after a refusal,
+        after a rank that never arrived, and wherever results go elsewhere (``inplace=False``) or are written all at
+        once (``snapshot=True``).
+
+        Returns:
+            The new attempt, with refs of its own where it makes something.
+
+        Raises:
+            RetryError: It is under way, or succeeded; its batch may have been done in part; its group has other members
+                now.
+            UnknownGroupError: Its group was destroyed.
+            GroupBrokenError: Its group is broken.
+        """
+        self._is_heard = self._tracker.resolved
+        if not self._tracker.resolved:
+            raise RetryError(op=self._tracker.plan.name, detail="it is under way: wait for it, or cancel it first")
+        if self._tracker.error is None:
+            raise RetryError(op=self._tracker.plan.name, detail="it went well")
+        submission = self._sent[0].again(self._controller, self._tracker)
+        tracker = submission.send(self._controller)
+        return Work(self._controller, tracker, submission.given(tracker), submission)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        loop = asyncio.get_running_loop()
+        resolved = loop.create_future()
+
+        def settle() -> None:
+            if not resolved.done():
+                resolved.set_result(None)
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop is closed: an await that was cancelled left this behind
+                loop.call_soon_threadsafe(settle)
+
+        self._tracker.when_resolved(tell)
+        end_watch = stall_report.attend(self._controller, self._tracker)
+        try:
+            with awake(loop):
+                yield from resolved.__await__()
+        finally:
+            end_watch()
+        if self._tracker.error is None:
+            return self.wait()
+        return (yield from asyncio.to_thread(self.wait).__await__())  # it may ask others for the cause
+
+    def _results(self) -> str:
+        if not self._tracker.resolved or self._tracker.error is not None or not ray.is_initialized():
+            return ""
+        refs = list(dict.fromkeys(islice(_refs(self.refs), MOST_RESULTS)))
+        ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
+        try:
+            values = [direct_transport.get(ref, 1) for ref in ready]
+        except (RayError, GetTimeoutError):
+            return ""
+        told = Counter(one.words for one in values if isinstance(one, Handle))
+        return "; ".join(f"{words}{f' (x {count})' if count > 1 else ''}" for words, count in told.items())
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        tracker = self._tracker
+        calls = len(tracker.plan.requests)
+        return self._html(
+            "work",
+            f"{tracker.plan.name} on group {tracker.group_name!r}",
+            ("plan", tracker.seq),
+            ("calls", calls if calls > 1 else ""),
+            ("took", seconds_words(self._ends_s[0] - self._began_s) if self._ends_s else ""),
+            ("results", self._results()),
+        )
+
+    def __repr__(self) -> str:
+        tracker = self._tracker
+        return f"<Work {tracker.plan.name} on group {tracker.group_name!r}, plan {tracker.seq}: {self._state}>"
+
+
+@contextmanager
+def awake(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Wakes an event loop now and then during an await: the handler of Ctrl-C in a notebook does not."""
+    beats: list[asyncio.TimerHandle] = []
+    _beat(loop, beats)
+    try:
+        yield
+    finally:
+        beats.pop().cancel()
+
+
+def _beat(loop: asyncio.AbstractEventLoop, beats: list[asyncio.TimerHandle]) -> None:
+    beats[:] = [loop.call_later(AWAKE_S, _beat, loop, beats)]
+
+
+def _refs(given: Any) -> Iterator[Any]:
+    if isinstance(given, ray.ObjectRef):
+        yield given
+    elif isinstance(given, list):
+        for one in given:
+            yield from _refs(one)
+
+
+def _explain(tracker: PlanTracker) -> RaycollectError | None:
+    """A plan's error with its cause. It asks Ray what became of absent operands, so not on the channel's thread."""
+    refs, error = tracker.refs, tracker.error  # in this order: another thread may explain it meanwhile
+    if not isinstance(error, RefusedError) or error.__cause__ is not None:
+        return error
+    violations, cause = [], None
+    for violation in error.violations:
+        ref = refs.get(Key(bytes.fromhex(violation.ref)))
+        if violation.kind in ABSENT and ref is not None:
+            violation, why = look_into(violation, ref)
+            cause = cause or why
+        violations.append(violation)
+    explained = refusal(error.op, error.group_name, tuple(violations))
+    explained.__cause__ = cause
+    tracker.explain(explained)
+    return explained
+
+
+def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
+    """What became of the method that should have made a ref's value, and the exception that says so."""
+    try:
+        value = direct_transport.get(ref, 5)
+    except RayTaskError as exc:
+        found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
+        return replace(violation, kind="producer_failed", found=found, expected="a value"), exc.with_traceback(None)
+    except (RayError, GetTimeoutError) as exc:
+        return replace(violation, found=f"lost ({type(exc).__name__})"), exc.with_traceback(None)
+    if isinstance(value, Handle):
+        return violation, None
+    found = f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value"
+    expected = "a tensor, or a list, tuple or dict of tensors, of a method whose name begins with no underscore"
+    return replace(violation, kind="not_tensor", found=found, expected=expected), None

@@ -1,0 +1,1 @@
+"""Runs programs on a participant: preparation, agreement, kernels; and runs captured steps."""

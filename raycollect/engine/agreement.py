@@ -1,0 +1,378 @@
+"""The agreement before launch (P3), as a pure state machine.
+
+Every rank of a plan brings what it is about to do (`Spec`), or the reasons why it can't. When all are there, `decide`
+compares: without violations kernels start on all ranks, else on none. Every rank compares the same bytes, so all reach
+the same verdict whichever way the bytes travelled.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import msgpack
+
+from raycollect.core.model import PIECES, OpKind, Structure, TensorInfo
+from raycollect.errors import InternalError, ProtocolError, Violation
+
+_COMPRESSED = b"\xc1"  # begins a compressed arrival; msgpack never uses it
+# From when on an arrival is compressed: thousands of tensors that look alike have to fit where ranks meet.
+_LONG_NBYTES = 4096
+_LIMIT_NBYTES = 64 << 20
+
+_CALLERS = {"plan": "a plan", "call": "an imperative call"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The tensors that a rank gives, or takes."""
+
+    structure: Structure  # in pieces: a list with one item per rank
+    tensors: tuple[TensorInfo, ...]
+    loose: bool = False  # the pieces are cut from one contiguous tensor: their sizes count, not their shapes
+
+    def __post_init__(self) -> None:
+        if self.structure.count != len(self.tensors):
+            raise ValueError(f"{len(self.tensors)} tensors for a {self.structure}")
+
+    def item(self, at: int) -> Side:
+        """One piece."""
+        before = sum(item.count for item in self.structure.items[:at])
+        structure = self.structure.items[at]
+        return Side(structure=structure, tensors=self.tensors[before : before + structure.count], loose=self.loose)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """The operation that a rank is about to run."""
+
+    op: str
+    caller: str = "plan"  # or "call": an imperative call
+    reduce_op: str = ""
+    root: int = -1
+    gives: Side | None = None  # None: nothing, or it could not say
+    takes: Side | None = None  # None: it works in place, or its output is still to be made
+    one_device: bool = False  # tensors are not moved, so all must be on one kind of device (`GroupSpec.memory`)
+
+    def __post_init__(self) -> None:
+        if self.caller not in _CALLERS:
+            raise ValueError(f"no such caller: {self.caller!r}")
+        OpKind(self.op)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """The contribution of one rank: a spec, and violations where it is unable to run."""
+
+    spec: Spec
+    violations: tuple[Violation, ...] = ()
+
+
+def encode_arrival(arrival: Arrival) -> bytes:
+    """Writes an arrival; the inverse of `decode_arrival`."""
+    spec = arrival.spec
+    head = (spec.op, spec.caller, spec.reduce_op, spec.root)
+    sides = (_encode_side(spec.gives), _encode_side(spec.takes))
+    return packed((*head, *sides, spec.one_device, [asdict(v) for v in arrival.violations]))
+
+
+def packed(values: Any) -> bytes:
+    """Plain values as bytes, compressed where they are long; the inverse of `unpacked`."""
+    data: bytes = msgpack.packb(values)
+    return data if len(data) < _LONG_NBYTES else _COMPRESSED + zlib.compress(data, 1)
+
+
+def unpacked(data: bytes) -> Any:
+    """Reads what `packed` wrote; raises ValueError, TypeError or LookupError on other bytes."""
+    try:
+        if data[:1] == _COMPRESSED:
+            unzip = zlib.decompressobj()
+            data = unzip.decompress(data[1:], _LIMIT_NBYTES)
+            if unzip.unconsumed_tail:
+                raise ValueError(f"more than {_LIMIT_NBYTES} bytes")
+        return msgpack.unpackb(data)
+    except (zlib.error, msgpack.UnpackException) as exc:
+        raise ValueError(str(exc)) from exc
+
+
+def _encode_side(side: Side | None) -> Any:
+    if side is None:
+        return None
+    tensors = [(t.shape, t.dtype, t.itemsize, t.device, t.library) for t in side.tensors]
+    return side.structure.to_plain(), tensors, side.loose
+
+
+@lru_cache(maxsize=256)
+def decode_arrival(data: bytes) -> Arrival:
+    """Reads an arrival; raises ProtocolError on other bytes."""
+    try:
+        op, caller, reduce_op, root, gives, takes, one_device, violations = unpacked(data)
+        spec = Spec(
+            op=op,
+            caller=caller,
+            reduce_op=reduce_op,
+            root=root,
+            gives=_decode_side(gives),
+            takes=_decode_side(takes),
+            one_device=bool(one_device),
+        )
+        return Arrival(spec=spec, violations=tuple(Violation(**v) for v in violations))
+    except (ValueError, TypeError, LookupError) as exc:
+        raise ProtocolError(detail=f"malformed arrival: {exc}") from exc
+
+
+def _decode_side(value: Any) -> Side | None:
+    if value is None:
+        return None
+    structure, tensors, loose = value
+    infos = tuple(
+        TensorInfo(shape=tuple(shape), dtype=dtype, itemsize=itemsize, device=device, library=library)
+        for shape, dtype, itemsize, device, library in tensors
+    )
+    return Side(structure=Structure.from_plain(structure), tensors=infos, loose=loose)
+
+
+# How the field of a violation ends, or goes on with the giver's rank, where a rank's output is meant.
+OUTPUT = " of output"
+
+_Part = tuple[int, str, Side]  # (position of a rank, what it is called in a message, the part of its gives or takes)
+
+
+def _flows(specs: Sequence[Spec]) -> Iterator[list[_Part]]:
+    # Lists of parts that must be alike: what is given, and what it is taken into; without ranks that could not say.
+    gives = {at: spec.gives for at, spec in enumerate(specs) if spec.gives is not None}
+    takes = {at: spec.takes for at, spec in enumerate(specs) if spec.takes is not None}
+    in_pieces, out_pieces = PIECES.get(OpKind(specs[0].op), (False, False))
+    everyone = range(len(specs))
+    if not in_pieces and not out_pieces:  # one value for all
+        yield [(at, "", side) for at in everyone for side in (gives.get(at), takes.get(at)) if side is not None]
+    elif in_pieces and out_pieces:
+        for giver in everyone:
+            for taker in everyone:
+                given = [(giver, f" of input {taker}", gives[giver].item(taker))] if giver in gives else []
+                taken = [(taker, f"{OUTPUT} {giver}", takes[taker].item(giver))] if taker in takes else []
+                yield given + taken
+    elif out_pieces:
+        for giver in everyone:
+            given = [(giver, "", gives[giver])] if giver in gives else []
+            yield given + [(taker, f"{OUTPUT} {giver}", side.item(giver)) for taker, side in takes.items()]
+    else:
+        for taker in everyone:
+            given = [(giver, f" of input {taker}", side.item(taker)) for giver, side in gives.items()]
+            yield given + ([(taker, OUTPUT, takes[taker])] if taker in takes else [])
+
+
+def largest(specs: Sequence[Spec]) -> tuple[int, ...]:
+    """For each tensor of an operation in pieces, the size of the largest piece of it; see `model.Kernel.most`."""
+    parts = [side for flow in _flows(specs) for _, _, side in flow]
+    return tuple(map(max, zip(*([info.size for info in side.tensors] for side in parts), strict=False)))
+
+
+def learn(specs: Sequence[Spec], at: int, at_root: int) -> Side:
+    """Returns what the output of rank `at` must be, from what all give; `at_root` is the position of the root.
+
+    Raises:
+        InternalError: A rank that gives did not say what.
+    """
+    in_pieces, out_pieces = PIECES.get(OpKind(specs[at].op), (False, False))
+    givers = specs if out_pieces else [specs[at_root]]
+    sides = []
+    for spec in givers:
+        if spec.gives is None:
+            raise InternalError(detail=f"a rank said nothing about what it gives to {spec.op}")
+        sides.append(spec.gives.item(at) if in_pieces else spec.gives)
+    if not out_pieces:
+        return sides[0]
+    structure = Structure("list", (), tuple(side.structure for side in sides))
+    return Side(structure=structure, tensors=tuple(info for side in sides for info in side.tensors))
+
+
+# What must be equal on all ranks before their tensors can be compared.
+_CALL_FIELDS: dict[str, Callable[[Spec], Any]] = {
+    "call": lambda spec: _CALLERS[spec.caller],
+    "op": lambda spec: spec.op,
+    "reduce op": lambda spec: spec.reduce_op,
+    "root": lambda spec: spec.root,
+}
+
+# What must be equal of all parts that any rank gives or takes: one kernel moves them (`model.Kernel`).
+_KERNEL_FIELDS: dict[str, Callable[[Side], Any]] = {
+    "tensor count": lambda side: len(side.tensors),
+    "dtype": lambda side: [t.dtype for t in side.tensors],
+}
+
+# The same where tensors are not moved to where the backend works; see `Spec.one_device`.
+_DEVICE_FIELDS: dict[str, Callable[[Side], Any]] = {
+    **_KERNEL_FIELDS,
+    "device": lambda side: [t.device.partition(":")[0] for t in side.tensors],
+}
+
+# What must be alike of what is given and what it is taken into.
+_FLOW_FIELDS: dict[str, Callable[[Side], Any]] = {
+    "structure": lambda side: str(side.structure),
+    "shape": lambda side: [list(t.shape) for t in side.tensors],
+}
+
+_LOOSE_FIELDS = {**_FLOW_FIELDS, "shape": lambda side: [t.size for t in side.tensors]}
+_NONE = ("", -1)  # A reduce op and a root where the operation has none
+_LONGEST = 400  # how many characters of a value a message shows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The result of comparing what all ranks brought."""
+
+    violations: tuple[Violation, ...]  # empty: kernels may start
+    specs: tuple[Spec, ...]  # in rank order
+    most: tuple[int, ...] = ()  # see `largest`; empty without pieces, and where something is wrong
+
+
+@lru_cache(maxsize=256)
+def judge(ranks: tuple[int, ...], blobs: tuple[bytes, ...]) -> Verdict:
+    """Decides on encoded arrivals; cached, for loops that bring the same every time.
+
+    Raises:
+        ProtocolError: One of them is no arrival.
+    """
+    arrivals = [_of_rank(rank, blob) for rank, blob in zip(ranks, blobs, strict=True)]
+    specs = tuple(arrival.spec for arrival in arrivals)
+    try:
+        violations = decide(ranks, arrivals)
+        in_pieces = not violations and OpKind(specs[0].op) in PIECES
+        return Verdict(violations=violations, specs=specs, most=largest(specs) if in_pieces else ())
+    except (ValueError, TypeError, LookupError) as exc:
+        raise ProtocolError(detail=f"arrivals that can't be compared: {exc}") from exc
+
+
+def _of_rank(rank: int, blob: bytes) -> Arrival:
+    try:
+        return decode_arrival(blob)
+    except ProtocolError as exc:
+        raise ProtocolError(detail=f"what rank {rank} brought to the door can't be read: {exc.detail}") from exc
+
+
+def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:
+    """Compares what all ranks brought, and returns every violation.
+
+    First comes what each rank found wrong itself; then what they are about to do is compared, and only where that is
+    the same, their tensors.
+    """
+    found = [violation for arrival in arrivals for violation in arrival.violations]
+    specs = [arrival.spec for arrival in arrivals]
+    confused = {
+        rank for rank, one in zip(ranks, arrivals, strict=True) if any(v.kind == "argument" for v in one.violations)
+    }
+    for name, read in _CALL_FIELDS.items():
+        said = [(rank, read(spec)) for rank, spec in zip(ranks, specs, strict=True)]
+        # A rank that has refused its own root is not compared with the others.
+        found += _odd_ones(name, [one for one in said if one[0] not in confused or one[1] not in _NONE])
+    if any(violation.kind == "mismatch" and violation.field in _CALL_FIELDS for violation in found):
+        return tuple(found)
+    flows = list(_flows(specs))
+    everything = [part for flow in flows for part in flow]
+    alike = _DEVICE_FIELDS if any(spec.one_device for spec in specs) else _KERNEL_FIELDS
+    for parts, fields in [(everything, alike), *((flow, _fields(flow)) for flow in flows)]:
+        for name, look in fields.items():
+            found += _odd_ones(name, [(ranks[at], look(side)) for at, _, side in parts], [of for _, of, _ in parts])
+    return tuple(dict.fromkeys(found))
+
+
+def _fields(flow: Sequence[_Part]) -> dict[str, Callable[[Side], Any]]:
+    return _LOOSE_FIELDS if any(side.loose for _, _, side in flow) else _FLOW_FIELDS
+
+
+def _odd_ones(name: str, values: Sequence[tuple[int, Any]], parts: Sequence[str] = ()) -> list[Violation]:
+    # Names the ranks whose value differs from the most common one; on a tie, from the first.
+    counts = Counter(repr(value) for _, value in values)
+    if len(counts) < 2:
+        return []
+    commonest = counts.most_common(1)[0][0]
+    expected = next(value for _, value in values if repr(value) == commonest)
+    return [
+        Violation(
+            kind="mismatch",
+            rank=rank,
+            field=name + part,
+            found=_show(value, expected),
+            expected=_show(expected, value),
+        )
+        for (rank, value), part in zip(values, parts or [""] * len(values), strict=True)
+        if value != expected
+    ]
+
+
+def _show(value: Any, other: Any) -> str:
+    # A long list is shown from the first place on where it differs from the other.
+    if not isinstance(value, list):
+        return "none" if value in _NONE else str(value)
+    text = ", ".join(map(str, value))
+    if len(text) <= _LONGEST:
+        return text
+    same = next((at for at, (a, b) in enumerate(zip(value, other, strict=False)) if a != b), len(other))
+    text = f"(from {same} on) " + ", ".join(map(str, value[same:]))
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
+
+
+class GatherState(enum.Enum):
+    """The state of a gather."""
+
+    OPEN = "open"
+    COMPLETE = "complete"
+    ABORTED = "aborted"
+
+
+_NEXT: dict[tuple[GatherState, str], GatherState] = {
+    (GatherState.OPEN, "arrive"): GatherState.OPEN,
+    (GatherState.OPEN, "last"): GatherState.COMPLETE,
+    (GatherState.OPEN, "abort"): GatherState.ABORTED,
+    (GatherState.COMPLETE, "abort"): GatherState.COMPLETE,
+    (GatherState.ABORTED, "arrive"): GatherState.ABORTED,
+    (GatherState.ABORTED, "last"): GatherState.ABORTED,
+    (GatherState.ABORTED, "abort"): GatherState.ABORTED,
+}
+
+
+class ArrivalGather:
+    """Gathers the arrivals of one round of one plan in one place."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = tuple(ranks)
+        self._blobs: dict[int, bytes] = {}
+        self.state: GatherState = GatherState.OPEN
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have not come."""
+        return tuple(rank for rank in self._ranks if rank not in self._blobs)
+
+    @property
+    def blobs(self) -> tuple[bytes, ...]:
+        """The arrivals in rank order; raises InternalError until all have come."""
+        if self.state is not GatherState.COMPLETE:
+            raise InternalError(detail=f"the door is {self.state.value}, ranks {self.missing} are missing")
+        return tuple(self._blobs[rank] for rank in self._ranks)
+
+    def arrive(self, rank: int, blob: bytes) -> GatherState:
+        """Takes a rank's arrival; raises ProtocolError for a foreign or repeated rank, or once it is complete."""
+        if rank not in self._ranks:
+            raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
+        if rank in self._blobs:
+            raise ProtocolError(detail=f"rank {rank} came to the door twice")
+        self._blobs[rank] = blob
+        return self._move("arrive" if self.missing else "last")
+
+    def abort(self) -> GatherState:
+        """Ends the gather, unless it is complete."""
+        return self._move("abort")
+
+    def _move(self, event: str) -> GatherState:
+        try:
+            self.state = _NEXT[self.state, event]
+        except KeyError:
+            raise ProtocolError(detail=f"{event!r} at a door that is {self.state.value}") from None
+        return self.state

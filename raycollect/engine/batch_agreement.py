@@ -1,0 +1,100 @@
+"""The agreement of a plan with several requests.
+
+A plan of one request has the arrivals of `agreement`, one per rank. In a batch each participant brings those of all its
+requests of a round in one message; requests that look alike share one arrival in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from raycollect.engine.agreement import Verdict, judge, packed, unpacked
+from raycollect.errors import ProtocolError, Violation
+from raycollect.planner import Program
+
+__all__ = ["BatchAgreement", "decode_arrivals", "encode_arrivals", "is_batch"]
+
+
+def is_batch(program: Program) -> bool:
+    """Whether a program is part of a plan of several requests."""
+    return len(program.tasks) != 1 or bool(program.everyone)
+
+
+def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
+    """Writes what a participant of a batch brings to one round; the inverse of `decode_arrivals`.
+
+    Args:
+        arrivals: Request -> what `encode_arrival` wrote.
+        conflict: Whether requests overlap in memory here though the plan does not order them.
+    """
+    distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
+    which = [distinct[blob] for blob in arrivals.values()]
+    return packed((conflict, list(distinct), list(arrivals), which))
+
+
+@lru_cache(maxsize=256)
+def decode_arrivals(data: bytes) -> tuple[bool, Mapping[int, bytes]]:
+    """Reads what a participant of a batch brought; raises ProtocolError on other bytes."""
+    try:
+        conflict, blobs, requests, which = unpacked(data)
+        found = dict(zip(requests, (blobs[at] for at in which), strict=True))
+        if (
+            type(conflict) is not bool
+            or not all(type(q) is int for q in found)
+            or not all(type(blob) is bytes for blob in blobs)
+        ):
+            raise TypeError("a flag, and bytes by request, are what is brought")
+        return conflict, found
+    except (ValueError, TypeError, LookupError) as exc:
+        raise ProtocolError(detail=f"malformed arrivals: {exc}") from exc
+
+
+class BatchAgreement:
+    """The arrivals of all participants of a plan so far.
+
+    Attributes:
+        conflict: Whether requests overlap in memory on any of them though the plan does not order them.
+        verdicts: Request -> what follows from its last round.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.conflict: bool = False
+        self.verdicts: dict[int, Verdict] = {}
+        self._program = program
+        self._brought: list[dict[int, bytes]] = [{} for _ in program.door.ranks]
+
+    def meet(self, blobs: Sequence[bytes]) -> tuple[Violation, ...]:
+        """Judges one round of blobs, by place; returns every violation of all requests.
+
+        Raises:
+            ProtocolError: It is not what participants of this plan bring.
+        """
+        program = self._program
+        if not is_batch(program):
+            task = program.tasks[0]
+            verdict = self.verdicts[task.request] = judge(program.shares[task.share].ranks, tuple(blobs))
+            return verdict.violations
+        now = set[int]()
+        for known, blob in zip(self._brought, blobs, strict=True):
+            conflict, arrivals = decode_arrivals(blob)
+            self.conflict |= conflict
+            known.update(arrivals)
+            now.update(arrivals)
+        found = list[Violation]()
+        for request in sorted(now):
+            verdict = self.verdicts[request] = self._judge(request)
+            found += (replace(violation, call=request) for violation in verdict.violations)
+        return tuple(found)
+
+    def _judge(self, request: int) -> Verdict:
+        # A participant with nothing new on the request in this round stands by what it brought before.
+        try:
+            if self._program.everyone:
+                ranks, places = self._program.everyone[request]
+                return judge(ranks, tuple([self._brought[place][request] for place in places]))
+            task = self._program.tasks[request]
+            return judge(self._program.shares[task.share].ranks, tuple([known[request] for known in self._brought]))
+        except LookupError as exc:
+            raise ProtocolError(detail=f"request {request} was not brought by all of its ranks") from exc

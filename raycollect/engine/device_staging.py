@@ -1,0 +1,276 @@
+"""Stand-ins for tensors that lie elsewhere than a backend works, and the copies to and from them.
+
+Each rank moves its own tensors; the other ranks need not know. A stand-in is as large as its tensor, without gaps. What
+a kernel reads is copied into stand-ins before it, and what it wrote is copied out behind it, so the tensor itself is
+not touched in between. What is in place stays in place in the stand-ins.
+
+Copies from and to a GPU come after all that the caller has enqueued (`streams`), and have ended when the call returns.
+They run on a stream of their own; nothing else on the device is waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from raycollect import backends
+from raycollect.backends import arrays
+from raycollect.backends.arrays import Array, DeviceArray, native
+from raycollect.backends.capabilities import TORCH_PREFIX
+from raycollect.backends.device_arrays import bits_view, device_id
+from raycollect.backends.streams import GroupStream, wait
+from raycollect.core.model import TensorInfo
+from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
+from raycollect.planner import Domain
+
+__all__ = [
+    "CPU",
+    "CUDA",
+    "StagingCopies",
+    "Check",
+    "Patience",
+    "StagingBuffers",
+    "home_of",
+    "is_home",
+    "memory_of",
+    "transfer",
+]
+
+CPU, CUDA = "cpu", "cuda"
+
+Check = Callable[[], None]  # called repeatedly while waiting for a device; raises to end the wait
+
+
+class Patience:
+    """Ends a wait for a device on an abort, or `limit_s` after it was first asked."""
+
+    def __init__(self, reason: Callable[[], str | None], limit_s: float) -> None:
+        self._reason = reason
+        self._limit_s = limit_s
+        self._until_s = 0.0
+
+    def __call__(self) -> None:
+        """Returns to go on waiting; raises PlanAbortedError or CollectiveTimeoutError to stop."""
+        reason, now_s = self._reason(), time.monotonic()
+        if reason is not None:
+            raise PlanAbortedError(detail=reason)
+        self._until_s = self._until_s or now_s + self._limit_s
+        if now_s > self._until_s:
+            detail = f"a device has not done within {self._limit_s:g} s what was enqueued before a copy from or to it"
+            raise CollectiveTimeoutError(timeout_s=self._limit_s, detail=detail)
+
+
+def memory_of(backend: str) -> str:
+    """Where a backend works, as in `GroupSpec.memory`; raises UnknownBackendError."""
+    line = backends.get(backend)
+    (only,) = line.devices if len(line.devices) == 1 else ("",)
+    # On the devices of its own torch takes tensors of its own alone, so that stand-ins would not serve all.
+    return only if only == CPU or (only == CUDA and not line.name.startswith(TORCH_PREFIX)) else ""
+
+
+def home_of(memory: str, communicator: object) -> str:
+    """The device on which a communicator works: ``"cpu"``, ``"cuda:0"``; empty where it takes tensors anywhere."""
+    if memory != CUDA:
+        return memory
+    said = getattr(communicator, "device", "")
+    return said or f"{CUDA}:{import_module('cupy').cuda.runtime.getDevice()}"
+
+
+def is_home(array: Array | DeviceArray, home: str) -> bool:
+    """Whether an array lies where a backend works."""
+    if type(array) is not DeviceArray:
+        return home in ("", CPU)
+    return home in ("", array.device)
+
+
+class StagingCopies(NamedTuple):
+    """The copies around the kernels of one step."""
+
+    loads: Sequence[tuple[Any, Any]]  # (stand-in, tensor)
+    unloads: Sequence[tuple[Any, Any]]  # (tensor, stand-in)
+    is_whole: bool  # kernels write nothing but stand-ins
+
+    def load(self, check: Check) -> None:
+        """Copies what the kernels read into the stand-ins."""
+        for target, source in self.loads:
+            transfer(target, source, check)
+
+    def unload(self, check: Check) -> None:
+        """Copies what the kernels wrote into the tensors."""
+        for target, source in self.unloads:
+            transfer(target, source, check)
+
+
+class StagingBuffers:
+    """The stand-ins of one run; `homes` says where each group works, as `home_of` does."""
+
+    def __init__(self, homes: Mapping[Domain, str]) -> None:
+        self._homes = homes
+        self._made: dict[tuple[Any, ...], Any] = {}  # by place: one for all that is the same memory
+        self._real: dict[int, Any] = {}  # id of a stand-in -> its tensor
+        self._sides: dict[tuple[int, str], tuple[Any, Any]] = {}  # so that the same pieces are the same object
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def side(self, side: Any, domain: Domain) -> Any:
+        """One side of a kernel, with stand-ins for what lies elsewhere; raises MemoryError."""
+        home = self._homes.get(domain, "")
+        if side is None or not home:
+            return side
+        if type(side) is not tuple:
+            return self._of(side, home)
+        if all(is_home(array, home) for array in side):
+            return side
+        known = self._sides.get((id(side), home))
+        if known is None:
+            known = self._sides[id(side), home] = side, tuple([self._of(array, home) for array in side])
+        return known[1]
+
+    def staging_copies(self, sides: Sequence[tuple[Any, Any]]) -> StagingCopies | None:
+        """The copies around kernels of these (read, written) sides; None where they have no stand-ins."""
+        reads = _distinct(src for src, _ in sides)
+        writes = _distinct(dst for _, dst in sides)
+        loads = [(one, self._real[id(one)]) for one in reads if id(one) in self._real]
+        unloads = [(self._real[id(one)], one) for one in writes if id(one) in self._real]
+        return StagingCopies(loads, unloads, len(unloads) == len(writes)) if loads or unloads else None
+
+    def _of(self, array: Any, home: str) -> Any:
+        if is_home(array, home):
+            return array
+        device = array.device if type(array) is DeviceArray else CPU
+        key = (home, device, *arrays.place(array)[:4])
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = _stand_in(array, home)
+            self._real[id(made)] = array
+        return made
+
+
+def _distinct(sides: Iterator[Any]) -> list[Any]:
+    found = [array for side in sides for array in (side if type(side) is tuple else (side,)) if array is not None]
+    return list({id(array): array for array in found}.values())
+
+
+def _stand_in(array: Array | DeviceArray, home: str) -> Any:
+    if home == CPU:
+        return np.empty(array.shape, native(array.dtype))
+    known = arrays.info(array)
+    library = "torch" if native(array.dtype) in arrays.NARROW else "cupy"  # cupy does not have all types
+    wanted = TensorInfo(shape=known.shape, dtype=known.dtype, itemsize=known.itemsize, device=home, library=library)
+    with _lent(import_module("cupy"), home) as stream, stream.entered():
+        return arrays.memory(arrays.empty(wanted))
+
+
+def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Check) -> None:
+    """Copies a tensor to another one of as many elements and the same dtype, wherever each lies.
+
+    The copy comes after all that the caller has enqueued, and has ended when the call returns.
+
+    Args:
+        target: What is written.
+        source: What is read.
+        check: Called while a device is waited for.
+
+    Raises:
+        KernelError: The device has failed.
+        Exception: What `check` raises.
+    """
+    if type(target) is not DeviceArray and type(source) is not DeviceArray:
+        there = cast("Array", source)
+        np.copyto(cast("Array", target), there.reshape(target.shape))
+        return
+    if not target.size:
+        return
+    try:
+        if type(target) is DeviceArray and type(source) is DeviceArray and target.device == source.device:
+            _moved(target, source, check)
+            return
+        host = _fetched(source, check) if type(source) is DeviceArray else cast("Array", source)
+        if type(target) is DeviceArray:
+            _put(target, host.reshape(target.shape), check)
+        else:
+            np.copyto(cast("Array", target), host.reshape(target.shape))
+    except (RaycollectError, MemoryError):
+        raise
+    except Exception as exc:
+        raise KernelError(detail=f"a copy from {_place(source)} to {_place(target)} failed: {exc}") from exc
+
+
+def _moved(target: DeviceArray, source: DeviceArray, check: Check) -> None:
+    cupy = _cupy_for(target)
+    if cupy is None:
+        target.take(source)
+        return
+    with _lent(cupy, target.device) as stream:
+        with stream.entered():
+            bits_view(target)[...] = bits_view(source).reshape(target.shape)
+        wait(stream.has_ended, check)
+
+
+def _place(array: Array | DeviceArray) -> str:
+    return array.device if isinstance(array, DeviceArray) else "the host"
+
+
+def _fetched(source: DeviceArray, check: Check) -> Array:
+    cupy = _cupy_for(source)
+    if cupy is None:
+        return arrays.copy_to_host(source)
+    host = np.empty(source.shape, source.dtype)
+    with _lent(cupy, source.device) as stream:
+        with stream.entered():
+            pass
+        wait(stream.has_ended, check)  # for what the caller has enqueued: the copy itself can't be interrupted
+        with cupy.cuda.Device(device_id(source.device)), stream.stream:
+            view = bits_view(source)
+            view.get(stream=stream.stream, out=host.view(view.dtype))
+    return host
+
+
+def _put(target: DeviceArray, host: Array, check: Check) -> None:
+    line = np.ascontiguousarray(host, native(host.dtype)).reshape(host.shape)  # which makes a scalar a row
+    cupy = _cupy_for(target)
+    if cupy is None:
+        target.tensor.copy_(arrays.restore(line if line.flags.writeable else line.copy(), "torch"))
+        if target.device.startswith(CUDA):
+            import_module("torch").cuda.current_stream(target.device).synchronize()
+        return
+    with _lent(cupy, target.device) as stream:
+        with stream.entered():
+            view = bits_view(target)
+            bits = line.view(view.dtype)
+            if target.shadow.flags.c_contiguous:
+                view.set(bits, stream=stream.stream)
+            else:
+                view[...] = cupy.asarray(bits)
+        wait(stream.has_ended, check)
+
+
+# Device -> idle streams. Appending and popping are atomic.
+_idle: dict[int, list[GroupStream]] = defaultdict(list)
+
+
+@contextmanager
+def _lent(cupy: ModuleType, device: str) -> Iterator[GroupStream]:
+    # A stream that was waited for in vain is not used again.
+    number = device_id(device)
+    stream = _idle[number].pop() if _idle[number] else GroupStream(number)
+    yield stream
+    _idle[number].append(stream)
+
+
+def _cupy_for(array: DeviceArray) -> ModuleType | None:
+    # None where the array is on no GPU, or cupy is missing: then torch copies.
+    if not array.device.startswith(CUDA):
+        return None
+    try:
+        return import_module("cupy")
+    except ImportError:
+        return None

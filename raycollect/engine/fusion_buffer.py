@@ -1,0 +1,266 @@
+"""Fusion of small tensors: their staging memory, and the one kernel that moves them.
+
+A kernel costs about as much to start as copying some hundred KiB. So the small tensors of one step are copied into one
+staging array, one kernel moves it, and what it wrote is copied out again. What is packed together follows from facts
+that all ranks have agreed on, so all pack alike. Kernels fold element by element in rank order, so packing changes no
+bits (P7).
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raycollect.backends.arrays import Array, native
+from raycollect.core.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
+
+__all__ = [
+    "NO_BUFFER",
+    "FusionBuffer",
+    "Item",
+    "FusedKernel",
+    "FusionPool",
+    "dtype_of",
+    "room",
+    "size_of",
+]
+
+_LEAST_NBYTES = 64 << 10
+
+
+class Item(NamedTuple):
+    """One tensor of a kernel: an array, pieces or None on each side."""
+
+    src: Any
+    dst: Any
+    most: int = 0  # see `model.Kernel.most`
+
+    @property
+    def sample(self) -> Any:
+        """One of its arrays, or None; all have the same dtype and kind of device."""
+        side = self.dst if self.src is None else self.src
+        return side[0] if type(side) is tuple and side else side
+
+
+def size_of(kind: OpKind, item: Item, count: int) -> int:
+    """The bytes of staging that any of `count` ranks needs at most for an item, the same on all; -1: not packable."""
+    sample = item.sample
+    if not isinstance(sample, np.ndarray):
+        return -1
+    if kind not in PIECES:
+        return int(sample.nbytes)
+    return item.most * int(sample.dtype.itemsize) * count * (2 if kind is OpKind.ALLTOALL else 1)
+
+
+def room(kind: OpKind, item: Item) -> int:
+    """The bytes of staging that an item takes on this rank; 0 where it can't be packed."""
+    if not isinstance(item.sample, np.ndarray):
+        return 0
+    sides = [
+        sum(array.nbytes for array in side) if type(side) is tuple else side.nbytes for side in _staged(kind, item)
+    ]
+    return sum(sides) if max(sides) <= PACKED_UP_TO_NBYTES else 0
+
+
+def dtype_of(item: Item) -> np.dtype[Any] | None:
+    """The type of an item's elements, in this machine's byte order."""
+    sample = item.sample
+    return None if sample is None else native(sample.dtype)
+
+
+def _staged(kind: OpKind, item: Item) -> list[Any]:
+    # The sides that take room: where one side has a piece per rank, the other one is a piece of it.
+    if kind is OpKind.ALLTOALL:
+        return [item.src, item.dst]
+    gives, _ = PIECES.get(kind, (False, False))
+    first, second = (item.src, item.dst) if gives or kind not in PIECES else (item.dst, item.src)
+    return [second if first is None else first]
+
+
+class FusionBuffer:
+    """Staging memory, used by whoever has taken it until it is given back."""
+
+    __slots__ = ("__weakref__", "_lock", "memory")
+
+    def __init__(self, memory: Array) -> None:
+        self.memory: Array = memory
+        self._lock = threading.Lock()
+
+    def take(self) -> bool:
+        """Takes it, unless it is taken."""
+        return self._lock.acquire(blocking=False)
+
+    def give(self) -> None:
+        """Releases it; not after a failure, when a slow rank may still write there."""
+        self._lock.release()
+
+
+NO_BUFFER = FusionBuffer(np.empty(0, np.uint8))  # the staging of a rank that has no elements to pack
+
+
+class FusionPool:
+    """The staging of one process. A buffer lives as long as a program that runs, or that is remembered, holds it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._blocks: list[weakref.ref[FusionBuffer]] = []
+
+    def take(self, nbytes: int, limit: int, allocate: Callable[[TensorInfo], Any]) -> FusionBuffer:
+        """Takes the smallest free buffer that is large enough, or a new one of at most `limit` bytes if that suffices.
+
+        Raises:
+            MemoryError: There is no memory.
+        """
+        with self._lock:
+            living = [block for block in (known() for known in self._blocks) if block is not None]
+            self._blocks = [weakref.ref(block) for block in living]
+        for block in sorted(living, key=lambda one: one.memory.nbytes):
+            if block.memory.nbytes >= nbytes and block.take():
+                return block
+        # Powers of two, so that programs of many sizes share few blocks.
+        size = max(nbytes, min(max(_LEAST_NBYTES, 1 << max(nbytes - 1, 0).bit_length()), limit))
+        block = FusionBuffer(allocate(TensorInfo(shape=(size,), dtype="uint8", itemsize=1)))
+        block.take()
+        with self._lock:
+            self._blocks.append(weakref.ref(block))
+        return block
+
+
+class _Rows:
+    """Arrays of one dtype laid out one after the other in a block."""
+
+    def __init__(self, block: FusionBuffer, dtype: np.dtype[Any]) -> None:
+        usable = block.memory.nbytes // dtype.itemsize * dtype.itemsize
+        self._line: Array = block.memory[:usable].view(dtype)
+        self._end = 0
+
+    @property
+    def all(self) -> Array:
+        return self._line[: self._end]
+
+    def add(self, arrays: Sequence[Array]) -> tuple[Array, list[Array]]:
+        """Makes one row with room for arrays, and returns it with the part of each."""
+        start, parts = self._end, []
+        for array in arrays:
+            parts.append(self._line[self._end : self._end + array.size])
+            self._end += array.size
+        return self._line[start : self._end], parts
+
+    def add_each(self, sides: Sequence[tuple[Array, ...]]) -> tuple[tuple[Array, ...], list[list[Array]]]:
+        """Makes a row for each rank, of the pieces that several tensors have for it."""
+        rows = [self.add(pieces) for pieces in zip(*sides, strict=True)]
+        return tuple(row for row, _ in rows), [parts for _, parts in rows]
+
+
+class FusedKernel:
+    """One kernel for several tensors of one dtype, staged in `block`.
+
+    Args:
+        kind: The kernel.
+        op: The reduce op.
+        peer: See `model.Kernel`.
+        items: The tensors.
+        me: The place of this rank in the launch.
+        block: The staging, with `room` for all items.
+
+    Attributes:
+        kernel: What is to be launched, between `load` and `unload`.
+    """
+
+    __slots__ = ("_bytes", "_gathered", "_into", "_loads", "_unloads", "kernel")
+
+    def __init__(
+        self, kind: OpKind, op: ReduceOp | None, peer: int, *, items: Sequence[Item], me: int, block: FusionBuffer
+    ) -> None:
+        rows = _Rows(block, native(items[0].sample.dtype))
+        reads = [item.src for item in items if item.src is not None]
+        writes = [item.dst for item in items if item.dst is not None]
+        src, loads, dst, unloads, loaded = _laid_out(kind, reads, writes, me, rows)
+        most = sum(item.most for item in items)
+        self.kernel: Kernel = Kernel(kind=kind, src=src, dst=dst, op=op, peer=peer, most=most)
+        plain = [_is_plain(array) and array.size > 0 for array, _ in unloads]
+        self._unloads = [
+            (array, part.reshape(array.shape)) for (array, part), flat in zip(unloads, plain, strict=True) if not flat
+        ]
+        # Bytes to bytes: a third of what numpy takes to copy a few KiB.
+        self._bytes = [
+            (_bytes(array), _bytes(part)) for (array, part), flat in zip(unloads, plain, strict=True) if flat
+        ]
+        self._loads = [(part.reshape(array.shape), array) for part, array in loads]
+        self._gathered: list[Array] = []
+        self._into: Array | None = None
+        if all(_is_plain(array) for _, array in loads) and loads:
+            self._into = loaded.view(np.uint8)
+            self._gathered = [array.reshape(-1).view(np.uint8) for _, array in loads]
+            self._loads = []
+
+    def load(self) -> None:
+        """Copies what the kernel reads into the staging, in one pass."""
+        if self._into is not None:
+            np.concatenate(self._gathered, out=self._into)
+        for part, array in self._loads:
+            np.copyto(part, array)
+
+    def unload(self) -> None:
+        """Copies what the kernel wrote into the tensors."""
+        for target, source in self._bytes:
+            target[:] = source
+        for array, part in self._unloads:
+            np.copyto(array, part)
+
+
+_Copies = list[tuple[Array, Array]]
+
+
+def _laid_out(
+    kind: OpKind, reads: Sequence[Any], writes: Sequence[Any], me: int, rows: _Rows
+) -> tuple[Any, _Copies, Any, _Copies, Array]:
+    """Returns (src, copies into it, dst, copies out of it, the contiguous part that the copies into it fill).
+
+    Kernels may write where they read (`model.Kernel`), so most need no second array.
+    """
+    gives, takes = PIECES.get(kind, (False, False))
+    if gives and takes:
+        src, given = rows.add_each(reads)
+        loaded = rows.all
+        dst, taken = rows.add_each(writes)
+        return src, _each(given, reads), dst, _swapped(_each(taken, writes)), loaded
+    if gives and reads:
+        src, given = rows.add_each(reads)
+        unloads = list(zip(writes, given[me], strict=True))
+        return src, _each(given, reads), src[me] if writes else None, unloads, rows.all
+    if takes and writes:
+        dst, taken = rows.add_each(writes)
+        loads = list(zip(taken[me], reads, strict=True)) if reads else []
+        return dst[me] if reads else None, loads, dst, _swapped(_each(taken, writes)), dst[me]
+    row, parts = rows.add(reads or writes)
+    loads = list(zip(parts, reads, strict=True)) if reads else []
+    unloads = list(zip(writes, parts, strict=True)) if writes else []
+    return row if reads else None, loads, row if writes else None, unloads, row
+
+
+def _each(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> _Copies:
+    return list(_pairs(parts, sides))
+
+
+def _pairs(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> Iterator[tuple[Array, Array]]:
+    for rank, of_rank in enumerate(parts):
+        for part, pieces in zip(of_rank, sides, strict=True):
+            yield part, pieces[rank]
+
+
+def _swapped(copies: _Copies) -> _Copies:
+    return [(array, part) for part, array in copies]
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _is_plain(array: Array) -> bool:
+    return array.flags.c_contiguous and array.dtype.isnative

@@ -1,0 +1,32 @@
+"""The environment that programs run in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.core.model import TensorInfo
+from raycollect.core.protocols import Clock, Faults, NoFaults
+from raycollect.engine.fusion_buffer import FusionPool
+from raycollect.observe import Recorder, Tracer
+from raycollect.pos import Store
+
+__all__ = ["POINTS", "Instruments"]
+
+# Where faults can be injected.
+POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "before_commit", "after_commit", "end")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """The environment of a program."""
+
+    store: Store
+    recorder: Recorder  # of events, for error reports
+    clock: Clock
+    faults: Faults = field(default_factory=NoFaults)  # where tests inject failures
+    allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
+    staging: FusionPool = field(default_factory=FusionPool)
+    tracer: Tracer = field(default_factory=Tracer.current)

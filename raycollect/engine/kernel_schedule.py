@@ -1,0 +1,226 @@
+"""The schedule of a program after the agreement: its kernels in order, with their launches and fused tensors.
+
+All of it follows from the program and from what all have agreed on, so every participant derives its part of the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raycollect.backends import folds
+from raycollect.core.model import PIECES, Kernel, OpKind, TensorInfo
+from raycollect.engine.agreement import Spec, Verdict
+from raycollect.engine.device_staging import StagingBuffers, StagingCopies
+from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
+from raycollect.engine.gpu_operands import GpuTaskBuffers, IntraRankCopy
+from raycollect.engine.operands import TaskBuffers
+from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share, Step
+from raycollect.planner.fusion import buckets, offered
+from raycollect.pos import Range
+
+__all__ = ["LaunchStep", "KernelSchedule", "ScheduledBundle", "Scheduler", "bucketed"]
+
+
+class LaunchStep(NamedTuple):
+    """One kernel, several that don't depend on each other, or copies that a rank makes by itself."""
+
+    number: int  # the launch of the plan
+    group_id: str  # of the launch, as `ranks`
+    ranks: tuple[int, ...]
+    kernels: tuple[Kernel, ...] = ()  # none: only copies
+    packed: FusedKernel | None = None  # the one kernel works on a fusion buffer
+    staging_copies: StagingCopies | None = None  # around kernels on stand-ins
+    copies: tuple[tuple[Any, Any], ...] = ()  # (to, from)
+    crossings: tuple[IntraRankCopy, ...] = ()  # done between the GPUs of a rank, in place of kernels
+    instead: tuple[LaunchStep, ...] = ()  # where the backend runs no kernels together; empty: one by one
+    commits: bool = False  # instead, all wait for each other before anything that they gave is overwritten
+
+
+class ScheduledBundle(NamedTuple):
+    """The kernels of one bundle, and what they write."""
+
+    share: Share
+    tasks: int  # how many
+    moves: tuple[LaunchStep, ...]
+    ranges: Sequence[Range]  # addresses that it writes
+    owners: Sequence[object]  # of each range, the object that lives as long as its memory
+    dense: Sequence[Range]  # ranges that it writes whole
+    agreed: tuple[Verdict, ...] = ()  # for each task
+    versioned: Sequence[object] = ()  # see `TaskBuffers`
+
+
+class KernelSchedule(NamedTuple):
+    """The bundles of a program in order, and all addresses that they write."""
+
+    bundles: tuple[ScheduledBundle, ...]
+    ranges: Sequence[Range]
+
+
+class Scheduler:
+    """Makes the schedule of one run.
+
+    Args:
+        program: The program.
+        operands: The buffers of each of its tasks, all made.
+        block: The fusion buffer; None: this rank has no elements to pack.
+        first: The kernel that the backend has prepared, if any.
+        staging_buffers: The stand-ins, if there are any.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        operands: Sequence[TaskBuffers],
+        block: FusionBuffer | None,
+        first: Kernel | None,
+        staging_buffers: StagingBuffers | None = None,
+    ) -> None:
+        self._program = program
+        self._operands = operands
+        self._block = block or NO_BUFFER
+        self._first = first
+        self._staging_buffers = staging_buffers
+
+    def write(self, verdicts: Mapping[int, Verdict], *, alone: bool) -> KernelSchedule:
+        """Makes the schedule from the verdicts, by request; `alone`: requests overlap in memory, so order is kept."""
+        program = self._program
+        runs: Sequence[Bundle] = program.bundles
+        if alone:
+            runs = [
+                Bundle(tasks=(at,), base=(task.alone,) * len(program.shares[task.share].choices))
+                for at, task in enumerate(program.tasks)
+            ]
+        bundles = tuple([self._scheduled(run, verdicts) for run in runs])
+        if len(bundles) == 1:
+            return KernelSchedule(bundles, bundles[0].ranges)
+        return KernelSchedule(bundles, [span for scheduled in bundles for span in scheduled.ranges])
+
+    def _scheduled(self, run: Bundle, verdicts: Mapping[int, Verdict]) -> ScheduledBundle:
+        together = [self._operands[at] for at in run.tasks]
+        agreed = [verdicts[self._program.tasks[at].request] for at in run.tasks]
+        share = together[0].share
+        chosen = _chosen(share.choices, agreed)
+        moves: list[LaunchStep] = []
+        for step in share.template.ways[chosen]:
+            moves += self._moves(step, run.base[chosen] + step.at, together, agreed)
+        if len(together) == 1:
+            (only,) = together
+            dense, versioned = only.dense(), only.versioned
+            return ScheduledBundle(share, 1, tuple(moves), only.ranges, only.owners, dense, tuple(agreed), versioned)
+        return ScheduledBundle(
+            share,
+            len(together),
+            tuple(moves),
+            ranges=[span for operands in together for span in operands.ranges],
+            owners=[owner for operands in together for owner in operands.owners],
+            dense=[span for operands in together for span in operands.dense()],
+            agreed=tuple(agreed),
+            versioned=[tensor for operands in together for tensor in operands.versioned],
+        )
+
+    def _moves(
+        self, step: Step, number: int, together: Sequence[TaskBuffers], agreed: Sequence[Verdict]
+    ) -> Iterator[LaunchStep]:
+        domain = together[0].share.domains[step.level]
+        ranks = step.ranks or domain.ranks
+        if domain.rank not in ranks:
+            return
+        place = (number, domain.group_id, ranks)
+        if step.kind is Local.COMMIT:
+            yield LaunchStep(*place, commits=True)
+            return
+        if step.kind in CROSSINGS:
+            yield LaunchStep(
+                *place, crossings=tuple(one.crossing(step) for one in together if isinstance(one, GpuTaskBuffers))
+            )
+            return
+        items = []
+        for operands, verdict in zip(together, agreed, strict=True):
+            most = verdict.most if step.kind in PIECES else ()
+            pairs = operands.pairs(step)
+            items += [Item(src, dst, most[at] if most else 0) for at, (src, dst) in enumerate(pairs)]
+        if isinstance(step.kind, Local):
+            yield LaunchStep(*place, copies=tuple((item.dst, item.src) for item in items))
+            return
+        staging_buffers = self._staging_buffers
+        if staging_buffers is not None:
+            items = [
+                Item(staging_buffers.side(src, domain), staging_buffers.side(dst, domain), most)
+                for src, dst, most in items
+            ]
+        large = [] if step.kind in PIECES else offered([size_of(step.kind, item, len(ranks)) for item in items])
+        if large:
+            some = [items[at] for at in large]
+            items = [item for at, item in enumerate(items) if at not in set(large)]
+            kernels = tuple(self._kernel(step.kind, step, item) for item in some)
+            instead = tuple(self._packed(step.kind, step, some, place, domain.rank, carries=False))
+            yield LaunchStep(*place, kernels, staging_copies=self._staging_copies(some), instead=instead)
+        yield from self._packed(step.kind, step, items, place, domain.rank)
+
+    def _packed(
+        self,
+        kind: OpKind,
+        step: Step,
+        items: Sequence[Item],
+        place: tuple[int, str, tuple[int, ...]],
+        rank: int,
+        *,
+        carries: bool = True,
+    ) -> Iterator[LaunchStep]:
+        ranks = place[2]
+        for bucket in bucketed(kind, items, len(ranks), self._program.staging):
+            chosen = [items[at] for at in bucket]
+            staging_copies = self._staging_copies(chosen) if carries else None
+            if len(chosen) > 1:
+                packed = FusedKernel(kind, step.op, step.peer, items=chosen, me=ranks.index(rank), block=self._block)
+                yield LaunchStep(*place, (packed.kernel,), packed, staging_copies)
+            else:
+                yield LaunchStep(*place, (self._kernel(kind, step, chosen[0]),), None, staging_copies)
+
+    def _staging_copies(self, items: Sequence[Item]) -> StagingCopies | None:
+        if self._staging_buffers is None:
+            return None
+        return self._staging_buffers.staging_copies([(item.src, item.dst) for item in items])
+
+    def _kernel(self, kind: OpKind, step: Step, item: Item) -> Kernel:
+        # The very kernel that was prepared, for backends that recognise it.
+        first = self._first
+        if (
+            first is not None
+            and not item.most
+            and (first.kind, first.peer) == (kind, step.peer)
+            and first.src is item.src
+            and first.dst is item.dst
+        ):
+            return first
+        return Kernel(kind=kind, src=item.src, dst=item.dst, op=step.op, peer=step.peer, most=item.most)
+
+
+def bucketed(kind: OpKind, items: Sequence[Item], count: int, staging: int) -> list[list[int]]:
+    """Which tensors each kernel of a step moves, among so many ranks; see `fusion.buckets`."""
+    if len(items) < 2:
+        return [[at] for at in range(len(items))]
+    return buckets([(dtype_of(item), size_of(kind, item, count)) for item in items], staging)
+
+
+def _chosen(choices: Sequence[Choice], verdicts: Sequence[Verdict]) -> int:
+    """The algorithm that all ranks take, by what all have agreed on."""
+    if len(choices) == 1:
+        return 0
+    nbytes = sum(max(sum(info.nbytes for info in _infos(spec)) for spec in verdict.specs) for verdict in verdicts)
+    narrow = any(_is_narrow(info) for verdict in verdicts for spec in verdict.specs for info in _infos(spec))
+    possible = [at for at, one in enumerate(choices) if one.at_least <= nbytes and not (one.stepwise and narrow)]
+    return possible[-1] if possible else 0
+
+
+def _infos(spec: Spec) -> tuple[TensorInfo, ...]:
+    return spec.gives.tensors if spec.gives is not None else ()
+
+
+@lru_cache(maxsize=64)
+def _is_narrow(info: TensorInfo) -> bool:
+    return folds.is_widened(np.dtype(info.dtype))

@@ -1,0 +1,212 @@
+"""The launches of one program under way: which one is open, and how an abort reaches it.
+
+A program begins its launches in ascending order; the first is that of the agreement. One is open at a time: it is ended
+when the next one begins, or when the program ends, whatever happened.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raycollect.core.model import Kernel, Launch
+from raycollect.core.protocols import Communicator, Exchange, Forsaking
+from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.planner import Program
+
+__all__ = ["LaunchSequence", "meet_again"]
+
+_Open = tuple[Communicator, Launch]
+
+
+class LaunchSequence:
+    """The launches of one run of a program.
+
+    Args:
+        program: The program.
+        communicators: Group id -> this participant's end of that group.
+        exchange: How the participants meet where they have no group in common.
+        seq: The number of the first launch.
+        aborted: Why the plan was aborted, or None.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        communicators: Callable[[str], Communicator],
+        exchange: Exchange | None,
+        *,
+        seq: int,
+        aborted: Callable[[], str | None],
+    ) -> None:
+        self._program = program
+        self._communicators = communicators
+        self._exchange = exchange
+        self._seq = seq
+        self._aborted = aborted
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._door = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
+        self._number = 0
+        self._open: _Open | None = None
+        self._wakes: Callable[[int], None] | None = None  # of what is open
+
+    @property
+    def reason(self) -> str | None:
+        """Why the program has to stop; None where it may go on."""
+        reason = self._aborted()
+        return "the plan was aborted" if reason is None and self._stopped else reason
+
+    def begin(self) -> None:
+        """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
+        door = self._program.door
+        if door.group_id:
+            communicator = self._communicators(door.group_id)
+            with self._lock:
+                self._open, self._wakes = (communicator, self._door), communicator.abort
+        elif self._exchange is None:
+            raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
+        else:
+            with self._lock:
+                self._wakes = self._exchange.abort
+
+    def stage(self) -> _Open | None:
+        """The communicator of the agreement and its launch; None where the controller carries it."""
+        return self._open
+
+    def meet(self, arrival: bytes) -> tuple[bytes, ...]:
+        """Brings an arrival to the agreement, and waits for those of all.
+
+        Raises:
+            PlanAbortedError: The plan was aborted.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        self._check()
+        if self._open is not None:
+            blobs = self._open[0].agree(self._door, arrival)
+        else:
+            assert self._exchange is not None  # `begin` has checked it
+            blobs = self._exchange(self._door, arrival)
+        return tuple(map(bytes, blobs))
+
+    def again(self, kernel: Kernel | None, arrival: bytes, expected: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
+        """As `meet`, where all should bring what they did last time; the backend may prepare a kernel.
+
+        Returns:
+            None where they did; else what they brought.
+
+        Raises:
+            RefusedError: The kernel can't be prepared; nothing was brought.
+        """
+        opened = self._open
+        if opened is None or kernel is None:
+            blobs = self.meet(arrival)
+            return None if blobs == expected else blobs
+        self._check()
+        return meet_again(*opened, kernel, arrival, expected)
+
+    def at(self, number: int, group_id: str, ranks: Sequence[int]) -> _Open:
+        """Returns the communicator of a launch, after all have begun it.
+
+        `number` is not below that of the open launch.
+
+        Raises:
+            PlanAbortedError: The plan was aborted.
+            GroupBrokenError: This participant has no such group.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        if number == self._number and self._open is not None:
+            return self._open
+        communicator = self._communicators(group_id)
+        program = self._program
+        launch = Launch(seq=self._seq + number, ranks=tuple(ranks), timeout_s=program.timeout_s)
+        # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
+        # is found there, and the controller ends the plan for all.
+        before = number + (len(program.everyone) or len(program.tasks))
+        patient = replace(launch, timeout_s=program.timeout_s * (1 + before))
+        self._close(ok=True)
+        with self._lock:  # an abort comes either before, and is seen here, or after, and finds the launch
+            self._check()
+            self._number = number
+            opened = self._open = communicator, launch
+            self._wakes = communicator.abort
+        communicator.agree(patient, b"")
+        return opened
+
+    def commit(self) -> None:
+        """Waits until the controller has heard that all have come so far.
+
+        The controller alone decides: once it has told one of them to go on it tells all, and aborts none.
+
+        Raises:
+            PlanAbortedError: The plan was aborted; so it is for all.
+            CollectiveTimeoutError: Not all came in time.
+        """
+        exchange, program = self._exchange, self._program
+        assert exchange is not None  # whoever runs a program that commits has given it
+        ranks = tuple(range(len(program.door.ranks)))
+        patient = program.timeout_s * (2 + self._number)  # the others may be busy with what comes before
+        with self._lock:
+            self._check()
+            wake, self._wakes = self._wakes, exchange.abort
+        exchange(Launch(seq=self._seq, ranks=ranks, timeout_s=patient), b"")
+        with self._lock:
+            self._wakes = wake
+
+    def forsake(self) -> None:
+        """Tells the backend that others may wait in a kernel of the open launch that this rank will not run."""
+        opened = self._open
+        if opened is not None and isinstance(opened[0], Forsaking):
+            opened[0].forsake(opened[1])
+
+    def end(self, *, ok: bool) -> tuple[int, ...]:
+        """Ends the open launch.
+
+        Returns:
+            The places of those who are known to have run all of their programs; empty where others may have more to do.
+        """
+        ranks, program = self._close(ok=ok), self._program
+        if self._number or not ranks or program.everyone:
+            return ()
+        return tuple([program.door.ranks.index(rank) for rank in ranks])
+
+    def abort(self) -> None:
+        """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""
+        with self._lock:
+            self._stopped = True
+            wake, seq = self._wakes, self._seq + self._number
+        if wake is not None:
+            wake(seq)
+
+    def _close(self, *, ok: bool) -> tuple[int, ...]:
+        with self._lock:
+            opened, self._open, self._wakes = self._open, None, None
+        return () if opened is None else opened[0].end(opened[1], ok)
+
+    def _check(self) -> None:
+        reason = self.reason
+        if reason is not None:
+            raise PlanAbortedError(detail=reason)
+
+
+def meet_again(
+    communicator: Communicator, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
+) -> tuple[bytes, ...] | None:
+    """Prepares a kernel and meets the others, the short way where the backend has one (`protocols.Again`).
+
+    Returns:
+        None where all brought what is expected; else what they brought.
+
+    Raises:
+        RefusedError: The kernel can't be prepared; nothing was brought.
+        PlanAbortedError, CollectiveTimeoutError: As `Communicator.agree`.
+    """
+    again: Any = getattr(communicator, "again", None)  # `isinstance` with a protocol takes longer
+    if again is not None:
+        found = again(launch, kernel, arrival, expected)
+        return None if found is None else tuple(map(bytes, found))
+    communicator.stage(launch, kernel)
+    blobs = tuple(map(bytes, communicator.agree(launch, arrival)))
+    return None if blobs == expected else blobs

@@ -1,0 +1,317 @@
+"""All tasks of one program on this participant: their operands, checks, and what they bring to the agreement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.backends.arrays import DeviceArray
+from raycollect.core.model import PIECES, Kernel, Key, OpKind
+from raycollect.engine.agreement import Arrival, Side, Spec, Verdict, encode_arrival
+from raycollect.engine.batch_agreement import encode_arrivals, is_batch
+from raycollect.engine.device_staging import CUDA, StagingBuffers
+from raycollect.engine.fusion_buffer import Item, room
+from raycollect.engine.gpu_operands import GpuTaskBuffers
+from raycollect.engine.operands import TaskBuffers
+from raycollect.errors import RaycollectError, Violation
+from raycollect.errors.text import too_large
+from raycollect.planner import Domain, Program, Role
+from raycollect.pos import Container, Range, Store
+from raycollect.pos.extents import Extents
+
+__all__ = ["MissingOperand", "ProgramOperands"]
+
+_EVERYWHERE = [(0, 1 << 64)]
+
+
+@dataclass(frozen=True, slots=True)
+class MissingOperand:
+    """Why there is no operand: the fields of the violation."""
+
+    kind: str
+    found: str
+    expected: str
+
+
+class ProgramOperands:
+    """The tasks of one run of a program.
+
+    Args:
+        program: The program.
+        allocate: Makes a tensor; see `Instruments`.
+        keys: The keys of the program.
+        given: Whether an imperative call gave the operands.
+        home_of: Returns where a group works, see `device_staging.home_of`.
+
+    Attributes:
+        operands: Those of each task.
+        staging_buffers: The stand-ins; None: none is needed.
+    """
+
+    def __init__(
+        self, program: Program, allocate: Any, keys: Sequence[Key], *, given: bool, home_of: Callable[[Domain], str]
+    ) -> None:
+        self.program = program
+        self._home_of = home_of
+        self._batch = is_batch(program)
+        self._whole: dict[int, list[Range]] = {}  # what each task writes whole; only where anything is dirty
+        self.operands: list[TaskBuffers] = []
+        self.staging_buffers: StagingBuffers | None = None
+        for task in program.tasks:
+            refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
+            share = program.shares[task.share]
+            if share.template.is_listed:
+                home = partial(home_of, share.domains[0])
+                self.operands.append(GpuTaskBuffers(share, allocate, home, given=given, keys=refs))
+            else:
+                self.operands.append(TaskBuffers(share, allocate, given=given, keys=refs))
+
+    @property
+    def has_violations(self) -> bool:
+        """Whether anything is wrong so far."""
+        return any(operands.violations for operands in self.operands)
+
+    def violate(self, violations: Sequence[Violation]) -> None:
+        """Notes violations with the first task."""
+        self.operands[0].violations += violations
+
+    def made(self) -> tuple[Container, ...]:
+        """Returns the outputs, in the order of the tasks."""
+        return tuple([one for operands in self.operands for one in operands.made()])
+
+    def ready(self, round_index: int, found: Sequence[Container | MissingOperand], store: Store) -> None:
+        """Binds, makes and checks the buffers of the tasks of a round of the agreement."""
+        dirt = self._batch and store.is_dirty(_EVERYWHERE)
+        for at, (task, operands) in enumerate(zip(self.program.tasks, self.operands, strict=True)):
+            if task.round != round_index:
+                continue
+            inputs = iter(task.inputs)
+            for index, buffer in enumerate(operands.share.template.buffers):
+                if buffer.role is not Role.OPERAND:
+                    operands.make(index)
+                    continue
+                n = next(inputs)
+                one = found[n] if n >= 0 else next(iter(self.operands[-1 - n].made()), None)
+                if isinstance(one, MissingOperand):
+                    operands.violate(one.kind, "operand", one.found, one.expected, index)
+                    one = None
+                operands.bind(index, one)
+            operands.check(store, self._written_before(at) if dirt else None)
+            if 0 < self.program.staging < _LARGEST_ELEMENT:
+                _check_staging(operands, self.program.staging)
+            if dirt:
+                self._whole[at] = operands.dense()
+
+    def _written_before(self, at: int) -> Extents:
+        # By the order of the calls, which is not that of the rounds.
+        return Extents(*(span for other, spans in self._whole.items() if other < at for span in spans))
+
+    def learn(self, round_index: int, verdicts: Mapping[int, Verdict]) -> None:
+        """Makes the outputs that follow from what all brought to a round."""
+        for task, operands in zip(self.program.tasks, self.operands, strict=True):
+            if task.round == round_index and operands.share.template.is_learned:
+                _learn(operands, verdicts[task.request].specs)
+
+    def arrival(self, round_index: int) -> bytes:
+        """Returns what this participant brings to a round."""
+        if not self._batch:
+            return _arrival(self.operands[0])
+        brought = {
+            task.request: _arrival(operands)
+            for task, operands in zip(self.program.tasks, self.operands, strict=True)
+            if task.round == round_index
+            or (task.round == round_index - 1 and operands.share.template.is_learned)
+            or operands.violations  # found between the rounds
+        }
+        return encode_arrivals(brought, conflict=self._conflict())
+
+    def _conflict(self) -> bool:
+        """Whether keys that the plan took for different memory are not, and tasks of them could be reordered."""
+        if len(self.operands) < 2:
+            return False
+        users: dict[int, list[tuple[int, bool]]] = {}  # key -> who uses it, and whether it is written there
+        spans = []
+        for number, (task, operands) in enumerate(zip(self.program.tasks, self.operands, strict=True)):
+            inputs = iter(task.inputs)
+            for index, bound, written in operands.uses:
+                if operands.share.template.buffers[index].role is not Role.OPERAND:
+                    continue  # made for this plan alone
+                key = next(inputs)
+                if key not in users:
+                    spans += [(*arrays.byte_range(array), key, array) for array in bound.arrays]
+                users.setdefault(key, []).append((number, written))
+        spans.sort(key=lambda span: span[:2])
+        for at, (_, stop, key, array) in enumerate(spans):
+            for later in range(at + 1, len(spans)):
+                start, _, other, overlapping = spans[later]
+                if start >= stop:
+                    break
+                if key != other and self._may_swap(users[key], users[other]) and arrays.overlap(array, overlapping):
+                    return True
+        return False
+
+    def _may_swap(self, some: Sequence[tuple[int, bool]], others: Sequence[tuple[int, bool]]) -> bool:
+        # One of the two writes, and the plan does not order them.
+        return any(
+            one != other and (writes or also_writes) and not self._are_ordered(*sorted((one, other)))
+            for one, writes in some
+            for other, also_writes in others
+        )
+
+    def _are_ordered(self, first: int, second: int) -> bool:
+        tasks = self.program.tasks
+        if -1 - first in tasks[second].inputs:
+            return True
+        shared = set(tasks[first].inputs) & set(tasks[second].inputs)
+        return any(key in shared for at in (first, second) for key in self._written_by(at))
+
+    def _written_by(self, at: int) -> list[int]:
+        operands, buffers = self.operands[at], self.program.shares[self.program.tasks[at].share].template.buffers
+        indices = [index for index, buffer in enumerate(buffers) if buffer.role is Role.OPERAND]
+        written = {index for index, _, is_written in operands.uses if is_written}
+        return [n for n, index in zip(self.program.tasks[at].inputs, indices, strict=True) if index in written]
+
+    def lift(self) -> None:
+        """Makes stand-ins for tensors that lie elsewhere than the backends work; raises MemoryError."""
+        if not any(map(_may_be_elsewhere, self.operands)):
+            return
+        domains = {domain for share in self.program.shares for domain in share.domains if domain.memory}
+        if not domains:
+            return
+        staging_buffers = StagingBuffers({domain: self._home_of(domain) for domain in domains})
+        for operands in self.operands:
+            share = operands.share
+            for step in (step for way in share.template.ways for step in way):
+                domain = share.domains[step.level]
+                if isinstance(step.kind, OpKind) and domain.rank in (step.ranks or domain.ranks):
+                    for src, dst in operands.pairs(step):
+                        staging_buffers.side(src, domain)
+                        staging_buffers.side(dst, domain)
+        self.staging_buffers = staging_buffers if len(staging_buffers) else None
+
+    def first(self) -> Kernel | None:
+        """The kernel that runs first whatever the others bring, so that the backend may prepare it; None: not known."""
+        program = self.program
+        if self._batch or program.rounds > 1 or len(program.bundles[0].base) > 1 or program.bundles[0].base[0]:
+            return None
+        (operands,) = self.operands
+        steps = operands.share.template.steps
+        if not steps or steps[0].at:
+            return None
+        step, pairs = steps[0], operands.pairs(steps[0])
+        if len(pairs) != 1:  # several are packed, or run together
+            return None
+        src, dst = pairs[0]
+        if not isinstance(step.kind, OpKind) or not _fit(operands, src, dst):
+            return None
+        if self.staging_buffers is not None:
+            domain = operands.share.domains[step.level]
+            src, dst = self.staging_buffers.side(src, domain), self.staging_buffers.side(dst, domain)
+        return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
+
+    def room(self) -> int:
+        """The bytes of fusion buffer that the tasks may need here at a time, by their own sizes; 0: none is packed."""
+        if not self.program.staging or (
+            not self._batch and all(bound is None or len(bound.leaves) == 1 for bound in self.operands[0].buffers)
+        ):
+            return 0
+        most = 0
+        for bundle in self.program.bundles:
+            tasks = [self.operands[at] for at in bundle.tasks]
+            for step in (step for way in tasks[0].share.template.ways for step in way):
+                kind, pairs = step.kind, [pair for operands in tasks for pair in operands.pairs(step)]
+                if len(pairs) < 2 or not isinstance(kind, OpKind):
+                    continue
+                if self.staging_buffers is not None:
+                    side, domain = self.staging_buffers.side, tasks[0].share.domains[step.level]
+                    pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
+                most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
+        return min(most, self.program.staging)
+
+    @property
+    def ranges(self) -> list[Range]:
+        """The addresses of all that the tasks use."""
+        bounds = [bound for operands in self.operands for _, bound, _ in operands.uses]
+        return [arrays.byte_range(array) for bound in bounds for array in bound.arrays]
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing is made, so that a run on the same operands does the same again."""
+        shares = self.program.shares
+        return self.program.rounds == 1 and all(
+            buffer.role is Role.OPERAND for share in shares for buffer in share.template.buffers
+        )
+
+
+_LARGEST_ELEMENT = 16  # the bytes of the widest element that there is: a complex128
+
+
+def _check_staging(operands: TaskBuffers, staging: int) -> None:
+    for index, bound in enumerate(operands.buffers):
+        largest = max((array.dtype.itemsize for array in bound.arrays), default=0) if bound else 0
+        if largest > staging:
+            operands.violate("argument", "staging_nbytes", str(staging), f"0, or at least {largest} bytes", index)
+            return
+
+
+def _fit(operands: TaskBuffers, src: Any, dst: Any) -> bool:
+    """Whether this rank's own arrays fit each other: the agreement refuses what does not, and no backend may see it."""
+    if src is dst or ((src is None or dst is None) and type(src) is not tuple and type(dst) is not tuple):
+        return True
+    me = operands.share.ranks.index(operands.share.rank)
+    sides = [side if type(side) is tuple else (side,) for side in (src, dst) if side is not None]
+    sizes = {side[me if len(side) > 1 else 0].size for side in sides}
+    return len(sizes) <= 1 and len({arrays.info(array).dtype for side in sides for array in side}) <= 1
+
+
+def _arrival(operands: TaskBuffers) -> bytes:
+    spec = operands.spec()
+    if not operands.share.domains[0].memory:
+        spec = replace(spec, one_device=True)
+    if operands.violations:
+        return encode_arrival(Arrival(spec=spec, violations=tuple(operands.violations)))
+    return _ready_arrival(spec)
+
+
+@lru_cache(maxsize=256)
+def _ready_arrival(spec: Spec) -> bytes:
+    return encode_arrival(Arrival(spec=spec))
+
+
+def _may_be_elsewhere(operands: TaskBuffers) -> bool:
+    for domain in operands.share.domains:
+        if domain.memory == CUDA:
+            return True
+    for bound in operands.buffers:
+        if bound is not None:
+            for array in bound.arrays:
+                if type(array) is DeviceArray:
+                    return True
+    return False
+
+
+def _learn(operands: TaskBuffers, specs: Sequence[Spec]) -> None:
+    # On the devices of what this rank gives, if it gives anything.
+    mine = operands.spec().gives
+    try:
+        operands.learn([_brought_to(spec, mine) for spec in specs] if mine is not None else specs)
+    except RaycollectError:
+        raise
+    except Exception as exc:  # noqa: BLE001 - a device that is not here: of the library that makes the tensor
+        index = next(at for at, one in enumerate(operands.share.template.buffers) if one.role is Role.LEARNED)
+        expected = "the giver's kind of device here too, or an output that is there already"
+        operands.violate("allocation", "output", too_large(exc), expected, index)
+
+
+def _brought_to(spec: Spec, mine: Side) -> Spec:
+    # As if each tensor lay on the device of this rank's tensor of the same place.
+    gives = spec.gives
+    if gives is None or len({one.device for side in (gives, mine) for one in side.tensors}) < 2:
+        return spec
+    pieces = len(mine.structure.items) if PIECES.get(OpKind(spec.op), (False, False))[0] else 1
+    row = mine.tensors[: len(mine.tensors) // pieces]
+    infos = tuple([info.beside(row[at % len(row)]) for at, info in enumerate(gives.tensors)])
+    return replace(spec, gives=replace(gives, tensors=infos))

@@ -1,0 +1,236 @@
+"""The spans and labels that timelines record of a plan.
+
+Whoever runs a plan marks where each part begins and ends, on a `Timed`, or on an `Untimed` where nothing is recorded.
+Neither holds a tensor.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.core.model import OpKind
+from raycollect.engine.agreement import Verdict
+from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
+from raycollect.errors import RaycollectError
+from raycollect.observe import Label, Ring
+from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL, NO_LABEL, PART, STAGING
+from raycollect.planner import Program
+
+__all__ = ["Timed", "Untimed", "label_of_bundle", "nbytes_of", "timed"]
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+# The operations whose bytes are those that all ranks give together; of others what one rank holds in full.
+_SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
+
+
+class Untimed:
+    """Records nothing. All but `begin` and `end` return contexts around what they name."""
+
+    __slots__ = ()
+
+    def begin(self) -> None:
+        """The run begins."""
+
+    def end(self, error: RaycollectError | None) -> None:
+        """The run has ended."""
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """A wait for something before the agreement."""
+        return _NOTHING
+
+    def door(self) -> AbstractContextManager[None]:
+        """The agreement of all ranks."""
+        return _NOTHING
+
+    def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
+        """All that is done after the agreement."""
+        return _NOTHING
+
+    def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
+        """One bundle of that."""
+        return _NOTHING
+
+    def staging(self, what: str) -> AbstractContextManager[None]:
+        """Copies before and behind kernels."""
+        return _NOTHING
+
+    def kernels(
+        self, scheduled: ScheduledBundle | None, move: LaunchStep, *, first: int = 0, count: int = 0
+    ) -> AbstractContextManager[None]:
+        """Kernels of a step that run as one, from the `first` on; `count` 0: all."""
+        return _NOTHING
+
+
+_UNTIMED = Untimed()
+
+
+def timed(ring: Ring | None, program: Program, seq: int, meeting: str) -> Untimed:
+    """Returns the recorder of a run's spans; `ring` is the timeline, if one is recorded."""
+    return _UNTIMED if ring is None else Timed(ring, program, seq, meeting)
+
+
+class Timed(Untimed):
+    """Records spans in a timeline."""
+
+    __slots__ = ("_began_s", "_meeting", "_program", "_ring", "_seq")
+
+    def __init__(self, ring: Ring, program: Program, seq: int, meeting: str) -> None:
+        self._ring = ring
+        self._program = program
+        self._seq = seq
+        self._meeting = meeting
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """Notes the time."""
+        self._began_s = self._ring.clock()
+
+    def end(self, error: RaycollectError | None) -> None:
+        """Records the whole run."""
+        ring, failed = self._ring, "" if error is None else type(error).__name__
+        ring.put(PART, self._program.name, self._began_s, ring.clock(), self._seq, self._number(), failed)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """Records a wait, if it lasts."""
+        return _Wait(self._ring, what, self._seq)
+
+    def door(self) -> AbstractContextManager[None]:
+        """Records it."""
+        return _Noted(self._ring, DOOR, "door", self._seq, self._number())
+
+    def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
+        """Records it, where there are several."""
+        program = self._program
+        if len(program.tasks) == 1:
+            return _NOTHING
+        return self._span(COLLECTIVE, program.name, _label_of_schedule(program, schedule, self._meeting))
+
+    def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
+        """Records it, unless it is the same as its one kernel."""
+        if _is_only_kernel(scheduled):
+            return _NOTHING
+        return self._span(COLLECTIVE, scheduled.share.op, label_of_bundle(scheduled, self._meeting))
+
+    def staging(self, what: str) -> AbstractContextManager[None]:
+        """Records it."""
+        return self._span(STAGING, what)
+
+    def kernels(
+        self, scheduled: ScheduledBundle | None, move: LaunchStep, *, first: int = 0, count: int = 0
+    ) -> AbstractContextManager[None]:
+        """Records them."""
+        if scheduled is None:
+            return _NOTHING
+        if _is_only_kernel(scheduled):
+            share, meeting = scheduled.share, self._meeting
+            known = (share, meeting, *scheduled.agreed)  # which tell all of the label, and hold no tensor
+            number = self._ring.label_of(lambda: label_of_bundle(scheduled, meeting), *known)
+            return _Noted(self._ring, KERNEL, share.op, self._seq, number)
+        domains = [one for share in self._program.shares for one in share.domains]
+        rank = next((one.rank for one in domains if one.group_id == move.group_id), -1)
+        some = move._replace(kernels=move.kernels[first : first + count]) if count else move
+        label = _label_of_move(some, rank, self._meeting)
+        return self._span(KERNEL, label.op, label)
+
+    def _number(self) -> int:
+        program, meeting = self._program, self._meeting
+        return self._ring.label_of(lambda: _label_of_program(program, meeting), program, meeting)
+
+    def _span(self, kind: str, name: str, label: Label = NO_LABEL) -> AbstractContextManager[None]:
+        return _Noted(self._ring, kind, name, self._seq, self._ring.label(label))
+
+
+class _Noted:
+    # A class: as a generator it takes twice as long.
+
+    __slots__ = ("_began_s", "_kind", "_label", "_name", "_ring", "_seq")
+
+    def __init__(self, ring: Ring, kind: str, name: str, seq: int, label: int) -> None:
+        self._ring = ring
+        self._kind = kind
+        self._name = name
+        self._seq = seq
+        self._label = label
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._ring.clock()
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        ring, failed = self._ring, "" if kind is None else kind.__name__
+        ring.put(self._kind, self._name, self._began_s, ring.clock(), self._seq, self._label, failed)
+
+
+class _Wait:
+    __slots__ = ("_began_s", "_ring", "_seq", "_what")
+
+    def __init__(self, ring: Ring, what: str, seq: int) -> None:
+        self._ring = ring
+        self._what = what
+        self._seq = seq
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._ring.clock()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            self._ring.waited(self._what, self._began_s, self._seq)
+
+
+def _label_of_program(program: Program, meeting: str = "") -> Label:
+    if len(program.tasks) == 1:
+        share = program.shares[program.tasks[0].share]
+        return Label(share.op, share.group_id, share.rank, len(share.ranks), 0, 0, meeting)
+    return _label_of_door(program, meeting)
+
+
+def _label_of_door(program: Program, meeting: str = "") -> Label:
+    groups = dict.fromkeys(share.group_id for share in program.shares)
+    door = program.door
+    return Label(program.name, door.group_id or ",".join(groups), door.rank, len(door.ranks), 0, 0, meeting)
+
+
+def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
+    """Returns the label of one bundle."""
+    share = scheduled.share
+    nbytes = sum(_agreed_nbytes(share.op, one) for one in scheduled.agreed)
+    return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
+
+
+def _label_of_schedule(program: Program, schedule: KernelSchedule, meeting: str = "") -> Label:
+    # As one batch.
+    nbytes = sum(_agreed_nbytes(one.share.op, verdict) for one in schedule.bundles for verdict in one.agreed)
+    return _label_of_door(program, meeting)._replace(nbytes=nbytes, calls=1)
+
+
+def _label_of_move(move: LaunchStep, rank: int, meeting: str = "") -> Label:
+    # A part of a collective, with the bytes that it reads.
+    nbytes = sum(nbytes_of(one.dst if one.src is None else one.src) for one in move.kernels)
+    return Label(move.kernels[0].kind.value, move.group_id, rank, len(move.ranks), nbytes, 0, meeting)
+
+
+def _is_only_kernel(scheduled: ScheduledBundle) -> bool:
+    # On one call's tensors, so that the bundle and its kernel are the same.
+    if scheduled.tasks != 1 or len(scheduled.moves) != 1:
+        return False
+    (move,) = scheduled.moves
+    return len(move.kernels) == 1 and move.packed is None and move.staging_copies is None
+
+
+def nbytes_of(side: Any) -> int:
+    """The bytes of an array, or of pieces."""
+    if side is None:
+        return 0
+    if type(side) is tuple:
+        return sum(map(nbytes_of, side))
+    nbytes = getattr(side, "nbytes", None)
+    return int(nbytes) if isinstance(nbytes, int) else arrays.describe(side).nbytes
+
+
+def _agreed_nbytes(op: str, verdict: Verdict) -> int:
+    given = [0 if one.gives is None else sum(info.nbytes for info in one.gives.tensors) for one in verdict.specs]
+    return sum(given) if op in _SUMMED else max(given, default=0)

@@ -1,0 +1,223 @@
+"""The actions of a captured step, made ready: method calls, and this participant's half of plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from raycollect.core.model import Key
+from raycollect.core.protocols import Exchange
+from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.fast_path import FastPath
+from raycollect.engine.method_errors import method_error
+from raycollect.engine.program_operands import MissingOperand
+from raycollect.engine.step_program import CAPTURE_NBYTES, Collective, Given, Invocation
+from raycollect.engine.value_codec import unpack_value
+from raycollect.errors import ProtocolError, RaycollectError, RefusedError, anew
+from raycollect.observe.run_steps import calls
+from raycollect.observe.trace import METHOD
+from raycollect.planner import Program, decode_program
+from raycollect.pos import Container
+
+if TYPE_CHECKING:
+    from raycollect.engine.step_runner import StepRunner
+
+__all__ = ["Exchanges", "MethodCall", "PlanCall", "value_of"]
+
+# Program, number of its first launch -> the controller's exchange, for participants that share no group.
+Exchanges = Callable[[Program, int], Exchange | None]
+
+_RUN_AT = CAPTURE_NBYTES, CAPTURE_NBYTES + 8
+_CONSTANT = (type(None), bool, int, float, str, bytes)
+
+
+class MethodCall:
+    """A method call, made ready. Arguments lie in slots; constants have slots of their own."""
+
+    __slots__ = ("_args", "_fresh", "_kwargs", "_method", "_runner", "_slot", "step")
+
+    is_method = True
+
+    def __init__(self, one: Invocation, runner: StepRunner) -> None:
+        self._runner = runner
+        self.step: int = one.step
+        self._method = one.method
+        self._slot = one.slot
+        self._fresh: list[tuple[int, bytes]] = []  # what a method may change, made anew for each run
+        self._args = [self._place(value) for value in one.args]
+        self._kwargs = [(name, self._place(value)) for name, value in one.kwargs]
+
+    def words(self) -> str:
+        """Describes the call to a person."""
+        return f"call {self.step} of the step, method {self._method}"
+
+    def _place(self, argument: int | Given) -> int:
+        if not isinstance(argument, Given):
+            return argument
+        slots, value = self._runner.slots, unpack_value(argument.packed)
+        if not _is_constant(value):
+            self._fresh.append((len(slots), argument.packed))
+            value = None
+        slots.append(value)
+        return len(slots) - 1
+
+    def do(
+        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, landed: Callable[[], None] | None
+    ) -> None:
+        """Calls the method, and puts what it returns into its slot."""
+        runner = self._runner
+        slots = runner.slots
+        for slot, packed in self._fresh:
+            slots[slot] = unpack_value(packed)
+        args = [value_of(slots[slot]) for slot in self._args]
+        kwargs = {name: value_of(slots[slot]) for name, slot in self._kwargs}
+        slots[self._slot] = None
+        ring = runner.tracer.ring
+        began_s = 0.0 if ring is None else ring.clock()
+        try:
+            slots[self._slot] = runner.invoke(self._method, args, kwargs)
+            return
+        except BaseException as exc:  # noqa: BLE001 - whatever it is, it ends the run, and not this thread
+            error = method_error(self._method, self.step, exc)
+        finally:
+            if ring is not None:
+                ring.ended(METHOD, self._method, began_s, seq)
+        raise anew(error)  # here, where the exception and with it the method's frames are gone
+
+
+class PlanCall:
+    """This participant's half of a plan, made ready."""
+
+    __slots__ = (
+        "_fast_path",
+        "_first",
+        "_inputs",
+        "_kept_door",
+        "_keys",
+        "_last",
+        "_offset",
+        "_outputs",
+        "_program",
+        "_runner",
+        "_same",
+        "nbytes",
+        "step",
+    )
+
+    is_method = False
+
+    def __init__(self, one: Collective, runner: StepRunner) -> None:
+        step_program = runner.step_program
+        self._runner = runner
+        self.step: int = one.step
+        self._offset = one.offset
+        self._first = one.first if step_program.numbered else -1
+        self._program = decode_program(one.program)
+        self._kept_door = not self._program.door.group_id  # by the controller
+        self._inputs = one.inputs
+        self._outputs = one.outputs
+        self._last: tuple[int, ...] = ()  # the operands of the last run, by identity
+        self._fast_path: FastPath | None = None
+        self.nbytes: int = 0  # in its first run; 0: it had none
+        if self._program.keys != len(one.inputs):
+            raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
+        keys = [step_program.keys[slot] for slot in one.inputs]
+        before, after = _RUN_AT
+        varies = [key.startswith(step_program.capture) and not any(key[before:after]) for key in keys]
+        self._same = None if any(varies) else tuple(keys)
+        self._keys = [
+            (key[:before], key[after:]) if other else (key, None) for key, other in zip(keys, varies, strict=True)
+        ]
+
+    def words(self) -> str:
+        """Describes its collectives to a person."""
+        program = self._program
+        return f"{calls([self.step + task.request for task in program.tasks])} of the step, {program.name}"
+
+    def do(
+        self, seq: int, aborted: Callable[[], str | None], exchange: Exchanges, landed: Callable[[], None] | None
+    ) -> None:
+        """Runs the plan on what is in its slots."""
+        runner, seq = self._runner, seq + self._offset
+        slots, held = runner.slots, []
+        for slot in self._inputs:
+            value = slots[slot]
+            held.append(value if type(value) is Container else runner.operand(slot))
+        for slot in self._outputs:
+            slots[slot] = None
+        fast_path = self._repeated(held)
+        if fast_path is not None:
+            fast_path.ready(seq)
+            runner.begin(fast_path)
+            try:
+                outcome = fast_path.run(self._same or self._keys_now(), aborted, landed)
+            finally:
+                runner.end()
+        else:
+            outcome = self._in_full(seq, held, aborted, exchange)
+        if outcome.error is not None:
+            raise anew(self._moved(outcome.error))
+        for slot, made in zip(self._outputs, outcome.outputs, strict=True):
+            slots[slot] = made
+
+    def _repeated(self, held: Sequence[Container | MissingOperand]) -> FastPath | None:
+        # From the third run in a row on the same operands.
+        if self._outputs:
+            return None
+        fast_path = self._fast_path
+        if fast_path is not None and fast_path.fits(held):
+            return fast_path
+        self._fast_path, now = None, tuple(map(id, held))
+        if now == self._last:
+            runner = self._runner
+            made = FastPath.of(self._program, held, runner.instruments, runner.communicators)
+            self._fast_path = made if made is not None and made.fits(held) else None
+        self._last = now
+        return self._fast_path
+
+    def _in_full(
+        self,
+        seq: int,
+        held: Sequence[Container | MissingOperand],
+        aborted: Callable[[], str | None],
+        exchange: Exchanges,
+    ) -> Outcome:
+        runner, program = self._runner, self._program
+        execution = Execution(
+            program,
+            self._same or self._keys_now(),
+            runner.communicators,
+            runner.instruments,
+            seq=seq,
+            aborted=aborted,
+            held=held,
+            exchange=exchange(program, seq) if self._kept_door else None,
+        )
+        runner.begin(execution)
+        try:
+            outcome = execution.run()
+        finally:
+            runner.end()
+        self.nbytes = self.nbytes or execution.bytes_done().total
+        return outcome
+
+    def _keys_now(self) -> tuple[Key, ...]:
+        run8 = self._runner.run8
+        return tuple([Key(head if tail is None else head + run8 + tail) for head, tail in self._keys])
+
+    def _moved(self, error: RaycollectError) -> RaycollectError:
+        # With its calls counted as those of the whole capture.
+        if self._first < 0 or not isinstance(error, RefusedError):
+            return error
+        moved = tuple(replace(one, call=max(one.call, 0) + self._first) for one in error.violations)
+        return type(error)(op=error.op, group_name=error.group_name, violations=moved)
+
+
+def value_of(value: Any) -> Any:
+    """The user's value of what is in a slot."""
+    return value.value if type(value) is Container else value
+
+
+def _is_constant(value: object) -> bool:
+    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))

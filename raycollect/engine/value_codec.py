@@ -1,0 +1,248 @@
+"""The codec of values that travel with the runs of captured steps: arguments and results.
+
+msgpack, with extensions for tuples, long integers, complex numbers, numpy's arrays and scalars, and CPU tensors of any
+library. Values keep their types, except that bytearrays become bytes, and subclasses become their base: an enum's
+member its number or text, a named tuple a tuple. Nothing is pickled, so that reading runs no code.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+import msgpack
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.core.model import TensorInfo
+from raycollect.errors import ProtocolError
+from raycollect.errors.text import a_type
+
+__all__ = ["pack_value", "pack_values", "unpack_value", "unpack_values"]
+
+_TUPLE, _LONG, _ARRAY, _SCALAR, _TENSOR, _COMPLEX = range(1, 7)
+
+# What a tuple begins with, which travels as a list: so the depth is bounded as that of lists is.
+_MARK = msgpack.ExtType(_TUPLE, b"")
+
+# numpy's short names of the types whose elements are plain bytes.
+_PLAIN = re.compile(r"[<>|=]?[biufcSUmM]\d+(\[\w+\])?")
+
+_NARROW: dict[str, np.dtype[Any]] = {dtype.name: dtype for dtype in arrays.NARROW}
+
+# Of an array: the bytes of its dtype's name, the number of its dimensions. The name and the extents follow.
+_HEAD = struct.Struct("<BB")
+
+# What reading corrupt bytes may raise.
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+    struct.error,
+    msgpack.UnpackException,
+)
+
+_PARTS_OF_COMPLEX = struct.Struct("<dd")
+_LONGS = range(-(1 << 63), 1 << 64)  # the integers that msgpack itself writes
+
+
+def pack_value(value: Any) -> bytes:
+    """Writes one value; the inverse of `unpack_value`.
+
+    Args:
+        value: None, a bool, int, float, complex, str or bytes; a list, tuple or dict of such values, or what inherits
+            from one of these; a numpy array or scalar, a CPU tensor of any library.
+
+    Raises:
+        TypeError: It is, or holds, something else; the message names its type.
+    """
+    try:
+        packed: bytes = msgpack.packb(value, default=_extend, strict_types=True, unicode_errors="surrogatepass")
+    except (ValueError, OverflowError, RecursionError) as exc:
+        raise TypeError(f"{_described_type(value)} that is nested too deep, or too long ({exc})") from exc
+    return packed
+
+
+def unpack_value(data: bytes) -> Any:
+    """Reads one value; arrays are contiguous, writable, and own their memory. Raises ProtocolError on other bytes."""
+    try:
+        return msgpack.unpackb(
+            data, strict_map_key=False, ext_hook=_restored, list_hook=_listed, unicode_errors="surrogatepass"
+        )
+    except _MALFORMED as exc:
+        raise ProtocolError(detail=f"a malformed value: {exc}") from exc
+
+
+def pack_values(values: Sequence[Any]) -> bytes:
+    """Writes values, none as empty bytes; the inverse of `unpack_values`. Raises TypeError as `pack_value`."""
+    return pack_value(list(values)) if values else b""
+
+
+def unpack_values(data: bytes) -> tuple[Any, ...]:
+    """Reads values; raises ProtocolError on other bytes."""
+    if not data:
+        return ()
+    values = unpack_value(data)
+    if type(values) is not list:
+        raise ProtocolError(detail=f"{a_type(values)} where values were due")
+    return tuple(values)
+
+
+def _extend(value: Any) -> Any:
+    if isinstance(value, np.generic) and _is_plain(value.dtype):
+        return msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value)))
+    if type(value) in (np.ndarray, np.memmap) and _is_plain(value.dtype):
+        return msgpack.ExtType(_ARRAY, _array_bytes(value))
+    base = next((one for one in _BASES if isinstance(value, one)), None)
+    if base is not None:
+        return _BASES[base](value)
+    memory = arrays.view(arrays.resolved(value))
+    if memory is None:
+        raise TypeError(f"{_described_type(value)}, which can't travel with a run")
+    if isinstance(memory, arrays.DeviceArray):
+        raise TypeError(f"a tensor in the memory of {memory.device}, which can't travel with a run")
+    name = arrays.library(value).encode()
+    return msgpack.ExtType(_TENSOR, bytes((len(name),)) + name + _array_bytes(memory))
+
+
+def _long_or_int(value: int) -> Any:
+    plain = int(value)
+    if plain in _LONGS:
+        return plain
+    return msgpack.ExtType(_LONG, plain.to_bytes(plain.bit_length() // 8 + 1, "little", signed=True))
+
+
+# Python's own types -> how what inherits from them is written; of some, they themselves.
+_BASES: dict[type, Callable[[Any], Any]] = {
+    tuple: lambda value: [_MARK, *value],
+    int: _long_or_int,
+    complex: lambda value: msgpack.ExtType(_COMPLEX, _PARTS_OF_COMPLEX.pack(value.real, value.imag)),
+    float: float.__float__,
+    str: str.__str__,  # of an enum's member its value, which `str` is not
+    bytes: lambda value: bytes(memoryview(value)),
+    dict: dict,
+    list: list,
+}
+
+
+def _array_bytes(array: arrays.Array) -> bytes:
+    name = _name(array.dtype).encode()
+    shape = struct.pack(f"<{array.ndim}Q", *array.shape)
+    return b"".join((_HEAD.pack(len(name), array.ndim), name, shape, array.tobytes()))
+
+
+def _is_plain(dtype: np.dtype[Any]) -> bool:
+    return bool(_name(dtype))
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: np.dtype[Any]) -> str:
+    """Its name on the wire, with its byte order; empty where its elements are no plain bytes."""
+    if dtype in arrays.NARROW:
+        return dtype.name
+    return dtype.str if _PLAIN.fullmatch(dtype.str) else ""
+
+
+@lru_cache(maxsize=64)
+def _dtype(name: str) -> np.dtype[Any]:
+    if name in _NARROW:
+        return _NARROW[name]
+    if not _PLAIN.fullmatch(name):
+        raise ValueError(f"no dtype is called {name!r}")
+    return np.dtype(name)
+
+
+def _described_type(value: Any) -> str:
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"a value of type {name}{arrays.told(value).removeprefix(a_type(value, in_full=True))}"
+
+
+def _restored(code: int, data: bytes) -> Any:
+    read = _READERS.get(code)
+    if read is None:
+        raise ValueError(f"extension type {code}")
+    return read(data)
+
+
+def _listed(items: list[Any]) -> list[Any] | tuple[Any, ...]:
+    return tuple(items[1:]) if items and items[0] is _MARK else items
+
+
+def _tuple(data: bytes) -> Any:
+    if data:
+        raise ValueError("a mark with something in it")
+    return _MARK
+
+
+def _long(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _complex(data: bytes) -> complex:
+    return complex(*_PARTS_OF_COMPLEX.unpack(data))
+
+
+def _array(data: bytes) -> arrays.Array:
+    array, elements = _described(data, np.empty)
+    array.reshape(-1).view(np.uint8)[...] = elements
+    return array
+
+
+def _scalar(data: bytes) -> Any:
+    array = _array(data)
+    if array.shape:
+        raise ValueError(f"a scalar of shape {array.shape}")
+    return array[()]
+
+
+def _tensor(data: bytes) -> Any:
+    # Of the library that it came from; numpy where that is not imported here.
+    start = 1 + data[0]
+    library = data[1:start].decode()
+    made = list[Any]()
+
+    def make(shape: Sequence[int], dtype: np.dtype[Any]) -> arrays.Array:
+        if not arrays.is_number(dtype):
+            raise ValueError(f"a tensor of {dtype}")
+        native = arrays.native(dtype)
+        info = TensorInfo(shape=tuple(shape), dtype=native.name, itemsize=native.itemsize, library=library)
+        made.append(arrays.empty(info))
+        return cast("arrays.Array", arrays.memory(made[0]))
+
+    array, elements = _described(data[start:], make)
+    array.reshape(-1).view(np.uint8)[...] = elements
+    return made[0]
+
+
+def _described(
+    data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.Array]
+) -> tuple[arrays.Array, arrays.Array]:
+    # Returns (the array to fill, its elements as uint8), once these are known to be complete.
+    name_nbytes, ndim = _HEAD.unpack_from(data)
+    shape_at = _HEAD.size + name_nbytes
+    shape = struct.unpack_from(f"<{ndim}Q", data, shape_at)
+    elements = np.frombuffer(data, np.uint8, offset=shape_at + 8 * ndim)
+    dtype = _dtype(data[_HEAD.size : shape_at].decode())
+    nbytes = dtype.itemsize
+    for byte_map in shape:
+        nbytes *= byte_map
+    if nbytes != elements.size:
+        raise ValueError(f"{elements.size} bytes for {dtype}{list(shape)}")
+    return make(shape, dtype), elements
+
+
+_READERS: dict[int, Callable[[bytes], Any]] = {
+    _TUPLE: _tuple,
+    _LONG: _long,
+    _ARRAY: _array,
+    _SCALAR: _scalar,
+    _TENSOR: _tensor,
+    _COMPLEX: _complex,
+}

@@ -1,0 +1,1 @@
+"""Groups: who is in them, how their members find each other, and what the calls of members run on."""

@@ -1,0 +1,221 @@
+"""Where rank 0 of a group that its members make posts its address. Needs no Ray; `ray_bootstrap_store` is Ray's.
+
+A record exists only while the members join. A leader replaces a record that a dead leader left behind, which those who
+connect find out, and what is not a record at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote, urlparse
+
+from raycollect.core.model import Address
+from raycollect.errors import InvalidGroupError
+
+__all__ = ["MOST_RECORD_NBYTES", "MOST_WHO", "BootstrapStore", "DirectoryBulletin", "Record", "store_at"]
+
+MOST_RECORD_NBYTES = 4096
+
+MOST_WHO = 200
+"""The longest name of a process, in characters."""
+
+_SECRET_NBYTES = 32
+_MOST_HOST = 255  # characters
+_MOST_FILE_NAME = 128
+"""A longer group name is hashed for its file: some file systems take no more than 143 bytes."""
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO would wait for who writes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """Where rank 0 listens, with the key of the group's channel, and what a person calls its process."""
+
+    address: Address
+    who: str
+
+    def to_bytes(self) -> bytes:
+        """Packs the record."""
+        named = {**asdict(self.address), "secret": self.address.secret.hex(), "who": self.who[:MOST_WHO]}
+        return json.dumps(named).encode()
+
+    @classmethod
+    def from_bytes(cls, record: bytes) -> Record:
+        """Reads a record; InvalidGroupError: it is none."""
+        if len(record) > MOST_RECORD_NBYTES:
+            raise _malformed(f"it is longer than {MOST_RECORD_NBYTES} bytes")
+        try:
+            value = json.loads(record)
+        except (ValueError, RecursionError):
+            raise _malformed("it is no JSON") from None
+        if not isinstance(value, dict) or value.keys() != {"host", "port", "secret", "who"}:
+            raise _malformed("it is no object with host, port, secret and who")
+        host, port, who = value["host"], value["port"], value["who"]
+        secret = _secret(value["secret"])
+        wrong = {
+            "host": not isinstance(host, str) or not 0 < len(host) <= _MOST_HOST,
+            "port": type(port) is not int or not 0 < port < 1 << 16,
+            "secret": secret is None,
+            "who": not isinstance(who, str) or len(who) > MOST_WHO,
+        }
+        if secret is None or any(wrong.values()):
+            raise _malformed(f"no such {' or '.join(name for name, is_wrong in wrong.items() if is_wrong)} can be")
+        return cls(address=Address(host=host, port=port, secret=secret), who=who)
+
+
+def _secret(text: Any) -> bytes | None:
+    try:
+        return bytes.fromhex(text) if isinstance(text, str) and len(text) == 2 * _SECRET_NBYTES else None
+    except ValueError:
+        return None
+
+
+def _malformed(why: str) -> InvalidGroupError:
+    return InvalidGroupError(group_name="", detail=f"what is posted is no record of rank 0: {why}")
+
+
+class BootstrapStore(Protocol):
+    """A few small records by name, for all processes of a job; `host` is this process's address for the others."""
+
+    host: str
+
+    def post(self, name: str, record: bytes) -> bool:
+        """Posts a record; False if there is one of that name."""
+        ...
+
+    def replace(self, name: str, record: bytes) -> None:
+        """Posts a record in place of another."""
+        ...
+
+    def read(self, name: str) -> bytes | None:
+        """The record of that name, or None; InvalidGroupError: it is none, and may be replaced."""
+        ...
+
+    def remove(self, name: str, record: bytes) -> None:
+        """Removes a record, unless it was replaced."""
+        ...
+
+    def where(self, name: str) -> str:
+        """What a person calls the place of that record."""
+        ...
+
+
+class DirectoryBulletin:
+    """Records as files in one directory, which only this user may access: they hold the key of the group's channel.
+
+    The directory is opened once, so that renaming a parent does not change it. A record counts only if this user
+    owns the file.
+
+    Args:
+        path: The directory, which is made if there is none. It is on a file system that all members share.
+        host: The address of this process for the other members.
+
+    Raises:
+        InvalidGroupError: Others could read or replace what is in it; or it is no directory, or a link to one.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], host: str = "127.0.0.1") -> None:
+        self.host = host
+        self._path = Path(path)
+        with self._translated():
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._fd = os.open(self._path, _DIRECTORY)
+        weakref.finalize(self, os.close, self._fd)
+        found = os.fstat(self._fd)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            detail = f"the rendezvous directory {self._path} is open to other users: make it yours, and chmod 700 it"
+            raise InvalidGroupError(group_name="", detail=detail)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process opens it for itself."""
+        return DirectoryBulletin, (self._path, self.host)
+
+    def post(self, name: str, record: bytes) -> bool:
+        """Posts a record; False if there is one of that name."""
+        with self._written(record) as fresh:
+            try:
+                os.link(fresh, _file_name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+            except FileExistsError:
+                return False
+        return True
+
+    def replace(self, name: str, record: bytes) -> None:
+        """Posts a record in place of another."""
+        with self._written(record) as fresh:
+            os.rename(fresh, _file_name(name), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def read(self, name: str) -> bytes | None:
+        """The record of that name; InvalidGroupError: it is no file of this user, or too long."""
+        try:
+            fd = os.open(_file_name(name), _FILE, dir_fd=self._fd)
+            try:
+                found = os.fstat(fd)
+                if not stat.S_ISREG(found.st_mode):
+                    raise _malformed("it is no regular file")
+                if found.st_uid != os.geteuid():
+                    raise _malformed(f"it is a file of user {found.st_uid}, and this process runs as {os.geteuid()}")
+                return os.read(fd, MOST_RECORD_NBYTES + 1)
+            finally:
+                os.close(fd)
+        except FileNotFoundError:
+            return None
+        except OSError as exc:
+            raise _malformed(f"it can't be read: {exc.strerror}") from exc
+
+    def remove(self, name: str, record: bytes) -> None:
+        """Removes a record, unless it was replaced."""
+        with contextlib.suppress(OSError, InvalidGroupError):  # those who connect find out that it is stale
+            if self.read(name) == record:
+                os.unlink(_file_name(name), dir_fd=self._fd)
+
+    def where(self, name: str) -> str:
+        """The path of the record."""
+        return str(self._path / _file_name(name))
+
+    @contextlib.contextmanager
+    def _written(self, record: bytes) -> Iterator[str]:
+        """A whole record under a temporary name, so that nobody reads half of it; removed unless renamed."""
+        fresh = f".{secrets.token_hex(8)}"
+        with self._translated():
+            fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=self._fd)
+            try:
+                with os.fdopen(fd, "wb") as file:
+                    file.write(record)
+                yield fresh
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(fresh, dir_fd=self._fd)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as exc:
+            detail = f"the rendezvous directory {self._path} can't be used: {exc.strerror}. Name a directory, no link"
+            raise InvalidGroupError(group_name="", detail=detail) from exc
+
+
+def _file_name(name: str) -> str:
+    quoted = quote(name, safe="")  # has no ``+``, so that no two names have one file
+    if len(quoted) <= _MOST_FILE_NAME:
+        return f"group-{quoted}"
+    return f"group+{hashlib.sha256(name.encode()).hexdigest()}"
+
+
+def store_at(place: str) -> DirectoryBulletin:
+    """The store of a URL ``file:///path``; InvalidGroupError: it is another kind of URL."""
+    url = urlparse(place)
+    if url.scheme != "file" or not url.path:
+        raise InvalidGroupError(group_name="", detail=f"rendezvous {place!r} is no 'file:///path'")
+    return DirectoryBulletin(url.path)

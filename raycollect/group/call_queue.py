@@ -1,0 +1,128 @@
+"""The calls of one communicator that run in its own thread, and the check that no two threads call at once."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING
+
+from raycollect.core import threads
+from raycollect.engine.execution import Outcome
+from raycollect.errors import InternalError, RaycollectError, Violation, anew, kept
+
+if TYPE_CHECKING:
+    from raycollect.group.process_group import ProcessGroup
+
+__all__ = ["CallQueue", "Callers"]
+
+
+class Callers:
+    """The threads whose calls on one communicator have not ended. Any thread may call it.
+
+    Ranks match calls by their order alone. If the calls of two threads overlap, their order is luck and differs between
+    ranks, which would get each other's results where these look alike. If a thread calls after the calls of another one
+    have ended, nothing here can tell whether all ranks keep that order.
+
+    Attributes:
+        contest: What is wrong, from the first call of a second thread until all calls have ended; None: nothing.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.contest: Violation | None = None
+        self._rank = rank
+        self._calls: dict[int, int] = {}  # thread -> the number of its calls that have not ended
+        self._lock = threading.Lock()
+
+    def come(self, op: str) -> bool:
+        """The calling thread makes a call. Returns whether a contest begins with it."""
+        thread, calls = threading.get_ident(), self._calls
+        with self._lock:
+            known = calls.get(thread, 0)
+            calls[thread] = known + 1
+            if known or len(calls) == 1 or self.contest is not None:
+                return False
+            other = next(one for one in calls if one != thread)
+            found = (
+                f"{threading.current_thread().name!r}, which calls {op} while a call of {_name(other)} has not ended"
+            )
+            expected = "that of all calls that have not ended"
+            self.contest = Violation(kind="concurrent", rank=self._rank, field="thread", found=found, expected=expected)
+            return True
+
+    def go(self, thread: int) -> None:
+        """A call of a thread has ended."""
+        calls = self._calls
+        with self._lock:
+            left = calls[thread] - 1
+            if left:
+                calls[thread] = left
+                return
+            del calls[thread]
+            if not calls:
+                self.contest = None
+
+
+def _name(thread: int) -> str:
+    return next((repr(one.name) for one in threading.enumerate() if one.ident == thread), "a thread that has ended")
+
+
+class CallQueue:
+    """Runs queued calls one by one in a thread that starts with the first; `pending` is how many have not ended."""
+
+    def __init__(self, owner: ProcessGroup, name: str, ranks: Sequence[int], callers: Callers) -> None:
+        self.pending: int = 0
+        self._owner = owner
+        self._name = name
+        self._ranks = ranks
+        self._callers = callers
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[Future[Outcome], Callable[[], Outcome], int]] = deque()
+        self._worker: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, run: Callable[[], Outcome], thread: int) -> Future[Outcome]:
+        """Queues a call. When it has ended, so has one of `thread`, if that is not 0."""
+        future: Future[Outcome] = Future()
+        with self._changed:
+            if self._closed:  # its thread may have ended
+                closed = InternalError(detail="a call on a communicator that was closed")
+                broken = self._owner.why_not(self._ranks) or closed
+                future.set_exception(anew(broken))
+                if thread:
+                    self._callers.go(thread)
+                return future
+            if self._worker is None:  # first, so that nothing is queued if no thread can be started
+                self._worker = threads.start(f"raycollect-call-{self._name}", threads.repeat, self._take)
+            self._queue.append((future, run, thread))
+            self.pending += 1
+            self._changed.notify_all()
+        return future
+
+    def close(self) -> None:
+        """Ends the thread after the calls that are queued."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _take(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._closed)
+            if not self._queue:
+                return False
+            future, run, thread = self._queue.popleft()
+        tell: Callable[[], None]
+        try:
+            tell = partial(future.set_result, run())
+        except RaycollectError as exc:
+            tell = partial(future.set_exception, kept(exc))
+        except BaseException as exc:  # noqa: BLE001 - whoever waits gets it
+            tell = partial(future.set_exception, threads.failed(f"a call on communicator {self._name}", exc))
+        with self._changed:
+            self.pending -= 1
+        if thread:
+            self._callers.go(thread)
+        tell()  # after this the next call may come, from any thread
+        return True

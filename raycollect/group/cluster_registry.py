@@ -1,0 +1,320 @@
+"""The records of declared groups, which any process of a Ray cluster can read.
+
+A record lies in Ray's internal key-value store from the declaration of a group to its end. It names the members and
+their controller, and holds no key; Ray is asked whether a member lives. Only the controller can ask what members do
+(P10): see `raycollect.Group.status`. A controller that dies leaves its records behind. A reader removes those whose
+process is gone, as far as Ray knows that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from time import time
+from typing import Any, TypeVar
+
+import msgpack
+import ray
+from ray.exceptions import RayError
+
+from raycollect.core import ray_internals, threads
+from raycollect.errors import RayClientError, UnknownGroupError
+from raycollect.errors.text import listed, shown
+from raycollect.group.membership import Membership
+
+__all__ = ["ClusterReader", "GroupRecord", "MemberRecord", "find_cluster", "post", "remove", "summary"]
+
+VERSION = 1
+
+MOST_RECORD_NBYTES = 64 << 20
+"""The longest record; that of a group of 100,000 members takes a third of it."""
+
+MOST_TEXT = 4096
+"""The longest text in a record, in characters."""
+
+CONNECT_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 10.0
+POST_TIMEOUT_S = 1.0
+"""How long the store may take for a record; a process that ends waits for that."""
+
+DEAD, RESTARTED, UNKNOWN = "DEAD", "RESTARTED", "UNKNOWN"
+"""States beside those of Ray: another process than the one that joined; an actor that Ray has forgotten."""
+
+GONE = (DEAD, RESTARTED, UNKNOWN)
+
+_NAMESPACE = b"raycollect"
+_PREFIX = b"posted/"
+_Record = TypeVar("_Record", "GroupRecord", "MemberRecord")
+_log = logging.getLogger("raycollect")
+
+_posting = threads.pool("raycollect-post", 1)
+"""One thread, so that records arrive in order; the process ends after the last has arrived."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRecord:
+    """One rank.
+
+    Attributes:
+        pid: The process that joined.
+        state: Ray's state of the actor when it was asked: ``"ALIVE"``, ``"DEAD"``, ...; or ``"RESTARTED"``: it
+            lives in another process; ``"UNKNOWN"``: Ray has no such actor any more. Empty in what is posted.
+    """
+
+    rank: int
+    actor: str
+    actor_id: str
+    node_id: str
+    pid: int
+    state: str = ""
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """A declared group, for processes that have no part in it.
+
+    Attributes:
+        name: Its name, which is unique for its controller alone.
+        group_id: The nonce that tells groups of one name apart.
+        epoch: How often it was rebuilt.
+        job_id: The Ray job of its controller.
+        actor_id: The actor that the controller is; empty for a driver or task.
+        host: The IP address of the controller's node.
+        pid: The controller's process.
+        since: When it was declared, or rebuilt, in seconds since 1970.
+        members: By rank.
+    """
+
+    name: str
+    group_id: str
+    backend: str
+    ordering: str
+    epoch: int
+    job_id: str
+    actor_id: str
+    host: str
+    pid: int
+    since: float
+    members: tuple[MemberRecord, ...]
+
+    @classmethod
+    def of(cls, membership: Membership) -> GroupRecord:
+        """Describes a group that this process has declared."""
+        spec = membership.spec
+        return cls(
+            name=spec.name,
+            group_id=spec.group_id,
+            backend=spec.backend,
+            ordering=spec.ordering,
+            epoch=membership.epoch,
+            job_id=ray.get_runtime_context().get_job_id(),
+            actor_id=ray_internals.current_actor_id(),
+            host=ray_internals.node_address(),
+            pid=os.getpid(),
+            since=time(),
+            members=tuple(
+                MemberRecord(rank=one.rank, actor=one.actor, actor_id=one.actor_id, node_id=one.node_id, pid=one.pid)
+                for one in membership.members
+            ),
+        )
+
+    @classmethod
+    def from_bytes(cls, record: bytes) -> GroupRecord | None:
+        """Reads a record; None for one of another version, or of another program."""
+        try:
+            if len(record) > MOST_RECORD_NBYTES:
+                return None
+            found = msgpack.unpackb(record)
+            if found.pop("version") != VERSION:
+                return None
+            members = tuple(_checked(MemberRecord(**one)) for one in found.pop("members"))
+            return _checked(cls(**found, members=members))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, msgpack.UnpackException):
+            return None
+
+    def to_bytes(self) -> bytes:
+        """Packs the record."""
+        packed: bytes = msgpack.packb({"version": VERSION, **asdict(self)})
+        return packed
+
+
+def post(membership: Membership) -> None:
+    """Posts a declared group in another thread; there is no record if the store does not answer."""
+    client = ray_internals.cluster_client()
+    if client is not None:  # Ray runs here
+        _soon(_put, client, membership, GroupRecord.of(membership).to_bytes())
+
+
+def remove(membership: Membership) -> None:
+    """Removes a record in another thread. If the store does not answer, the next `post` or `remove` tries again."""
+    client = ray_internals.cluster_client()
+    if client is not None and not membership.is_derived:
+        _soon(_delete, client, membership)
+
+
+def _soon(do: Callable[..., None], client: Any, membership: Membership, *record: bytes) -> None:
+    with contextlib.suppress(RuntimeError):  # this process is ending; readers remove its records
+        key = _PREFIX + membership.spec.group_id.encode()
+        _posting.submit(threads.survives, do, client, membership.spec.name, key, *record)
+
+
+_overdue: list[bytes] = []
+"""The keys of records that could not be removed; for the one thread alone."""
+
+
+def _put(client: Any, name: str, key: bytes, record: bytes) -> None:
+    with _told(name):
+        client.internal_kv_put(key, record, True, _NAMESPACE, timeout=POST_TIMEOUT_S)
+        _delete_overdue(client)
+
+
+def _delete(client: Any, name: str, key: bytes) -> None:
+    _overdue.append(key)
+    with _told(name):
+        _delete_overdue(client)
+
+
+def _delete_overdue(client: Any) -> None:
+    while _overdue:  # the newest first: an older one may belong to a store that is gone
+        client.internal_kv_del(_overdue[-1], False, _NAMESPACE, timeout=POST_TIMEOUT_S)
+        _overdue.pop()
+
+
+@contextlib.contextmanager
+def _told(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (RayError, RuntimeError, OSError) as exc:
+        _log.info("what `raycollect status` says of group %r is out of date: %s", name, exc)
+
+
+def find_cluster(address: str | None = None) -> str:
+    """Finds the address ``"host:port"`` of a running cluster's global control store, which need not answer.
+
+    Args:
+        address: ``"host:port"``, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
+
+    Raises:
+        ConnectionError: None runs here, or several do, or the address makes no sense.
+        RayClientError: The address is one of Ray Client.
+    """
+    named = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if named.startswith("ray://"):
+        raise RayClientError
+    try:
+        return ray_internals.cluster_address(named)
+    except ValueError as exc:
+        raise ConnectionError(f"{named!r} is no address of a Ray cluster: {exc}") from exc
+
+
+class ClusterReader:
+    """A reader of a running cluster. It is no driver: no job begins, and nothing is started.
+
+    Raises:
+        ConnectionError: Nothing answers at the address, or something else than Ray.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        host, _, port = address.rpartition(":")
+        try:  # Ray's own client would wait for 40 s
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        except (OSError, ValueError, OverflowError) as exc:
+            raise ConnectionError(f"no Ray cluster answers at {address}: {exc}") from exc
+        try:
+            self._client, self._state = ray_internals.read_cluster(address)
+        except (RayError, RuntimeError) as exc:
+            detail = str(exc).partition(". ")[0]
+            if "AuthToken" in detail:
+                detail += " (set RAY_AUTH_MODE, and the token, as for the cluster)"
+            raise ConnectionError(f"{address} refuses, or is no Ray cluster of this version: {detail}") from exc
+
+    def alive_nodes(self) -> int:
+        """Counts the nodes that live; ConnectionError: the cluster does not answer."""
+        try:
+            return sum(bool(node["Alive"]) for node in self._state.node_table())
+        except (RayError, RuntimeError) as exc:
+            raise self._lost(exc) from exc
+
+    def groups(self, name: str | None = None) -> tuple[GroupRecord, ...]:
+        """The groups that are declared now, or those of one name; the oldest first, with their actors' states.
+
+        Raises:
+            UnknownGroupError: There is none of that name.
+            ConnectionError: The cluster does not answer.
+        """
+        try:
+            posted = self._posted()
+            if name is not None and all(one.name != name for one in posted):
+                there = listed(map(shown, sorted({one.name for one in posted})))
+                detail = f"no process of {self.address} has declared it; there are {f'[{there}]' if there else 'none'}"
+                raise UnknownGroupError(group_name=name, detail=detail)
+            chosen = (one for one in posted if name is None or one.name == name)
+            return tuple(self._as_it_is(one) for one in sorted(chosen, key=lambda one: one.since))
+        except (RayError, RuntimeError) as exc:
+            if isinstance(exc, UnknownGroupError):
+                raise
+            raise self._lost(exc) from exc
+
+    def _posted(self) -> list[GroupRecord]:
+        """The records of processes that live; removes those of others."""
+        found = []
+        ended = {job["JobID"] for job in self._state.job_table() if job["IsDead"]}
+        for key in self._client.internal_kv_keys(_PREFIX, _NAMESPACE, timeout=ANSWER_TIMEOUT_S):
+            record = self._client.internal_kv_get(key, _NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+            one = GroupRecord.from_bytes(record) if record else None  # it may have ended since
+            if one is not None and self._is_left_behind(one, ended):
+                self._client.internal_kv_del(key, False, _NAMESPACE, timeout=ANSWER_TIMEOUT_S)
+            elif one is not None:
+                found.append(one)
+        return found
+
+    def _is_left_behind(self, one: GroupRecord, ended: set[str]) -> bool:
+        if one.job_id in ended:  # no job, and no process of an actor, ever comes back
+            return True
+        return bool(one.actor_id) and _state_of(self._state.actor_table(one.actor_id), one.pid) in GONE
+
+    def _as_it_is(self, one: GroupRecord) -> GroupRecord:
+        return replace(one, members=tuple(map(self._member_as_it_is, one.members)))
+
+    def _member_as_it_is(self, member: MemberRecord) -> MemberRecord:
+        actor = self._state.actor_table(member.actor_id)
+        return replace(member, state=_state_of(actor, member.pid), restarts=int(actor.get("NumRestarts", 0)))
+
+    def _lost(self, exc: Exception) -> ConnectionError:
+        return ConnectionError(f"the Ray cluster at {self.address} does not answer: {exc}")
+
+
+def _state_of(actor: Mapping[str, Any], pid: int) -> str:
+    if not actor:
+        return UNKNOWN
+    state = str(actor["State"])
+    return RESTARTED if state == "ALIVE" and actor["Pid"] != pid else state
+
+
+def _checked(record: _Record) -> _Record:
+    """Checks the types of a record's fields; TypeError or ValueError."""
+    kinds: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float)}
+    for name, annotation in type(record).__annotations__.items():
+        kind = kinds.get(annotation, tuple)
+        value = getattr(record, name)
+        if not isinstance(value, kind) or (isinstance(value, str) and len(value) > MOST_TEXT):
+            raise TypeError(f"{name} is {shown(value)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}")
+    return record
+
+
+def summary(members: Sequence[MemberRecord]) -> str:
+    """What the states of its members mean for a group, in words."""
+    lost = [one.rank for one in members if one.state in GONE]
+    if lost:
+        return f"broken: rank {listed(lost)} gone"
+    waiting = [one.rank for one in members if one.state != "ALIVE"]
+    return f"rank {listed(waiting)} not alive" if waiting else "all members alive"

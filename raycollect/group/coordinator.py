@@ -1,0 +1,210 @@
+"""The hub's side of a group: where members meet for calls of their own. Pure: messages in, messages out.
+
+The hub is the controller of a declared group, or rank 0 of one that its members made. A communicator (``lane`` in
+messages) is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what rank s sends to
+rank d. The rules:
+
+1. On each communicator a rank waits at one *place* at a time: to form it, or for the agreement of one launch. When all
+   its ranks wait at the same place, each gets what all brought.
+2. A rank whose time is over ends the meeting for all who wait at its place, as a collective that has lost a rank can't
+   succeed; all hear of the same missing ranks. What any of them does next meets what the others do next.
+3. A rank that gives up its communicator says so (`Drop`), so that the others do not wait in it.
+4. The hub tells all when a rank has died or departed, and tells again whoever meets on a communicator of that rank.
+5. A rank that waits in a call for a rank that waits for it in a plan is denied (`Deny`): neither would ever come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from raycollect.channel.messages import (
+    Deny,
+    Depart,
+    Drop,
+    Gone,
+    Meet,
+    Message,
+    Met,
+    Missed,
+    Publish,
+    Stuck,
+    Withdraw,
+)
+from raycollect.errors import ProtocolError, RaycollectError, Violation, refusal, to_wire
+
+ALL = "all"
+"""The communicator of collectives."""
+
+Orders = list[tuple[int, Message]]
+"""(rank, message): what to send, in order."""
+
+
+def name_of_ranks(source: int, target: int) -> str:
+    """The communicator of what one rank sends to another."""
+    return f"{source}>{target}"
+
+
+def ranks_of(name: str, world_size: int) -> tuple[int, ...]:
+    """The ranks of a communicator, ascending; ProtocolError: there is none of that name."""
+    if name == ALL:
+        return tuple(range(world_size))
+    try:
+        source, target = map(int, name.split(">"))
+    except ValueError:
+        raise ProtocolError(detail=f"no communicator {name[:40]!r}") from None
+    if source == target or not (0 <= source < world_size and 0 <= target < world_size):
+        raise ProtocolError(detail=f"no communicator {name[:40]!r} in a group of {world_size}")
+    return tuple(sorted((source, target)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Waiting:
+    place: str
+    call: int
+    blob: bytes
+
+
+class Coordinator:
+    """One group's meetings. For one thread at a time."""
+
+    def __init__(self, group_id: str, world_size: int, name: str = "") -> None:
+        self._group_id = group_id
+        self._world_size = world_size
+        self._name = name
+        self._waiting: dict[str, dict[int, _Waiting]] = {}
+        self._gone: dict[int, Gone] = {}
+        self._stuck: dict[int, Stuck] = {}
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The ranks that have died or departed."""
+        return tuple(sorted(self._gone))
+
+    def receive(self, rank: int, message: Message) -> Orders:
+        """A member's message. ProtocolError: it is none for a hub, or of a communicator that the rank is not in."""
+        handle = _HANDLERS.get(type(message))
+        if handle is None:
+            raise ProtocolError(detail=f"{type(message).__name__} is nothing for the hub of a group")
+        return handle(self, rank, message)
+
+    def undone(self, message: Message, error: RaycollectError) -> Orders:
+        """What to send if a member's message could not be taken in: ends the calls that it may have been for."""
+        if not isinstance(message, (Drop, Meet, Publish, Withdraw)) or getattr(message, "generation", "-") == "":
+            return []  # no call waits for it, as for a question of one member to others
+        deny = Deny(group_id=self._group_id, lane=message.lane, call=0, error=to_wire(error))
+        return [(rank, deny) for rank in ranks_of(message.lane, self._world_size) if rank not in self._gone]
+
+    def lost(self, rank: int, detail: str) -> Orders:
+        """A member's connection has ended."""
+        return self._leave(rank, died=True, detail=detail)
+
+    # ------------------------------------------------------------------------------------------ meetings
+
+    def _meet(self, rank: int, message: Meet) -> Orders:
+        ranks = self._ranks(rank, message.lane)
+        gone = [self._gone[other] for other in ranks if other in self._gone]
+        if gone:
+            return [(rank, one) for one in gone]
+        waiting = self._waiting.setdefault(message.lane, {})
+        waiting[rank] = _Waiting(place=message.place, call=message.call, blob=message.blob)
+        if any(other not in waiting or waiting[other].place != message.place for other in ranks):
+            return []
+        del self._waiting[message.lane]
+        blobs = [waiting[other].blob for other in ranks]
+        return [
+            (other, Met(group_id=self._group_id, lane=message.lane, call=waiting[other].call, blobs=blobs))
+            for other in ranks
+        ]
+
+    def _withdraw(self, rank: int, message: Withdraw) -> Orders:
+        ranks = self._ranks(rank, message.lane)
+        waiting = self._waiting.get(message.lane, {})
+        mine = waiting.get(rank)
+        if mine is None or mine.call != message.call:
+            return []  # it was answered already; the answer is on its way
+        there = [other for other in ranks if other in waiting and waiting[other].place == mine.place]
+        missing = [other for other in ranks if other not in there]
+        leaving = there if message.timed_out else [rank]
+        return [
+            (
+                other,
+                Missed(group_id=self._group_id, lane=message.lane, call=waiting.pop(other).call, missing=missing),
+            )
+            for other in leaving
+        ]
+
+    def _relay(self, rank: int, message: Drop | Publish) -> Orders:
+        return [(other, message) for other in self._ranks(rank, message.lane) if other != rank]
+
+    # ------------------------------------------------------------------------------------------ who is gone
+
+    def _depart(self, rank: int, message: Depart) -> Orders:
+        return self._leave(rank, died=False, detail="it has destroyed the group on its side")
+
+    def _leave(self, rank: int, *, died: bool, detail: str) -> Orders:
+        if rank in self._gone:
+            return []
+        message = Gone(group_id=self._group_id, rank=rank, died=died, detail=detail)
+        self._gone[rank] = message
+        self._stuck.pop(rank, None)
+        for name in [name for name in self._waiting if rank in ranks_of(name, self._world_size)]:
+            del self._waiting[name]
+        return [(other, message) for other in range(self._world_size) if other not in self._gone]
+
+    # ------------------------------------------------------------------------------------------ who waits for whom
+
+    def _note(self, rank: int, message: Stuck) -> Orders:
+        if not message.lane and not message.seq:
+            self._stuck.pop(rank, None)
+            return []
+        self._stuck[rank] = message
+        return [
+            (caller, self._denial(caller, call, planner, self._stuck[planner]))
+            for caller, call in self._stuck.items()
+            if call.lane and (planner := self._planner(caller, call)) >= 0
+        ]
+
+    def _planner(self, caller: int, call: Stuck) -> int:
+        """A rank that a call waits for, and that waits in a plan which the caller has not begun; -1: none."""
+        for rank, other in self._stuck.items():
+            if rank in call.ranks and not other.lane and caller in other.ranks and other.seq > call.begun:
+                return rank
+        return -1
+
+    def _denial(self, caller: int, call: Stuck, planner: int, plan: Stuck) -> Deny:
+        violations = (
+            Violation(
+                kind="mismatch",
+                rank=caller,
+                field="call",
+                found=f"the imperative {call.op} inside a method",
+                expected=f"the method's end: rank {planner} waits in the driver's {plan.op}, plan {plan.seq}",
+            ),
+            Violation(
+                kind="mismatch",
+                rank=planner,
+                field="call",
+                found=f"the driver's {plan.op}, plan {plan.seq}",
+                expected=f"the imperative {call.op} that rank {caller} is in",
+            ),
+        )
+        error = refusal(call.op, self._name, violations)
+        return Deny(group_id=self._group_id, lane=call.lane, call=call.call, error=to_wire(error))
+
+    def _ranks(self, rank: int, name: str) -> tuple[int, ...]:
+        ranks = ranks_of(name, self._world_size)
+        if rank not in ranks:
+            raise ProtocolError(detail=f"rank {rank} has no part in communicator {name!r}")
+        return ranks
+
+
+_HANDLERS: dict[type, Callable[[Coordinator, int, Any], Orders]] = {
+    Depart: Coordinator._depart,
+    Drop: Coordinator._relay,
+    Meet: Coordinator._meet,
+    Publish: Coordinator._relay,
+    Stuck: Coordinator._note,
+    Withdraw: Coordinator._withdraw,
+}

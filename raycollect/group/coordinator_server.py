@@ -1,0 +1,214 @@
+"""The hub of a group that its members made: rank 0, to whom all others connect. Needs no Ray."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+from raycollect.channel import DataLink, Link, Server
+from raycollect.channel.messages import Depart, Message, Refused, Welcome
+from raycollect.core import threads
+from raycollect.core.model import Address
+from raycollect.errors import (
+    ChannelError,
+    ConnectionLostError,
+    InvalidGroupError,
+    ProtocolError,
+    RaycollectError,
+    to_wire,
+)
+from raycollect.group.coordinator import Coordinator, Orders
+from raycollect.group.process_group import ProcessGroup
+
+__all__ = ["CoordinatorServer"]
+
+_FLUSH_S = 0.0005
+
+
+class CoordinatorServer:
+    """Relays for the members of one group. It serves until the last of them, with rank 0, has left.
+
+    Args:
+        host: Where to listen.
+        name: The group's name.
+        request: What rank 0 was told of the group: ``world_size``, ``backend``, ``who`` it is.
+    """
+
+    def __init__(self, host: str, name: str, request: dict[str, Any]) -> None:
+        self.group_id: str = secrets.token_hex(8)
+        self.name = name
+        self.complete = False  # whether all have joined
+        self.all_told: threading.Event = threading.Event()  # set when all who were to join know of the failure
+        self._request = request
+        self._world_size: int = request["world_size"]
+        self._coordinator = Coordinator(self.group_id, self._world_size, name)
+        self._process_group: ProcessGroup | None = None
+        self._failed: RaycollectError | None = None
+        self._told: set[tuple[str, str]] = set()  # (rank, who) of those who know that there is no group, or have left
+        self._links: dict[int, Link] = {}
+        self._who: dict[int, str] = {0: request["who"]}
+        self._lock = threading.Lock()
+        self._server = Server(host, secrets.token_bytes(32), self)
+
+    @property
+    def address(self) -> Address:
+        """Where the members connect."""
+        return self._server.address
+
+    def attach(self, process_group: ProcessGroup) -> None:
+        """Sets rank 0's own process group."""
+        self._process_group = process_group
+
+    def send(self, message: Message) -> None:
+        """Takes a message of rank 0 itself."""
+        with self._lock:
+            self._deliver(self._coordinator.receive(0, message))
+
+    def flush(self) -> None:
+        """Waits until all messages are on their way; for rank 0, before it does what may hold the GIL."""
+        while any(link.queued_nbytes for link in list(self._links.values())):
+            time.sleep(_FLUSH_S)
+
+    def leave(self) -> None:
+        """Rank 0 has destroyed the group on its side; the hub goes on for the others."""
+        with self._lock:
+            self._process_group = None
+            self._deliver(self._coordinator.receive(0, Depart(group_id=self.group_id)))
+            idle = not self._links
+        if idle:
+            self._server.close()
+
+    def fail(self, error: RaycollectError) -> None:
+        """The group can't form: tells all who have come, and who will come."""
+        with self._lock:
+            self._fail(error)
+
+    def close(self) -> None:
+        """Ends the hub, and rank 0's own process group."""
+        self._server.close()
+        process_group, self._process_group = self._process_group, None
+        if process_group is not None:
+            process_group.close()
+
+    # ------------------------------------------------------------------------------------------ server's thread
+
+    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+        """A member has connected, or another leader that checks whether this one lives."""
+        with self._lock:
+            if hello.get("probe"):
+                self._show(link)
+                return
+            if self.complete or _name(hello) in self._told:
+                link.close()  # it comes for the next group of this name, whose leader has not posted yet
+                return
+            if self._failed is None:
+                problem = self._problem(hello)
+                if not problem:
+                    self._admit(link, hello)
+                    return
+                self._fail(InvalidGroupError(group_name=self.name, detail=problem))
+            if self._failed is not None:
+                self._refuse(link, self._failed)
+
+    def received(self, link: Link, message: Message) -> None:
+        """A member said something."""
+        with self._lock:
+            rank = self._rank_of(link)
+            if rank < 0:
+                raise ProtocolError(detail=f"{type(message).__name__} from one who is no member")
+            try:
+                self._deliver(self._coordinator.receive(rank, message))
+            except ProtocolError:
+                raise
+            except Exception as exc:  # noqa: BLE001 - any: members wait
+                error = threads.failed(f"taking in {type(message).__name__}", exc)
+                self._deliver(self._coordinator.undone(message, error))
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """A connection has ended: its member has departed, or its process has ended."""
+        with self._lock:
+            rank = self._rank_of(link)
+            if rank < 0:
+                return
+            del self._links[rank]
+            self._told.add(_name(link.hello))  # it knows that it is not in the group any more
+            try:
+                self._deliver(self._coordinator.lost(rank, reason.detail))
+            except Exception as exc:  # noqa: BLE001 - any: members wait
+                self._fail(threads.failed("telling who is gone", exc))
+            idle = self._process_group is None and not self._links and self._failed is None
+        if idle:
+            self._server.close()
+
+    def serve_data(self, link: DataLink) -> None:
+        """Serves nothing: tensors do not go through the hub."""
+
+    def _show(self, link: Link) -> None:
+        if self._failed is None and not self.complete:
+            link.send(Welcome(participant={}))
+        else:
+            link.close()
+
+    def _problem(self, hello: dict[str, Any]) -> str:
+        rank, world_size, backend = hello.get("rank"), hello.get("world_size"), hello.get("backend")
+        who = f"rank {rank} ({hello.get('who')})"
+        mine = f"rank 0 ({self._who[0]})"
+        if world_size != self._world_size:
+            return f"{who} says that world_size is {world_size}, and {mine} that it is {self._world_size}"
+        if backend != self._request["backend"]:
+            return f"{who} asks for backend {backend!r}, and {mine} for {self._request['backend']!r}"
+        if hello.get("options") != self._request["options"]:
+            return f"{who} gives other pg_options than {mine}"
+        if not isinstance(rank, int) or not 0 <= rank < self._world_size:
+            return f"{who} is no rank of a group of {self._world_size}"
+        if rank in self._who:
+            return f"rank {rank} was taken twice: by {self._who[rank]} and by {hello.get('who')}"
+        return ""
+
+    def _admit(self, link: Link, hello: dict[str, Any]) -> None:
+        rank = hello["rank"]
+        self._links[rank] = link
+        self._who[rank] = str(hello.get("who"))
+        link.send(Welcome(participant={"group_id": self.group_id}))
+
+    def _refuse(self, link: Link, error: RaycollectError) -> None:
+        self._told.add(_name(link.hello))
+        with suppress(ConnectionLostError):
+            link.send(Refused(error=to_wire(error)))
+        if len(self._told) >= self._world_size - 1:
+            self.all_told.set()
+
+    def _fail(self, error: RaycollectError) -> None:
+        if self._failed is not None:
+            return
+        self._failed = error
+        if self._world_size == 1:
+            self.all_told.set()
+        for link in self._links.values():
+            self._refuse(link, error)
+        if self._process_group is not None:
+            self._process_group.lost(error)
+
+    def _rank_of(self, link: Link) -> int:
+        return next((rank for rank, other in self._links.items() if other is link), -1)
+
+    def _deliver(self, orders: Orders) -> None:
+        """Sends in order, under the lock, as no send here ever waits.
+
+        Rank 0 comes last: what it does next may hold the GIL, and the others must have heard before that.
+        """
+        for rank, message in orders:
+            link = self._links.get(rank)
+            if link is not None:
+                with suppress(ConnectionLostError):  # `closed` deals with it
+                    link.send(message)
+        for rank, message in orders:
+            if rank == 0 and self._process_group is not None:
+                self._process_group.received(message)
+
+
+def _name(hello: dict[str, Any]) -> tuple[str, str]:
+    return repr(hello.get("rank"))[:20], str(hello.get("who"))

@@ -1,0 +1,209 @@
+"""The arguments of a declared group, checked."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from raycollect import backends
+from raycollect.core import ray_internals
+from raycollect.core.model import GroupSpec, Member
+from raycollect.engine.device_staging import memory_of
+from raycollect.errors import InvalidGroupError
+from raycollect.errors.text import listed, shown
+from raycollect.group import pg_options as options
+from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM
+from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
+
+_WITH_CHIP_MAP = ("torch:sccl",)
+"""The backends that take the devices of a rank table as their option ``chip_map``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declaration:
+    """The checked arguments of `declare_collective_group`.
+
+    Attributes:
+        backend: A backend's name in its one spelling, or ``"auto"``.
+        actors: The actor handles by rank; in the order given if a rank table says the ranks.
+        timeout_s: How long to wait for all members, in seconds.
+        plan_timeout_s: How long ranks wait for each other in the driver's calls that do not say, in seconds.
+        call_timeout_s: The same in the members' own calls.
+        options: `GroupSpec.options`.
+        rank_table_from: Where the rank table is from, for a message.
+    """
+
+    name: str
+    backend: str
+    actors: tuple[Any, ...]
+    ordering: str = PROGRAM
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    plan_timeout_s: float = DEFAULT_TIMEOUT_S
+    call_timeout_s: float = MEMBERS_TIMEOUT_S
+    options: tuple[tuple[str, Any], ...] = ()
+    rank_table: RankTable | None = None
+    rank_table_from: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        actors: Any,
+        world_size: Any,
+        ranks: Any,
+        backend: Any,
+        group_name: Any,
+        *,
+        ordering: str = PROGRAM,
+        timeout_s: float | None = None,
+        gloo_timeout: float | None = None,
+        pg_options: Any = None,
+        rank_table: Any = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> Declaration:
+        """Checks the arguments; InvalidGroupError has every reason."""
+        problems = [*_actor_problems(actors), *_rank_problems(actors, world_size, ranks, backend)]
+        for what, value in (("group_name", group_name), ("backend", backend)):
+            if not isinstance(value, str) or not value:
+                problems.append(f"{what} is {shown(value)}, not a non-empty string")
+        if not isinstance(ordering, str) or ordering not in ORDERINGS:
+            problems.append(f"ordering is {shown(ordering)}, not {' or '.join(map(repr, ORDERINGS))}")
+        for what, unit, number in (("timeout_s", "seconds", timeout_s), ("gloo_timeout", "milliseconds", gloo_timeout)):
+            if number is not None and (not isinstance(number, (int, float)) or not 0 < number < math.inf):
+                problems.append(f"{what} is {shown(number)}, not a positive, finite number of {unit}")
+        given, strange = options.read(pg_options)
+        problems += strange
+        table, source = _rank_table(actors, ranks, rank_table, environ, problems)
+        if problems:
+            raise InvalidGroupError(group_name=str(group_name), detail=listed(problems, "; "))
+        order = list(range(len(actors))) if ranks is None else list(ranks)
+        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        members_s = MEMBERS_TIMEOUT_S if timeout_s is None else timeout_s
+        return cls(
+            name=group_name,
+            backend=backends.canonical(backend),
+            actors=tuple(actors[order.index(rank)] for rank in range(len(actors))),
+            ordering=ordering,
+            timeout_s=limit_s,
+            plan_timeout_s=limit_s,
+            call_timeout_s=members_s if gloo_timeout is None else gloo_timeout / 1000,
+            options=given,
+            rank_table=table,
+            rank_table_from=source,
+        )
+
+    def over(self, actors: Sequence[Any] | None, timeout_s: float) -> Declaration:
+        """The same group over other actors, by rank; None: the same ones. Raises InvalidGroupError as `of`."""
+        problems = [] if actors is None else _actor_problems(actors)
+        if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+            problems.append(f"timeout_s is {shown(timeout_s)}, not a positive, finite number of seconds")
+        if problems:
+            raise InvalidGroupError(group_name=self.name, detail=listed(problems, "; "))
+        found = self.actors if actors is None else tuple(actors)
+        # a rank table is for its own number of ranks
+        table = self.rank_table if len(found) == len(self.actors) else None
+        return replace(self, actors=found, timeout_s=timeout_s, rank_table=table)
+
+    def ranked(self, infos: Sequence[dict[str, Any]]) -> tuple[Member, ...]:
+        """Makes the members, by rank, of the fields of `Member` that each actor gave.
+
+        Raises:
+            InvalidGroupError: The actors are not where the rank table wants them.
+        """
+        ranks: Sequence[int] = range(len(infos))
+        if self.rank_table is not None:
+            places = [Place.of(one["node_id"], dict(one["accelerators"]), one["actor"]) for one in infos]
+            try:
+                ranks = assign(self.rank_table, places, group_name=self.name)
+            except InvalidGroupError as exc:
+                detail = f"{exc.detail}\nThe table is from {self.rank_table_from}"
+                raise InvalidGroupError(group_name=self.name, detail=detail) from exc
+        members = [Member(rank=rank, **info) for rank, info in zip(ranks, infos, strict=True)]
+        return tuple(sorted(members, key=lambda member: member.rank))
+
+    def spec(self, group_id: str, backend: str) -> GroupSpec:
+        """The group, once its backend is chosen."""
+        given = dict(self.options)
+        if self.rank_table is not None and backend in _WITH_CHIP_MAP:
+            given.setdefault("chip_map", self.rank_table.chip_map)
+        return GroupSpec(
+            name=self.name,
+            group_id=group_id,
+            backend=backend,
+            world_size=len(self.actors),
+            ordering=self.ordering,
+            ops=backends.ops_of(backend),
+            memory=memory_of(backend),
+            options=tuple(sorted(given.items())),
+            timeout_s=self.call_timeout_s,
+        )
+
+
+def _actor_problems(actors: Any) -> list[str]:
+    if not isinstance(actors, (list, tuple)):
+        return ["actors is not a list"]
+    problems = [] if actors else ["the list of actors is empty"]
+    strangers = [type(a).__name__ for a in actors if not isinstance(a, ray.actor.ActorHandle)]
+    if strangers:
+        return [f"not an actor handle: {listed(strangers)} (call Class.remote(...) first)"]
+    ids = [actor._actor_id.hex() for actor in actors]
+    doubled = sorted({ray_internals.describe_actor(a) for a, i in zip(actors, ids, strict=True) if ids.count(i) > 1})
+    if doubled:
+        problems.append(f"{listed(doubled)} more than once")
+    return problems
+
+
+def _rank_problems(actors: Any, world_size: Any, ranks: Any, backend: Any) -> list[str]:
+    if not isinstance(actors, (list, tuple)):
+        return []
+    if isinstance(world_size, str) and ranks is None and not backends.is_known(world_size):
+        said = "here, as in ray.util.collective, the world size stands"
+        return [f"world_size is {world_size!r}: {said}; a name is given as group_name={world_size!r}"]
+    if isinstance(world_size, str):
+        name = f", group_name={ranks!r}" if isinstance(ranks, str) else ""
+        said = "the second argument of ray.experimental.collective.create_collective_group is the backend"
+        here = "here, as in ray.util.collective, it is the world size"
+        call = f"create_collective_group(actors, backend={world_size!r}{name})"
+        return [f"world_size is {world_size!r}: {said}; {here}. Call {call}"]
+    problems = []
+    if world_size is not None and (type(world_size) is bool or world_size != len(actors)):
+        problems.append(f"world_size is {world_size!r}, but there are {len(actors)} actors")
+    if ranks is not None and not _is_permutation(ranks, len(actors)):
+        problems.append(f"ranks are {ranks!r}, not a permutation of 0 to {len(actors) - 1}")
+    return problems
+
+
+def _is_permutation(ranks: Any, count: int) -> bool:
+    try:
+        return not isinstance(ranks, (str, bytes)) and sorted(ranks) == list(range(count))
+    except TypeError:
+        return False
+
+
+def _rank_table(
+    actors: Any, ranks: Any, rank_table: Any, environ: Mapping[str, str], problems: list[str]
+) -> tuple[RankTable | None, str]:
+    """The table that says the ranks, and where it is from; the environment may name one."""
+    source = "the argument rank_table"
+    try:
+        if rank_table is not None:
+            table: RankTable | None = RankTable.coerce(rank_table)
+        elif ranks is None:
+            table = RankTable.from_environment(environ)
+            source = f"{ENVIRONMENT_VARIABLE}={environ.get(ENVIRONMENT_VARIABLE, '')} (pass ranks to go without it)"
+        else:
+            return None, ""
+    except InvalidGroupError as exc:
+        problems.append(exc.detail)
+        return None, ""
+    if table is None:
+        return None, ""
+    if ranks is not None:
+        problems.append("ranks and rank_table both say the ranks: give one of them")
+    if isinstance(actors, (list, tuple)) and actors and table.world_size != len(actors):
+        problems.append(f"the rank table is of {table}, but there are {len(actors)} actors; it is from {source}")
+    return table, source

@@ -1,0 +1,208 @@
+"""A communicator's connection to its coordinator: meetings, rendezvous values, and what the hub has announced."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from raycollect.channel.messages import Meet, Message, Met, Missed, Publish, Withdraw
+from raycollect.errors import CollectiveTimeoutError, ConnectionLostError, PlanAbortedError, RaycollectError, anew
+from raycollect.group.coordinator import ranks_of
+
+if TYPE_CHECKING:
+    from raycollect.group.process_group import ProcessGroup
+
+__all__ = ["CAUSE_S", "FORM", "MADE", "HubClient"]
+
+_ANSWER_S = 5.0
+"""How long the hub may take to answer, in seconds. After that it counts as gone."""
+CAUSE_S = 2.0
+"""How long to wait for the hub to tell why something failed, in seconds."""
+
+FORM, MADE = "form", "made"
+"""Where ranks meet before they make a communicator, and when they have one (followed by the generation)."""
+
+
+class HubClient:
+    """The state of a communicator that messages of the hub change.
+
+    Attributes:
+        changed: Guards all that follows, and is notified of each change.
+        call: The number of the call under way; 0: none.
+        place: Where this rank waits at the hub; empty: nowhere.
+        generation: The nonce of the communicator; empty: there is none.
+        is_made: Whether all ranks have a communicator of this generation.
+        agreed: Whether all ranks have come to the agreement of the launch under way.
+        stale: Whether another rank has left this generation; `cause` says which one, and why.
+        recalled: Whether the attempt under way has to be given up and begun again.
+        stop: What the call under way has to raise.
+        final: Whether the hub will not answer any more.
+        closed: Whether no call may begin any more.
+    """
+
+    def __init__(self, owner: ProcessGroup, name: str) -> None:
+        self.name = name
+        self.ranks: tuple[int, ...] = ranks_of(name, owner.spec.world_size)
+        self.owner = owner
+        self.changed: threading.Condition = threading.Condition()
+        self.call: int = 0
+        self.place: str = ""
+        self.generation: str = ""
+        self.is_made: bool = False
+        self.agreed: bool = False
+        self.stale: bool = False
+        self.recalled: bool = False
+        self.final: bool = False
+        self.closed: bool = False
+        self.cause: tuple[int, RaycollectError] | None = None
+        self.stop: RaycollectError | None = None
+        self._numbers = itertools.count(1)  # of calls and meetings
+        self._meeting = 0
+        self._answer: Met | Missed | None = None
+        self._values: dict[tuple[str, str], bytes] = {}
+
+    def begin(self) -> None:
+        """Begins a call; the caller holds the lock."""
+        self.stop, self.final, self.agreed = None, False, False
+        self.call = next(self._numbers)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the hub has ended this rank's meeting, so that the call ends by that answer."""
+        return bool(self._meeting) and isinstance(self._answer, Missed)
+
+    def is_off(self) -> bool:
+        """Whether the launch that waits for agreement has to stop."""
+        return self.stale or self.recalled or self.stop is not None
+
+    def note_agreed(self) -> None:
+        """Notes that all ranks have come."""
+        with self.changed:
+            self.agreed = True
+
+    def notify(self) -> None:
+        """Wakes all waits of this communicator."""
+        with self.changed:
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------------------------------ meetings
+
+    def meet(
+        self, place: str, blob: bytes, timeout_s: float, halted: Callable[[], bool] = lambda: False
+    ) -> Sequence[bytes]:
+        """Waits at a place of the hub for all ranks; all name the same place. Returns what all brought, by rank.
+
+        Args:
+            place: Where.
+            blob: What this rank brings.
+            timeout_s: How long to wait, in seconds.
+            halted: Whether to stop waiting; asked under the lock.
+
+        Raises:
+            CollectiveTimeoutError: This rank's time, or another's, is over; it names who is missing.
+            PlanAbortedError: It was halted.
+            RaycollectError: What the call has to raise.
+        """
+        group_id = self.owner.spec.group_id
+        with self.changed:
+            self._meeting = call = next(self._numbers)
+            self.place = place
+            self._forget_answer()
+
+        def answered() -> bool:
+            return self._answer is not None
+
+        self._send(Meet(group_id=group_id, lane=self.name, place=place, call=call, blob=blob))
+        with self.changed:
+            self.changed.wait_for(lambda: answered() or self.stop or halted(), max(timeout_s, 0))
+            timed_out = not (answered() or self.stop or halted())
+            pending = not answered()
+        if pending:
+            self._send(Withdraw(group_id=group_id, lane=self.name, call=call, timed_out=timed_out))
+            with self.changed:
+                self.changed.wait_for(lambda: answered() or self.final, _ANSWER_S)
+        with self.changed:
+            self._meeting = 0
+            answer, stop = self._answer, self.stop
+        if isinstance(answer, Met):
+            self.owner.flush()
+            return answer.blobs
+        with self.changed:
+            if stop is not None:
+                raise anew(stop)
+            if answer is None and pending:
+                raise CollectiveTimeoutError(detail="the hub of the group does not answer")
+            if timed_out or not halted():
+                raise CollectiveTimeoutError(missing=tuple(answer.missing if answer else ()))
+            raise PlanAbortedError(detail="the others have left")
+
+    def _forget_answer(self) -> None:  # a method, or mypy would take the answer for None until the end of `meet`
+        self._answer = None
+
+    def answered(self, message: Met | Missed) -> None:
+        """The hub answers `Meet`; on its thread."""
+        with self.changed:
+            if message.call != self._meeting:
+                return
+            self._answer = message
+            if isinstance(message, Met) and self.place == FORM:
+                # Here and not in the call's thread, so that the messages that follow find the generation.
+                self.generation, self.stale, self.cause = message.blobs[0].decode(), False, None
+                self._values = {key: v for key, v in self._values.items() if key[0] == self.generation}
+            self.is_made = self.is_made or (isinstance(message, Met) and self.place.startswith(MADE))
+            self.changed.notify_all()
+
+    def _send(self, message: Message) -> None:
+        try:
+            self.owner.send(message)
+        except ConnectionLostError as exc:
+            with self.changed:
+                self.changed.wait_for(lambda: self.stop, CAUSE_S)  # which says more than this error
+                raise anew(self.stop or exc) from None
+
+    # ------------------------------------------------------------------------------------------ the rendezvous
+
+    def publish(self, generation: str, name: str, value: bytes) -> None:
+        """Publishes a value of the rendezvous to all ranks."""
+        message = Publish(
+            group_id=self.owner.spec.group_id, lane=self.name, generation=generation, name=name, value=value
+        )
+        self.published(message)
+        self._send(message)
+
+    def published(self, message: Publish) -> None:
+        """A value of the rendezvous came; on the hub's thread."""
+        with self.changed:
+            self._values[message.generation, message.name] = message.value
+            self.changed.notify_all()
+
+    def wait_value(self, generation: str, name: str, timeout_s: float) -> bytes:
+        """Waits for a value of the rendezvous."""
+        with self.changed:
+            key = (generation, name)
+            self.changed.wait_for(lambda: key in self._values or self._is_over(generation), max(timeout_s, 0))
+            if key in self._values:
+                return self._values[key]
+            if self._is_over(generation):
+                raise PlanAbortedError(op="join", detail="this forming of the group was given up")
+        raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=timeout_s)
+
+    def wait_made(self, generation: str, is_settled: Callable[[], bool], deadline_s: float) -> bool:
+        """Waits for the backend's factory; False if another rank gave up meanwhile."""
+        with self.changed:
+            self.changed.wait_for(
+                lambda: is_settled() or self._is_over(generation), max(deadline_s - time.monotonic(), 0)
+            )
+            if is_settled():
+                return True
+            if self.stop is not None:
+                raise anew(self.stop)
+            if self.stale:
+                return False
+        raise CollectiveTimeoutError(op="join", detail="the members could not connect to each other in time")
+
+    def _is_over(self, generation: str) -> bool:
+        return generation != self.generation or self.stale or self.stop is not None or self.closed

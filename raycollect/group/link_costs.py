@@ -1,0 +1,209 @@
+"""What moving bytes costs on this system: the file that `raycollect bench --calibrate` writes, read for the planner.
+
+::
+
+    {"version": 1,
+     "links": [{"place": "inside", "backend": "shm", "latency_s": 1.4e-05, "bandwidth": 5.1e9, "how": "measured: ..."}]}
+
+The file is the one that `RAYCOLLECT_COSTS` names, else ``raycollect/costs.json`` under `XDG_CONFIG_HOME`, which is
+``~/.config`` where it is not set. What it does not hold keeps its default.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raycollect.errors import InvalidArgumentError, Violation, refusal
+from raycollect.errors.text import listed, shown
+from raycollect.planner.topology import BETWEEN, INSIDE, Link
+
+__all__ = [
+    "ENVIRONMENT_VARIABLE",
+    "PLACES",
+    "VERSION",
+    "Costs",
+    "Measured",
+    "current",
+    "default_path",
+    "given",
+    "read",
+    "table",
+    "write",
+]
+
+ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
+
+VERSION = 1
+
+MOST_NBYTES = 1 << 20
+"""The longest file, in bytes."""
+
+MOST_LINKS = 100
+
+MOST_TEXT = 1000
+"""The longest text of a link, in characters."""
+
+PLACES: dict[str, tuple[str, ...]] = {"inside": ("shm", "tcp"), "between": ("tcp",)}
+"""Whether two ranks are on one host or on two -> the backends whose link counts for it, best first."""
+
+_DEFAULTS = {"inside": INSIDE, "between": BETWEEN}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One link, between ranks at a place of `PLACES`, over a backend; `how` says where its numbers are from."""
+
+    place: str
+    backend: str
+    link: Link
+    how: str = ""
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise ValueError(f"place {shown(self.place)} is none of {', '.join(PLACES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """What the planner reckons with: the link between ranks of one host, that between hosts, and all of the file."""
+
+    inside: Link = INSIDE
+    between: Link = BETWEEN
+    measured: tuple[Measured, ...] = ()
+
+    @classmethod
+    def of(cls, measured: Iterable[Measured]) -> Costs:
+        """Takes for each place the first of its backends that was measured, else the default."""
+        links = tuple(measured)
+        found = {(one.place, one.backend): one.link for one in links}
+        chosen = {
+            place: next((found[place, name] for name in names if (place, name) in found), _DEFAULTS[place])
+            for place, names in PLACES.items()
+        }
+        return cls(**chosen, measured=links)
+
+
+def given(*, latency_s: float, bandwidth: float) -> Measured:
+    """The link between hosts as a user knows it, in seconds and bytes per second."""
+    link = Link(latency_s=latency_s, bandwidth=bandwidth)
+    return Measured(place="between", backend="tcp", link=link, how="given by hand, not measured")
+
+
+def table(measured: Iterable[Measured]) -> list[str]:
+    """The measured links, and the defaults for the others, as the lines of a table."""
+    rows = [(one.place, one.backend, one.link, one.how) for one in measured]
+    there = {place for place, *_ in rows}
+    rows += [(place, "", link, "the default") for place, link in _DEFAULTS.items() if place not in there]
+    head = f"{'hosts':<8} {'over':<6} {'latency':>10} {'bandwidth':>12}  how"
+    return [head] + [
+        f"{place:<8} {backend:<6} {link.latency_s * 1e6:>7.1f} us {link.bandwidth / 1e9:>7.2f} GB/s  {how}"
+        for place, backend, link, how in rows
+    ]
+
+
+def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """The file that `RAYCOLLECT_COSTS` names, else the one in the user's configuration."""
+    named = environ.get(ENVIRONMENT_VARIABLE)
+    if named:
+        return Path(named)
+    return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "raycollect" / "costs.json"
+
+
+def current(environ: Mapping[str, str] = os.environ) -> Costs:
+    """Reads the file; the defaults if there is none, or, with a warning, if that at the default place can't be used.
+
+    Raises:
+        InvalidArgumentError: The file that `RAYCOLLECT_COSTS` names can't be used.
+    """
+    path = default_path(environ)
+    if environ.get(ENVIRONMENT_VARIABLE):
+        return read(path, source=ENVIRONMENT_VARIABLE)
+    if not path.exists():
+        return Costs()
+    try:
+        return read(path)
+    except InvalidArgumentError as exc:
+        (violation,) = exc.violations
+        warnings.warn(f"{violation.field} is {violation.found}: the defaults stand", RuntimeWarning, stacklevel=2)
+        return Costs()
+
+
+def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> Costs:
+    """Reads a file of costs; `source` is what named it.
+
+    Raises:
+        InvalidArgumentError: It can't be read, or holds something else.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            given = file.read(MOST_NBYTES + 1)
+        if len(given) > MOST_NBYTES:
+            raise ValueError(f"it is longer than {MOST_NBYTES} bytes")
+        return Costs.of(_parsed(json.loads(given)))
+    except OSError as exc:
+        found = f"a file that can't be read ({exc.strerror})"
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as exc:
+        found = f"not a file of costs ({type(exc).__name__}: {str(exc)[:MOST_TEXT]})"
+    violation = Violation(
+        kind="argument",
+        rank=-1,
+        field=f"{source} {os.fspath(path)!r}",
+        found=found,
+        expected="what `raycollect bench --calibrate` writes",
+    )
+    raise refusal("costs", "", (violation,)) from None
+
+
+def write(path: str | os.PathLike[str], measured: Iterable[Measured]) -> None:
+    """Writes a file of costs whole or not at all, and makes its folder; OSError: it can't be written."""
+    links = [
+        {
+            "place": one.place,
+            "backend": one.backend,
+            "latency_s": one.link.latency_s,
+            "bandwidth": one.link.bandwidth,
+            "how": one.how,
+        }
+        for one in measured
+    ]
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({"version": VERSION, "links": links}, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(target)
+
+
+def _parsed(document: Any) -> list[Measured]:
+    if document["version"] != VERSION:
+        raise ValueError(f"version {shown(document['version'])}, this raycollect reads {VERSION}")
+    if len(document["links"]) > MOST_LINKS:
+        raise ValueError(f"it has {len(document['links'])} links, and may have {MOST_LINKS}")
+    found = [
+        Measured(
+            place=one["place"],
+            backend=_text(one["backend"]),
+            link=Link(latency_s=float(one["latency_s"]), bandwidth=float(one["bandwidth"])),
+            how=_text(one.get("how", "")),
+        )
+        for one in document["links"]
+    ]
+    repeated = {(a.place, a.backend) for at, a in enumerate(found) for b in found[:at] if _same(a, b)}
+    if repeated:
+        raise ValueError(f"given twice: {listed(sorted(repeated))}")
+    return found
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MOST_TEXT:
+        raise ValueError(f"{shown(value)} is no text of at most {MOST_TEXT} characters")
+    return value
+
+
+def _same(one: Measured, other: Measured) -> bool:
+    return (one.place, one.backend) == (other.place, other.backend)

@@ -1,0 +1,140 @@
+"""Which actor is which rank of a group."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raycollect import backends
+from raycollect.core.model import GroupSpec, Member, ReduceOp
+from raycollect.engine import device_staging
+from raycollect.errors import UnknownGroupError
+from raycollect.errors.text import a_type
+from raycollect.group.link_costs import Costs
+from raycollect.planner import Inner, Roster, Topology
+
+ALIVE, BROKEN, DESTROYED = "alive", "broken", "destroyed"
+
+PROGRAM, DATA = ORDERINGS = ("program", "data")
+"""What orders a group's collectives: each actor's queue; or their operands, and the collectives before them."""
+
+DEFAULT_TIMEOUT_S = 60.0
+"""How long ranks wait for each other in the driver's calls if neither call nor group says, in seconds."""
+
+MEMBERS_TIMEOUT_S = 30.0
+"""The same for calls that members make themselves; as in `ray.util.collective`."""
+
+_ROUTED = ("tcp", "gloo", "torch:gloo")
+"""The backends over which plans may go host by host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Membership:
+    """A group with its members, as its controller knows it.
+
+    Attributes:
+        members: By rank.
+        inner: The groups inside it, which only its plans use: for each host that of its ranks, by number; last
+            that of each host's lowest rank; or none.
+        is_derived: Whether it was derived from refs, so that nobody gave its name.
+        epoch: How often the group was rebuilt.
+        costs: What moving bytes between the members costs.
+        chosen: Why ``"auto"`` has picked its backend; empty if the user did.
+        timeout_s: How long ranks wait for each other in the driver's calls that do not say, in seconds.
+        roster: What the planner sees; members are named by their actors' ids.
+    """
+
+    spec: GroupSpec
+    members: tuple[Member, ...]
+    inner: tuple[Membership, ...] = ()
+    is_derived: bool = False
+    epoch: int = 0
+    costs: Costs = field(default_factory=Costs, repr=False)
+    chosen: str = ""
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    roster: Roster = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "roster", self._roster())
+
+    def rank_of(self, actor_id: str) -> int:
+        """The rank of an actor; -1: it is no member."""
+        return self.roster.rank_of(actor_id)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether Ray gave each member a GPU."""
+        return all("GPU" in dict(member.accelerators) for member in self.members)
+
+    @property
+    def tree(self) -> tuple[Membership, ...]:
+        """The group and those inside it."""
+        return (self, *self.inner)
+
+    def _roster(self) -> Roster:
+        ranks = {member.actor_id: member.rank for member in self.members}
+        inner = [
+            Inner(spec=one.spec, ranks=tuple(ranks[member.actor_id] for member in one.members)) for one in self.inner
+        ]
+        return Roster(
+            spec=self.spec,
+            members=tuple(ranks),
+            topology=self._topology(),
+            hosts=tuple(inner[:-1]),
+            leaders=inner[-1] if inner else None,
+            bitwise=backends.get(self.spec.backend, self.spec.name).bitwise,
+            chosen=self.chosen if self.has_gpus else "",
+        )
+
+    def _topology(self) -> Topology:
+        places = [member.machine for member in self.members]
+        return Topology.of(places, inside=self.costs.inside, between=self.costs.between)
+
+
+def inner_groups(membership: Membership) -> tuple[Membership, ...]:
+    """The groups inside a group over several hosts, as `Membership.inner` has them."""
+    spec, topology = membership.spec, membership.roster.topology
+    everybody = all(member.participant for member in membership.members)
+    if spec.backend not in _ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
+        return ()
+    hosts = [topology.on(host) for host in range(topology.host_count)]
+    groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
+    groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
+    return tuple(
+        Membership(
+            spec=_inner_spec(spec, f"{spec.name}/{name}", backend, len(ranks)),
+            members=tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks)),
+            costs=membership.costs,
+        )
+        for name, backend, ranks in groups
+    )
+
+
+def _inner_spec(outer: GroupSpec, name: str, backend: str, world_size: int) -> GroupSpec:
+    return replace(
+        outer,
+        name=name,
+        group_id=secrets.token_hex(8),
+        backend=backend,
+        world_size=world_size,
+        ops=backends.ops_of(backend),
+        options=outer.options if backend == outer.backend else (),
+        memory=device_staging.memory_of(backend),
+        parent=outer.group_id,
+    )
+
+
+def unknown(name: Any, detail: str) -> UnknownGroupError:
+    """The error for a group name that is not known, with a hint if it is something else than a name."""
+    if not isinstance(name, str):
+        detail = f"{a_type(name)} is no group's name; look at the order of the arguments, or name them"
+    op = str(getattr(name, "name", name))
+    if op.upper() in ReduceOp.__members__:
+        detail += f". A reduce op is given by name here: op={op.lower()!r}"
+    return UnknownGroupError(group_name=str(name), detail=detail)
+
+
+def is_participant(handle: Any) -> bool:
+    """Whether the actor's class has the mixin."""
+    return hasattr(handle, "_raycollect_run")

@@ -1,0 +1,49 @@
+"""`pg_options`: what a user passes through to a backend, as plain values that travel to all members. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raycollect.errors.text import a_type, shown
+
+
+def read(given: Any) -> tuple[tuple[tuple[str, Any], ...], tuple[str, ...]]:
+    """Reads options from None, a dict, or an object of a vendor's package by its public attributes.
+
+    Returns:
+        `GroupSpec.options`, and every reason why they can't be had.
+    """
+    if given is None:
+        return (), ()
+    problems: list[str] = []
+    named = given if isinstance(given, Mapping) else _attributes(given)
+    if not named and not isinstance(given, Mapping):
+        problems.append(f"pg_options is {a_type(given)}, neither a dict nor an object with public attributes")
+    try:
+        plain = _plain(named, "pg_options", problems)
+    except RecursionError:
+        problems, plain = ["pg_options holds lists or dicts that have no end"], ()
+    return (() if problems else plain), tuple(problems)
+
+
+def _attributes(given: Any) -> dict[str, Any]:
+    if type(given).__module__ == "builtins":
+        return {}
+    # what can't be set is the vendor's own business
+    public = [name for name in dir(given) if not name.startswith("_")]
+    settable = [name for name in public if getattr(getattr(type(given), name, None), "fset", True) is not None]
+    values = {name: getattr(given, name) for name in settable}
+    return {name: value for name, value in values.items() if not callable(value)}
+
+
+def _plain(value: Any, where: str, problems: list[str]) -> Any:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(_plain(one, f"{where}[{at}]", problems) for at, one in enumerate(value))
+    if isinstance(value, Mapping) and all(type(name) is str for name in value):
+        return tuple((name, _plain(value[name], f"{where}.{name}", problems)) for name in sorted(value))
+    travels = "only strings, numbers, booleans, None, and lists and dicts (by name) of these travel to the members"
+    problems.append(f"{where} is {shown(value)}, {a_type(value)}; {travels}")
+    return None

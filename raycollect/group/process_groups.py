@@ -1,0 +1,111 @@
+"""All groups that this process is a member of, and what their calls run with."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from raycollect.channel import Hub
+from raycollect.core.protocols import NoFaults
+from raycollect.engine.execution import Instruments
+from raycollect.errors import GroupExistsError
+from raycollect.group.bootstrap import FailureNotice
+from raycollect.group.process_group import ProcessGroup
+from raycollect.observe import Place, Recorder
+from raycollect.pos import Store, tensors
+
+__all__ = ["ProcessGroups", "places"]
+
+
+class ProcessGroups:
+    """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed."""
+
+    _current: ProcessGroups | None = None
+    _making = threading.Lock()
+
+    @classmethod
+    def current(cls) -> ProcessGroups:
+        """Those of this process; a forked child begins with none."""
+        with cls._making:
+            if cls._current is None or cls._current._pid != os.getpid():
+                cls._current = cls()
+            return cls._current
+
+    def __init__(self) -> None:
+        self.instruments: Instruments = Instruments(
+            store=Store(),
+            recorder=Recorder(time.monotonic),
+            clock=time.monotonic,
+            faults=NoFaults(),
+            allocate=tensors.allocate,
+        )
+        self.notices: dict[str, FailureNotice] = {}
+        self.drives: Callable[[str], bool] = lambda name: False  # whether this process has declared such a group
+        self._pid = os.getpid()
+        self._process_groups: dict[str, ProcessGroup] = {}
+        self._claimed: set[str] = set()
+        self._hub: Hub | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def hub(self) -> Hub:
+        """The thread that reads the connections to the leaders of this process's groups."""
+        with self._lock:
+            if self._hub is None:
+                self._hub = Hub()
+            return self._hub
+
+    def find(self, name: str) -> ProcessGroup | None:
+        """The group of that name; None: there is none."""
+        return self._process_groups.get(name)
+
+    def all(self) -> tuple[ProcessGroup, ...]:
+        """All groups."""
+        with self._lock:
+            return tuple(self._process_groups.values())
+
+    @contextmanager
+    def request(self, name: str) -> Iterator[None]:
+        """Reserves a name for a group that is being formed; GroupExistsError: it is taken."""
+        with self._lock:
+            if name in self._claimed:
+                raise GroupExistsError(group_name=name, detail="this process is just joining a group of that name")
+            if name in self._process_groups:
+                detail = f"this process is rank {self._process_groups[name].rank} of a group of that name already"
+                raise GroupExistsError(group_name=name, detail=detail)
+            self._claimed.add(name)
+            notice = self.notices.pop(name, None)
+        try:
+            if notice is not None:
+                notice.end()
+            yield
+        finally:
+            with self._lock:
+                self._claimed.discard(name)
+
+    def add(self, process_group: ProcessGroup) -> None:
+        """Adds a group whose name is reserved."""
+        with self._lock:
+            self._process_groups[process_group.name] = process_group
+
+    def adopt(self, process_group: ProcessGroup) -> None:
+        """Adds a group that the driver declares; GroupExistsError: its name is taken."""
+        with self.request(process_group.name):
+            self.add(process_group)
+
+    def remove(self, process_group: ProcessGroup) -> None:
+        """Forgets a group."""
+        with self._lock:
+            if self._process_groups.get(process_group.name) is process_group:
+                del self._process_groups[process_group.name]
+
+
+def places() -> dict[str, Place]:
+    """The groups, by id, for timelines."""
+    return {
+        one.spec.group_id: Place(one.spec.name, one.spec.backend, one.rank, one.spec.world_size)
+        for one in ProcessGroups.current().all()
+    }

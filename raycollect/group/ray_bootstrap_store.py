@@ -1,0 +1,44 @@
+"""The bootstrap store of a Ray job: records in Ray's internal key-value store, under the job's id."""
+
+from __future__ import annotations
+
+import ray
+from ray.experimental import internal_kv
+
+from raycollect.core import ray_internals
+
+_NAMESPACE = b"raycollect"
+
+
+class RayBootstrapStore:
+    """A `BootstrapStore`. The names of two jobs never meet."""
+
+    def __init__(self) -> None:
+        self.host: str = ray_internals.node_address()
+        self._job = ray.get_runtime_context().get_job_id()
+
+    def post(self, name: str, record: bytes) -> bool:
+        """Posts a record; False if there is one of that name."""
+        # Ray answers whether the key was there before.
+        return not internal_kv._internal_kv_put(self._key(name), record, overwrite=False, namespace=_NAMESPACE)
+
+    def replace(self, name: str, record: bytes) -> None:
+        """Posts a record in place of another."""
+        internal_kv._internal_kv_put(self._key(name), record, overwrite=True, namespace=_NAMESPACE)
+
+    def read(self, name: str) -> bytes | None:
+        """The record of that name."""
+        record: bytes | None = internal_kv._internal_kv_get(self._key(name), namespace=_NAMESPACE)
+        return record
+
+    def remove(self, name: str, record: bytes) -> None:
+        """Removes a record, unless it was replaced."""
+        if self.read(name) == record:
+            internal_kv._internal_kv_del(self._key(name), namespace=_NAMESPACE)
+
+    def where(self, name: str) -> str:
+        """The key of the record."""
+        return f"the key {self._key(name)!r} of namespace {_NAMESPACE!r} in Ray's internal key-value store"
+
+    def _key(self, name: str) -> bytes:
+        return f"group/{self._job}/{name}".encode()

@@ -1,0 +1,330 @@
+"""Finds out which ranks have not come to a call of the members, while it lasts and after its time is over.
+
+Backends notice a missing rank only when the time is over. So the members ask each other over the hub: the one that
+waits asks, and each answers how far it has come and what it does. One thread per process watches the calls under way:
+it asks, answers and warns, once per call, and ends when there are none. A call whose time is over asks in its own
+thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from raycollect.channel.messages import Publish
+from raycollect.channel.packing import pack, unpack
+from raycollect.core import threads
+from raycollect.errors import COULD_NOT_LOOK, ConnectionLostError, InternalError, ProtocolError, RankReport
+from raycollect.errors.text import listed, shown
+from raycollect.group.member_communicator import MemberCommunicator, Standing
+from raycollect.observe.stacks import Doing, what_runs
+
+if TYPE_CHECKING:
+    from raycollect.group.process_group import ProcessGroup
+
+__all__ = ["QUIET_S", "WARNING_VARIABLE", "Watchdog", "is_between_watches", "wake", "warn_after_s"]
+
+_log = logging.getLogger("raycollect")
+
+WARNING_VARIABLE = "RAYCOLLECT_STALL_WARNING_S"
+"""The environment variable that says after how many seconds of waiting a warning is logged; 0: never."""
+WARN_AFTER_S = 10.0
+
+
+def warn_after_s(environ: Mapping[str, str] = os.environ) -> float:
+    """After how many seconds of waiting a warning is logged."""
+    text = environ.get(WARNING_VARIABLE, "")
+    try:
+        found = float(text) if text else WARN_AFTER_S
+    except ValueError:
+        _log.warning("%s is %s, not a number of seconds: %g is taken", WARNING_VARIABLE, shown(text), WARN_AFTER_S)
+        found = WARN_AFTER_S
+    return found if found > 0 else math.inf
+
+
+QUIET_S = warn_after_s()
+"""The same for this process."""
+
+ANSWER_S = 1.0
+"""How long members may take to answer, in seconds. A member that takes longer is unresponsive."""
+LATE_ANSWER_S = 0.5
+"""The same if a call's time is over: its error is held back for at most this long."""
+
+_NEXT = "\n  - "
+_QUESTION, _ANSWER = "?standing", "!standing"
+"""The names of questions and answers among the values of rendezvous."""
+
+
+def is_between_watches(message: Publish) -> bool:
+    """Whether it is a question or an answer of a watchdog."""
+    return message.name in (_QUESTION, _ANSWER)
+
+
+class _Answer(NamedTuple):
+    standing: Standing
+    doing: Doing
+
+
+class _Inquiry:
+    """A question about one call to some ranks; the answers are awaited until `until_s` by `time.monotonic`."""
+
+    __slots__ = ("answers", "call", "ranks", "told", "until_s")
+
+    def __init__(self, call: int, ranks: Sequence[int], until_s: float) -> None:
+        self.call = call
+        self.ranks = ranks
+        self.until_s = until_s
+        self.answers: dict[int, _Answer] = {}
+        self.told = False  # whether the warning is out
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all have answered."""
+        return all(rank in self.answers for rank in self.ranks)
+
+
+class Watchdog:
+    """What is asked and answered for one process group.
+
+    Any thread calls `begun` and `reports`, the hub's `received`, the watcher's `look`.
+
+    Attributes:
+        is_unwatched: Whether the watcher has to hear of the next call.
+    """
+
+    def __init__(self, process_group: ProcessGroup) -> None:
+        self.is_unwatched = True
+        self._reference = weakref.ref(process_group)  # which holds this
+        self._asked: set[str] = set()  # the communicators that others ask about
+        self._inquiries: dict[str, _Inquiry] = {}  # communicator -> the last question about a call under way
+        self._late: dict[str, _Inquiry] = {}  # communicator -> the question about a call whose time is over
+        self._changed = threading.Condition()
+
+    @property
+    def _process_group(self) -> ProcessGroup:
+        process_group = self._reference()
+        if process_group is None:
+            raise InternalError(detail="a process group that is gone is asked")
+        return process_group
+
+    def begun(self) -> None:
+        """A call has begun; it may last."""
+        if self.is_unwatched and math.inf != QUIET_S:
+            _watcher.watch(self)
+
+    def received(self, message: Publish) -> bool:
+        """Takes a question or an answer of another member; False if it is neither."""
+        if not is_between_watches(message):
+            return False
+        take = self._wanted if message.name == _QUESTION else self._heard
+        take(message)
+        _watcher.watch(self)  # which answers, as this thread may be the hub
+        return True
+
+    def _wanted(self, message: Publish) -> None:
+        # The hub sends a question to all ranks of the communicator.
+        try:
+            asked = [int(rank) for rank in unpack(message.value)]
+        except (TypeError, ValueError, OverflowError):
+            raise ProtocolError(detail="a member does not say whom it asks") from None
+        if self._process_group.rank in asked:
+            with self._changed:
+                self._asked.add(message.lane)
+
+    def _heard(self, message: Publish) -> None:
+        try:
+            rank, place, seq, what, stack = unpack(message.value)
+            known = int(rank)
+            answer = _Answer(Standing(str(place), int(seq)), Doing(str(what), tuple(map(str, stack))))
+        except (TypeError, ValueError, OverflowError):
+            raise ProtocolError(detail="a member does not say how far it has come") from None
+        with self._changed:
+            for inquiry in (self._inquiries.get(message.lane), self._late.get(message.lane)):
+                if inquiry is not None and known in inquiry.ranks:
+                    inquiry.answers[known] = answer
+            self._changed.notify_all()
+
+    def reports(self, communicator: MemberCommunicator, ranks: Sequence[int], mine: Standing) -> tuple[RankReport, ...]:
+        """Asks ranks that have not come in time what they do; waits `LATE_ANSWER_S` at most.
+
+        `mine` is how far this rank has come. None while the group is being joined: nobody can be asked.
+        """
+        asked = [rank for rank in ranks if rank in communicator.ranks and rank != self._process_group.rank]
+        if not asked or not self._process_group.members:
+            return ()
+        try:
+            return self._reports(communicator, asked, mine)
+        except Exception as exc:  # noqa: BLE001 - any: the error that they are for matters more
+            threads.failed("asking members what they do", exc)
+            return ()
+
+    def _reports(
+        self, communicator: MemberCommunicator, asked: Sequence[int], mine: Standing
+    ) -> tuple[RankReport, ...]:
+        awaited_s = time.monotonic() - communicator.since_s
+        inquiry = _Inquiry(communicator.call, asked, math.inf)
+        with self._changed:
+            self._late[communicator.name] = inquiry
+        if self._ask(communicator, asked):
+            with self._changed:
+                self._changed.wait_for(lambda: inquiry.is_complete, LATE_ANSWER_S)
+        with self._changed:
+            del self._late[communicator.name]  # one call at a time is under way
+            return tuple(self._report(rank, inquiry.answers.get(rank), mine, awaited_s) for rank in asked)
+
+    def _report(self, rank: int, answer: _Answer | None, mine: Standing, awaited_s: float) -> RankReport:
+        return RankReport(
+            rank=rank,
+            actor=self._process_group.actor(rank),
+            answers=answer is not None,
+            has_begun=answer is not None and answer.standing.is_with(mine),
+            doing=answer.doing.what if answer is not None else "",
+            stack=answer.doing.stack if answer is not None else (),
+            ended=0,
+            story=(),
+            awaited_s=awaited_s,
+        )
+
+    # ------------------------------------------------------------------------------------------ the watcher's thread
+
+    def look(self, now_s: float) -> float:
+        """Answers, asks and warns. Returns when to look again, by `time.monotonic`."""
+        process_group = self._reference()
+        if process_group is None:
+            return math.inf
+        with self._changed:
+            asked, self._asked = self._asked, set()
+        for name in asked:
+            threads.survives(self._answer, name)
+        return min((self._look_at(one, now_s) for one in process_group.communicators), default=math.inf)
+
+    def _answer(self, name: str) -> None:
+        communicator = self._process_group.communicator(name)
+        try:
+            said = (*communicator.standing, *what_runs())
+        except Exception as exc:  # noqa: BLE001 - who asks hears why
+            error = threads.failed("looking at a communicator", exc)
+            said = ("", 0, f"{COULD_NOT_LOOK}{error.detail}", ())
+        self._publish(communicator, _ANSWER, (self._process_group.rank, *said))
+
+    def _look_at(self, communicator: MemberCommunicator, now_s: float) -> float:
+        call, due_s, inquiry = communicator.call, communicator.since_s + QUIET_S, self._inquiries.get(communicator.name)
+        if not call:
+            return math.inf
+        if inquiry is None or inquiry.call != call:
+            if now_s < due_s:
+                return due_s
+            others = [rank for rank in communicator.ranks if rank != self._process_group.rank]
+            inquiry = self._inquiries[communicator.name] = _Inquiry(call, others, now_s + ANSWER_S)
+            self._ask(communicator, others)
+        if inquiry.told:
+            return math.inf
+        if now_s < inquiry.until_s and not inquiry.is_complete:
+            return inquiry.until_s
+        inquiry.told = True
+        if communicator.call == call:
+            self._warn(communicator, inquiry)
+        return math.inf
+
+    def _warn(self, communicator: MemberCommunicator, inquiry: _Inquiry) -> None:
+        group, mine, awaited_s = self._process_group, communicator.standing, time.monotonic() - communicator.since_s
+        late = []
+        for rank in inquiry.ranks:
+            report = self._report(rank, inquiry.answers.get(rank), mine, awaited_s)
+            if not report.answers and not group.members:
+                late.append(f"rank {rank} has not joined")
+            elif not report.has_begun:
+                late.append(str(report))
+        said = f"these have not come to it:\n  - {listed(late, _NEXT)}" if late else "all have come to it"
+        text = "%s on group %r, here rank %d, is still under way after %g s; %s"
+        _log.warning(text, communicator.op, group.spec.name, group.rank, QUIET_S, said)
+
+    def _ask(self, communicator: MemberCommunicator, ranks: Sequence[int]) -> bool:
+        return self._publish(communicator, _QUESTION, ranks)
+
+    def _publish(self, communicator: MemberCommunicator, name: str, value: Sequence[Any]) -> bool:
+        told = Publish(
+            group_id=self._process_group.spec.group_id,
+            lane=communicator.name,
+            generation="",
+            name=name,
+            value=pack(list(value)),
+        )
+        try:
+            self._process_group.send(told)
+        except ConnectionLostError:  # its end ends the calls
+            return False
+        return True
+
+
+class _Watcher:
+    """The thread that looks at the process groups with calls under way; it ends when there are none."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._watchdogs: set[Watchdog] = set()
+        self._is_news = False
+        self._thread: threading.Thread | None = None
+
+    def watch(self, watchdog: Watchdog) -> None:
+        """Looks at a process group; any thread."""
+        with self._changed:
+            watchdog.is_unwatched = False
+            self._watchdogs.add(watchdog)
+            if self._thread is None or not self._thread.is_alive():  # in a forked child it never lives
+                threads.survives(self._begin)  # without it calls go on: nobody is warned
+            self._tell()
+
+    def _begin(self) -> None:
+        self._thread = threads.start("raycollect-watchdog", threads.repeat, self._look)
+
+    def wake(self) -> None:
+        """Looks again at all; any thread."""
+        with self._changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        self._is_news = True
+        self._changed.notify_all()
+
+    def _look(self) -> bool:
+        """Looks at all groups, and waits until one has to be looked at again; False: there is none."""
+        with self._changed:
+            if not self._watchdogs:
+                self._thread = None
+                return False
+            self._is_news = False
+            watchdogs = tuple(self._watchdogs)
+        next_s = min(self._look_at(watchdog) for watchdog in watchdogs)
+        with self._changed:
+            left_s = next_s - time.monotonic()
+            self._changed.wait_for(lambda: self._is_news or not self._watchdogs, min(left_s, threading.TIMEOUT_MAX))
+        return True
+
+    def _look_at(self, watchdog: Watchdog) -> float:
+        """Returns when a group has to be looked at again; one without calls under way tells of the next."""
+        watchdog.is_unwatched = True  # first, so that a call that begins meanwhile is seen, or tells
+        now_s = time.monotonic()
+        try:
+            next_s = watchdog.look(now_s)
+        except Exception as exc:  # noqa: BLE001 - any: the others have to be looked at
+            threads.failed("looking at calls under way", exc)
+            next_s = now_s + ANSWER_S
+        with self._changed:
+            if next_s < math.inf:
+                watchdog.is_unwatched = False
+            elif watchdog.is_unwatched:  # else a call has begun since
+                self._watchdogs.discard(watchdog)
+        return next_s
+
+
+_watcher = _Watcher()
+
+wake: Callable[[], None] = _watcher.wake
+"""Makes the thread look again at the calls under way; any thread may call it."""

@@ -1,0 +1,183 @@
+"""One call of a member's verb, from its arguments to its run on a communicator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from numbers import Integral, Number
+from typing import Any
+
+from raycollect.backends import arrays, streams
+from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.core.protocols import Communicator
+from raycollect.engine.agreement import Arrival, Spec, encode_arrival, judge
+from raycollect.engine.execution import Execution, Outcome
+from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal
+from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
+from raycollect.group.member_communicator import Attempt
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.init import get_group_handle
+from raycollect.member.work import MemberWork
+from raycollect.planner import Program, Request, brought, plan, root_parameter
+from raycollect.pos import Container, obstacle
+
+__all__ = ["MemberCall"]
+
+_SRC, _DST = 0, 1
+"""Placeholders in requests for what each rank gives with its call, and what it takes into."""
+
+
+class MemberCall:
+    """One call of a verb, whose faults are collected for the agreement."""
+
+    def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
+        self._kind = kind
+        self._process_group = get_group_handle(group_name)
+        self._root = int(root) if isinstance(root, Integral) else root
+        self._peer = int(peer) if isinstance(peer, Integral) else peer
+        self._op: ReduceOp | None = None
+        self._violations: list[Violation] = []
+        if op is not None:
+            try:
+                self._op = ReduceOp.coerce(op)
+            except ValueError:
+                self._violate("argument", "op", repr(op), f"one of {', '.join(ReduceOp.__members__)}")
+        for name, value in ((root_parameter(kind), self._root), ("destination rank", self._peer)):
+            if type(value) is not int:
+                self._violate("argument", name, repr(value), f"a rank from 0 to {self._process_group.world_size - 1}")
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return bool(self._root == self._process_group.rank)
+
+    def run(self, values: Sequence[tuple[str, Any]], *, async_op: bool, timeout_s: float | None) -> MemberWork | None:
+        """Runs it with (name, value) of what this rank gives, and then of what it takes into."""
+        process_group, kind = self._process_group, self._kind
+        op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
+        limit_s = process_group.timeout_s if timeout_s is None else timeout_s
+        containers = tuple(self._container(name, value) for name, value in values)
+        program = None
+        if not self._violations:
+            try:
+                program = _program(
+                    process_group.planned, kind, process_group.rank, self._op, self._root, self._peer, limit_s
+                )
+            except RefusedError as exc:
+                self._violations += [
+                    replace(v, rank=process_group.rank if v.rank < 0 else v.rank) for v in exc.violations
+                ]
+        communicator, mark = self._communicator(), streams.mark(_described(containers))
+        if self._violations and (not communicator or not 0 < limit_s < math.inf):
+            raise refusal(op, process_group.name, tuple(self._violations))
+        object_to = partial(self._objection, communicator, limit_s)
+        attempt = self._execution(program, containers, mark) if program is not None else object_to(*self._violations)
+        if async_op:
+            return MemberWork(process_group, op, process_group.start(communicator, op, attempt, limit_s, object_to))
+        process_group.run(communicator, op, attempt, limit_s, object_to)
+        return None
+
+    def _communicator(self) -> str:
+        """The communicator of this call; empty: its arguments name no rank."""
+        if self._kind is not OpKind.SEND:
+            return ALL
+        ends = {
+            rank
+            for rank in (self._root, self._peer)
+            if type(rank) is int and 0 <= rank < self._process_group.world_size
+        }
+        return name_of_ranks(self._root, self._peer) if len(ends) == 2 else ""
+
+    def _container(self, name: str, value: Any) -> Container:
+        found = Container.of(value, arrays.is_tensor)
+        if found is not None:
+            return found
+        what = "missing" if value is None else arrays.told(value)
+        if isinstance(value, (list, tuple, dict)):
+            what += f" ({obstacle(value, arrays.is_tensor, arrays.told)})"
+        elif isinstance(value, Number):
+            what += " (give numpy.array(x), which can be written)"
+        self._violate("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")
+        return _NOTHING
+
+    def _execution(self, program: Program, operands: Sequence[Container], mark: streams.Mark | None) -> Attempt:
+        instruments = ProcessGroups.current().instruments
+
+        def attempt(communicator: Communicator, seq: int) -> Outcome:
+            execution = Execution(
+                program,
+                (),
+                lambda group_id: communicator,
+                instruments,
+                seq=seq,
+                aborted=lambda: None,
+                operands=tuple(operands),
+                meeting=getattr(communicator, "meeting", "") or "-",
+            )
+            with streams.after(mark):  # another thread may run it
+                return execution.run()
+
+        return attempt
+
+    def _objection(self, name: str, limit_s: float, *violations: Violation) -> Attempt:
+        """Takes part in the agreement only to tell what is wrong here, so that nobody waits for this rank."""
+        spec = Spec(
+            op=self._kind.value,
+            caller="call",
+            reduce_op=self._op.name if self._op else "",
+            root=self._root if self._root in range(self._process_group.world_size) else -1,
+        )
+        blob = encode_arrival(Arrival(spec=spec, violations=violations))
+        ranks = ranks_of(name, self._process_group.world_size)
+
+        def attempt(communicator: Communicator, seq: int) -> Outcome:
+            launch = Launch(seq=seq, ranks=ranks, timeout_s=limit_s)
+            try:
+                blobs = communicator.agree(launch, blob)
+                verdict = judge(launch.ranks, tuple(map(bytes, blobs)))
+                return Outcome(error=refusal(spec.op, self._process_group.name, verdict.violations))
+            except RaycollectError as exc:
+                return Outcome(error=kept(exc))
+            finally:
+                communicator.end(launch, False)
+
+        return attempt
+
+    def _violate(self, kind: str, name: str, found: str, expected: str) -> None:
+        violation = Violation(kind=kind, rank=self._process_group.rank, field=name, found=found, expected=expected)
+        self._violations.append(violation)
+
+
+_NOTHING = Container(TENSOR, (None,), None)
+"""Stands for an operand that is none; no program gets it."""
+
+
+def _described(containers: Sequence[Container]) -> Iterator[TensorInfo]:
+    tensors = (one for container in containers for one in container.tensors)
+    return (arrays.describe(one) for one in tensors if arrays.is_tensor(one))
+
+
+@lru_cache(maxsize=1024)
+def _program(
+    spec: GroupSpec, kind: OpKind, rank: int, op: ReduceOp | None, root: int, peer: int, timeout_s: float
+) -> Program:
+    """This rank's part in a collective, cached for loops; RefusedError: the arguments make no sense."""
+    request = Request(
+        kind=kind,
+        group=spec,
+        operands=(),
+        op=op,
+        root=root,
+        peer=peer,
+        timeout_s=timeout_s,
+    )
+    operands = tuple(
+        (one, None if src is None else _SRC, None if dst is None else _DST) for one, src, dst in brought(request, _SRC)
+    )
+    planned = plan([replace(request, operands=operands)])
+    if planned.width > 1:  # members count one launch per call
+        found = f"{kind.value}, which backend {spec.backend!r} does not have inside the members"
+        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", rank=-1, field="op", found=found),))
+    return planned.program(planned.parts[0].places[rank])

@@ -1,0 +1,408 @@
+"""The captured steps of a participant: where their runs come from, their order, and how they are answered.
+
+Each has a thread, which takes runs from the doorbell, or from the channel if there is none. A fenced run comes as an
+actor task, in Ray's thread. The sequencer puts all runs and plans in order: each run names its predecessor. If methods
+come one by one, a run holds the method lock, so that Ray calls no method beside it; but not while it waits for its
+predecessor. The sequencer ends every run that came, also if its step is broken or closed: its successors wait for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import msgpack
+
+from raycollect.channel.doorbell import DoorbellClient, Entry
+from raycollect.channel.messages import Message, Ran, Run
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core import threads
+from raycollect.core.model import Key, Segment
+from raycollect.engine.execution import ABSENCES
+from raycollect.engine.progress import BytesDone
+from raycollect.engine.step_program import StepProgram, decode_step_program
+from raycollect.engine.step_runner import StepRunner
+from raycollect.errors import (
+    CaptureError,
+    ConnectionLostError,
+    PlanAbortedError,
+    ProtocolError,
+    RaycollectError,
+    Violation,
+    kept,
+    refusal,
+)
+from raycollect.member.rendezvous import ChannelExchange
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.observe import Tracer, run_steps
+from raycollect.observe.trace import PART
+from raycollect.planner import Program
+from raycollect.pos import Container, Store
+from raycollect.pos.handle import Handle
+
+__all__ = [
+    "MOST_NBYTES",
+    "CapturedStep",
+    "CapturedSteps",
+    "decode_capture",
+    "decode_fenced",
+    "open_doorbell",
+    "pinned",
+]
+
+
+MOST_NBYTES = MAX_FRAME_NBYTES - 1024
+"""The longest results of a run that a message can carry."""
+
+_SLICE_S = 0.1
+"""How often a run that waits for a method looks whether it was aborted, in seconds."""
+
+IDLE_S = 60.0
+"""How long the thread waits at the doorbell, in seconds; whoever needs it wakes it."""
+
+_UNWATCHED: AbstractContextManager[None] = nullcontext()
+
+_MALFORMED = (ValueError, TypeError, msgpack.UnpackException)
+
+LATE = 1024
+"""How many closed steps are remembered, for runs that were on their way to them."""
+
+
+def decode_capture(payload: bytes) -> tuple[StepProgram, Segment | None, int]:
+    """Reads what captures a step: (program, the doorbell's segment or None, the slot in it); or ProtocolError."""
+    try:
+        step_program, segment, slot = msgpack.unpackb(payload, use_list=False)
+        return decode_step_program(step_program), None if segment is None else Segment(*segment), slot
+    except _MALFORMED as exc:
+        raise ProtocolError(detail=f"malformed capture: {exc}") from exc
+
+
+def decode_fenced(payload: bytes) -> tuple[bytes, int, int, bytes]:
+    """Reads what brings a fenced run: (capture, seq, predecessor, arguments); or ProtocolError."""
+    try:
+        capture, seq, predecessor, arguments = msgpack.unpackb(payload)
+    except _MALFORMED as exc:
+        raise ProtocolError(detail=f"malformed run: {exc}") from exc
+    return capture, seq, predecessor, arguments
+
+
+def open_doorbell(segment: Segment | None, slot: int, *, keeps_core: bool) -> DoorbellClient | None:
+    """This participant's end of a controller's doorbell; None if there is none, or it is out of reach."""
+    try:
+        return None if segment is None else DoorbellClient(segment, slot, keeps_core=keeps_core)
+    except (OSError, ValueError):
+        return None
+
+
+def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any:
+    """What a captured step keeps of the value of a ref. Raises RefusedError for a tensor that is not here."""
+    if not isinstance(value, Handle):
+        here = store.look(key)  # tensors that Ray moves itself come as what they are
+        return here if isinstance(here, Container) else value
+    found = store.look(value.key) if value.actor_id == actor_id else None
+    if isinstance(found, Container):
+        return found
+    kind, text, expected = "not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first"
+    if found is not None:
+        kind, text, expected = ABSENCES[found.state]
+        text = text.format(found.detail or "a value that is not kept")
+    ref = value.key.hex()
+    wrong = Violation(kind=kind, rank=-1, field="value", found=text, expected=expected, actor=actor, ref=ref)
+    raise refusal("capture", "", (wrong,))
+
+
+class CapturedStep:
+    """One captured step. Its own thread does its runs, or the caller of `run_now`; any thread may call it.
+
+    Args:
+        runner: What is done in a run.
+        doorbell: Where runs come; None: over the channel.
+        sequencer: The order of the controller's plans and runs here.
+        method_lock: Held by a run while it is done; None if methods overlap anyway.
+        send: Sends to the controller; raises ConnectionLostError.
+        tell_failure: Tells the controller that a run, by its number, failed.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        doorbell: DoorbellClient | None,
+        sequencer: PlanSequencer,
+        method_lock: threading.Lock | None,
+        send: Callable[[Message], None],
+        tell_failure: Callable[[int, RaycollectError], None],
+    ) -> None:
+        self._runner = runner
+        self._doorbell = doorbell
+        self._sequencer = sequencer
+        self._method_lock = threading.Lock() if method_lock is None else method_lock
+        self._send_or_raise = send
+        self._tell_failure = tell_failure
+        self._tracer = Tracer.current()
+        self._busy = threading.Lock()  # held while the values are in use
+        self._changed = threading.Condition()  # guards what follows
+        self._came: deque[Run] = deque()
+        self._closed = ""
+        self._broken = ""
+        self._count = 0  # how many runs came
+        self._exchange: tuple[int, ChannelExchange] | None = None  # of a launch, with its number
+        self._thread = threads.start("raycollect-capture", self._work)
+
+    # ------------------------------------------------------------------------------------------ any thread
+
+    def received(self, run: Run) -> bool:
+        """A run came over the channel; never waits. False if the step is closed, so that it will not run."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._came.append(run)
+            self._changed.notify_all()
+        self._wake_doorbell()
+        return True
+
+    def run_now(
+        self,
+        seq: int,
+        predecessor: int,
+        payload: bytes,
+        watched: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        """Does a run in the caller's thread; it is answered over the channel. `watched` is entered around it."""
+        self._do(0, seq, predecessor, payload, watched)
+
+    def wake(self, seq: int) -> None:
+        """Ends the waits of a run that was aborted, if it is under way."""
+        self._runner.abort(seq)
+
+    def exchange(self, seq: int) -> ChannelExchange | None:
+        """The agreement of launch `seq` through the controller, if it is under way here."""
+        found = self._exchange
+        return found[1] if found is not None and found[0] == seq else None
+
+    def bytes_done(self, seq: int) -> BytesDone | None:
+        """How far a run is; None: it is not under way here."""
+        return self._runner.bytes_done(seq)
+
+    def look(self) -> list[Any]:
+        """How the tensors look, slot by slot."""
+        return self._runner.look()
+
+    def close(self, reason: str) -> None:
+        """Aborts the run under way, refuses what comes, and lets go of all values. Never waits."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = reason
+            self._changed.notify_all()
+        self._runner.abort()
+        self._wake_doorbell()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits until its thread has ended; False if it has not in time."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _wake_doorbell(self) -> None:
+        doorbell = self._doorbell
+        if doorbell is not None:
+            doorbell.wake()
+
+    # ------------------------------------------------------------------------------------------ its thread
+
+    def _work(self) -> None:
+        threads.repeat(self._take)
+        with self._busy:  # a fenced run may be under way
+            threads.survives(self._runner.close)
+        doorbell, self._doorbell = self._doorbell, None
+        if doorbell is not None:
+            doorbell.close()
+
+    def _take(self) -> bool:
+        if self._doorbell is None:
+            run = self._wait_for(lambda _: True)
+            if run is not None:
+                self._do(0, run.seq, run.predecessor, run.payload)
+            return run is not None
+        closed = bool(self._closed)  # first, as no message comes after it
+        # The bell comes before the message, so a run that is here and was not rung for never will be.
+        unrung = self._came[0] if self._came else None
+        entry = self._doorbell.take(0.0 if unrung or closed else IDLE_S)
+        if entry is not None:
+            self._do_entry(entry)
+        elif unrung is not None:
+            self._came.remove(unrung)
+            self._do(0, unrung.seq, unrung.predecessor, unrung.payload)
+        else:
+            return not closed
+        return True
+
+    def _do_entry(self, entry: Entry) -> None:
+        number, seq, predecessor, payload = entry
+        if payload is None:
+            run = self._wait_for(lambda run: run.seq == seq)
+            payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
+        self._do(number, seq, predecessor, payload)
+
+    def _wait_for(self, wanted: Callable[[Run], bool]) -> Run | None:
+        with self._changed:
+            while True:
+                run = next(filter(wanted, self._came), None)
+                if run is not None:
+                    self._came.remove(run)
+                    return run
+                if self._closed:
+                    return None
+                self._changed.wait()
+
+    # ------------------------------------------------------------------------------------------ one run
+
+    def _do(
+        self,
+        number: int,
+        seq: int,
+        predecessor: int,
+        payload: bytes,
+        watched: Callable[[], AbstractContextManager[Any]] | None = None,
+    ) -> None:
+        ring = self._tracer.ring
+        if ring is not None and self._runner.is_single:  # the plan notes all
+            ring = None
+        error: RaycollectError | None = None
+        is_answered = False
+
+        def answer(results: bytes) -> None:
+            nonlocal is_answered
+            is_answered = True
+            if not number or self._doorbell is None or not self._doorbell.answer(number, results):
+                self._send(Ran(seq=seq, payload=results))
+
+        came_s, step = 0.0, run_steps.here()
+        step.begin(seq)
+        try:
+            reason = self._sequencer.start(seq, predecessor)
+            came_s = 0.0 if ring is None else ring.clock()
+            self._count += 1
+            if reason is not None:
+                raise PlanAbortedError(detail=reason)
+            with watched() if watched is not None else _UNWATCHED:
+                self._wait_for_methods(seq)
+                try:
+                    with self._busy:
+                        results = self._run(seq, payload, answer)
+                    if not is_answered:
+                        answer(results)
+                finally:
+                    self._method_lock.release()
+        except RaycollectError as exc:
+            error = kept(exc)  # its frames would keep values alive
+        except Exception as exc:  # noqa: BLE001 - a bug
+            error = threads.failed(f"run {seq} of a captured step", exc)
+        finally:
+            self._exchange, step.number = None, 0
+            if ring is not None:
+                name = "" if error is None else type(error).__name__
+                threads.survives(partial(ring.add, PART, "captured step", came_s, ring.clock(), seq, error=name))
+            if error is not None:  # before the next one may begin
+                self._broken = self._broken or f"run {self._count} of this captured step failed before"
+            self._sequencer.end(seq)  # whatever happened, what comes after goes on
+        if error is not None:
+            self._tell_failure(seq, error)
+
+    def _wait_for_methods(self, seq: int) -> None:
+        method_lock, ring = self._method_lock, self._tracer.ring
+        if method_lock.acquire(blocking=False):
+            return
+        began_s = 0.0 if ring is None else ring.clock()
+        run_steps.here().at = "waits for a method to end"
+        while not method_lock.acquire(timeout=_SLICE_S):
+            reason = self._closed or self._sequencer.reason(seq)
+            if reason:
+                raise PlanAbortedError(detail=reason)
+        if ring is not None:
+            ring.waited("a method", began_s, seq)
+
+    def _run(self, seq: int, payload: bytes, answer: Callable[[bytes], None]) -> bytes:
+        sequencer = self._sequencer
+        reason = self._closed or self._broken or sequencer.reason(seq)
+        if reason:
+            raise PlanAbortedError(detail=reason)
+        results = self._runner.run(
+            seq,
+            payload,
+            aborted=lambda: self._closed or sequencer.reason(seq),
+            exchange=self._make_exchange,
+            answer=answer,
+        )
+        if len(results) > MOST_NBYTES:
+            found = f"{len(results)} bytes, and a message carries {MOST_NBYTES}"
+            raise CaptureError(detail=f"what the step gives back takes {found}: let methods return refs instead")
+        return results
+
+    def _make_exchange(self, program: Program, seq: int) -> ChannelExchange:
+        made = ChannelExchange("", program.door.rank, self._send)
+        self._exchange = seq, made
+        return made
+
+    def _send(self, message: Message) -> None:
+        with suppress(ConnectionLostError):  # the end of the lease closes all
+            self._send_or_raise(message)
+
+
+class CapturedSteps:
+    """All captured steps of a lease, by id. Any thread may call it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._living: dict[bytes, CapturedStep] = {}
+        self._late: OrderedDict[bytes, CapturedStep | None] = OrderedDict()  # None: closed before it was made
+        self._closed = ""
+
+    def add(self, capture: bytes, make: Callable[[], CapturedStep]) -> CapturedStep:
+        """Adds a captured step; CaptureError: it was closed before it came here, or is here already."""
+        with self._lock:
+            if self._closed or capture in self._late:
+                raise CaptureError(detail=f"this step was closed while it was captured {self._closed}".rstrip())
+            if capture in self._living:
+                raise CaptureError(detail="this step was captured here before")
+            made = self._living[capture] = make()
+            return made
+
+    def find(self, capture: bytes) -> CapturedStep | None:
+        """A captured step, also one that was closed lately; None if there is none."""
+        return self._living.get(capture) or self._late.get(capture)
+
+    def forget(self, capture: bytes, reason: str) -> None:
+        """Closes a captured step."""
+        with self._lock:
+            found = self._living.pop(capture, None)
+            self._late[capture] = found or self._late.get(capture)
+            while len(self._late) > LATE:
+                self._late.popitem(last=False)
+        if found is not None:
+            found.close(reason)
+
+    def close(self, reason: str) -> None:
+        """Closes all, and those that will come."""
+        with self._lock:
+            self._closed = reason
+            living, self._living = self._living, {}
+            self._late.clear()
+        for one in living.values():
+            one.close(reason)
+
+    def wake(self, seq: int) -> None:
+        """Ends the waits of a run that was aborted, if it is under way."""
+        for one in list(self._living.values()):
+            one.wake(seq)
+
+    def exchange(self, seq: int) -> ChannelExchange | None:
+        """The agreement of launch `seq` through the controller, if a run is at it."""
+        return next(filter(None, (one.exchange(seq) for one in list(self._living.values()))), None)
+
+    def bytes_done(self, seq: int) -> BytesDone | None:
+        """How far a run is; None: it is not under way here."""
+        return next((found for one in list(self._living.values()) if (found := one.bytes_done(seq)) is not None), None)

@@ -1,0 +1,249 @@
+"""Groups as their members see them: joining, leaving, and asking about this process's rank."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from typing import Any
+
+from raycollect import backends
+from raycollect.backends import gpus
+from raycollect.core import ray_internals
+from raycollect.core.model import GroupLike, name_of
+from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError, anew
+from raycollect.errors.text import listed, shown
+from raycollect.group import pg_options as options
+from raycollect.group.bootstrap import BootstrapRequest, follow, lead
+from raycollect.group.bootstrap_store import BootstrapStore, store_at
+from raycollect.group.membership import unknown
+from raycollect.group.process_group import ProcessGroup
+from raycollect.group.process_groups import ProcessGroups, places
+from raycollect.group.ray_bootstrap_store import RayBootstrapStore
+from raycollect.observe.timeline_session import begin_from_environment
+
+__all__ = [
+    "destroy_collective_group",
+    "destroy_group",
+    "get_collective_group_size",
+    "get_group_handle",
+    "get_rank",
+    "gloo_available",
+    "init_collective_group",
+    "is_backend_available",
+    "is_group_initialized",
+    "nccl_available",
+]
+
+DEFAULT_TIMEOUT_MS = 30_000
+"""How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
+
+MOST_NAME = 1000
+
+# Ray's names for what `options()` puts into the environment of an actor.
+_NAME, _RANK, _WORLD_SIZE = "collective_group_name", "collective_rank", "collective_world_size"
+_BACKEND, _TIMEOUT_MS = "collective_backend", "collective_gloo_timeout"
+
+
+def init_collective_group(
+    world_size: int,
+    rank: int,
+    backend: str = "auto",
+    group_name: str = "default",
+    gloo_timeout: int = DEFAULT_TIMEOUT_MS,
+    *,
+    pg_options: Any = None,
+    rendezvous: BootstrapStore | str | None = None,
+) -> None:
+    """Joins a group; every member calls it, and it returns when all have joined.
+
+    Args:
+        world_size: The number of members.
+        rank: This member's rank, from 0.
+        backend: ``"auto"`` takes `nccl` where each of several members has a GPU and cupy, else shared memory where all
+            members share a machine and sockets otherwise; or a name.
+        group_name: What to call it.
+        gloo_timeout: How long members wait for each other, here and in every later call that does not say, in
+            milliseconds; on every backend.
+        pg_options: What is passed through to the backend.
+        rendezvous: How members find each other without Ray: ``"file:///path"`` or a `DirectoryBulletin`.
+
+    Raises:
+        InvalidGroupError: The arguments make no sense, or the members disagree about them; or this process is neither
+            an actor nor a task and no rendezvous is given.
+        GroupExistsError: This process is a member of a group of that name.
+        UnknownBackendError, BackendNotInstalledError, BackendUnavailableError: The backend can't be used.
+        CollectiveTimeoutError: Not all members came in time; it names who is missing.
+        ParticipantDiedError: One died meanwhile.
+    """
+    given, strange = options.read(pg_options)
+    problems = [*_problems(world_size, rank, group_name, gloo_timeout), *strange]
+    if problems:
+        raise InvalidGroupError(group_name=str(group_name), detail=listed(problems, "; "))
+    store = _store(rendezvous, group_name)
+    wanted = backends.canonical(str(backend))
+    if wanted != "auto":
+        backends.get(wanted, group_name)
+    request = BootstrapRequest(
+        name=group_name,
+        world_size=world_size,
+        rank=rank,
+        backend=wanted,
+        who=_who(),
+        machine=ray_internals.machine_id(),
+        timeout_s=gloo_timeout / 1000,
+        options=given,
+        gpu=gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
+    )
+    begin_from_environment(places)
+    process_groups = ProcessGroups.current()
+    with process_groups.request(group_name):
+        if rank > 0:
+            process_groups.add(follow(request, store, process_groups.hub))
+            return
+        process_group, error, notice = lead(request, store, process_groups.hub)
+        if process_group is not None:
+            process_groups.add(process_group)
+        elif notice is not None:
+            process_groups.notices[group_name] = notice
+        if error is not None:
+            raise anew(error)
+
+
+def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) -> list[str]:
+    problems = []
+    if not isinstance(group_name, str) or not group_name:
+        problems.append(f"group_name is {shown(group_name)}, not a non-empty string")
+    elif len(group_name) > MOST_NAME:
+        problems.append(f"group_name has {len(group_name)} characters, not at most {MOST_NAME}")
+    elif not group_name.isprintable() and group_name.encode(errors="ignore").decode() != group_name:
+        problems.append(f"group_name is {group_name!r}, which is no Unicode text")
+    sizes = [type(value) is int for value in (world_size, rank)]
+    if not all(sizes):
+        problems.append(f"world_size is {shown(world_size)} and rank is {shown(rank)}, not two integers")
+    elif world_size < 1:
+        problems.append(f"world_size is {shown(world_size)}, not at least 1")
+    elif not 0 <= rank < world_size:
+        problems.append(f"rank is {shown(rank)}, not one of 0 to {shown(world_size - 1)}")
+    if not isinstance(gloo_timeout, (int, float)) or not 0 < gloo_timeout < math.inf:
+        problems.append(f"gloo_timeout is {shown(gloo_timeout)}, not a positive number of milliseconds")
+    return problems
+
+
+def _store(rendezvous: BootstrapStore | str | None, group_name: str) -> BootstrapStore:
+    if isinstance(rendezvous, str):
+        return store_at(rendezvous)
+    if rendezvous is not None:
+        return rendezvous
+    if not ray_internals.is_worker():
+        detail = (
+            "this process is neither a Ray actor nor a task. Call init_collective_group inside the members (or "
+            "declare_collective_group(actors) on the driver); outside Ray pass rendezvous='file:///path'"
+        )
+        raise InvalidGroupError(group_name=group_name, detail=detail)
+    return RayBootstrapStore()
+
+
+def _who() -> str:
+    if not ray_internals.is_worker():
+        return f"process {os.getpid()}"
+    actor_id = ray_internals.current_actor_id()
+    if actor_id:
+        return ray_internals.short_actor(ray_internals.current_class(), actor_id)
+    return f"task {ray_internals.current_method()} in process {os.getpid()}"
+
+
+def destroy_collective_group(group_name: GroupLike = "default") -> None:
+    """Leaves a group; the others hear of it when they next call this rank, and so does the driver that declared it.
+
+    Raises:
+        UnknownGroupError: This process is no member of a group of that name.
+    """
+    process_group = _find(group_name)
+    if process_group is None:
+        raise unknown(name_of(group_name), "this process is no member of it")
+    ProcessGroups.current().remove(process_group)
+    process_group.part()
+
+
+destroy_group = destroy_collective_group
+
+
+def is_group_initialized(group_name: GroupLike = "default") -> bool:
+    """Whether this process is a member of a group of that name."""
+    return _find(group_name) is not None
+
+
+def get_rank(group_name: GroupLike = "default") -> int:
+    """This process's rank; -1 where it is no member."""
+    process_group = _find(group_name)
+    return -1 if process_group is None else process_group.rank
+
+
+def get_collective_group_size(group_name: GroupLike = "default") -> int:
+    """The number of members; -1 where this process is none."""
+    process_group = _find(group_name)
+    return -1 if process_group is None else process_group.world_size
+
+
+def get_group_handle(group_name: Any = "default") -> ProcessGroup:
+    """This process's place in a group.
+
+    It waits for nobody, unless only the environment names the group (`collective_group_name`, `collective_rank`,
+    `collective_world_size`, `collective_backend`): then this process joins it now.
+
+    Raises:
+        UnknownGroupError: This process is no member of it.
+    """
+    process_group = _find(group_name)
+    if process_group is not None:
+        return process_group
+    name = name_of(group_name)
+    if isinstance(name, str) and os.environ.get(_NAME) == name:
+        _init_from_environment(name)
+        process_group = _find(name)
+        if process_group is not None:
+            return process_group
+    detail = "this process is no member of it"
+    if isinstance(name, str) and ProcessGroups.current().drives(name):
+        detail = "this process drives it and is no member of it: the driver's verbs take refs, as allreduce_refs(refs)"
+    raise unknown(name, detail)
+
+
+def _find(group: Any) -> ProcessGroup | None:
+    name = name_of(group)
+    return ProcessGroups.current().find(name) if isinstance(name, str) else None
+
+
+def _init_from_environment(group_name: str) -> None:
+    given = {_TIMEOUT_MS: str(DEFAULT_TIMEOUT_MS), **os.environ}
+    numbers = []
+    for name in (_WORLD_SIZE, _RANK, _TIMEOUT_MS):
+        text = given.get(name, "").strip()
+        if not re.fullmatch("[0-9]{1,18}", text):
+            detail = f"the environment names it, and {name} is {shown(text)}, not a whole number"
+            raise InvalidGroupError(group_name=group_name, detail=detail)
+        numbers.append(int(text))
+    world_size, rank, timeout_ms = numbers
+    init_collective_group(world_size, rank, given.get(_BACKEND, "auto"), group_name, timeout_ms)
+
+
+# ---------------------------------------------------------------------------------------------- what there is
+
+
+def is_backend_available(backend: str) -> bool:
+    """Whether a backend is there and its library can be imported here."""
+    try:
+        return backends.is_available(backend)
+    except (UnknownBackendError, BackendNotInstalledError):
+        return False
+
+
+def nccl_available() -> bool:
+    """Whether NCCL can be used here."""
+    return is_backend_available("nccl")
+
+
+def gloo_available() -> bool:
+    """Whether gloo can be used here."""
+    return is_backend_available("gloo")

@@ -1,0 +1,236 @@
+"""The declared groups that this process has joined: joining, leaving, and what each holds here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING, Any
+
+from raycollect import backends
+from raycollect.channel.messages import Join, Joined, Leave, Message
+from raycollect.core import ray_internals, threads
+from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import Communicator, Surviving
+from raycollect.errors import (
+    ConnectionLostError,
+    GroupBrokenError,
+    GroupExistsError,
+    InternalError,
+    ProtocolError,
+    RaycollectError,
+    kept,
+    to_wire,
+)
+from raycollect.group.member_communicator import MemberCommunicator
+from raycollect.group.process_group import ProcessGroup, WatchWait
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.rendezvous import ChannelExchange, ChannelRendezvous
+from raycollect.member.reporter import Reporter
+from raycollect.observe import Place, Tracer
+from raycollect.pos.segments import Segments
+
+if TYPE_CHECKING:
+    from raycollect.member.runtime import Runtime
+
+__all__ = ["JoinedGroup", "JoinedGroups"]
+
+
+class JoinedGroup:
+    """This process's part in one group. Any thread may call it.
+
+    Args:
+        spec: The group.
+        rank: This process's rank.
+        members: What `Join` says of all, in rank order.
+        process_groups: The groups of this process.
+        send: Sends to the controller that declared the group; raises ConnectionLostError if it is gone.
+        watch: What is told of imperative calls that block.
+
+    Attributes:
+        ordered: Whether this actor's methods come one by one.
+        exchange: The agreement through the controller.
+        process_group: What imperative calls run on; None in a group that only plans use.
+
+    Raises:
+        GroupExistsError: This process is a member of a group of that name.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        rank: int,
+        members: Sequence[Mapping[str, Any]],
+        process_groups: ProcessGroups,
+        send: Callable[[Message], None],
+        watch: WatchWait,
+    ) -> None:
+        def tell(said: Message) -> None:
+            with suppress(ConnectionLostError):  # whoever is gone ends its groups
+                send(said)
+
+        self.spec = spec
+        self.rank = rank
+        self.actor_ids: tuple[str, ...] = tuple(str(member.get("actor_id", "")) for member in members)
+        self.ordered: bool = bool(members[rank]["ordered"])
+        self.rendezvous: ChannelRendezvous = ChannelRendezvous(spec.group_id, tell)
+        self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
+        self.process_group: ProcessGroup | None = None
+        self._process_groups = process_groups
+        self._communicator: Communicator | None = None
+        if not spec.parent:
+            self.process_group = ProcessGroup(
+                spec,
+                rank,
+                send,
+                members=[member["actor"] for member in members],
+                host=ray_internals.node_address(),
+                timeout_s=spec.timeout_s,
+                declared=True,
+                watch=watch,
+            )
+            process_groups.adopt(self.process_group)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The backend's communicator, or GroupBrokenError."""
+        if self._communicator is None:
+            raise GroupBrokenError(group_name=self.spec.group_id, detail="this participant never joined")
+        return self._communicator
+
+    def connect(self) -> RaycollectError | None:
+        """Makes the communicator, which waits for the other members. Returns the error if that fails."""
+        spec = self.spec
+        try:
+            create = backends.load(spec.backend, spec.name)
+            made = create(
+                spec,
+                self.rank,
+                self.rendezvous,
+                self.exchange,
+                host=ray_internals.node_address(),
+                segments=Segments.current(),
+            )
+        except RaycollectError as exc:
+            return kept(exc)
+        self._communicator = made
+        if self.rendezvous.closed:
+            made.close()
+        return None
+
+    def lost(self, actor_id: str) -> bool:
+        """An actor's process has ended. Returns False if the caller has to end what is under way (`Surviving`)."""
+        communicator: object = self._communicator
+        if actor_id in self.actor_ids:
+            if not isinstance(communicator, Surviving):
+                return False
+            communicator.lost(self.actor_ids.index(actor_id))
+        return True
+
+    def disconnect(self) -> None:
+        """Closes the communicator, so that the group keeps no memory of a member that has died."""
+        if self._communicator is not None:
+            self._communicator.close()
+
+    def close(self, reason: str) -> None:
+        """Lets go of all that the group holds here. Never waits; may be called twice."""
+        self.rendezvous.close(reason)
+        if self.process_group is not None:
+            self._process_groups.remove(self.process_group)
+            self.process_group.close(reason)
+        self.disconnect()
+
+
+class JoinedGroups:
+    """All groups that one controller has this process join. Any thread may call it."""
+
+    def __init__(self, controller: str, runtime: Runtime, reporter: Reporter) -> None:
+        self.by_id: dict[str, JoinedGroup] = {}
+        self._controller = controller
+        self._runtime = runtime
+        self._reporter = reporter
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether all groups say that this actor's methods come one by one."""
+        return all(one.ordered for one in tuple(self.by_id.values()))
+
+    def communicator(self, group_id: str) -> Communicator:
+        """The communicator of a group; GroupBrokenError if there is none."""
+        try:
+            return self.by_id[group_id].communicator
+        except KeyError:
+            raise GroupBrokenError(group_name=group_id, detail="the group was destroyed") from None
+
+    def join(self, message: Join) -> None:
+        """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""
+
+        def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
+            return self._reporter.waiting(
+                spec.group_id, communicator.name, op, communicator.ranks, seq=0, call=lambda: communicator.call
+            )
+
+        spec = _read_spec(message)
+        if spec.group_id in self.by_id:  # nothing would ever release what the first one holds
+            raise ProtocolError(detail="a group is joined once")
+        process_groups, send = self._runtime.process_groups, self._reporter.link.send
+        try:
+            made = JoinedGroup(spec, message.rank, message.members, process_groups, send, watch)
+        except GroupExistsError as exc:
+            self._reporter.tell(Joined(request=message.request, error=to_wire(exc)))
+            return
+        self.by_id[spec.group_id] = made
+        threads.start("raycollect-join", self._connect, made, message)
+
+    def _connect(self, joined_group: JoinedGroup, message: Join) -> None:
+        try:
+            error = joined_group.connect()
+        except Exception as exc:  # noqa: BLE001 - the library is not ours
+            error = threads.failed(f"joining group {joined_group.spec.name!r}", exc)
+        self._reporter.tell(Joined(request=message.request, error=None if error is None else to_wire(error)))
+
+    def fail_join(self, message: Join, error: InternalError) -> None:
+        """Gives up a group that could not be joined, and tells why."""
+        joined_group = self.by_id.pop(str(message.group.get("group_id")), None)
+        if joined_group is not None:
+            joined_group.close(error.detail)
+        self._reporter.tell(Joined(request=message.request, error=to_wire(error)))
+
+    def leave(self, message: Leave) -> None:
+        """Forgets a group; plans of it that still come fail."""
+        joined_group = self.by_id.pop(message.group_id, None)
+        if joined_group is not None:
+            ring = Tracer.current().of(self._controller)
+            if ring is not None:
+                ring.groups[message.group_id] = _place(joined_group)
+            joined_group.close("the group was destroyed")
+
+    def received(self, message: Any) -> None:
+        """A message of the hub for the imperative calls of a group."""
+        joined_group = self.by_id.get(message.group_id)
+        if joined_group is not None and joined_group.process_group is not None:
+            joined_group.process_group.received(message)
+
+    def places(self) -> dict[str, Place]:
+        """The groups, by id, for timelines."""
+        return {group_id: _place(one) for group_id, one in list(self.by_id.items())}
+
+    def take_all(self) -> Sequence[JoinedGroup]:
+        """Forgets all groups and returns them."""
+        groups, self.by_id = self.by_id, {}
+        return tuple(groups.values())
+
+
+def _read_spec(message: Join) -> GroupSpec:
+    try:
+        spec = GroupSpec(**message.group)
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(detail=f"malformed group: {exc}") from exc
+    named = [isinstance(member.get("actor"), str) and "ordered" in member for member in message.members]
+    if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
+        raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
+    return spec
+
+
+def _place(joined_group: JoinedGroup) -> Place:
+    spec = joined_group.spec  # in a group inside another the user has no rank
+    return Place(spec.name, spec.backend, -1 if spec.parent else joined_group.rank, spec.world_size)

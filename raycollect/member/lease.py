@@ -1,0 +1,437 @@
+"""What one controller drives in this participant: groups, plans and captured steps.
+
+Programs come as actor tasks. What must not wait in the actor's queue comes over the channel, on a thread of its own.
+All answers go to the controller that holds the lease: a later one counts plans from 1 again, and would take the number
+of an earlier one's plan for one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from raycollect.channel import Link
+from raycollect.channel.messages import (
+    Abort,
+    Arrivals,
+    Collect,
+    Deny,
+    Depart,
+    Done,
+    Drop,
+    Forget,
+    Go,
+    Gone,
+    Join,
+    Leave,
+    Look,
+    Measure,
+    Message,
+    Met,
+    Missed,
+    Order,
+    Publish,
+    Record,
+    Run,
+    Stored,
+    Survey,
+    Tick,
+    Waiting,
+)
+from raycollect.core import threads
+from raycollect.core.model import Key, task_key
+from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.step_program import Invocation
+from raycollect.engine.step_runner import Invoke, StepRunner
+from raycollect.errors import (
+    CaptureError,
+    GroupBrokenError,
+    InternalError,
+    PlanAbortedError,
+    ProtocolError,
+    RaycollectError,
+    anew,
+    kept,
+)
+from raycollect.group.member_communicator import LAST_S
+from raycollect.member import introspection
+from raycollect.member.captured_steps import (
+    CapturedStep,
+    CapturedSteps,
+    decode_capture,
+    decode_fenced,
+    open_doorbell,
+    pinned,
+)
+from raycollect.member.joined_group import JoinedGroup, JoinedGroups
+from raycollect.member.plan_queue import PlanQueue
+from raycollect.member.recording_agent import RecordingAgent
+from raycollect.member.rendezvous import ChannelExchange
+from raycollect.member.reporter import Reporter
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.observe import Tracer, run_steps
+from raycollect.planner import Program, decode_order
+
+if TYPE_CHECKING:
+    from raycollect.member.runtime import Runtime
+
+__all__ = ["Lease"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A program under way; `exchange`: its agreement through the controller, if there is one."""
+
+    execution: Execution
+    exchange: ChannelExchange | None
+    group_ids: frozenset[str]
+
+
+class Lease:
+    """What one controller drives. Any thread may call it; `received` and `end` are for the channel's."""
+
+    def __init__(self, controller: str, description: str, link: Link, runtime: Runtime) -> None:
+        self.controller = controller
+        self.description = description
+        self.link = link
+        self._runtime = runtime
+        self._store = runtime.instruments.store
+        self._sequencer = PlanSequencer()
+        self._reporter = Reporter(link, runtime, self._sequencer)
+        self._groups = JoinedGroups(controller, runtime, self._reporter)
+        self._running: dict[int, _Running] = {}
+        self._captures = CapturedSteps()
+        self._tracer = Tracer.current()
+        self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
+        self._plan_queue = PlanQueue(self._store, self._sequencer, self._reporter, runtime.method_lock)
+
+    def end(self, reason: str) -> None:
+        """Ends all that the controller drives, even if a part of that fails. Never waits."""
+        groups = self._groups.take_all()
+        for seq in self._sequencer.close(reason):
+            threads.survives(self._wake, seq)
+        threads.survives(self._captures.close, reason)
+        threads.survives(self._plan_queue.close)
+        for joined_group in groups:
+            threads.survives(joined_group.close, reason)
+        self._recording.end()
+
+    # ------------------------------------------------------------------------------------------ programs
+
+    @property
+    def is_overlapping(self) -> bool:
+        """Whether the methods of this actor may overlap, or run in another order than they were submitted."""
+        return not self._runtime.is_ordered or not self._groups.is_ordered
+
+    def hand_over(self, payload: bytes, submit: Callable[..., object]) -> bool:
+        """Has `submit` run a plan in another thread after its predecessor; False: it has to run in the actor task."""
+        if not self.is_overlapping:
+            return False
+        ticket, _, program = decode_order(payload)
+        if program.makes:
+            return False
+        self._sequencer.after(ticket.seq, ticket.predecessor, lambda: submit(self.run_program, payload, None))
+        return True
+
+    def hand_over_fenced(self, payload: bytes, submit: Callable[..., object]) -> bool:
+        """Does for a run of a captured step what `hand_over` does for a plan."""
+        if not self.is_overlapping:
+            return False
+        _, seq, predecessor, _ = decode_fenced(payload)
+        self._sequencer.after(seq, predecessor, lambda: submit(self.run_fenced, payload))
+        return True
+
+    def run_program(self, payload: bytes, task: bytes | None, order: Order | None = None) -> Any:
+        """Runs this participant's part in a plan, tells the controller how it ended, and returns its outputs' handles.
+
+        Args:
+            payload: What `planner.encode_order` made.
+            task: The id of the actor task that brought it; outputs are kept under its returns.
+            order: The message that brought it instead, past the methods that wait in the actor's queue.
+
+        Raises:
+            RaycollectError: The plan failed and had outputs here, so that users of their refs get the error.
+        """
+        ticket, keys, program = decode_order(payload)
+        handles, step = [], run_steps.here()
+        step.begin(ticket.seq)
+        try:
+            groups = [self._groups.by_id.get(group_id) for group_id in {share.group_id for share in program.shares}]
+            # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
+            is_ordered = all(one is None or one.ordered for one in groups)
+            ring = self._tracer.ring
+            reason = self._sequencer.start(ticket.seq, ticket.predecessor)
+            if reason is not None:
+                raise PlanAbortedError(detail=reason)
+            between: AbstractContextManager[Any] = nullcontext()
+            if order is not None:
+                came_s = 0.0 if ring is None else ring.clock()
+                between = self._plan_queue.between_methods(
+                    order, ticket.seq, keys, program.timeout_s, is_ordered=is_ordered
+                )
+                if ring is not None:
+                    ring.waited("operands, and the others", came_s, ticket.seq)
+            with between:
+                outcome = self._run(ticket.seq, keys, program, is_ordered)
+            if task is not None:
+                handles = [self._runtime.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
+        except RaycollectError as exc:  # aborted before it came, or the store is full
+            outcome = Outcome(error=kept(exc))
+        except Exception as exc:  # noqa: BLE001 - a bug
+            outcome = Outcome(error=threads.failed(f"plan {ticket.seq}", exc))
+        finally:
+            step.number = 0
+            self._sequencer.end(ticket.seq)  # whatever happened, its successors go on
+        self._tell_done(ticket.seq, program, outcome)
+        if outcome.error is not None and program.makes:
+            raise anew(outcome.error)
+        return handles[0] if len(handles) == 1 else tuple(handles) or None
+
+    def _run_ordered(self, order: Order) -> None:
+        try:
+            self.run_program(order.payload, None, order)
+        except RaycollectError:
+            pass  # the controller was told
+        except Exception as exc:  # noqa: BLE001 - any: the controller waits
+            self._not_begun(order, threads.failed("carrying out an order", exc))
+
+    def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool) -> Outcome:
+        sequencer = self._sequencer
+        place, exchange = program.door, None
+        if program.commits or not place.group_id:
+            exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
+        execution = Execution(
+            program,
+            keys,
+            self._groups.communicator,
+            self._runtime.instruments,
+            seq=seq,
+            aborted=lambda: sequencer.reason(seq),
+            waiting=None if is_ordered else lambda key: self._reporter.tell(Waiting(seq=seq, key=key)),
+            exchange=exchange,
+        )
+        group_ids = frozenset(share.group_id for share in program.shares)
+        self._running[seq] = _Running(execution=execution, exchange=exchange, group_ids=group_ids)
+        try:
+            with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0):
+                outcome = execution.run()
+        finally:
+            self._running.pop(seq, None)
+        if isinstance(outcome.error, GroupBrokenError) and (reason := sequencer.reason(seq)):
+            return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
+        return outcome
+
+    def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
+        # If all participants see each other, the last one tells for all that it went well.
+        if outcome.error is not None:
+            self._reporter.tell_failure(seq, outcome.error)
+        elif not outcome.ended or len(outcome.ended) == len(program.door.ranks):
+            self._reporter.tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
+
+    # ------------------------------------------------------------------------------------------ captured steps
+
+    def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
+        """Takes in a captured step. Returns whether its runs may come by the controller's doorbell.
+
+        Args:
+            payload: What `decode_capture` reads.
+            values: What its refs stand for, in the order of their slots.
+            invoker: Gives what calls the methods of these names.
+
+        Raises:
+            RefusedError: A value is not there, or is another participant's; or there is no such method.
+            CaptureError: It was closed before it came here.
+        """
+        step_program, segment, slot = decode_capture(payload)
+        here = self._runtime
+        pairs = zip(values, step_program.keys, strict=False)  # those of the refs come first
+        refs = [pinned(value, key, self._store, here.actor_id, here.actor) for value, key in pairs]
+        methods = [action.method for action in step_program.actions if isinstance(action, Invocation)]
+        invoke = invoker(methods)
+        runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
+        doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
+
+        def make() -> CapturedStep:
+            method_lock = here.method_lock if here.is_ordered else None
+            send, tell_failure = self.link.send, self._reporter.tell_failure
+            return CapturedStep(runner, doorbell, self._sequencer, method_lock, send, tell_failure)
+
+        try:
+            self._captures.add(step_program.capture, make)
+        except RaycollectError:
+            if doorbell is not None:
+                doorbell.close()
+            raise
+        return doorbell is not None
+
+    def run_fenced(self, payload: bytes) -> None:
+        """Does a run that comes as an actor task; CaptureError: no such step."""
+        capture, seq, predecessor, arguments = decode_fenced(payload)
+
+        def watched() -> AbstractContextManager[None]:
+            return self._reporter.waiting("", "", "a captured step", (), seq=seq, call=lambda: 0)
+
+        try:
+            captured = self.captured_step(capture)
+        except CaptureError as exc:  # what comes after it goes on
+            self._sequencer.start(seq, predecessor)
+            self._sequencer.end(seq)
+            self._reporter.tell_failure(seq, exc)
+            raise
+        captured.run_now(seq, predecessor, arguments, watched)
+
+    def captured_step(self, capture: bytes) -> CapturedStep:
+        """A captured step; CaptureError: there is none."""
+        found = self._captures.find(capture)
+        if found is None:
+            raise CaptureError(detail="this captured step is not here: it was closed, or its controller is gone")
+        return found
+
+    # ------------------------------------------------------------------------------------------ messages
+
+    def received(self, message: Message) -> None:
+        """A message of the controller; on the channel's thread, so nothing here may wait."""
+        handle = _HANDLERS.get(type(message))
+        if handle is None:
+            raise ProtocolError(detail=f"{type(message).__name__} has no place here")
+        try:
+            handle(self, message)
+        except ProtocolError:
+            raise
+        except Exception as exc:
+            finish = _FINISHES.get(type(message))
+            if finish is None:
+                raise
+            finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
+
+    def _not_begun(self, message: Run | Order, error: InternalError) -> None:
+        seq = decode_order(message.payload)[0].seq if isinstance(message, Order) else message.seq
+        self._sequencer.end(seq)  # what comes after it goes on
+        self._reporter.tell_failure(seq, error)
+
+    def _stopped(self, message: Abort | Arrivals | Go, error: InternalError) -> None:
+        # The number may be that of one of the launches of the plan, or the run, that is under way.
+        seq = max((one for one in self._sequencer.running() if one <= message.seq), default=message.seq)
+        self._reporter.tell_failure(seq, error)
+        self._sequencer.abort(seq, error.detail)
+        self._wake(seq)
+
+    def _broken(self, message: Gone, error: InternalError) -> None:
+        joined_group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
+        if joined_group is not None:
+            self._abort_plans(message.group_id, error.detail)
+            joined_group.close(error.detail)
+
+    def _abort(self, message: Abort) -> None:
+        self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
+        if self._sequencer.abort(message.seq, message.reason):
+            # It may have ended silently, as it left the report to a rank that is gone by now.
+            self._reporter.tell(Done(seq=message.seq, ranks=[], error=None, story=[]))
+        else:
+            self._wake(message.seq)
+
+    def _wake(self, seq: int) -> None:
+        running = self._running.get(seq)  # else it has not begun, and asks the sequencer before each launch
+        if running is not None:
+            running.execution.abort()
+            if running.exchange is not None:
+                running.exchange.abort(seq)
+        else:
+            self._captures.wake(seq)
+        self._store.wake()
+        self._plan_queue.wake()
+
+    def _run_came(self, message: Run) -> None:
+        found = self._captures.find(message.capture)
+        if found is None or not found.received(message):
+            self._sequencer.end(message.seq)  # what comes after it goes on
+            self._reporter.tell_failure(message.seq, CaptureError(detail="this captured step is closed"))
+
+    def _arrivals(self, message: Arrivals) -> None:
+        running, joined_group = self._running.get(message.seq), self._groups.by_id.get(message.group_id)
+        if message.group_id:
+            exchange = joined_group.exchange if joined_group is not None else None
+        else:
+            exchange = running.exchange if running is not None else self._captures.exchange(message.seq)
+        if exchange is not None:
+            exchange.arrived(message.seq, message.round, message.blobs, more=message.more)
+
+    def _gone(self, message: Gone) -> None:
+        """A member is gone. If it has died, the group ends, and must not keep its memory.
+
+        What it did before counts: a plan under way that needs no more of it runs to its end. The controller, which
+        knows who had ended, aborts any other.
+        """
+        self._groups.received(message)
+        here = self._groups.by_id.get(message.group_id)
+        if not message.died or here is None:
+            return
+        who = here.process_group.describe(message.rank) if here.process_group is not None else f"rank {message.rank}"
+        actor_id = here.actor_ids[message.rank]
+        under_way = self._sequencer.running()
+        for group_id, joined_group in list(self._groups.by_id.items()):
+            if message.group_id not in (group_id, joined_group.spec.parent):
+                continue
+            end = partial(self._end_group, group_id, joined_group, f"{who} died: {message.detail}")
+            if not joined_group.lost(actor_id):
+                threads.later("raycollect-last", LAST_S, end)
+            self._sequencer.when_ended(under_way, end)
+
+    def _end_group(self, group_id: str, joined_group: JoinedGroup, reason: str) -> None:
+        self._abort_plans(group_id, reason)
+        joined_group.disconnect()
+
+    def _abort_plans(self, group_id: str, reason: str) -> None:
+        for seq, running in list(self._running.items()):
+            if group_id in running.group_ids and not self._sequencer.abort(seq, reason):
+                self._wake(seq)
+
+    def _measure(self, message: Measure) -> None:
+        running = self._running.get(message.seq)
+        bytes_done = self._captures.bytes_done(message.seq) if running is None else running.execution.bytes_done()
+        self._reporter.tell(introspection.measure(message, self._sequencer, bytes_done))
+
+    def _stored(self, message: Stored) -> None:
+        joined_group = self._groups.by_id.get(message.group_id)
+        if joined_group is not None:
+            joined_group.rendezvous.stored(message.name, message.value)
+
+
+_HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
+    Join: lambda lease, message: lease._groups.join(message),
+    Leave: lambda lease, message: lease._groups.leave(message),
+    Abort: Lease._abort,
+    Arrivals: Lease._arrivals,
+    Stored: Lease._stored,
+    Survey: lambda lease, message: lease._reporter.tell(introspection.survey(message, lease._store)),
+    Measure: Lease._measure,
+    Look: lambda lease, message: lease._reporter.tell(
+        introspection.look(message, lease._runtime.instruments, lease._sequencer)
+    ),
+    Run: Lease._run_came,
+    Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
+    Order: lambda lease, message: lease._plan_queue.received(message, lease._run_ordered),
+    Go: lambda lease, message: lease._plan_queue.go(message),
+    Record: lambda lease, message: lease._recording.record(message),
+    Tick: lambda lease, message: lease._recording.tick(message),
+    Collect: lambda lease, message: lease._recording.collect(message),
+    Gone: Lease._gone,
+    **dict.fromkeys((Deny, Depart, Drop, Met, Missed, Publish), lambda lease, message: lease._groups.received(message)),
+}
+
+_FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
+    **dict.fromkeys(
+        (Survey, Measure, Look, Record, Tick, Collect),
+        lambda lease, message, error: lease._reporter.tell_unable(message.request, error),
+    ),
+    **dict.fromkeys((Run, Order), Lease._not_begun),
+    **dict.fromkeys((Abort, Arrivals, Go), Lease._stopped),
+    Gone: Lease._broken,
+    **dict.fromkeys((Leave, Forget), lambda lease, message, error: None),  # nobody waits for that
+    Join: lambda lease, message, error: lease._groups.fail_join(message, error),
+    Stored: lambda lease, message, error: lease._groups.by_id[message.group_id].rendezvous.close(error.detail),
+}
+"""How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

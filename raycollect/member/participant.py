@@ -1,0 +1,355 @@
+"""The mixin: an actor's public methods leave their tensors in the actor and give Ray a handle."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, TypeVar
+
+from raycollect.backends import arrays
+from raycollect.core import direct_transport, ray_internals
+from raycollect.core.model import TENSOR, task_key
+from raycollect.engine.step_runner import Invoke
+from raycollect.errors import RefusedError, Violation, refusal
+from raycollect.errors.text import a_type, listed
+from raycollect.member.runtime import Runtime, describe
+from raycollect.observe import Tracer
+from raycollect.observe.trace import METHOD
+from raycollect.pos import Container, unkept
+from raycollect.pos.handle import Handle
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_BY_VALUE = "__raycollect_by_value__"
+_HELD = "__raycollect_held__"
+
+_inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
+"""True while a method that Ray called runs: calls that it makes itself are plain calls."""
+
+
+def by_value(method: _Method) -> _Method:
+    """Opts a method of a `CollectiveParticipant` out: what it returns goes through Ray as usual."""
+    setattr(method, _BY_VALUE, True)
+    return method
+
+
+class CollectiveParticipant:
+    """Makes an actor's tensors available to collectives.
+
+    Inherit it, next to anything else, in a class that becomes a Ray actor. Tensors that public methods return (numpy
+    arrays; non-empty lists, tuples and dicts of them) stay in the actor, under the id of the ObjectRef. Everything else
+    goes by value, whole; so does a single tensor without dimensions, which counts as a number. A ref that is passed to
+    a public method arrives as the tensor: the same one if it lives here, a copy if it lives in another participant. The
+    mixin needs no ``super().__init__()``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in dir(cls):
+            method = inspect.getattr_static(cls, name)
+            if inspect.isfunction(method) and not name.startswith("_") and not hasattr(method, _HELD):
+                setattr(cls, name, _hold(method, name))
+        if any(_is_async(inspect.getattr_static(cls, name)) for name in dir(cls)):
+            # Ray makes this an async actor: a plain function would block its event loop.
+            cls._raycollect_run = _run_program_async  # type: ignore[method-assign]
+            cls._raycollect_capture = _capture_async  # type: ignore[method-assign,assignment]
+            cls._raycollect_replay = _replay_async  # type: ignore[method-assign,assignment]
+
+    # The controller calls these.
+
+    def _raycollect_describe(self) -> dict[str, Any]:
+        return {**describe(self), "participant": True}
+
+    def _raycollect_run(self, payload: bytes) -> Any:
+        return Runtime.current().run_task(payload, ray_internals.current_task())
+
+    def _raycollect_fence(self) -> None:
+        """Does nothing: when it ends, all that was submitted before it has ended."""
+
+    def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
+        return Runtime.current().capture(payload, values, functools.partial(_invoker, self, None))
+
+    def _raycollect_replay(self, payload: bytes) -> None:
+        Runtime.current().run_fenced(payload)
+
+    def _raycollect_look(self, capture: bytes) -> list[Any]:
+        return Runtime.current().look(capture)
+
+
+async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
+    runtime, task = Runtime.current(), ray_internals.current_task()
+    if runtime.hand_over(payload):
+        return None
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(runtime.kernel_threads, runtime.run_program, payload, task)
+
+
+async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
+    invoker = functools.partial(_invoker, self, asyncio.get_running_loop())
+    return Runtime.current().capture(payload, values, invoker)
+
+
+async def _replay_async(self: CollectiveParticipant, payload: bytes) -> None:
+    Runtime.current().run_fenced(payload)  # in another thread, as methods overlap here
+
+
+def _is_async(method: Any) -> bool:
+    return inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+
+
+# ---------------------------------------------------------------------------------------------- wrapping
+
+
+def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    if inspect.isasyncgenfunction(method):
+        held = _hold_async_generator(method, name)
+    elif inspect.isgeneratorfunction(method):
+        held = _hold_generator(method, name)
+    elif inspect.iscoroutinefunction(method):
+        held = _hold_coroutine(method, name)
+    else:
+        held = _hold_plain(method, name)
+    setattr(held, _HELD, True)
+    return held
+
+
+def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        task = _outermost(name)
+        if task is None:
+            return method(self, *args, **kwargs)
+        with _called_by_ray(task, name):
+            args, kwargs = _resolve(args, kwargs)
+            with Runtime.method_guard():
+                value = method(self, *args, **kwargs)
+        return _keep(method, task, value)
+
+    return held
+
+
+def _hold_coroutine(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        task = _outermost(name)
+        if task is None:
+            return await method(self, *args, **kwargs)
+        with _called_by_ray(task, name):
+            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            value = await method(self, *args, **kwargs)
+        return _keep(method, task, value)
+
+    return held
+
+
+def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def held(self: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        task = _outermost(name)
+        if task is None:
+            yield from method(self, *args, **kwargs)
+            return
+        with _called_by_ray(task, name):
+            args, kwargs = _resolve(args, kwargs)
+            items = method(self, *args, **kwargs)
+        index = _first_index(method, sys._getframe())
+        with Runtime.method_guard():
+            while True:
+                with _called_by_ray(task, name):
+                    try:
+                        value = next(items)
+                    except StopIteration:
+                        return
+                yield _keep_one(method, task, index, value, streamed=True)
+                index += bool(index)
+
+    return held
+
+
+def _hold_async_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    async def held(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        task = _outermost(name)
+        if task is None:
+            async for value in method(self, *args, **kwargs):
+                yield value
+            return
+        with _called_by_ray(task, name):
+            args, kwargs = await asyncio.to_thread(_resolve, args, kwargs)
+            items = method(self, *args, **kwargs)
+        index = _first_index(method, sys._getframe())
+        while True:
+            with _called_by_ray(task, name):
+                try:
+                    value = await anext(items)
+                except StopAsyncIteration:
+                    return
+            yield _keep_one(method, task, index, value, streamed=True)
+            index += bool(index)
+
+    return held
+
+
+_UNKNOWN = 0
+"""In place of an index: the caller chose a `num_returns` of its own, which can't be known here."""
+
+
+def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
+    """The index of the first item of a generator that Ray has just begun; a streaming one's own ref has index 1."""
+    declared = isinstance(getattr(method, "__ray_num_returns__", None), int)
+    if ray_internals.is_streamed(frame, unknown=not declared):
+        return 2
+    return 1 if declared else _UNKNOWN
+
+
+# ---------------------------------------------------------------------------------------------- captured steps
+
+
+def _invoker(actor: Any, loop: asyncio.AbstractEventLoop | None, names: Sequence[str]) -> Invoke:
+    """What calls methods in the runs of a captured step, in the actor's loop if it has one; nothing is kept of them.
+
+    Raises:
+        InvalidArgumentError: The actor has no such method.
+        UnsupportedError: It is a generator, which gives no value.
+    """
+    methods = {name: _method(actor, name) for name in names}
+
+    def invoke(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        token = _inside.set(True)
+        try:
+            return methods[name](*args, **kwargs)
+        finally:
+            _inside.reset(token)
+
+    async def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        value = invoke(name, args, kwargs)  # in a context of this call's own
+        return await value if inspect.iscoroutine(value) else value
+
+    def invoke_there(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        token = _inside.set(True)  # the loop takes over the context
+        try:
+            return asyncio.run_coroutine_threadsafe(call(name, args, kwargs), loop).result()  # type: ignore[arg-type]
+        finally:
+            _inside.reset(token)
+
+    return invoke if loop is None else invoke_there
+
+
+def _method(actor: Any, name: str) -> Callable[..., Any]:
+    found = inspect.getattr_static(type(actor), name, None)
+    method = getattr(actor, name, None) if found is not None else None
+    if not callable(method):
+        public = (other for other in dir(type(actor)) if not other.startswith("_"))
+        known = [other for other in public if callable(inspect.getattr_static(type(actor), other))]
+        raise _wrong_method("argument", f"{name!r}, which {type(actor).__name__} lacks", f"one of {listed(known)}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise _wrong_method("unsupported", f"{name!r}, a generator", "one that returns its value")
+    return method  # type: ignore[no-any-return]
+
+
+def _wrong_method(kind: str, found: str, expected: str) -> RefusedError:
+    return refusal("capture", "", (Violation(kind=kind, rank=-1, field="method", found=found, expected=expected),))
+
+
+# ---------------------------------------------------------------------------------------------- one call
+
+
+def _outermost(name: str) -> bytes | None:
+    """The task, if Ray called this method itself; None: the class's own code did."""
+    if _inside.get():
+        return None
+    task = ray_internals.current_task()
+    return task if task is not None and ray_internals.current_method() == name else None
+
+
+@contextmanager
+def _called_by_ray(task: bytes, name: str) -> Iterator[None]:
+    """Around a method: notes its exception under its task, and its time in the timeline."""
+    token, ring = _inside.set(True), Tracer.current().ring
+    began_s = 0.0 if ring is None else ring.clock()
+    try:
+        yield
+    except SystemExit:
+        Runtime.exits()
+        raise
+    except Exception as exc:
+        Runtime.current().store.fail(task, f"{type(exc).__name__}: {exc}")
+        raise
+    finally:
+        _inside.reset(token)
+        if ring is not None:
+            ring.ended(METHOD, name, began_s)
+
+
+def _resolve(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replaces handles among the arguments by tensors, as Ray replaces refs by values."""
+    if not any(isinstance(value, Handle) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    return tuple(map(_value, args)), {name: _value(value) for name, value in kwargs.items()}
+
+
+def _value(argument: Any) -> Any:
+    return argument.fetch_for_use() if isinstance(argument, Handle) else argument
+
+
+def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:
+    if type(value) in (list, tuple) and not hasattr(method, _BY_VALUE):
+        return _Returns(task, value)
+    return _keep_one(method, task, 1, value)
+
+
+def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *, streamed: bool = False) -> Any:
+    container = None if hasattr(method, _BY_VALUE) else _kept(value)
+    if container is not None and index != _UNKNOWN:
+        handle = Runtime.current().keep(task_key(task, index), container, streamed=streamed)
+        return direct_transport.Returned(handle, value, {type(tensor) for tensor in container.tensors})
+    if not isinstance(value, Handle):
+        found = _NOT_DECLARED
+        if container is None:
+            marked = hasattr(method, _BY_VALUE)
+            found = a_type(value, in_full=True) if marked else unkept(value, arrays.is_tensor, arrays.told)
+        Runtime.current().store.pass_by(task, found)
+    return value
+
+
+def _kept(value: Any) -> Container | None:
+    """What to keep of a value; None: it goes by value."""
+    container = Container.of(value, arrays.is_tensor)
+    return None if container is not None and container.structure is TENSOR and arrays.is_scalar(value) else container
+
+
+_NOT_DECLARED = "an item of a generator whose num_returns is the caller's and not @ray.method(num_returns=n)"
+
+
+class _Returns:
+    """A list or tuple that a method returns to Ray, which alone knows how many refs the caller asked for.
+
+    With `num_returns=n` Ray takes the items one by one: each is kept under its own ref. Otherwise it pickles the whole:
+    one value, which is kept under the one ref if it holds only tensors.
+    """
+
+    def __init__(self, task: bytes, value: Any) -> None:
+        self._task = task
+        self._value = value
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self._value)))
+
+    def __getitem__(self, i: int) -> Any:
+        return _keep_one(_Returns, self._task, i + 1, self._value[i])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _same, (_keep_one(_Returns, self._task, 1, self._value),)
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -1,0 +1,114 @@
+"""Plans of groups with ``ordering="data"``: they come over the channel, past the methods in the actor's queue.
+
+They run one after the other, on a thread of their own; each between two methods if the actor's methods come one by
+one. A plan then holds up its actor's methods until the other participants have come. So no participant begins before it
+has its operands, and if one may have to wait for operands, none begins before all have theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from raycollect.channel.messages import Go, Order, Ready, Waiting
+from raycollect.core import threads
+from raycollect.core.model import Key
+from raycollect.errors import PlanAbortedError
+from raycollect.member.reporter import Reporter
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.observe import run_steps
+from raycollect.planner import decode_order
+from raycollect.pos import Absence, State, Store
+
+__all__ = ["PlanQueue"]
+
+
+class PlanQueue:
+    """The plans that have come to this participant. Any thread may call it.
+
+    Methods that Ray calls hold `method_lock` if they come one by one.
+    """
+
+    def __init__(self, store: Store, sequencer: PlanSequencer, reporter: Reporter, method_lock: threading.Lock) -> None:
+        self._store = store
+        self._sequencer = sequencer
+        self._reporter = reporter
+        self._method_lock = method_lock
+        self._waiting: SimpleQueue[Callable[[], object] | None] = SimpleQueue()  # None: no more will come
+        self._thread: threading.Thread | None = None
+        self._going = threading.Condition()
+        self._cleared = 0  # the plan of the latest `Go`
+
+    def received(self, message: Order, run: Callable[[Order], object]) -> None:
+        """A plan came, which `run` carries out; on the channel's thread. ProtocolError: it is malformed."""
+        decode_order(message.payload)  # the result is cached
+        self._waiting.put(partial(run, message))
+        if self._thread is None:
+            self._thread = threads.start("raycollect-order", threads.repeat, self._take)
+
+    def go(self, message: Go) -> None:
+        """All participants of a plan are ready; on the channel's thread."""
+        with self._going:
+            self._cleared = message.seq
+            self._going.notify_all()
+
+    def wake(self) -> None:
+        """A plan was aborted: whoever waits looks whether it is the one."""
+        with self._going:
+            self._going.notify_all()
+
+    def close(self) -> None:
+        """Ends the thread after what has come, which the sequencer has refused by now."""
+        self._waiting.put(None)
+        self.wake()
+
+    def between_methods(
+        self, order: Order, seq: int, keys: Sequence[Key], timeout_s: float, *, is_ordered: bool
+    ) -> AbstractContextManager[Any]:
+        """Waits for all that a plan needs; PlanAbortedError: it was aborted meanwhile.
+
+        Args:
+            order: The message that brought the plan.
+            seq: The plan.
+            keys: Its operands.
+            timeout_s: How long to wait for the other participants, in seconds.
+            is_ordered: Whether methods come one by one.
+
+        Returns:
+            What keeps methods from running, if they come one by one.
+        """
+        sequencer, tell = self._sequencer, self._reporter.tell
+        step = run_steps.here()
+        for key in keys:
+            found = self._store.look(key)
+            if isinstance(found, Absence) and found.state is State.ABSENT:
+                tell(Waiting(seq=seq, key=key))
+                step.at = "waits for an operand's method"
+                self._store.wait(key, lambda: sequencer.reason(seq) is not None)
+        if order.together:
+            tell(Ready(seq=seq, late=False))
+            step.at = "waits until all are ready"
+            with self._going:
+                late = not self._going.wait_for(lambda: self._may_go(seq), timeout_s)
+            if late:
+                tell(Ready(seq=seq, late=True))  # the controller knows who is missing, and ends the plan
+                with self._going:
+                    self._going.wait_for(lambda: self._may_go(seq))
+        reason = sequencer.reason(seq)
+        if reason is not None:
+            raise PlanAbortedError(detail=reason)
+        return self._method_lock if is_ordered else nullcontext()
+
+    def _may_go(self, seq: int) -> bool:
+        return self._cleared == seq or self._sequencer.reason(seq) is not None
+
+    def _take(self) -> bool:
+        run = self._waiting.get()
+        if run is None:
+            return False
+        run()
+        return True

@@ -1,0 +1,88 @@
+"""Records for a controller's timeline, and tells it what was recorded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raycollect.channel.messages import Collect, Collected, Record, Tick, Ticked
+from raycollect.core import threads
+from raycollect.member.joined_group import JoinedGroups
+from raycollect.member.reporter import Reporter
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.observe import Ring, Tracer
+from raycollect.observe.clocks import clock_id
+from raycollect.observe.metrics import Publisher
+from raycollect.observe.trace import MOST, encode_recorded
+
+if TYPE_CHECKING:
+    from raycollect.member.runtime import Runtime
+
+__all__ = ["PART_NBYTES", "RecordingAgent"]
+
+SETTLE_S = 0.25
+"""How long to wait for the end of plans under way before the recording is read, in seconds."""
+
+PART_NBYTES = 512 << 10
+"""How much of a recording goes into one message."""
+
+
+class RecordingAgent:
+    """One controller's recording in this process. Its methods are for the channel's thread, and never wait."""
+
+    def __init__(
+        self, controller: str, runtime: Runtime, reporter: Reporter, sequencer: PlanSequencer, groups: JoinedGroups
+    ) -> None:
+        self._controller = controller
+        self._runtime = runtime
+        self._reporter = reporter
+        self._sequencer = sequencer
+        self._groups = groups
+        self._tracer = Tracer.current()
+        self._publisher: Publisher | None = None
+
+    def record(self, message: Record) -> None:
+        """Begins to record, unless this process records a timeline of its own."""
+        ring = self._tracer.begin(self._controller, min(max(message.limit, 1), MOST))
+        self._end_publishing()
+        if ring is not None and message.metrics:
+            self._publisher = Publisher(ring, self._groups.places)
+        self._tell_time(message.request, "" if ring is not None else "it records a timeline of its own")
+
+    def tick(self, message: Tick) -> None:
+        """Tells the time."""
+        self._tell_time(message.request, "")
+
+    def collect(self, message: Collect) -> None:
+        """Tells what was recorded; `ends`: and stops recording."""
+        ring = self._tracer.end(self._controller) if message.ends else self._tracer.of(self._controller)
+        if message.ends:
+            self._end_publishing()
+        # Packing takes a while, and aborts come on this thread.
+        threads.start("raycollect-trace", self._tell_recorded, message.request, ring)
+
+    def end(self) -> None:
+        """Stops recording."""
+        threads.survives(self._tracer.end, self._controller)
+        threads.survives(self._end_publishing)
+
+    def _tell_time(self, request: int, refusal: str) -> None:
+        at_s = self._runtime.instruments.clock()
+        self._reporter.tell(Ticked(request=request, at_s=at_s, clock=clock_id(), refusal=refusal))
+
+    def _end_publishing(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()
+
+    def _tell_recorded(self, request: int, ring: Ring | None) -> None:
+        try:
+            packed = b""
+            if ring is not None:
+                self._sequencer.settle(SETTLE_S)  # a plan that has answered early has yet to note its end
+                found = ring.read()
+                packed = encode_recorded(found._replace(groups={**found.groups, **self._groups.places()}))
+            for at in range(0, max(len(packed), 1), PART_NBYTES):
+                part = packed[at : at + PART_NBYTES]
+                self._reporter.tell(Collected(request=request, payload=part, more=at + PART_NBYTES < len(packed)))
+        except Exception as exc:  # noqa: BLE001 - a diagnostic must not keep anybody waiting
+            self._reporter.tell_unable(request, threads.failed("reading what was recorded", exc))

@@ -1,0 +1,107 @@
+"""How members of a declared group find each other and agree, over the channel: the controller relays."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raycollect.channel.messages import Arrive, Store
+from raycollect.core.model import Launch
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
+
+
+class ChannelRendezvous:
+    """A `Rendezvous` whose values travel by the channel."""
+
+    def __init__(self, group_id: str, send: Callable[[Any], None]) -> None:
+        self._group_id = group_id
+        self._send = send
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._closed = ""
+
+    def put(self, name: str, value: bytes) -> None:
+        """Publishes a value to all members."""
+        self.stored(name, value)
+        self._send(Store(group_id=self._group_id, name=name, value=value))
+
+    def get(self, name: str, timeout_s: float) -> bytes:
+        """Waits for a value."""
+        with self._changed:
+            there = self._changed.wait_for(lambda: name in self._values or self._closed, timeout_s)
+            if self._closed:
+                raise PlanAbortedError(op="join", detail=self._closed)
+            if not there:
+                raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=timeout_s)
+            return self._values[name]
+
+    def stored(self, name: str, value: bytes) -> None:
+        """A value came; called by the channel's thread."""
+        with self._changed:
+            self._values.setdefault(name, value)
+            self._changed.notify_all()
+
+    @property
+    def closed(self) -> bool:
+        """True once the group was given up."""
+        return bool(self._closed)
+
+    def close(self, reason: str) -> None:
+        """Ends every wait."""
+        with self._changed:
+            self._closed = reason
+            self._changed.notify_all()
+
+
+class ChannelExchange:
+    """An `Exchange` through the controller, for backends without a faster one, and for plans without a group of all.
+
+    Args:
+        group_id: The group; empty for the agreement of one plan.
+        rank: This participant's rank, or its place in the plan.
+        send: Sends a message to the controller.
+    """
+
+    def __init__(self, group_id: str, rank: int, send: Callable[[Any], None]) -> None:
+        self._group_id = group_id
+        self._rank = rank
+        self._send = send
+        self._changed = threading.Condition()
+        self._rounds: dict[int, int] = {}
+        self._parts: list[bytes] = []  # of the answer that is coming
+        self._answers: dict[tuple[int, int], Sequence[bytes]] = {}
+        self._aborted: set[int] = set()
+
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        """Gives this rank's arrival and waits for all others'."""
+        seq = launch.seq
+        number = self._rounds.get(seq, 0)
+        self._rounds = {seq: number + 1}
+        ranks = list(launch.ranks)
+        self._send(Arrive(group_id=self._group_id, seq=seq, round=number, ranks=ranks, rank=self._rank, blob=arrival))
+        with self._changed:
+            self._changed.wait_for(lambda: (seq, number) in self._answers or seq in self._aborted, launch.timeout_s)
+            answer = self._answers.pop((seq, number), None)  # it counts, even if an abort came after it
+            if answer is None and seq in self._aborted:
+                raise PlanAbortedError(detail="aborted at the door")
+            if answer is None:
+                raise CollectiveTimeoutError(detail="not everyone came to the door", timeout_s=launch.timeout_s)
+            self._aborted = {other for other in self._aborted if other >= seq}
+            return answer
+
+    def abort(self, seq: int) -> None:
+        """Wakes whoever waits in this launch, or will."""
+        with self._changed:
+            self._aborted.add(seq)
+            self._changed.notify_all()
+
+    def arrived(self, seq: int, number: int, blobs: Sequence[bytes], *, more: bool = False) -> None:
+        """All have come; on the channel's thread, with the parts of an answer in their order."""
+        self._parts += blobs
+        if more:
+            return
+        with self._changed:
+            self._answers = {place: blobs for place, blobs in self._answers.items() if place[0] >= seq}
+            self._answers[seq, number], self._parts = self._parts, []
+            self._changed.notify_all()

@@ -1,0 +1,75 @@
+"""What a participant tells the controller that holds its lease."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TYPE_CHECKING
+
+from raycollect.channel import Link
+from raycollect.channel.messages import Done, Message, Stuck, Unable
+from raycollect.core import threads
+from raycollect.errors import (
+    COULD_NOT_LOOK,
+    ConnectionLostError,
+    InternalError,
+    RaycollectError,
+    RefusedError,
+    refusal,
+    to_wire,
+)
+from raycollect.member.sequencer import PlanSequencer
+
+if TYPE_CHECKING:
+    from raycollect.member.runtime import Runtime
+
+__all__ = ["MOST_VIOLATIONS", "Reporter"]
+
+MOST_VIOLATIONS = 500
+"""How many reasons of a refusal are told: those of thousands of calls, on all ranks, would not fit into a message."""
+
+
+class Reporter:
+    """Sends to one controller. Any thread may call it; no method waits."""
+
+    def __init__(self, link: Link, runtime: Runtime, sequencer: PlanSequencer) -> None:
+        self.link = link
+        self._runtime = runtime
+        self._sequencer = sequencer
+
+    def tell(self, message: Message) -> None:
+        """Sends a message; nothing if the controller is gone, with which the end of the lease deals."""
+        with suppress(ConnectionLostError):
+            self.link.send(message)
+
+    def tell_failure(self, seq: int, error: RaycollectError) -> None:
+        """Tells that a plan, or a run, failed here; if that error can't be told, why."""
+        try:
+            story = list(self._runtime.instruments.recorder.tail())
+            self.tell(Done(seq=seq, ranks=[], error=to_wire(_shortened(error)), story=story))
+        except Exception as exc:  # noqa: BLE001 - any: the controller would wait
+            cause = threads.failed("telling an error", exc)
+            self.tell(Done(seq=seq, ranks=[], error=to_wire(cause), story=[]))
+
+    def tell_unable(self, request: int, error: InternalError) -> None:
+        """Answers a question that can't be answered."""
+        self.tell(Unable(request=request, detail=f"{COULD_NOT_LOOK}{error.detail}"))
+
+    def waiting(
+        self, group_id: str, communicator: str, op: str, ranks: Sequence[int], *, seq: int, call: Callable[[], int]
+    ) -> AbstractContextManager[None]:
+        """Around a wait. The controller hears of it if it lasts, as it may be for a rank that waits for this one."""
+
+        def tell(communicator: str, op: str, seq: int, number: int) -> None:
+            begun = self._sequencer.begun
+            self.tell(
+                Stuck(group_id=group_id, lane=communicator, call=number, seq=seq, op=op, ranks=list(ranks), begun=begun)
+            )
+
+        return self._runtime.watch.waiting(lambda: tell(communicator, op, seq, call()), lambda: tell("", "", 0, 0))
+
+
+def _shortened(error: RaycollectError) -> RaycollectError:
+    if not isinstance(error, RefusedError) or len(error.violations) <= MOST_VIOLATIONS:
+        return error
+    return refusal(error.op, error.group_name, error.violations[:MOST_VIOLATIONS])

@@ -1,0 +1,300 @@
+"""The participant's process: its store, its control endpoint, and the controller that has its lease.
+
+`describe`, `gpu` and `run_program` are what the controller runs through `__ray_call__` on actors without the mixin.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
+from typing import Any
+
+import ray
+
+from raycollect.backends import Gpu, arrays, gpus, streams
+from raycollect.channel import DataLink, Link, Server
+from raycollect.channel.messages import Bye, Message, Refused, Welcome
+from raycollect.core import ray_internals, threads
+from raycollect.core.model import Key
+from raycollect.engine.execution import Instruments
+from raycollect.engine.step_runner import Invoke
+from raycollect.errors import (
+    ChannelError,
+    ConnectionLostError,
+    ControllerConflictError,
+    GroupBrokenError,
+    ProtocolError,
+    RaycollectError,
+    to_wire,
+)
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.lease import Lease
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.observe import Recorder
+from raycollect.planner import decode_order
+from raycollect.pos import Container, Store, fetch
+from raycollect.pos.handle import Handle
+from raycollect.pos.ref_tokens import RefTokenPool
+
+STORE_LIMIT_WITHOUT_TOKENS = 1024
+"""How many values a store holds if Ray can't tell when a ref is gone."""
+
+MOST_WAITING = 64
+"""How many programs of an async actor that make outputs may wait for their predecessors and operands.
+
+Ray may bring those later, so they must not wait for the same thread. Programs without outputs take another thread when
+their predecessors have ended.
+"""
+
+STREAMED_KEPT = 64
+"""How many of the newest values that generators yielded are kept, whatever Ray says of their refs.
+
+Ray 2.60 can lose the count of what is nested in a streamed item, when the item is yielded before its consumer asks for
+it (docs/adr/0002-ray-internals.md); without this, an item could be freed before it is first used.
+"""
+
+
+_OVERLAP: AbstractContextManager[None] = nullcontext()
+
+
+class Runtime:
+    """What a participant's process holds. Made on first use, by `Runtime.current()`."""
+
+    _current: Runtime | None = None
+    _making = threading.Lock()
+
+    @classmethod
+    def current(cls) -> Runtime:
+        """The runtime of this process; any thread."""
+        if cls._current is None:
+            with cls._making:
+                if cls._current is None:
+                    cls._current = cls()
+        return cls._current
+
+    @classmethod
+    def method_guard(cls) -> AbstractContextManager[Any]:
+        """What a method that Ray calls holds while it runs: the method lock, if methods come in order.
+
+        A process that is no participant yet needs no lock: a method makes it one.
+        """
+        here = cls._current
+        return here.method_lock if here is not None and here.is_ordered else _OVERLAP
+
+    @classmethod
+    def exits(cls) -> None:
+        """This process is about to end (`sys.exit`, `ray.actor.exit_actor`): tells the controller.
+
+        The controller would notice the end itself, but Ray may take ten seconds for it.
+        """
+        here = cls._current
+        lease = None if here is None else here._lease
+        if lease is not None:
+            lease.link.close()
+
+    def __init__(self) -> None:
+        self._tokens = RefTokenPool(self._forget)
+        self.process_groups: ProcessGroups = ProcessGroups.current()
+        self.instruments: Instruments = self.process_groups.instruments
+        self.store: Store = self.instruments.store
+        self.store.limit(None if self._tokens.supported else STORE_LIMIT_WITHOUT_TOKENS)
+        self.recorder: Recorder = self.instruments.recorder
+        self.kernel_threads: ThreadPoolExecutor = threads.pool("raycollect-kernel", MOST_WAITING)
+        # Separate: plans that make outputs may take all kernel threads, and wait for one of these.
+        self.plan_threads: ThreadPoolExecutor = threads.pool("raycollect-plan", MOST_WAITING)
+        self.actor_id: str = ray_internals.current_actor_id()
+        self.actor: str = ray_internals.short_actor(ray_internals.current_class(), self.actor_id)
+        self._streamed: deque[Any] = deque(maxlen=STREAMED_KEPT)
+        self.is_ordered: bool = False  # whether methods of this actor come one by one; known when it is described
+        # If methods come one by one, held by a method that Ray calls, or by what must not run beside one.
+        self.method_lock: threading.Lock = threading.Lock()
+        self.watch: WaitMonitor = WaitMonitor()
+        self._lease: Lease | None = None
+        self._lock = threading.Lock()  # guards it
+        secret = secrets.token_bytes(32)
+        self._server = Server(ray_internals.node_address(), secret, self)
+        fetch.register_local(secret, self.store)
+
+    @cached_property
+    def incarnation(self) -> str:
+        """Which start of the actor this is."""
+        return str(ray.get_runtime_context().get_worker_id())
+
+    # ------------------------------------------------------------------------------------------ values
+
+    def describe(self, *, ordered: bool) -> dict[str, Any]:
+        """The fields of `Member` less the rank; `ordered` is False if the class says that its methods overlap."""
+        context = ray.get_runtime_context()
+        self.is_ordered = ordered and ray_internals.is_ordered()
+        return {
+            "actor_id": self.actor_id,
+            "actor": self.actor,
+            "address": self._server.address,
+            "machine": ray_internals.machine_id(),
+            "node_id": context.get_node_id(),
+            "pid": os.getpid(),
+            "incarnation": self.incarnation,
+            "ordered": self.is_ordered,
+            "participant": False,
+            "accelerators": tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
+        }
+
+    def keep(self, key: Key, container: Container, *, streamed: bool = False) -> Handle:
+        """Keeps a value under a key and makes its handle; `streamed`: a generator yielded it."""
+        infos = tuple(map(arrays.describe, container.tensors))
+        streams.settle(infos)  # what the method has left to a GPU comes before what plans do
+        handle = Handle(
+            key=key,
+            actor_id=self.actor_id,
+            actor=self.actor,
+            address=self._server.address,
+            structure=container.structure,
+            infos=infos,
+            incarnation=self.incarnation,
+            token=self._tokens.take(key),
+        )
+        self.store.put(key, container)
+        if streamed:
+            self._streamed.append(handle.token)
+        return handle
+
+    def _forget(self, key: Key) -> None:
+        self.store.free([key])
+
+    # ------------------------------------------------------------------------------------------ actor tasks
+
+    def run_task(self, payload: bytes, task: bytes | None) -> Any:
+        """Does what `run_program` does, for an actor task that Ray runs in a thread of its own.
+
+        If methods overlap, Ray has few threads and starts tasks in any order: plans that came early would keep these
+        threads from the methods and plans for which they wait. So a plan takes one of our threads when its predecessor
+        has ended. A plan with outputs has to stay, as they are the returns of its task.
+        """
+        return None if self.hand_over(payload) else self.run_program(payload, task)
+
+    def hand_over(self, payload: bytes) -> bool:
+        """Lets one of our threads run a plan, if methods overlap; see `Lease.hand_over`."""
+        lease = self._lease
+        return lease is not None and lease.hand_over(payload, self._in_thread)
+
+    def _in_thread(self, do: Callable[..., object], *args: Any) -> None:
+        self.plan_threads.submit(threads.survives, self._aside, do, *args, place="a plan, or a run")
+
+    def _aside(self, do: Callable[..., object], *args: Any) -> None:
+        with suppress(RaycollectError):  # the controller was told
+            self._until_exit(do, *args)
+
+    def _until_exit(self, do: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return do(*args)
+        except SystemExit:
+            self.exits()
+            raise
+
+    def run_program(self, payload: bytes, task: bytes | None) -> Any:
+        """`Lease.run_program`; GroupBrokenError: the controller is gone."""
+        lease = self._lease
+        if lease is None:
+            (group_id, *_) = (share.group_id for share in decode_order(payload)[2].shares)
+            raise GroupBrokenError(group_name=group_id, detail="its controller is gone")
+        return self._until_exit(lease.run_program, payload, task)
+
+    def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
+        """`Lease.capture`; ConnectionLostError: the controller is gone."""
+        return self._leased().capture(payload, values, invoker)
+
+    def run_fenced(self, payload: bytes) -> None:
+        """`Lease.run_fenced`; ConnectionLostError: the controller is gone."""
+        lease = self._leased()
+        if not lease.hand_over_fenced(payload, self._in_thread):
+            lease.run_fenced(payload)
+
+    def look(self, capture: bytes) -> list[Any]:
+        """How the tensors of a captured step look, slot by slot; ConnectionLostError: the controller is gone."""
+        return self._leased().captured_step(capture).look()
+
+    def _leased(self) -> Lease:
+        lease = self._lease
+        if lease is None:
+            raise ConnectionLostError(detail="the controller is gone")
+        return lease
+
+    # ------------------------------------------------------------------------------------------ channel
+
+    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+        """A controller connected: it gets the lease, or hears which controller has it (P10)."""
+        controller, description = str(hello.get("controller")), str(hello.get("description"))
+        with self._lock:
+            if self._lease is not None and self._lease.controller != controller:
+                error = ControllerConflictError(actor=self.actor, holder=self._lease.description)
+                link.send(Refused(error=to_wire(error)))
+                return
+            before, self._lease = self._lease, Lease(controller, description, link, self)
+        if before is not None:
+            before.end("its controller came anew")
+        link.send(Welcome(participant={"actor": self.actor}))
+
+    def received(self, link: Link, message: Message) -> None:
+        """A message of the controller; on the channel's thread, so nothing here may wait."""
+        lease = self._lease
+        if lease is None or lease.link is not link:
+            raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
+        if isinstance(message, Bye):
+            self._end_lease(lease, "the controller said goodbye")
+        else:
+            lease.received(message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        """A controller is gone: what it drove ends, and another one may come."""
+        lease = self._lease
+        if lease is not None and lease.link is link:
+            self._end_lease(lease, f"the controller is gone ({reason.detail})")
+
+    def serve_data(self, link: DataLink) -> None:
+        """Serves fetches, on a thread per connection."""
+        fetch.serve(link, self.store)
+
+    def _end_lease(self, lease: Lease, reason: str) -> None:
+        lease.end(reason)
+        with self._lock:
+            self._lease = None
+
+
+def describe(actor: Any) -> dict[str, Any]:
+    """Says who this actor is; the controller asks when a group is formed. Inside the actor."""
+    methods = (inspect.getattr_static(type(actor), name) for name in dir(type(actor)))
+    return Runtime.current().describe(ordered=not any(hasattr(m, "__ray_concurrency_group__") for m in methods))
+
+
+def gpu(actor: Any) -> Gpu | None:
+    """Says which GPU this actor has for a group. Inside the actor."""
+    return gpus.here()
+
+
+def run_program(actor: Any, payload: bytes) -> None:
+    """Runs this rank's part in a plan, which has no outputs here. Inside the actor.
+
+    On an async actor this function runs on the event loop, which must not wait. Methods overlap there, so that another
+    thread runs the plan, and the controller hears of its end over the channel.
+    """
+    Runtime.current().run_task(payload, ray_internals.current_task())
+
+
+def mark_written(tensor: Any) -> None:
+    """Says that a tensor which a failed collective left half-written is whole again. Call it inside the actor.
+
+    Args:
+        tensor: An array, or a list, tuple or dict of arrays, that the caller has overwritten.
+    """
+    container = Container.of(tensor, arrays.is_tensor)
+    if container is not None:
+        ProcessGroups.current().instruments.store.mark_written(
+            [arrays.byte_range(arrays.memory(t)) for t in container.tensors]
+        )

@@ -1,0 +1,263 @@
+"""The members' verbs: each member calls its part of a collective itself, as with `ray.util.collective`.
+
+They work inside an actor or task, with or without the mixin; with ``rendezvous=`` in any process. The driver declares
+the group, or every member calls `init_collective_group`. All members of a collective must call it. Before any data
+moves they agree on op, reduce op, root, dtypes and shapes: a mismatch raises on all of them, leaves all tensors as they
+are, and the group stays usable. A call that failed is withdrawn: a late rank's call meets the others' next one.
+
+A tensor is a numpy array, a torch tensor, anything with DLPack or the array interface; or a list, tuple or dict of
+them, which counts as one. Instead of a list with one tensor per rank, one contiguous tensor may be given that the
+number of ranks divides.
+
+A verb returns None, or a `MemberWork` with ``async_op=True``; ``| Any`` spares type checkers the question which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.core.model import GroupLike, OpKind, ReduceOp
+from raycollect.member.call import MemberCall
+from raycollect.member.init import (
+    destroy_collective_group,
+    destroy_group,
+    get_collective_group_size,
+    get_group_handle,
+    get_rank,
+    gloo_available,
+    init_collective_group,
+    is_backend_available,
+    is_group_initialized,
+    nccl_available,
+)
+from raycollect.member.work import MemberWork
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "destroy_collective_group",
+    "destroy_group",
+    "gather",
+    "get_collective_group_size",
+    "get_group_handle",
+    "get_rank",
+    "gloo_available",
+    "init_collective_group",
+    "is_backend_available",
+    "is_group_initialized",
+    "nccl_available",
+    "recv",
+    "reduce",
+    "reducescatter",
+    "scatter",
+    "send",
+]
+
+
+def allreduce(
+    tensor: Any,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Reduces a tensor elementwise over all ranks; afterwards all hold the result, in place.
+
+    Args:
+        tensor: This rank's; of one shape and dtype on all.
+        group_name: The group.
+        op: SUM, PRODUCT, MIN, MAX, AVG (of floats), BAND, BOR, BXOR (of integers and bool).
+        async_op: True: returns a `MemberWork` at once, and the call runs on a communication thread.
+        timeout_s: How long to wait for the others, in seconds; by default what the group was made with.
+
+    Raises:
+        RefusedError: The ranks disagree, or one of them can't; raised on all. No tensor was touched.
+        CollectiveTimeoutError: A rank did not come.
+        ParticipantDiedError, GroupBrokenError: A rank died, now or before.
+        UnknownGroupError: This process is no member.
+    """
+    call = MemberCall(OpKind.ALLREDUCE, group_name, op=op)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def reduce(
+    tensor: Any,
+    dst_rank: int = 0,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Reduces a tensor elementwise over all ranks into that of one rank; the others' stay as they are.
+
+    See `allreduce`.
+    """
+    call = MemberCall(OpKind.REDUCE, group_name, op=op, root=dst_rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def broadcast(
+    tensor: Any,
+    src_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
+    call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def allgather(
+    tensor_list: Any,
+    tensor: Any,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Gives every rank the tensors of all ranks, whose sizes may differ.
+
+    Args:
+        tensor_list: Where they go, by rank; of the shapes that the ranks give.
+        tensor: What this rank gives.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.ALLGATHER, group_name)
+    return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
+
+
+def reducescatter(
+    tensor: Any,
+    tensor_list: Any,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
+
+    Args:
+        tensor: Where this rank's item of the result goes.
+        tensor_list: One tensor for each rank; they stay as they are.
+        group_name: See `allreduce`, also for what follows.
+        op: See there.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.REDUCESCATTER, group_name, op=op)
+    return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def gather(
+    tensor_list: Any,
+    tensor: Any,
+    dst_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Gives one rank the tensors of all ranks, whose sizes may differ.
+
+    Args:
+        tensor_list: On `dst_rank`, where they go, by rank; not looked at elsewhere.
+        tensor: What this rank gives.
+        dst_rank: Who gets them.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.GATHER, group_name, root=dst_rank)
+    values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
+    return call.run(values, async_op=async_op, timeout_s=timeout_s)
+
+
+def scatter(
+    tensor: Any,
+    tensor_list: Any = None,
+    src_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Gives each rank its item of one rank's list, whose sizes may differ.
+
+    Args:
+        tensor: Where this rank's item goes.
+        tensor_list: On `src_rank`, one tensor for each rank; not looked at elsewhere.
+        src_rank: Who gives.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.SCATTER, group_name, root=src_rank)
+    values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
+    return call.run(values, async_op=async_op, timeout_s=timeout_s)
+
+
+def alltoall(
+    tensor_list_out: Any,
+    tensor_list_in: Any,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
+
+    Args:
+        tensor_list_out: Where what each rank gives to this one goes, by rank.
+        tensor_list_in: What this rank gives to each.
+        group_name: See `allreduce`, also for what follows.
+        async_op: See there.
+        timeout_s: See there.
+    """
+    call = MemberCall(OpKind.ALLTOALL, group_name)
+    values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]
+    return call.run(values, async_op=async_op, timeout_s=timeout_s)
+
+
+def send(
+    tensor: Any,
+    dst_rank: int,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Sends a tensor to one rank, which receives it. See `allreduce`."""
+    process_group = get_group_handle(group_name)
+    call = MemberCall(OpKind.SEND, group_name, root=process_group.rank, peer=dst_rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def recv(
+    tensor: Any,
+    src_rank: int,
+    group_name: GroupLike = "default",
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
+    process_group = get_group_handle(group_name)
+    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=process_group.rank)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def barrier(
+    group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
+) -> MemberWork | Any:
+    """Waits until all ranks have called it. See `allreduce`."""
+    return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

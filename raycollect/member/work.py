@@ -1,0 +1,93 @@
+"""A call of a member under way, as its caller sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from time import monotonic
+from typing import Any
+
+from raycollect.core import html
+from raycollect.errors import CollectiveTimeoutError, RaycollectError, anew
+from raycollect.group.process_group import ProcessGroup
+from raycollect.planner.wording import seconds_words
+
+__all__ = ["MemberWork"]
+
+
+class MemberWork:
+    """A member's call with ``async_op=True``, which runs on a communication thread.
+
+    Await it in a coroutine, or call `wait`. Do not touch the tensors before that.
+    """
+
+    def __init__(self, process_group: ProcessGroup, op: str, future: Future[Any]) -> None:
+        self._process_group = process_group
+        self._op = op
+        self._future = future
+        self._began_s = monotonic()
+
+    def done(self) -> bool:
+        """True when the outcome is known; never waits, never raises."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits for the outcome.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as the collective's own limits allow.
+
+        Raises:
+            CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
+            RaycollectError: The collective failed.
+        """
+        try:
+            self._future.exception(timeout_s)
+        except FutureTimeoutError:
+            raise CollectiveTimeoutError(
+                op=self._op,
+                group_name=self._process_group.name,
+                detail="this wait is over; the collective goes on",
+                timeout_s=timeout_s or 0.0,
+            ) from None
+        self._raise()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        ended = Future[None]()  # not the call's own: asyncio would raise its very error, and cancel it with the await
+        ended.set_running_or_notify_cancel()
+        self._future.add_done_callback(lambda _: ended.set_result(None))
+        yield from asyncio.wrap_future(ended).__await__()
+        self._raise()
+
+    def _raise(self) -> None:
+        error = self._future.exception()
+        if isinstance(error, RaycollectError):
+            raise anew(error)
+        if error is not None:
+            try:
+                raise error.with_traceback(None)
+            finally:
+                del error
+
+    def _outcome(self) -> tuple[str, BaseException | None]:
+        if not self._future.done():
+            return f"under way for {seconds_words(monotonic() - self._began_s)}", None
+        error = self._future.exception()
+        return ("done" if error is None else type(error).__name__), error
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        is_known = self._future.done()
+        state, error = self._outcome()
+        process_group = self._process_group
+        told = [
+            ("rank", f"{process_group.rank} of {process_group.world_size}, backend {process_group.backend}"),
+            ("error", "" if error is None else html.failure(error)),
+        ]
+        far = html.line(html.bar(int(state == "done") if is_known else None, 1))
+        return html.block("work", f"{self._op} on group {process_group.name!r}: {state}", far, html.pairs(told))
+
+    def __repr__(self) -> str:
+        return f"<MemberWork {self._op} on group {self._process_group.name!r}: {self._outcome()[0]}>"

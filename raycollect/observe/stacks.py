@@ -1,0 +1,91 @@
+"""Python stacks for people: from the user's own code inwards, without the frames that lead there."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from raycollect.core import threads
+from raycollect.errors import COULD_NOT_LOOK
+
+LINES = 12
+"""How many of the innermost frames are shown."""
+LINE_LENGTH = 200
+
+_HERE = str(Path(__file__).parents[1])
+_ON_THE_WAY = "/concurrent/futures/", "/asyncio/", "/ray/util/tracing/", "/raycollect/member/participant.py"
+"""Parts of paths of files that call methods: event loops and futures, Ray's hooks, and what the mixin puts around
+methods (it comes with its class, from wherever the driver has it)."""
+_BEFORE_THAT = "/ray/_private/", "/threading.py", "/selectors.py", "/socket.py"
+"""Files of a Ray process in which no method runs; event loops and raycollect's own threads wait in the last two. Where
+a method calls them, they are shown."""
+
+
+class Doing(NamedTuple):
+    """What a process is doing."""
+
+    what: str  # the outermost call of the user's: its name, file and line; empty where none is under way
+    # From there on a line per frame, the innermost last; without user code, raycollect's own frames
+    stack: tuple[str, ...]
+
+
+def is_on_the_way(file: str) -> bool:
+    """Whether a file is raycollect's own, or lies between it and a method of an actor."""
+    return file.startswith(_HERE) or any(part in file for part in _ON_THE_WAY)
+
+
+def what_runs() -> Doing:
+    """What this process does in its main thread, or, if no user code runs there, in another thread.
+
+    Never raises: a diagnostic must not harm what it looks at. Where looking fails, the result says why.
+    """
+    try:
+        return _what_runs()
+    except Exception as exc:  # noqa: BLE001 - see above
+        threads.failed("looking at what runs", exc)
+        return Doing(f"{COULD_NOT_LOOK}{threads.cause_of(exc)}", ())
+
+
+def _what_runs() -> Doing:
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    try:
+        found = [_doing(frames[ident]) for ident in sorted(frames, key=lambda one: one != main)]
+        return next((one for one in found if one.what), _doing(frames[main]) if main in frames else Doing("", ()))
+    finally:
+        del frames  # this very frame is among them
+
+
+def _doing(frame: FrameType) -> Doing:
+    stack = [(one.f_code, _line_of(one)) for one, _ in traceback.walk_stack(frame)][::-1]
+    files = [code.co_filename for code, _ in stack]
+    is_way = [is_on_the_way(file) or any(part in file for part in _BEFORE_THAT) for file in files]
+    first = next((at for at, way in enumerate(is_way) if not way), -1)
+    shown = first if first >= 0 else next((at for at, file in enumerate(files) if file.startswith(_HERE)), len(stack))
+    lines = [_line(code.co_filename, line, _name(code)) for code, line in stack[shown:]]
+    what = "" if first < 0 else f"{_name(stack[first][0])} ({files[first]}:{stack[first][1]})"
+    return Doing(what, tuple(lines[-LINES:]))
+
+
+def _line_of(frame: FrameType) -> int:
+    """The line of a frame. From Python 3.11 on some jumps have none: then the one before them."""
+    line: int | None = frame.f_lineno
+    if line is not None:
+        return line
+    code, at = frame.f_code, frame.f_lasti
+    before = [known for begin, _, known in code.co_lines() if begin <= at and known is not None]
+    return before[-1] if before else code.co_firstlineno
+
+
+def _name(code: object) -> str:
+    return getattr(code, "co_qualname", None) or str(getattr(code, "co_name", "?"))  # the first from Python 3.11 on
+
+
+def _line(file: str, line: int, name: str) -> str:
+    source = linecache.getline(file, line).strip()
+    return f"{file}:{line} in {name}{source and ': '}{source}"[:LINE_LENGTH]  # a cell's, or of no file, has no source

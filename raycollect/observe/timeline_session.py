@@ -1,0 +1,369 @@
+"""A timeline while it is recorded, in this process and in the participants that it drives.
+
+There is one at a time per process. Participants are asked over the control channel, which answers while methods run. A
+participant that is gone, or does not answer in time, is left out and named.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import threading
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any, ClassVar, Protocol
+
+from raycollect.channel.messages import Ticked, Unable
+from raycollect.core import ray_internals
+from raycollect.errors import TimelineError
+from raycollect.observe import Place, Ring, Tracer, chrome
+from raycollect.observe.clocks import ROUND_TRIPS, Alignment, Fix, Sample, clock_id, fix
+from raycollect.observe.metrics import Publisher
+from raycollect.observe.trace import LIMIT, PLAN, RUN, decode_recorded
+from raycollect.observe.whole import Missing, Process, Slice, Trace, process_of
+
+_log = logging.getLogger("raycollect")
+
+ENVIRONMENT_VARIABLE = "RAYCOLLECT_TIMELINE"
+
+STOP_S = 10.0
+"""The default for how long participants may take to send what they have recorded, in seconds."""
+BEGIN_S = 3.0
+"""How long the beginning waits for participants."""
+LEAVING_S = 3.0
+"""How long to wait for one that is given back meanwhile."""
+_CLOCK_S = 2.0
+"""How much of that is for the clocks of other hosts."""
+
+_GONE = "its process, or the connection to it, has ended"
+_SILENT = "it did not answer in time"
+
+
+Groups = Callable[[], Mapping[str, Place]]
+"""Gives the groups whose calls this process can make itself, by id."""
+
+
+class Peer(Protocol):
+    """A participant that can be asked to record; implemented by `driver.participant_link`."""
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Its actor, its process and its address."""
+
+    def tick(self) -> Future[Ticked | Unable | None]:
+        """Asks for the time of its clock."""
+
+    def record(self, limit: int, *, metrics: bool) -> Future[Ticked | Unable | None]:
+        """Asks it to record from now on."""
+
+    def collect(self, *, ends: bool) -> Future[bytes | Unable | None]:
+        """Asks for what it has recorded."""
+
+
+def round_trips(peer: Peer, clock: Callable[[], float] = monotonic, count: int = ROUND_TRIPS) -> Future[Fix | None]:
+    """Compares clocks with a participant on the hub's thread; the result is None where it gave no answer."""
+    done = Future[Fix | None]()
+    _ask(peer, clock, count, done, [])
+    return done
+
+
+def _ask(peer: Peer, clock: Callable[[], float], count: int, done: Future[Fix | None], samples: list[Sample]) -> None:
+    sent_s = clock()
+
+    def answered(asked: Future[Ticked | Unable | None]) -> None:
+        received_s, tick = clock(), asked.result()
+        if isinstance(tick, Ticked):
+            samples.append(Sample(sent_s=sent_s, remote_s=tick.at_s, received_s=received_s))
+        if not isinstance(tick, Ticked) or len(samples) == count:
+            done.set_result(fix(samples))
+        else:
+            _ask(peer, clock, count, done, samples)
+
+    peer.tick().add_done_callback(answered)
+
+
+class _Tracked:
+    """A participant that was asked to record."""
+
+    def __init__(self, peer: Peer, limit: int, *, metrics: bool) -> None:
+        self.peer = peer
+        # Its clock at the beginning; None: this process's clock, or not known
+        self.first: Future[Fix | None] | None = None
+        self.refusal = ""
+        self.clock = ""
+        self.process: Process | None = None  # what it has recorded, once that is collected for good
+        self.asked = Future[None]()  # done when it has answered; the future of the question would keep this alive
+        peer.record(limit, metrics=metrics).add_done_callback(self._began)
+
+    def _began(self, asked: Future[Ticked | Unable | None]) -> None:
+        """Runs on the hub's thread."""
+        tick = asked.result()
+        if isinstance(tick, Unable):
+            self.refusal = tick.detail
+        elif tick is not None:
+            self.clock, self.refusal = tick.clock, tick.refusal
+            if not tick.refusal and (not tick.clock or tick.clock != clock_id()):
+                self.first = round_trips(self.peer)
+        self.asked.set_result(None)
+
+    def missing(self, why: str) -> Missing:
+        info = self.peer.info
+        return Missing(name=info["actor"], host=info["address"].host, pid=info["pid"], why=why)
+
+
+class TimelineSession:
+    """A timeline from its beginning on; `limit` is that of the participants' rings. Any thread may call it."""
+
+    _current: ClassVar[TimelineSession | None] = None
+    _changing: ClassVar[threading.Lock] = threading.Lock()
+    last: ClassVar[Trace | None] = None
+
+    def __init__(self, ring: Ring, holder: str, groups: Groups, *, limit: int = LIMIT, metrics: bool = False) -> None:
+        self.began_s: float = ring.clock()  # by `time.monotonic`
+        self.leader: str = secrets.token_hex(8)  # the id of its plans among those of several timelines
+        self.holder = holder  # who began it, as the `Tracer` knows it
+        self._ring = ring
+        self._groups = groups
+        self._limit = limit
+        self._metrics = metrics
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._tracked: dict[int, _Tracked] = {}
+        self._is_over = False
+        self._publisher = Publisher(ring, dict) if metrics else None
+
+    @classmethod
+    def current(cls) -> TimelineSession | None:
+        """The one that runs in this process."""
+        found = cls._current
+        return found if found is not None and found._pid == os.getpid() else None
+
+    @classmethod
+    def begin(cls, what: str, groups: Groups, *, limit: int = LIMIT, metrics: bool = False) -> TimelineSession:
+        """Begins one; `what` names who does, for messages.
+
+        Raises:
+            TimelineError: One runs in this process, or its controller records it.
+        """
+        with cls._changing:
+            running = cls.current()
+            if running is not None:
+                detail = f"a timeline is recorded already, begun by {running.holder}: stop that first"
+                raise TimelineError(detail=detail)
+            ring = Tracer.current().begin(what, limit)
+            if ring is None:
+                detail = "the controller that drives this process records a timeline of it: read that one"
+                raise TimelineError(detail=detail)
+            made = cls._current = cls(ring, what, groups, limit=limit, metrics=metrics)
+            return made
+
+    def end(self, timeout_s: float = STOP_S) -> Trace:
+        """Ends it, and collects what was recorded; a second call returns the same."""
+        with self._changing:
+            if self._is_over:
+                return TimelineSession.last or self._trace((), (), monotonic())
+            self._is_over = True
+            ended_s = monotonic()
+            Tracer.current().end(self.holder)
+            if self._publisher is not None:
+                self._publisher.close()
+            trace = self._collected(timeout_s, ended_s, ends=True)
+            TimelineSession.last = trace
+            if TimelineSession._current is self:
+                TimelineSession._current = None
+            return trace
+
+    def peek(self, timeout_s: float = STOP_S) -> Trace:
+        """What was recorded so far; recording goes on."""
+        return self._collected(timeout_s, monotonic(), ends=False)
+
+    def leased(self, peer: Peer) -> None:
+        """Makes a new participant record from now on; never waits."""
+        with self._lock:
+            if self._is_over or id(peer) in self._tracked:
+                return
+            self._tracked[id(peer)] = _Tracked(peer, self._limit, metrics=self._metrics)
+
+    def begun(self, timeout_s: float = BEGIN_S) -> None:
+        """Waits until all participants record, or the time is over."""
+        _wait([one.asked for one in list(self._tracked.values())], monotonic() + timeout_s)
+
+    def leaving(self, peer: Peer) -> None:
+        """Collects from a participant that is about to be given back."""
+        found = self._tracked.get(id(peer))
+        if found is not None and not self._is_over:
+            self._collect([found], LEAVING_S, ends=True)
+
+    def drain(self) -> None:
+        """Collects from all participants, which are about to end."""
+        if not self._is_over:
+            self._collect(list(self._tracked.values()), LEAVING_S, ends=True)
+
+    def _collected(self, timeout_s: float, ended_s: float, *, ends: bool) -> Trace:
+        tracked = list(self._tracked.values())
+        processes, missing = self._collect(tracked, timeout_s, ends=ends)
+        return self._trace(processes, missing, ended_s)
+
+    def _trace(self, processes: Sequence[Process], missing: Sequence[Missing], ended_s: float) -> Trace:
+        name, host = _this_process()
+        recorded = self._ring.read()
+        groups = {**recorded.groups, **self._groups()}
+        own = process_of(
+            recorded._replace(groups=groups),
+            name=name,
+            host=host,
+            pid=os.getpid(),
+            clock=clock_id(),
+            leader=self.leader,
+            leads=True,
+        )
+        return Trace(
+            began_s=self.began_s,
+            ended_s=ended_s,
+            clock=clock_id(),
+            processes=(_with_bytes(own, processes), *processes),
+            missing=tuple(missing),
+        )
+
+    def _collect(
+        self, tracked: Sequence[_Tracked], timeout_s: float, *, ends: bool
+    ) -> tuple[list[Process], list[Missing]]:
+        deadline_s = monotonic() + timeout_s
+        clocks_s = deadline_s - max(timeout_s - _CLOCK_S, timeout_s / 2)
+        left = [one for one in tracked if one.process is None]
+        _wait([one.asked for one in left], clocks_s)
+        foreign = [one for one in left if one.first is not None]
+        lasts = {id(one): round_trips(one.peer) for one in foreign}
+        _wait([*lasts.values(), *(one.first for one in foreign if one.first is not None)], clocks_s)
+        asked = {id(one): one.peer.collect(ends=ends) for one in left if not one.refusal}
+        _wait(asked.values(), deadline_s)
+        processes, missing = list[Process](), list[Missing]()
+        for one in tracked:
+            known = one.process
+            found = known or self._process_or_missing(one, asked.get(id(one)), lasts.get(id(one)))
+            if isinstance(found, Missing):
+                missing.append(found)
+            else:
+                processes.append(found)
+                one.process = found if ends else known
+        return processes, missing
+
+    def _process_or_missing(
+        self, one: _Tracked, asked: Future[bytes | Unable | None] | None, last: Future[Fix | None] | None
+    ) -> Process | Missing:
+        if asked is None:
+            return one.missing(one.refusal)
+        if not asked.done():
+            return one.missing(_SILENT)
+        payload = asked.result()
+        if payload is None:
+            return one.missing(_GONE)
+        if isinstance(payload, Unable):
+            return one.missing(payload.detail)
+        if not payload:
+            return one.missing("it records no more: another one took its place, or it began anew")
+        alignment = None
+        if one.clock != clock_id() or not one.clock:
+            fixes = [found for found in map(_result_if_done, (one.first, last)) if found is not None]
+            if not fixes:
+                return one.missing("its clock could not be compared with this one's")
+            alignment = Alignment(first=fixes[0], last=fixes[-1] if len(fixes) > 1 else None)
+        info = one.peer.info
+        try:
+            return process_of(
+                decode_recorded(payload),
+                name=info["actor"],
+                host=info["address"].host,
+                pid=info["pid"],
+                clock=one.clock,
+                leader=self.leader,
+                alignment=alignment,
+            )
+        except ValueError as exc:
+            return one.missing(str(exc))
+
+
+def _wait(futures: Iterable[Future[Any]], until_s: float) -> None:
+    wait_for(list(futures), max(until_s - monotonic(), 0))
+
+
+def _result_if_done(future: Future[Fix | None] | None) -> Fix | None:
+    return future.result() if future is not None and future.done() else None
+
+
+def _this_process() -> tuple[str, str]:
+    if not ray_internals.is_connected():
+        return f"process {os.getpid()}", "this host"
+    actor_id = ray_internals.current_actor_id()
+    if actor_id:
+        return ray_internals.short_actor(ray_internals.current_class(), actor_id), ray_internals.node_address()
+    return ("task" if ray_internals.is_worker() else "driver"), ray_internals.node_address()
+
+
+def _with_bytes(own: Process, others: Sequence[Process]) -> Process:
+    """Adds to the plans the bytes that participants have seen: the controller does not know the sizes of tensors."""
+    numbers = sorted(one.seq for one in own.slices if one.kind in (PLAN, RUN))
+    nbytes: dict[int, int] = {}
+    for process in others:
+        launches: dict[int, int] = defaultdict(int)
+        for one in process.slices:
+            if one.calls and one.seq and not one.meeting:
+                launches[one.seq] = max(launches[one.seq], one.nbytes)  # a batch, of whose bytes its calls are part
+        sums: dict[int, int] = defaultdict(int)
+        for seq, most in launches.items():
+            at = bisect_right(numbers, seq)  # a captured step has several plans
+            if at:
+                sums[numbers[at - 1]] += most
+        for seq, total in sums.items():
+            nbytes[seq] = max(nbytes.get(seq, 0), total)
+
+    def filled(one: Slice) -> Slice:
+        return one._replace(nbytes=nbytes.get(one.seq, 0)) if one.kind in (PLAN, RUN) else one
+
+    return replace(own, slices=tuple(map(filled, own.slices)))
+
+
+def begin_from_environment(groups: Groups) -> None:
+    """Records to the file named by `RAYCOLLECT_TIMELINE` until this process ends; called at first use.
+
+    In an actor or task the file's name gets the process id, as these usually inherit the driver's environment.
+    """
+    path = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not path or TimelineSession.current() is not None or os.getpid() in _done:
+        return
+    target = Path(path).absolute()
+    if ray_internals.is_worker():
+        base, dot, suffixes = target.name.partition(".")
+        target = target.with_name(f"{base}.{os.getpid()}{dot}{suffixes}")
+    try:
+        tracing = TimelineSession.begin(ENVIRONMENT_VARIABLE, groups)
+    except TimelineError:
+        return  # its controller records it
+    _done.append(os.getpid())
+    undo = ray_internals.before_shutdown(tracing.drain)
+    atexit.register(_write, tracing, target, undo)
+
+
+_done: list[int] = []
+"""The ids of the processes that began it: this one, and those that it was forked from."""
+
+
+def _write(tracing: TimelineSession, target: Path, undo: Callable[[], None]) -> None:
+    if os.getpid() != _done[-1]:
+        return
+    undo()
+    trace = tracing.end()
+    try:
+        chrome.write(trace, target)
+    except OSError as exc:
+        _log.error("the timeline can't be written to %s: %s", target, exc)
+    for one in trace.missing:
+        _log.warning("the timeline in %s lacks %s", target, one)

@@ -1,0 +1,239 @@
+"""Runs the steps of all ranks on symbols: what each buffer holds in the end, or why they never end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raycollect.core.model import PIECES, OpKind
+from raycollect.planner.template import CROSSINGS, Local, Step
+
+Symbol = tuple[Any, ...]
+"""What was folded into a value, in the order of the fold: atoms (rank, piece), piece -1 where a rank gives one value,
+and symbols of what was folded separately before."""
+Cell = Sequence[Symbol | None]
+"""The contents of a buffer: one symbol, or one per piece; None: undefined. A list where pieces are written one by one.
+"""
+Memory = list[dict[int, Cell]]
+"""For each rank: buffer -> its contents; a missing buffer is undefined."""
+
+
+class _Launch:
+    """The ranks that run kernels together, as places among those of the part."""
+
+    __slots__ = ("members", "of", "places", "waiting")
+
+    def __init__(self, of: dict[int, int], only: tuple[int, ...]) -> None:
+        self.of = of  # rank in the group of the launch -> place; all ranks of the group
+        self.places = tuple(of[rank] for rank in only or sorted(of))  # those who take part, by rank
+        self.members = frozenset(self.places)
+        self.waiting = 0  # how many have reached a kernel in which all take part
+
+
+class SymbolicRun:
+    """One run of one algorithm on symbols; `memory` has what each rank holds."""
+
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        levels: tuple[tuple[tuple[int, ...], ...], ...],
+        steps: Sequence[tuple[Step, ...]],
+        folds: Folds,
+    ) -> None:
+        self.memory: Memory = [{} for _ in ranks]
+        self._ranks = ranks
+        self._steps = steps
+        self._folds = folds
+        self._at = [0] * len(ranks)
+        self._launches: dict[object, _Launch] = {}
+        self._now: list[tuple[int, _Launch | None]] = [(-1, None)] * len(ranks)  # the launch that each is in
+        place = {rank: at for at, rank in enumerate(ranks)}
+        outer = dict.fromkeys(ranks, (0, place))
+        self._groups: list[dict[int, tuple[int, dict[int, int]]]] = [outer]
+        for level in levels:
+            inner: dict[int, tuple[int, dict[int, int]]] = {}
+            for number, members in enumerate(level):
+                of = {at: place[rank] for at, rank in enumerate(members)}
+                inner.update(dict.fromkeys(members, (number, of)))
+            self._groups.append(inner)
+
+    def run(self) -> str:
+        """Runs all ranks to their ends; returns why they can't end, or nothing."""
+        ready = list(range(len(self._ranks)))
+        try:
+            while ready:
+                place = ready.pop()
+                if self._at[place] < len(self._steps[place]):
+                    moved = self._try(place)
+                    for one in moved:
+                        self._at[one] += 1
+                    ready += moved
+        except _WrongError as exc:
+            return str(exc)
+        left = [self._ready(place) for place in range(len(self._ranks))]
+        if any(left):
+            return f"deadlocks at {[step.kind.value if step else 'end' for step in left]}"
+        return ""
+
+    def _ready(self, place: int) -> Step | None:
+        steps, at = self._steps[place], self._at[place]
+        return steps[at] if at < len(steps) else None
+
+    def _try(self, place: int) -> Sequence[int]:
+        """Runs the kernel that a rank has just reached, if all are there; returns who has moved on."""
+        step = self._steps[place][self._at[place]]
+        if step.kind is Local.COMMIT:
+            return (place,)
+        if step.kind is Local.COPY:
+            self._write(place, step.dst, step.dst_piece, self._read(place, step.src, step.src_piece))
+            return (place,)
+        if step.kind in CROSSINGS:
+            self._write(place, step.dst, -1, self._read(place, step.src, -1))
+            return (place,)
+        launch = self._enter(place, step)
+        if step.kind in (OpKind.SEND, OpKind.RECV):
+            return self._pair(place, step, launch)
+        launch.waiting += 1
+        if launch.waiting < len(launch.places):
+            return ()
+        launch.waiting = 0
+        return self._together(launch)
+
+    def _enter(self, place: int, step: Step) -> _Launch:
+        """The launch of a step; a rank is in one at a time."""
+        level, rank = step.level, self._ranks[place]
+        number, of = self._groups[level].get(rank, (-1, {})) if 0 <= level < len(self._groups) else (-1, {})
+        key = (step.at, level, number, step.ranks)
+        launch = self._launches.get(key)
+        if launch is None:
+            if not set(step.ranks) <= set(of) or list(step.ranks) != sorted(set(step.ranks)):
+                raise _WrongError(f"deadlocks: rank {rank} waits for ranks {step.ranks} at level {level}")
+            launch = self._launches[key] = _Launch(of, step.ranks)
+        at, entered = self._now[place]
+        if at == step.at and entered is not launch:
+            raise _WrongError(f"deadlocks: rank {rank} is in two launches at once")
+        if entered is not launch and place not in launch.members:
+            raise _WrongError(f"deadlocks: rank {rank} has no part in a launch of ranks {step.ranks}")
+        self._now[place] = step.at, launch
+        return launch
+
+    def _pair(self, place: int, step: Step, launch: _Launch) -> Sequence[int]:
+        there = launch.of.get(step.peer, -1)
+        other = self._ready(there) if there >= 0 and there != place else None
+        if other is None or {step.kind, other.kind} != {OpKind.SEND, OpKind.RECV}:
+            return ()
+        is_same = (other.at, other.level, other.ranks) == (step.at, step.level, step.ranks)
+        if not is_same or self._now[there] != (step.at, launch):
+            return ()
+        if launch.of.get(other.peer, -1) != place:
+            return ()
+        (giver, give), (taker, take) = sorted(
+            ((place, step), (there, other)), key=lambda one: one[1].kind is OpKind.RECV
+        )
+        self._write(taker, take.dst, take.dst_piece, self._read(giver, give.src, give.src_piece))
+        return place, there
+
+    def _together(self, launch: _Launch) -> Sequence[int]:
+        places = launch.places
+        steps = [self._steps[place][self._at[place]] for place in places]
+        first = steps[0]
+        if first.kind not in _EFFECTS or len({(step.kind, step.op, step.peer) for step in steps}) > 1:
+            return ()
+        root = launch.of.get(first.peer, -1)
+        if first.kind in _ROOTED and root not in places:
+            return ()
+        gives, takes = PIECES.get(first.kind, (False, False))
+        if gives != takes and any(step.src == step.dst for step in steps):
+            return ()  # one buffer can't be one value and one per rank
+        read = [self._read(place, step.src, step.src_piece) for place, step in zip(places, steps, strict=True)]
+        at = places.index(root) if root in places else -1
+        written = _EFFECTS[first.kind](self._folds, read, at)
+        for place, step, cell in zip(places, steps, written, strict=True):
+            self._write(place, step.dst, step.dst_piece, cell)
+        return places
+
+    def _read(self, place: int, buffer: int, piece: int) -> Cell:
+        cell = self.memory[place].get(buffer, ())
+        if piece >= 0:
+            return (cell[piece],) if piece < len(cell) else ()
+        return tuple(cell)
+
+    def _write(self, place: int, buffer: int, piece: int, cell: Cell) -> None:
+        if buffer < 0:
+            return
+        if piece < 0:
+            self.memory[place][buffer] = cell
+            return
+        count = len(self._ranks)
+        held = self.memory[place].get(buffer)
+        if not isinstance(held, list):
+            held = list(held) if held is not None and len(held) == count else [None] * count
+            self.memory[place][buffer] = held
+        if not piece < count:
+            raise _WrongError(f"writes piece {piece} of {count}")
+        held[piece] = cell[0] if len(cell) == 1 else None
+
+
+class _WrongError(Exception):
+    """A step makes no sense."""
+
+
+class Folds:
+    """How values are folded."""
+
+    __slots__ = ("averages", "bitwise")
+
+    def __init__(self, bitwise: bool, averages: bool) -> None:
+        self.bitwise: bool = bitwise  # whether a fold keeps how its values were folded before
+        self.averages: bool = averages  # an average's result can't be folded again
+
+    def symbol(self, symbols: Sequence[Symbol | None]) -> Symbol | None:
+        """Folds values from left to right."""
+        folded: list[Any] = []
+        for at, symbol in enumerate(symbols):
+            if symbol is None or (self.averages and len(symbol) > 1):
+                return None
+            if at == 0 or len(symbol) == 1 or not self.bitwise:
+                folded += symbol
+            else:
+                folded.append(symbol)
+        return tuple(folded)
+
+    def cells(self, cells: Sequence[Cell]) -> Cell:
+        """Folds piece by piece; an invalid result where the cells differ in form."""
+        if len({len(cell) for cell in cells}) > 1:
+            return ()
+        return tuple(self.symbol(symbols) for symbols in zip(*cells, strict=True))
+
+
+def _everywhere(cell: Cell, read: list[Cell]) -> list[Cell]:
+    return [cell] * len(read)
+
+
+def _at(root: int, cell: Cell, read: list[Cell]) -> list[Cell]:
+    return [cell if i == root else () for i in range(len(read))]
+
+
+def _transposed(read: list[Cell]) -> list[Cell]:
+    count = len(read)
+    if any(len(cell) != count for cell in read):
+        return [()] * count
+    return [tuple(cell[i] for cell in read) for i in range(count)]
+
+
+_EFFECTS: dict[OpKind, Callable[[Folds, list[Cell], int], list[Cell]]] = {
+    OpKind.ALLREDUCE: lambda folds, read, root: _everywhere(folds.cells(read), read),
+    OpKind.REDUCE: lambda folds, read, root: _at(root, folds.cells(read), read),
+    OpKind.BROADCAST: lambda folds, read, root: _everywhere(read[root], read),
+    OpKind.ALLGATHER: lambda folds, read, root: _everywhere(tuple(symbol for cell in read for symbol in cell), read),
+    OpKind.GATHER: lambda folds, read, root: _at(root, tuple(symbol for cell in read for symbol in cell), read),
+    OpKind.SCATTER: lambda folds, read, root: (
+        [(symbol,) for symbol in read[root]] if len(read[root]) == len(read) else [()] * len(read)
+    ),
+    OpKind.REDUCESCATTER: lambda folds, read, root: [(folds.symbol(cell),) for cell in _transposed(read)],
+    OpKind.ALLTOALL: lambda folds, read, root: _transposed(read),
+    OpKind.BARRIER: lambda folds, read, root: _everywhere((), read),
+}
+"""A kernel in which all ranks take part: (how to fold, what each reads, the root's place) -> what each writes."""
+
+_ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)

@@ -1,0 +1,378 @@
+"""Fetching tensors from the process that holds them, over data connections: both ends.
+
+Tensors have connections of their own, so that an abort never waits behind one. A process keeps idle connections and
+uses each from one thread at a time.
+
+Where both ends are on one machine, no bytes are sent: the holder tells where they lie in its arena, and holds off plans
+that would write them; the client copies them once, and says so. It has `lending_s` for that. The holder counts from its
+answer and the client from its question, so that a client that was in time has read what was lent. Tensors outside the
+arena are copied to it first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.channel import DataClient, DataLink
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed
+from raycollect.core import sockets, threads
+from raycollect.core.model import Address, BufferRef, Key, Segment, Structure, TensorInfo
+from raycollect.core.ray_internals import memory_domain
+from raycollect.errors import (
+    ChannelError,
+    ConnectionLostError,
+    HolderUnreachableError,
+    ProtocolError,
+    RaycollectError,
+    TensorLostError,
+    Violation,
+    anew,
+    from_wire,
+    refusal,
+    to_wire,
+)
+from raycollect.pos import Absence, Container, State, Store, tensors
+from raycollect.pos.segments import Segments
+
+MAX_IDLE = 32
+"""How many idle data connections a process keeps; the least recently used is closed first."""
+
+LENT_FROM_NBYTES = 64 << 10
+"""The smallest value that is read in place; a smaller one is sent with the answer."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0
+"""The pause before an unreachable holder is asked again; it doubles each time."""
+
+FULL_S = 3.0
+"""How long to wait while this process can't open another connection."""
+
+FREE_S = 30.0
+"""How long a holder may take to free values."""
+
+LENDING_S, LENDING_RATE = 5.0, 500e6
+"""A value is lent for so many seconds, and one more for so many bytes."""
+
+
+def lending_s(nbytes: int) -> float:
+    """How long a value of that size is lent, in seconds."""
+    return LENDING_S + nbytes / LENDING_RATE
+
+
+class _OutOfReach(Exception):
+    """What was lent could not be read, or not in time."""
+
+
+class _Clients:
+    """Idle data connections of this process, and the stores that live in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[tuple[tuple[str, int], DataClient]] = []
+        self.local: dict[bytes, Store] = {}
+
+    def request(self, address: Address, message: Any, until_s: float, read: Callable[[DataClient, Any], Any]) -> Any:
+        """Asks again while the holder is out of reach, not gone, and there is time; `read` reads the answer."""
+        pause_s, full_until_s = FIRST_PAUSE_S, min(until_s, time.monotonic() + FULL_S)
+        while True:
+            try:
+                client = self._take((address.host, address.port))
+                client = client or DataClient(address, until_s - time.monotonic())
+                return self._ask(address, client, message, until_s - time.monotonic(), read)
+            except ConnectionLostError as exc:
+                if _is_gone(exc) or time.monotonic() + pause_s >= (full_until_s if _is_full(exc) else until_s):
+                    raise
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, client in idle:
+            client.close()
+
+    def _ask(
+        self, address: Address, client: DataClient, message: Any, timeout_s: float, read: Callable[..., Any]
+    ) -> Any:
+        try:
+            answer = client.request(message, timeout_s)
+            result = from_wire(answer.error) if isinstance(answer, Failed) else read(client, answer)
+        except BaseException:
+            client.close()
+            raise
+        self._give((address.host, address.port), client)
+        if isinstance(result, RaycollectError):
+            raise anew(result)
+        return result
+
+    def _take(self, place: tuple[str, int]) -> DataClient | None:
+        with self._lock:
+            for i, (other, client) in enumerate(self._idle):
+                if other == place:
+                    del self._idle[i]
+                    return client
+        return None
+
+    def _give(self, place: tuple[str, int], client: DataClient) -> None:
+        with self._lock:
+            self._idle.append((place, client))
+            surplus = self._idle[:-MAX_IDLE]
+            del self._idle[:-MAX_IDLE]
+        for _, old in surplus:
+            old.close()
+
+
+def _is_gone(error: ConnectionLostError) -> bool:
+    """Nobody listens any more where the holder did: its process has ended."""
+    return isinstance(error.__cause__, ConnectionRefusedError)
+
+
+def _is_full(error: ConnectionLostError) -> bool:
+    return isinstance(error.__cause__, OSError) and error.__cause__.errno in sockets.FULL
+
+
+_clients = _Clients()
+
+
+def register_local(secret: bytes, store: Store) -> None:
+    """Makes fetches from this process's own participant return the very object; the runtime calls it once."""
+    _clients.local[secret] = store
+
+
+def close_idle() -> None:
+    """Closes the idle data connections of this process."""
+    _clients.close()
+
+
+def fetch(address: Address, key: Key, *, actor: str, incarnation: str = "", timeout_s: float = 60.0) -> Any:
+    """Fetches the value of a key from its holder; any thread may call it.
+
+    In the holder's own process this is the very object, anywhere else a copy. `actor` and `incarnation` name the holder
+    and its process in messages.
+
+    Raises:
+        TensorFreedError: It was freed.
+        TensorDirtyError: A failed collective left it half-written.
+        TensorLostError: The holder does not have it, or is gone.
+        HolderUnreachableError: The holder could not be reached in time.
+    """
+    local = _clients.local.get(address.secret)
+    if local is not None:
+        return find(local, key).value
+    until_s = time.monotonic() + timeout_s
+    try:
+        try:
+            return _request(address, key, until_s, memory_domain())
+        except _OutOfReach:
+            return _request(address, key, until_s, "")
+    except ChannelError as exc:
+        raise _no_answer("get", key, actor, incarnation, exc) from exc
+
+
+def _request(address: Address, key: Key, until_s: float, domain: str) -> Any:
+    asked_s = time.monotonic()
+    message = Fetch(key=key, timeout_s=max(until_s - asked_s, 0.0), domain=domain)
+    return _clients.request(address, message, until_s, lambda client, answer: _read_value(client, answer, asked_s))
+
+
+def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
+    """Frees values in their holder, and returns how many it held; any thread may call it.
+
+    Raises:
+        TensorLostError: The holder is gone.
+        HolderUnreachableError: The holder could not be reached in time.
+    """
+    local = _clients.local.get(address.secret)
+    if local is not None:
+        return local.free(keys)
+    try:
+        until_s = time.monotonic() + FREE_S
+        count: int = _clients.request(
+            address, Free(keys=list(keys)), until_s, lambda _, answer: _expect(answer, Freed).count
+        )
+        return count
+    except ChannelError as exc:
+        raise _no_answer("free", keys[0], actor, incarnation, exc) from exc
+
+
+def _read_value(client: DataClient, answer: Any, asked_s: float) -> Any:
+    structure, infos, refs = _read_description(_expect(answer, Fetched).found)
+    sent = [info.nbytes for info, ref in zip(infos, refs, strict=True) if ref is None]
+    if sum(sent) != answer.blob_nbytes:
+        raise ProtocolError(detail="the announced bytes are not those of the tensors")
+    tensors = []
+    for info, ref in zip(infos, refs, strict=True):
+        array = np.empty(info.shape, info.dtype)
+        into = array.reshape(-1).view(np.uint8).data
+        if ref is None:
+            client.receive_blob(into)
+        else:
+            _copy_lent(ref, into)
+        tensors.append(arrays.restore(array, info.library))
+    if len(sent) < len(infos):
+        if time.monotonic() - asked_s > lending_s(sum(info.nbytes for info in infos)):
+            raise _OutOfReach
+        client.tell(Copied())
+    return structure.build(tensors)
+
+
+def _copy_lent(ref: BufferRef, into: memoryview) -> None:
+    try:
+        Segments.current().read(ref, into)
+    except OSError as exc:
+        raise _OutOfReach from exc
+
+
+def _read_description(found: dict[str, Any]) -> tuple[Structure, list[TensorInfo], list[BufferRef | None]]:
+    try:
+        structure = Structure.from_plain(found["structure"])
+        infos = [TensorInfo(shape=tuple(s), dtype=d, itemsize=i, library=lib) for s, d, i, lib in found["infos"]]
+        samples = [np.empty(0, info.dtype) for info in infos]
+        segment = Segment(*found["segment"])
+        places = zip(infos, found["offsets"], strict=True)
+        refs = [None if at is None else BufferRef(segment, at, info.nbytes) for info, at in places]
+        sound = structure.count == len(infos) and all(
+            arrays.is_tensor(sample) and sample.itemsize == info.itemsize and min(info.shape, default=0) >= 0
+            for sample, info in zip(samples, infos, strict=True)
+        )
+        sound = sound and all(0 <= ref.offset <= segment.nbytes - ref.nbytes for ref in refs if ref)
+    except (ValueError, TypeError, LookupError) as exc:
+        raise ProtocolError(detail=f"a malformed description of tensors: {exc}") from exc
+    if not sound:
+        raise ProtocolError(detail="a description of tensors that can't be")
+    return structure, infos, refs
+
+
+def _expect(answer: Any, kind: type[Any]) -> Any:
+    if not isinstance(answer, kind):
+        raise ProtocolError(detail=f"{type(answer).__name__} where {kind.__name__} was due")
+    return answer
+
+
+def _no_answer(op: str, key: Key, actor: str, incarnation: str, cause: ChannelError) -> RaycollectError:
+    if isinstance(cause, ConnectionLostError) and not _is_gone(cause):
+        short = sockets.shortage(1) if _is_full(cause) else ""
+        detail = f"{cause.detail}; {short}" if short else cause.detail
+        return HolderUnreachableError(op=op, actor=actor, ref=key.hex(), detail=detail, peer=cause.peer)
+    found = f"out of reach ({cause.detail})"
+    expected = (
+        f"its process {incarnation[:6]}, whose tensors no restart of the actor brings back" if incarnation else ""
+    )
+    violation = Violation(
+        kind="lost", rank=-1, field="holder", found=found, expected=expected, actor=actor, ref=key.hex()
+    )
+    return TensorLostError(op=op, group_name="", violations=(violation,))
+
+
+def find(store: Store, key: Key) -> Container:
+    """The container of a key; raises as `fetch` does."""
+    found = store.look(key)
+    if isinstance(found, Absence):
+        if found.state is State.FREED:
+            raise _refused("freed", "freed", key)
+        raise _refused("lost", f"not there ({f'{found.state.value} {found.detail}'.rstrip()})", key)
+    try:
+        ranges = [arrays.byte_range(arrays.memory(tensor)) for tensor in found.tensors]
+    except TypeError as exc:
+        raise _refused("not_tensor", str(exc), key) from exc
+    if store.is_dirty(ranges):
+        raise _refused("dirty", "half-written by a failed collective", key)
+    return found
+
+
+def serve(link: DataLink, store: Store) -> None:
+    """Answers one data connection until it ends, on a thread of its own in the holder."""
+    while True:
+        message = link.receive()
+        if message is None:
+            return
+        before = link.sent
+        try:
+            if isinstance(message, Fetch):
+                _serve_fetch(link, store, message)
+            elif isinstance(message, Free):
+                link.send(Freed(count=store.free([Key(key) for key in message.keys])))
+            else:
+                raise ProtocolError(detail=f"{type(message).__name__} has no place on a data connection")
+        except ChannelError:
+            raise
+        except RaycollectError as exc:
+            link.send(Failed(error=to_wire(exc)))
+        except Exception as exc:
+            if link.sent > before:  # no other answer is due
+                raise
+            link.send(Failed(error=to_wire(threads.failed(f"answering {type(message).__name__}", exc))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """One tensor as it is given to a client."""
+
+    info: TensorInfo  # what the client will have
+    array: arrays.Array  # the elements, native and contiguous
+    ref: BufferRef | None  # where they can be read; None: they are sent
+    is_copy: bool  # whether the tensor itself may change meanwhile
+
+
+def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
+    key = Key(message.key)
+    container = find(store, key)
+    views = [arrays.memory(tensor) for tensor in container.tensors]
+    nbytes = sum(view.nbytes for view in views)
+    lend = message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES
+    with ExitStack() as claim:
+        claim.enter_context(store.reading([arrays.byte_range(view) for view in views]))
+        find(store, key)  # once more: the plan that was waited for may have failed
+        pairs = list(zip(views, container.tensors, strict=True))
+        offers = [_offer(view, tensor, lend) for view, tensor in pairs]
+        if any(offer.ref is None and offer.array.nbytes for offer in offers):  # the arena is full: none is lent
+            offers = [_offer(view, tensor, False) for view, tensor in pairs]
+        if all(offer.is_copy for offer in offers):
+            claim.close()  # a slow reader of copies holds up nobody
+        blobs = [offer.array.reshape(-1).view(np.uint8).data for offer in offers if offer.ref is None]
+        found = _describe(container.structure, offers)
+        link.send(Fetched(found=found, blob_nbytes=sum(blob.nbytes for blob in blobs)), blobs)
+        if len(blobs) < len(offers):
+            answer = link.receive(lending_s(nbytes))
+            if answer is not None:  # else the client is gone, or too slow
+                _expect(answer, Copied)
+
+
+def _offer(view: Any, tensor: object, lend: bool) -> _Offer:
+    """One tensor, lent in place or copied; the copy lies in the arena if it can be lent there."""
+    info = arrays.info(view, arrays.library(tensor))
+    if not lend or isinstance(view, arrays.DeviceArray):
+        copy = arrays.copy_to_host(view).astype(info.dtype, copy=False)
+        return _Offer(replace(info, device="cpu"), copy, None, is_copy=True)
+    if view.flags.c_contiguous and view.dtype.isnative and (ref := _located(view)) is not None:
+        return _Offer(info, view, ref, is_copy=False)
+    copy = tensors.allocate(replace(info, library="numpy"))
+    np.copyto(copy, view)
+    return _Offer(info, copy, _located(copy), is_copy=True)
+
+
+def _located(array: arrays.Array) -> BufferRef | None:
+    return Segments.current().locate(array.ctypes.data, array.nbytes)
+
+
+def _describe(structure: Structure, offers: Sequence[_Offer]) -> dict[str, Any]:
+    infos = [offer.info for offer in offers]
+    segment = next((offer.ref.segment for offer in offers if offer.ref), Segment(0, 0, b"", 0))
+    return {
+        "structure": structure.to_plain(),
+        "infos": [(list(info.shape), info.dtype, info.itemsize, info.library) for info in infos],
+        "segment": list(astuple(segment)),
+        "offsets": [offer.ref.offset if offer.ref else None for offer in offers],
+    }
+
+
+def _refused(kind: str, found: str, key: Key) -> RaycollectError:
+    violation = Violation(kind=kind, rank=-1, field="tensor", found=found, ref=key.hex())
+    return refusal("get", "", (violation,))

@@ -1,0 +1,153 @@
+"""Handles: what `ray.get` returns for a value that stays in its participant's store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.backends.device_arrays import put_on_gpu
+from raycollect.core import html
+from raycollect.core.model import Address, Key, Structure, TensorInfo
+from raycollect.core.placeholder import Placeholder
+from raycollect.errors import HandleAttributeError, HandleError
+from raycollect.planner.wording import counted, nbytes_words
+from raycollect.pos import Container, fetch
+
+MOST_ROWS = 20
+"""How many tensors of a handle are shown; the others are counted."""
+
+_FETCH = "fetch the value by col.get(ref), or by col.get(handle)"
+
+_HEAD = ("where", "shape", "dtype", "bytes", "device", "library")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Handle(Placeholder):
+    """A few hundred bytes that stand for tensors in a participant.
+
+    `raycollect.get(ref)` fetches them; for a single tensor, `numpy.asarray(handle)` does so too. A method of the
+    participant that holds them gets the very tensor for the ref; a method of another participant gets a copy. Using the
+    handle as the value (its truth, operators, items, attributes of the value) raises HandleError.
+
+    Attributes:
+        key: The id of the ObjectRef that the method returned.
+        actor_id: The participant's Ray actor id, in hexadecimal.
+        actor: Its name for people: ``Worker(3f2a91)``.
+        address: Where it can be fetched.
+        structure: One tensor, or how several are put together.
+        infos: Shape, dtype and device of each tensor.
+        incarnation: Ray's id of the process that holds them: a restarted actor has a new one, and the tensors are lost.
+        token: Keeps the value alive while any copy of this handle exists.
+    """
+
+    key: Key
+    actor_id: str
+    actor: str
+    address: Address
+    structure: Structure
+    infos: tuple[TensorInfo, ...]
+    incarnation: str = ""
+    token: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of a single tensor; HandleAttributeError where there are several."""
+        return self._single("shape").shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of a single tensor; HandleAttributeError where there are several."""
+        return np.dtype(self._single("dtype").dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all its tensors."""
+        return sum(info.nbytes for info in self.infos)
+
+    @property
+    def words(self) -> str:
+        """Its tensors in words; of more than three the first ones, and how many there are."""
+        what = ", ".join(str(info) for info in self.infos[:3])
+        return what if len(self.infos) <= 3 else f"{what}, ... ({len(self.infos)} tensors)"
+
+    def fetch(self, timeout_s: float = 60.0) -> Any:
+        """Fetches the value: the very object in the process that holds it, a copy anywhere else.
+
+        Raises:
+            TensorFreedError: It was freed.
+            TensorLostError: The process that held it is gone.
+            HolderUnreachableError: It could not be reached in time.
+            TensorDirtyError: A failed collective left it half-written.
+        """
+        return fetch.fetch(self.address, self.key, actor=self.actor, incarnation=self.incarnation, timeout_s=timeout_s)
+
+    def fetch_for_use(self) -> Any:
+        """Fetches the value as a method gets it: tensors on a GPU of the holder come to the current GPU here.
+
+        Where this process has no GPU, or not the library, they come to the host's memory. Raises what `fetch` does.
+        """
+        value = self.fetch()
+        found = Container.of(value, arrays.is_tensor)
+        if found is None or all(info.device == "cpu" for info in self.infos):
+            return value
+        pairs = zip(found.tensors, self.infos, strict=True)
+        tensors = [one if info.device == "cpu" else put_on_gpu(one, info.library) for one, info in pairs]
+        return found.structure.build(tensors)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Fetches a single tensor; for `numpy.asarray(handle)`."""
+        self._single()
+        array = np.asarray(self.fetch(), dtype=dtype)
+        return array.copy() if copy else array
+
+    @html.shown
+    def _repr_html_(self) -> str:
+        count, kind = len(self.infos), self.structure.kind
+        what = "tensor" if kind == "tensor" else f"{kind} of {counted(count, 'tensor')}"
+        cut = 1 if kind == "tensor" else 0  # a single one is nowhere in anything
+        pairs = zip(_places(self.structure), self.infos, strict=False)
+        rows = ((place, *_cells(info))[cut:] for place, info in pairs)
+        return html.block(
+            "handle",
+            f"{what}, {nbytes_words(self.nbytes)}, kept in {self.actor}",
+            html.table(_HEAD[cut:], rows, right={"bytes"}, count=count, most=MOST_ROWS),
+            html.line(self._how()),
+        )
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self._what()}; {self._how()}>"
+
+    def _how(self) -> str:
+        if self.structure.kind == "tensor":
+            return "raycollect.get(ref) or numpy.asarray(handle) fetches it"
+        return "raycollect.get(ref) fetches them"
+
+    def _single(self, name: str = "") -> TensorInfo:
+        if self.structure.kind != "tensor":
+            raise self._misused(name)
+        return self.infos[0]
+
+    def _misused(self, name: str = "") -> Exception:
+        if name:
+            return HandleAttributeError(detail=f"a handle of {self._what()} has no attribute {name!r}: {_FETCH}")
+        return HandleError(detail=f"a handle of {self._what()} was used as the value: {_FETCH}")
+
+    def _what(self) -> str:
+        kind = "" if self.structure.kind == "tensor" else f"{self.structure.kind} of "
+        return f"{kind}{self.words} kept in {self.actor}"
+
+
+def _cells(info: TensorInfo) -> tuple[object, ...]:
+    return list(info.shape), info.dtype, nbytes_words(info.nbytes), info.device, info.library
+
+
+def _places(structure: Structure) -> Iterator[str]:
+    if structure.kind == "tensor":
+        yield ""
+        return
+    for name, item in zip(structure.names or range(len(structure.items)), structure.items, strict=False):
+        yield from (f"[{name!r}]{place}" for place in _places(item))

@@ -1,0 +1,159 @@
+"""Tensors in the arena of this process: the public constructors, and the outputs of collectives.
+
+Participants of one machine work on such tensors in place, without a copy. Otherwise they are ordinary numpy arrays and
+torch tensors, made in any process, with Ray or without; their memory is freed with the last view of them. Where there
+is no shared memory, a warning says so once, and they lie in ordinary memory.
+
+A forked child shares the tensors of its parent: what one of the two writes, the other reads.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable
+from importlib import import_module
+from typing import Any, SupportsIndex
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.core.model import TensorInfo
+from raycollect.errors import ArenaFullError, Violation, refusal
+from raycollect.pos.arena import ArenaStatistics
+from raycollect.pos.segments import Segments
+
+Shape = SupportsIndex | Iterable[SupportsIndex]
+
+_LIBRARIES = ("numpy", "torch")
+
+
+def empty(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
+    """Makes a tensor in shared memory whose contents are undefined, in C order.
+
+    Args:
+        shape: The extent of each dimension, or the only one.
+        dtype: An element type of numpy or torch, or its name: ``"bfloat16"``.
+        like: A tensor of the library that the result should have; nothing else of it matters, as in numpy.
+        library: ``"numpy"`` or ``"torch"``, instead of `like`.
+
+    Raises:
+        ArenaFullError: The arena has no allocate_array for it; a MemoryError as well.
+        InvalidArgumentError: The shape, the dtype or the library is invalid; a ValueError as well.
+    """
+    made = _Constructor("empty", like, library)
+    return made.finish(made.allocate_array(shape, dtype))
+
+
+def zeros(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
+    """Makes a tensor of zeros in shared memory; see `empty`."""
+    return _filled("zeros", shape, 0, dtype, like, library)
+
+
+def ones(shape: Shape, dtype: Any = np.float64, *, like: object = None, library: str | None = None) -> Any:
+    """Makes a tensor of ones in shared memory; see `empty`."""
+    return _filled("ones", shape, 1, dtype, like, library)
+
+
+def full(shape: Shape, fill_value: Any, dtype: Any = None, *, like: object = None, library: str | None = None) -> Any:
+    """Makes a tensor in shared memory that holds `fill_value`, broadcast to the shape; see `empty`.
+
+    Its element type is that of the value where `dtype` is None.
+    """
+    value = _as_host_array(fill_value)
+    return _filled("full", shape, value, value.dtype if dtype is None else dtype, like, library)
+
+
+def array(object: Any, dtype: Any = None, *, like: object = None, library: str | None = None) -> Any:
+    """Copies a tensor of any library and device, or what numpy can make an array of, into shared memory; see `empty`.
+
+    Element type and library are those of the object where they are not given.
+    """
+    made = _Constructor("array", like if library or like is not None else object, library)
+    seen = _as_host_array(object)
+    copy = made.allocate_array(seen.shape, seen.dtype if dtype is None else dtype)
+    np.copyto(copy, seen, casting="unsafe")
+    return made.finish(copy)
+
+
+def arena_statistics() -> ArenaStatistics:
+    """Tells what this process holds in shared memory for tensors; the first tensor makes it."""
+    return Segments.current().statistics()
+
+
+def allocate(info: TensorInfo) -> Any:
+    """Allocates an output of a collective, contents undefined: in the arena if possible, else in ordinary memory."""
+    if info.device != "cpu" or not info.nbytes:
+        return arrays.empty(info)
+    try:
+        memory = Segments.current().allocate(info.nbytes)
+    except (ArenaFullError, OSError):
+        return arrays.empty(info)
+    return arrays.restore(memory.view(np.dtype(info.dtype)).reshape(info.shape), info.library)
+
+
+class _Constructor:
+    """One call of a constructor: checks its arguments and makes the tensor."""
+
+    def __init__(self, op: str, like: object, library: str | None) -> None:
+        self._op = op
+        self._library = library or arrays.library(like)
+        if self._library not in _LIBRARIES:
+            raise self._refused("library", library, "'numpy' or 'torch'")
+        if self._library == "torch":
+            import_module("torch")  # `arrays` looks for it among the modules that are loaded
+
+    def allocate_array(self, shape: Shape, dtype: Any) -> arrays.Array:
+        extents, element = self._shape(shape), self._dtype(dtype)
+        nbytes = int(np.prod(extents, dtype=object)) * element.itemsize
+        if not nbytes:
+            return np.empty(extents, element)
+        try:
+            memory = Segments.current().allocate(nbytes)
+        except OSError:  # there is no arena, and a warning was logged
+            return np.empty(extents, element)
+        return memory.view(element).reshape(extents)
+
+    def finish(self, made: arrays.Array) -> Any:
+        return arrays.restore(made, self._library)
+
+    def _shape(self, shape: Shape) -> tuple[int, ...]:
+        try:
+            extents = tuple(map(operator.index, shape if isinstance(shape, Iterable) else (shape,)))
+        except TypeError:
+            extents = (-1,)
+        if any(extent < 0 for extent in extents):
+            raise self._refused("shape", shape, "integers of at least 0")
+        return extents
+
+    def _dtype(self, dtype: Any) -> np.dtype[Any]:
+        torch = sys.modules.get("torch")
+        name = str(dtype).removeprefix("torch.") if torch and isinstance(dtype, torch.dtype) else dtype
+        try:
+            found = np.dtype(name)
+        except TypeError:
+            found = np.dtype(object)
+        if not arrays.is_number(found):
+            raise self._refused("dtype", dtype, "a type of numbers that numpy or ml_dtypes has")
+        if self._library == "torch" and not (found.isnative and hasattr(torch, found.name)):
+            raise self._refused("dtype", dtype, "a type that torch has")
+        return found
+
+    def _refused(self, field: str, found: object, expected: str) -> Exception:
+        violation = Violation(kind="argument", rank=-1, field=field, found=repr(found), expected=expected)
+        return refusal(self._op, "", (violation,))
+
+
+def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library: str | None) -> Any:
+    made = _Constructor(op, like, library)
+    filled = made.allocate_array(shape, dtype)
+    np.copyto(filled, value, casting="unsafe")
+    return made.finish(filled)
+
+
+def _as_host_array(value: Any) -> arrays.Array:
+    value = arrays.resolved(value)
+    seen = arrays.view(value)
+    if isinstance(seen, arrays.DeviceArray):
+        return arrays.copy_to_host(seen)
+    return np.asarray(value) if seen is None else seen

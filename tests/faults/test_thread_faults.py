@@ -1,0 +1,41 @@
+"""A fault in the threads that there are with Ray only; see `tests/pure/test_thread_faults.py` for all others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.errors import InternalError
+from tests.faults import inject
+from tests.ray.workers import Buffers
+
+TESTED = frozenset({"raycollect-kernel", "raycollect-plan"})
+
+
+@ray.remote
+class Async(Buffers):
+    """Its methods may overlap, so that plans run in threads of their own."""
+
+    async def rest(self) -> None:
+        """Makes it so."""
+
+
+@pytest.mark.parametrize(("inplace", "thread"), [(True, "raycollect-plan"), (False, "raycollect-kernel")])
+def test_a_program_that_fails_in_an_unforeseen_way_is_told_and_the_next_one_runs(
+    actors: Any, inplace: bool, thread: str
+) -> None:
+    workers = actors(Async, 2)
+    group = col.declare_collective_group(workers)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    ray.get(refs)
+    ray.get(workers[1].__ray_call__.remote(inject.put_failing, "raycollect.member.lease:Lease", "_run", thread))
+    with pytest.raises(InternalError, match="injected on raycollect-"):
+        col.allreduce_refs(refs, inplace=inplace, timeout_s=20)
+    assert ray.get(workers[1].__ray_call__.remote(inject.end_failing)).startswith(thread)
+    assert [member.answers for member in group.status().members] == [True, True]
+    for one in col.get(col.allreduce_refs(refs, inplace=inplace)):
+        np.testing.assert_array_equal(one, np.full(10, 2, np.float32))

@@ -1,0 +1,503 @@
+"""Groups in the shape of `ray.util.collective`'s `BaseGroup` as backends, and the options that they are given."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from raycollect import backends, types
+from raycollect.backends.adopted import AdoptedCommunicator, adopt, register_collective_backend
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.errors import (
+    BackendNotInstalledError,
+    BackendUnavailableError,
+    GroupBrokenError,
+    KernelError,
+    PlanAbortedError,
+    UnsupportedError,
+)
+from tests.pure.communicators import ThreadTeam
+
+WAIT_S = 20.0
+UFUNCS = {
+    types.ReduceOp.SUM: np.add,
+    types.ReduceOp.PRODUCT: np.multiply,
+    types.ReduceOp.MIN: np.minimum,
+    types.ReduceOp.MAX: np.maximum,
+}
+
+
+class Meeting:
+    """Where the ranks of one group come together."""
+
+    def __init__(self, world_size: int) -> None:
+        self.barrier = threading.Barrier(world_size, timeout=WAIT_S)
+        self.slots: list[Any] = [None] * world_size
+        self.pairs: dict[tuple[int, int], queue.Queue[np.ndarray]] = defaultdict(queue.Queue)
+
+
+class Threads:
+    """A `BaseGroup` whose ranks are threads. It is as careless with its inputs as its contract allows."""
+
+    meetings: ClassVar[dict[str, Meeting]] = {}
+    guard: ClassVar[threading.Lock] = threading.Lock()
+    made: ClassVar[list[Threads]] = []
+
+    def __init__(self, world_size: int, rank: int, group_name: str, **options: Any) -> None:
+        self.world_size, self.rank, self.group_name, self.options = world_size, rank, group_name, options
+        self.calls: list[Any] = []
+        self.destroyed = 0
+        with self.guard:
+            self.meeting = self.meetings.setdefault(group_name, Meeting(world_size))
+            self.made.append(self)
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return True
+
+    def destroy_group(self) -> None:
+        self.destroyed += 1
+
+    def _meet(self, value: Any) -> list[Any]:
+        self.meeting.barrier.wait()
+        self.meeting.slots[self.rank] = value
+        self.meeting.barrier.wait()
+        values = list(self.meeting.slots)
+        self.meeting.barrier.wait()
+        return values
+
+    def _fold(self, tensor: np.ndarray, op: types.ReduceOp) -> np.ndarray:
+        parts = self._meet(tensor.copy())
+        assert len({part.shape for part in parts}) == 1
+        result = parts[0]
+        for part in parts[1:]:
+            result = UFUNCS[op](result, part)
+        return result
+
+    def _check(self, *tensors: np.ndarray) -> None:
+        for tensor in tensors:
+            assert type(tensor) is np.ndarray
+            assert tensor.flags.carray
+            assert tensor.dtype.isnative
+
+    def allreduce(self, tensor: list[np.ndarray], options: types.AllReduceOptions) -> None:
+        self._check(*tensor)
+        self.calls.append(options)
+        tensor[0][...] = self._fold(tensor[0], options.reduceOp)
+
+    def barrier(self, options: types.BarrierOptions) -> None:
+        self.calls.append(options)
+        self._meet(None)
+
+    def reduce(self, tensor: list[np.ndarray], options: types.ReduceOptions) -> None:
+        self._check(*tensor)
+        result = self._fold(tensor[0], options.reduceOp)
+        tensor[0][...] = result if options.root_rank == self.rank else 77
+
+    def broadcast(self, tensor: list[np.ndarray], options: types.BroadcastOptions) -> None:
+        self._check(*tensor)
+        tensor[0][...] = self._meet(tensor[0].copy())[options.root_rank]
+
+    def allgather(
+        self, tensor_list: list[list[np.ndarray]], tensor: list[np.ndarray], options: types.AllGatherOptions
+    ) -> None:
+        self._check(*tensor_list[0], *tensor)
+        for target in tensor_list[0]:
+            target[...] = 0
+        for target, value in zip(tensor_list[0], self._meet(tensor[0].copy()), strict=True):
+            assert target.shape == value.shape
+            target[...] = value
+
+    def reducescatter(
+        self, tensor: list[np.ndarray], tensor_list: list[list[np.ndarray]], options: types.ReduceScatterOptions
+    ) -> None:
+        self._check(*tensor, *tensor_list[0])
+        for piece in tensor_list[0]:
+            piece[...] = self._fold(piece, options.reduceOp)
+        tensor[0][...] = tensor_list[0][self.rank]
+
+    def send(self, tensor: list[np.ndarray], options: types.SendOptions) -> None:
+        self._check(*tensor)
+        self.meeting.pairs[self.rank, options.dst_rank].put(tensor[0].copy())
+
+    def recv(self, tensor: list[np.ndarray], options: types.RecvOptions) -> None:
+        self._check(*tensor)
+        tensor[0][...] = self.meeting.pairs[options.src_rank, self.rank].get(timeout=WAIT_S)
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+    monkeypatch.setattr(Threads, "meetings", {})
+    monkeypatch.setattr(Threads, "made", [])
+
+
+@pytest.fixture(params=[1, 2, 3])
+def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
+    register_collective_backend("Threads", Threads)
+    made = ThreadTeam("threads", request.param)
+    yield made
+    made.close()
+
+
+def values(rank: int, size: int, dtype: str = "int64") -> np.ndarray:
+    return np.random.default_rng([rank, size]).integers(1, 5, size).astype(dtype)
+
+
+def run(team: ThreadTeam, kernel_of: Callable[[int], Kernel], ranks: tuple[int, ...] | None = None) -> None:
+    """One launch as the executor does it, of the kernel that each rank has."""
+    launch = team.launch(ranks)
+
+    def body(communicator: AdoptedCommunicator) -> None:
+        kernel = kernel_of(communicator.rank)
+        communicator.stage(launch, kernel)
+        arrivals = communicator.agree(launch, bytes([communicator.rank]))
+        assert list(arrivals) == [bytes([rank]) for rank in launch.ranks]
+        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        communicator.end(launch, True)
+
+    team.must(body, ranks=ranks)
+
+
+LAYOUTS = {
+    "plain": lambda array: array.copy(),
+    "every other": lambda array: np.repeat(array, 2)[::2],
+    "big-endian": lambda array: array.astype(array.dtype.newbyteorder(">")),
+    "square": lambda array: np.asfortranarray(array.reshape(2, -1)),
+}
+
+
+@pytest.mark.parametrize("how", LAYOUTS)
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.AVG])
+def test_reductions_of_any_layout(team: ThreadTeam, op: ReduceOp, how: str) -> None:
+    world = range(team.world_size)
+    given = [values(rank, 6, "float64") for rank in world]
+    expected = {
+        ReduceOp.SUM: np.sum,
+        ReduceOp.PRODUCT: np.prod,
+        ReduceOp.MIN: np.min,
+        ReduceOp.MAX: np.max,
+        ReduceOp.AVG: np.mean,
+    }[op](given, axis=0)
+    src = [LAYOUTS[how](array) for array in given]
+    for array in src:
+        array.flags.writeable = False
+    out = [LAYOUTS[how](array) for array in given]
+    run(team, lambda rank: Kernel(kind=OpKind.ALLREDUCE, src=src[rank], dst=out[rank], op=op))
+    for rank in world:
+        np.testing.assert_allclose(out[rank].reshape(-1), expected)
+    root = team.world_size - 1
+    landing = np.zeros(6)
+    run(
+        team,
+        lambda rank: Kernel(kind=OpKind.REDUCE, src=src[rank], dst=landing if rank == root else None, op=op, peer=root),
+    )
+    np.testing.assert_allclose(landing, expected)
+    for rank in world:
+        np.testing.assert_array_equal(src[rank].reshape(-1), given[rank], err_msg="a source was written")
+
+
+def test_in_place_and_zero_dimensions(team: ThreadTeam) -> None:
+    arrays = [np.array(float(rank + 1)) for rank in range(team.world_size)]
+    run(team, lambda rank: Kernel(kind=OpKind.ALLREDUCE, src=arrays[rank], dst=arrays[rank], op=ReduceOp.SUM))
+    assert [float(array) for array in arrays] == [sum(range(1, team.world_size + 1))] * team.world_size
+
+
+@pytest.mark.parametrize("how", ["plain", "every other", "big-endian"])
+def test_broadcast_from_each_root(team: ThreadTeam, how: str) -> None:
+    for root in range(team.world_size):
+        arrays = [LAYOUTS[how](values(rank, 8)) for rank in range(team.world_size)]
+        arrays[root].flags.writeable = False
+        own = np.zeros(8)
+        run(
+            team,
+            lambda rank, root=root, arrays=arrays, own=own: (
+                Kernel(kind=OpKind.BROADCAST, src=arrays[root], dst=own, peer=root)
+                if rank == root
+                else Kernel(kind=OpKind.BROADCAST, dst=arrays[rank], peer=root)
+            ),
+        )
+        for array in (*arrays, own):
+            np.testing.assert_array_equal(array, values(root, 8))
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (1, 5, 2), (0, 3, 0), (0, 0, 0)])
+def test_pieces_of_any_size_in_place_and_not(team: ThreadTeam, sizes: tuple[int, ...]) -> None:
+    world = range(team.world_size)
+    for inplace in (False, True):
+        pieces = [tuple(np.full(sizes[peer], -1) for peer in world) for _ in world]
+        for rank in world:
+            pieces[rank][rank][...] = values(rank, sizes[rank])
+        src = [pieces[rank][rank] if inplace else pieces[rank][rank].copy() for rank in world]
+        run(team, lambda rank, p=pieces, s=src: Kernel(kind=OpKind.ALLGATHER, src=s[rank], dst=p[rank], most=5))
+        for rank in world:
+            for peer in world:
+                np.testing.assert_array_equal(pieces[rank][peer], values(peer, sizes[peer]))
+
+        given = [tuple(values(10 * rank + peer, sizes[peer]) for peer in world) for rank in world]
+        kept = [tuple(piece.copy() for piece in row) for row in given]
+        out = [given[rank][rank] if inplace else np.zeros(sizes[rank], np.int64) for rank in world]
+        run(
+            team,
+            lambda rank, g=given, o=out: Kernel(kind=OpKind.REDUCESCATTER, src=g[rank], dst=o[rank], op=ReduceOp.SUM),
+        )
+        for rank in world:
+            np.testing.assert_array_equal(out[rank], np.sum([kept[peer][rank] for peer in world], axis=0))
+            for peer in world:
+                if peer != rank or not inplace:
+                    np.testing.assert_array_equal(given[rank][peer], kept[rank][peer], err_msg="a piece was written")
+
+
+def test_send_and_barrier(team: ThreadTeam) -> None:
+    run(team, lambda rank: Kernel(kind=OpKind.BARRIER))
+    if team.world_size == 1:
+        return
+    giver, taker = 0, team.world_size - 1
+    given, taken = values(1, 6)[::2], np.zeros(6, ">i8")[::2]
+    given.flags.writeable = False
+    run(
+        team,
+        lambda rank: (
+            Kernel(kind=OpKind.SEND, src=given, peer=taker)
+            if rank == giver
+            else Kernel(kind=OpKind.RECV, dst=taken, peer=giver)
+        ),
+        ranks=(giver, taker),
+    )
+    np.testing.assert_array_equal(taken, given)
+
+
+def test_one_calls_reduce_op_is_not_the_next_calls_default() -> None:
+    """Defect 1 of `ray.util.collective`: its `allreduce` stores the op on the options class."""
+    register_collective_backend("threads", Threads)
+    team = ThreadTeam("threads", 2)
+    a, b = np.array([1, 5]), np.array([3, 2])
+    for op, expected in ((ReduceOp.MAX, [3, 5]), (ReduceOp.SUM, [6, 10])):
+        run(
+            team,
+            lambda rank, op=op: Kernel(kind=OpKind.ALLREDUCE, src=(a, b)[rank], dst=(a, b)[rank], op=op),
+        )
+        np.testing.assert_array_equal(a, expected)
+    first, second = (call.reduceOp for call in Threads.made[0].calls)
+    assert (first, second) == (ReduceOp.MAX, ReduceOp.SUM)
+    assert types.AllReduceOptions().reduceOp is ReduceOp.SUM
+    assert Threads.made[0].calls[0].timeout_ms == timedelta(seconds=20)
+    team.close()
+
+
+@pytest.mark.parametrize(
+    "cls", [cls for name in types.__all__ if isinstance(cls := getattr(types, name), type) and name.endswith("Options")]
+)
+def test_options_are_fields_of_each_instance(cls: type[Any]) -> None:
+    for field in dataclasses.fields(cls):
+        changed = cls()
+        setattr(changed, field.name, "changed")
+        assert getattr(changed, field.name) == "changed"
+        assert getattr(cls(), field.name) == field.default
+        assert getattr(cls(**{field.name: "given"}), field.name) == "given"
+    assert cls().timeout_ms == types.unset_timeout_ms == timedelta(milliseconds=-1)
+    with pytest.raises(AttributeError):
+        cls().reduce_op = ReduceOp.MAX  # a slip of the pen is no new attribute
+
+
+# ------------------------------------------------------------------------------- registering
+
+
+class Base(abc.ABC):
+    """As abstract as Ray's."""
+
+    def __init__(self, world_size: int, rank: int, group_name: str) -> None:
+        self.rank = rank
+
+    @classmethod
+    @abc.abstractmethod
+    def check_backend_availability(cls) -> bool: ...
+
+    @abc.abstractmethod
+    def allreduce(self, tensor: Any, options: Any) -> None: ...
+
+    @abc.abstractmethod
+    def send(self, tensor: Any, options: Any) -> None: ...
+
+
+class OnlyAllreduce(Base):
+    """Leaves an abstract method out, as the example in Ray's documentation does."""
+
+    available: ClassVar[bool] = True
+
+    @classmethod
+    def check_backend_availability(cls) -> bool:
+        return cls.available
+
+    def allreduce(self, tensor: Any, options: Any) -> None:
+        if tensor[0].dtype != np.int64:
+            raise NotImplementedError("whole numbers only")
+        tensor[0] *= 2
+
+
+def communicator(cls: type[Any], **options: Any) -> AdoptedCommunicator:
+    register_collective_backend("mine", cls)
+    spec = GroupSpec(name="g", group_id="a/0>1/b", backend="mine", world_size=1, options=tuple(options.items()))
+    exchange = SimpleNamespace(abort=lambda seq: None)
+    return backends.load("MINE", "g")(spec, 0, None, exchange)  # type: ignore[arg-type, return-value]
+
+
+LAUNCH = Launch(seq=1, ranks=(0,), timeout_s=5)
+
+
+def test_only_what_the_class_overrides_is_in_its_line() -> None:
+    made = communicator(OnlyAllreduce)
+    assert backends.ops_of("mine") == ("allreduce",)
+    array = np.arange(3)
+    made.launch(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+    np.testing.assert_array_equal(array, [0, 2, 4])
+    for refuse in (made.stage, made.launch):
+        with pytest.raises(UnsupportedError, match=r"op is send, expected what backend 'mine' runs: allreduce"):
+            refuse(LAUNCH, Kernel(kind=OpKind.SEND, src=array, peer=1))
+        with pytest.raises(UnsupportedError, match=r"reduce op is BXOR, .*SUM, PRODUCT, MIN, MAX, AVG"):
+            refuse(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.BXOR))
+    np.testing.assert_array_equal(array, [0, 2, 4])
+    made.launch(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+
+
+def test_a_subset_of_the_ranks_is_refused() -> None:
+    register_collective_backend("threads", Threads)
+    team = ThreadTeam("threads", 2)
+    kernel = Kernel(kind=OpKind.BARRIER)
+    with pytest.raises(UnsupportedError, match=r"ranks is \[0\], expected .*all of the group"):
+        team.communicators[0].launch(LAUNCH, kernel)
+    team.close()
+
+
+def test_a_failure_in_the_class_is_named_and_breaks_the_group() -> None:
+    made = communicator(OnlyAllreduce)
+    array = np.zeros(2)
+    kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
+    with pytest.raises(KernelError, match="NotImplementedError: whole numbers only") as caught:
+        made.launch(LAUNCH, kernel)
+    assert (caught.value.op, caught.value.group_name, caught.value.rank) == ("allreduce", "g", 0)
+    with pytest.raises(GroupBrokenError, match="whole numbers only"):
+        made.agree(LAUNCH, b"")
+
+
+def test_an_aborted_launch_does_not_start() -> None:
+    made = communicator(OnlyAllreduce)
+    made.abort(1)
+    array = np.arange(2)
+    with pytest.raises(PlanAbortedError, match="launch 1 was aborted"):
+        made.launch(LAUNCH, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+    np.testing.assert_array_equal(array, [0, 1])
+
+
+def test_the_group_gets_a_name_of_its_own_and_the_users_options() -> None:
+    communicator(Threads, ring="left")
+    (group,) = Threads.made
+    assert (group.world_size, group.rank, group.options) == (1, 0, {"ring": "left"})
+    assert group.group_name == "g.a-0-1-b"
+
+
+def test_a_constructor_that_fails_is_named() -> None:
+    with pytest.raises(BackendUnavailableError, match=r"OnlyAllreduce\(1, 0, 'g\.a-0-1-b'\) failed: TypeError.*colour"):
+        communicator(OnlyAllreduce, colour="red")
+
+
+def test_the_group_is_destroyed_once_and_not_under_a_kernel() -> None:
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(Threads):
+        def allreduce(self, tensor: Any, options: Any) -> None:
+            entered.set()
+            assert go.wait(WAIT_S)
+            assert not self.destroyed
+
+    made = communicator(Slow)
+    array = np.arange(2)
+    kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
+    failed: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            made.launch(LAUNCH, kernel)
+        except BaseException as exc:
+            failed.append(exc)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    assert entered.wait(WAIT_S)
+    made.close()
+    assert Threads.made[0].destroyed == 0
+    go.set()
+    thread.join(WAIT_S)
+    assert not failed
+    made.close()
+    assert Threads.made[0].destroyed == 1
+    with pytest.raises(GroupBrokenError, match="closed"):
+        made.launch(LAUNCH, kernel)
+
+
+def test_availability_is_what_the_class_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    register_collective_backend("mine", OnlyAllreduce)
+    assert backends.is_available("mine")
+    monkeypatch.setattr(OnlyAllreduce, "available", False)
+    assert not backends.is_available("mine")
+    with pytest.raises(BackendNotInstalledError, match=r"OnlyAllreduce\.check_backend_availability\(\) says no"):
+        backends.load("mine")
+    monkeypatch.setattr(OnlyAllreduce, "check_backend_availability", lambda: 1 / 0)
+    with pytest.raises(BackendNotInstalledError, match="ZeroDivisionError"):
+        backends.load("mine")
+
+
+def test_a_name_is_registered_once() -> None:
+    register_collective_backend("MINE", OnlyAllreduce)
+    register_collective_backend("mine", OnlyAllreduce)
+    for taken in ("Mine", "GLOO", "torch_gloo", "shm", "NCCL"):
+        with pytest.raises(ValueError, match=r"registered already|is taken"):
+            register_collective_backend(taken, Threads)
+    for impossible in ("auto", "torch:mine", "", "a b"):
+        with pytest.raises(ValueError):
+            register_collective_backend(impossible, Threads)
+
+
+@pytest.mark.parametrize("thing", [object, "Threads", Threads.__init__, type("Nothing", (), {"allreduce": None})])
+def test_what_is_no_group_is_a_type_error(thing: Any) -> None:
+    with pytest.raises(TypeError, match="check_backend_availability"):
+        adopt("mine", thing)
+
+
+# ------------------------------------------------------------------------------- names
+
+
+def test_backend_names_as_in_ray() -> None:
+    assert types.Backend("gloo") == types.Backend.GLOO == "GLOO"
+    assert types.Backend("Torch_Gloo") == "GLOO"
+    assert types.Backend("torch:hccl") == "TORCH:HCCL"
+    assert types.Backend.NCCL == "NCCL"
+    assert types.Backend.UNRECOGNIZED == "unrecognized"
+    with pytest.raises(ValueError, match="Unrecognized backend: 'nlcc'"):
+        types.Backend("nlcc")
+    assert not hasattr(types.Backend, "MINE")
+    register_collective_backend("mine", OnlyAllreduce)
+    assert types.Backend.MINE == types.Backend("mine") == "MINE"
+    assert types.ReduceOp is ReduceOp
+
+
+def test_libraries_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without(name: str) -> Any:
+        if name == "torch":
+            raise ImportError
+        return None
+
+    monkeypatch.setattr(types, "import_module", without)
+    assert not types.torch_available()
+    assert types.cupy_available()

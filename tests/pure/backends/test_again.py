@@ -1,0 +1,341 @@
+"""The short way to the door in shared memory: what is done again, and what holds the memory meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.shm.staged import Staged
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    PlanAbortedError,
+    UnsupportedError,
+    Violation,
+    refusal,
+)
+from raycollect.pos import tensors
+from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.test_execution_loops import Rebound
+from tests.pure.engine.test_fast_path import Loop
+from tests.pure.watched import WAIT_S
+
+SIZES = (1, 7, 3000, 5000, 70_001, 140_001)
+"""In float64: small, staged by one chunk, large enough for work in place, and more than one chunk."""
+
+
+def mapped() -> int:
+    """How many groups' memories this process has mapped, by those who hold them."""
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("memfd:raycollect")
+
+
+def summing(array: Any, **others: Any) -> Kernel:
+    return Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM, **others)
+
+
+def again(communicator: Any, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]) -> Any:
+    """One whole launch, as a `Repeat` does it; gives what `again` gave, and who has run all of it."""
+    ok = False
+    try:
+        found = communicator.again(launch, kernel, arrival, expected)
+        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        ok = True
+        return found
+    finally:
+        communicator.end(launch, ok)
+
+
+MakeTeam = Callable[[int], ThreadTeam]
+
+
+@pytest.fixture
+def team() -> Iterator[MakeTeam]:
+    made: list[ThreadTeam] = []
+
+    def make(world: int) -> ThreadTeam:
+        made.append(ThreadTeam("shm", world))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+class Crew:
+    """Ranks that sum arrays of their own, with a kernel each that is kept from launch to launch."""
+
+    def __init__(self, team: ThreadTeam, arrays: Sequence[Any]) -> None:
+        self.team, self.arrays = team, list(arrays)
+        self.kernels = [summing(array) for array in arrays]
+        self.sums = 0
+        self.expected = {ranks: (b"as ever",) * len(ranks) for ranks in self.subsets}
+
+    @property
+    def subsets(self) -> list[tuple[int, ...]]:
+        world = len(self.arrays)
+        chosen = [tuple(rank for rank in range(world) if bits >> rank & 1) for bits in range(1, 1 << world)]
+        return [ranks for ranks in chosen if len(ranks) > 1 or world == 1]
+
+    def renew(self, rank: int, array: Any) -> None:
+        """A rank comes with another array."""
+        self.arrays[rank], self.kernels[rank] = array, summing(array)
+
+    def sum(self, ranks: tuple[int, ...] = ()) -> None:
+        """They sum what they have not had before, and all have the sum of those who came; the others what they had."""
+        ranks = ranks or self.team.everyone
+        self.sums += 1
+        for rank, array in enumerate(self.arrays):
+            array[...] = 100.0**rank * self.sums + np.arange(array.size) % 5
+        before = [array.copy() for array in self.arrays]
+        launch = self.team.launch(ranks, timeout_s=5.0)
+
+        def come(communicator: Any) -> Any:
+            rank = communicator.rank
+            return again(communicator, launch, self.kernels[rank], b"as ever", self.expected[ranks])
+
+        assert self.team.must(come, ranks=ranks) == [None] * len(ranks)
+        total = sum(before[rank] for rank in ranks)
+        for rank, array in enumerate(self.arrays):
+            np.testing.assert_array_equal(array, total if rank in ranks else before[rank])
+
+
+# ---------------------------------------------------------------------------------------------- kernels again
+
+
+@pytest.mark.parametrize("make", [np.zeros, tensors.zeros], ids=["plain", "shared"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_kernel_that_is_run_again_sums_again(team: MakeTeam, world: int, size: int, make: Any) -> None:
+    crew = Crew(team(world), [make(size) for _ in range(world)])
+    for _ in range(5):
+        crew.sum()
+
+
+@pytest.mark.parametrize("size", SIZES[:-1])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_remembered_for_some_ranks_is_run_by_others(team: MakeTeam, seed: int, size: int) -> None:
+    rng, crew = random.Random(seed), Crew(team(3), [np.zeros(size) for _ in range(3)])
+    for _ in range(15):
+        ranks = rng.choice(crew.subsets)
+        for _ in range(rng.randrange(1, 3)):
+            crew.sum(ranks)
+
+
+@pytest.mark.parametrize("size", SIZES[:3])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kernel_remembered_by_some_ranks_alone(team: MakeTeam, seed: int, size: int) -> None:
+    """The others come with arrays that they have not had before; too small for work in place."""
+    rng, crew = random.Random(seed), Crew(team(3), [np.zeros(size) for _ in range(3)])
+    for _ in range(12):
+        for rank in rng.sample(range(3), rng.randrange(3)):
+            crew.renew(rank, rng.choice((np.zeros, tensors.zeros))(size))
+        crew.sum()
+
+
+@pytest.mark.parametrize("size", [4096, 5000, 131_072])
+@pytest.mark.parametrize(
+    ("make", "between"),
+    [
+        (np.zeros, False),
+        (np.zeros, True),
+        (tensors.zeros, False),
+        (tensors.zeros, True),
+    ],
+    ids=["plain", "plain, another between", "shared", "shared, another between"],
+)
+def test_a_large_kernel_remembered_by_one_rank_alone(team: MakeTeam, make: Any, between: bool, size: int) -> None:
+    """The other comes with an array that it has not had before; between the two, both may have worked in place."""
+    pair = team(2)
+    crew, others = (Crew(pair, [one(size) for _ in range(2)]) for one in (np.zeros, tensors.zeros))
+    for _ in range(3):
+        crew.sum()
+    if between:
+        others.sum()
+    crew.renew(1, make(size))
+    kept = [array.copy() for array in others.arrays]
+    crew.sum()
+    for array, values in zip(others.arrays, kept, strict=True):
+        np.testing.assert_array_equal(array, values)
+    crew.renew(1, np.zeros(size))
+    crew.sum()
+
+
+# ---------------------------------------------------------------------------------------------- who holds the memory
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("remembered", [False, True])
+@pytest.mark.parametrize("size", [5, 5000, 140_001])
+def test_closing_between_the_door_and_the_end_leaves_the_memory_till_then(
+    team: MakeTeam, world: int, remembered: bool, size: int
+) -> None:
+    pair = team(world)
+    crew = Crew(pair, [np.zeros(size) for _ in range(world)])
+    for _ in range(2 * remembered):
+        crew.sum()
+    communicator: Any = pair.communicators[0]
+    launch, held = pair.launch(timeout_s=5.0), mapped()
+    gives = [np.full(size, rank + 1.0) for rank in range(world)]
+    for array, give in zip(crew.arrays, gives, strict=True):
+        array[...] = give
+    others = [
+        pair.start(rank, again, launch, crew.kernels[rank], b"as ever", crew.expected[launch.ranks])
+        for rank in range(1, world)
+    ]
+    assert communicator.again(launch, crew.kernels[0], b"as ever", crew.expected[launch.ranks]) is None
+    closing = threading.Thread(target=communicator.close)
+    closing.start()
+    closing.join(WAIT_S)
+    assert mapped() == held
+    needs_no_barrier = size < 100_000
+    if needs_no_barrier:
+        communicator.launch(launch, crew.kernels[0])
+        np.testing.assert_array_equal(crew.arrays[0], sum(gives))
+    else:
+        with pytest.raises(PlanAbortedError):
+            communicator.launch(launch, crew.kernels[0])
+    assert mapped() == held
+    ranks = communicator.end(launch, needs_no_barrier)
+    assert (0 in ranks) is needs_no_barrier
+    assert mapped() == held - 1
+    for rank, other in enumerate(others, 1):
+        if isinstance(other.result(WAIT_S), PlanAbortedError):
+            assert not needs_no_barrier
+        else:  # or rank 0 was at the last barrier before it was closed
+            assert other.result() is None
+            np.testing.assert_array_equal(crew.arrays[rank], sum(gives))
+    assert communicator.end(launch, True) == ()
+    with pytest.raises(GroupBrokenError):
+        communicator.again(pair.launch(), crew.kernels[0], b"", (b"",) * world)
+    assert communicator.end(launch, True) == ()
+    communicator.close()
+    assert mapped() == held - 1
+
+
+def _refused(*args: object) -> None:
+    violation = Violation(kind="unsupported", rank=0, field="operand", found="this", expected="that")
+    raise refusal("", "", (violation,))
+
+
+def test_others_hear_that_it_has_left_only_at_the_end(team: MakeTeam) -> None:
+    """And not as it is closed: until then it may work in their memory."""
+    pair = team(2)
+    crew, launch = Crew(pair, [np.zeros(5) for _ in range(2)]), pair.launch(timeout_s=5.0)
+    expected = crew.expected[launch.ranks]
+    assert pair.must(lambda one: one.again(launch, crew.kernels[one.rank], b"as ever", expected)) == [None] * 2
+    closed: Any
+    closed, other = pair.communicators
+    closed.close()
+    meeting = other._parts.meeting  # type: ignore[attr-defined]
+    meeting.check(launch, (0,), float("inf"))
+    closed.end(launch, False)
+    with pytest.raises(PlanAbortedError, match="rank 0 has left"):
+        meeting.check(launch, (0,), float("inf"))
+    other.end(launch, False)
+
+
+@pytest.mark.parametrize("way", ["agree", "again"])
+def test_after_a_refusal_it_goes_to_the_same_door(team: MakeTeam, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """As an `Execution` goes on, in either way. The other, who came the short way, is told what was brought."""
+    pair, held = team(2), mapped()
+    crew = Crew(pair, [np.zeros(5) for _ in range(2)])
+    crew.sum()
+    launch = pair.launch(timeout_s=5.0)
+    expected, kernels = crew.expected[launch.ranks], crew.kernels
+    other = pair.start(1, lambda one: (one.again(launch, kernels[1], b"as ever", expected), one.end(launch, False)))
+    communicator: Any = pair.communicators[0]
+    with monkeypatch.context() as patch:
+        stage_again = Staged.stage_again
+        patch.setattr(Staged, "stage_again", lambda self, *args: self._rank and stage_again(self, *args))
+        patch.setattr(Staged, "stage", _refused)
+        with pytest.raises(UnsupportedError):
+            communicator.again(launch, kernels[0], b"as ever", expected)
+    brought = [b"why", b"as ever"]
+    if way == "agree":
+        assert list(communicator.agree(launch, b"why")) == brought
+    else:
+        assert communicator.again(launch, kernels[0], b"why", expected) == brought
+    assert communicator.end(launch, False) == ()
+    assert other.result(WAIT_S) == (brought, ())
+    for _ in range(2):
+        crew.sum()
+    communicator.close()
+    assert mapped() == held - 1, "nobody holds it"
+
+
+@pytest.mark.parametrize("how", ["nobody comes", "an abort", "the other has left"])
+def test_after_a_door_that_nobody_passes_it_ends_and_comes_again(team: MakeTeam, how: str) -> None:
+    pair, held = team(2), mapped()
+    crew = Crew(pair, [np.zeros(5) for _ in range(2)])
+    for _ in range(2):
+        crew.sum()
+    communicator: Any = pair.communicators[0]
+    launch = pair.launch(timeout_s=0.01 if how == "nobody comes" else WAIT_S)
+    if how == "an abort":
+        communicator.abort(launch.seq)
+    elif how == "the other has left":
+        pair.communicators[1].end(launch, False)
+    with pytest.raises(CollectiveTimeoutError if how == "nobody comes" else PlanAbortedError):
+        communicator.again(launch, crew.kernels[0], b"as ever", crew.expected[launch.ranks])
+    assert communicator.end(launch, False) == ()
+    for _ in range(2):
+        crew.sum()
+    communicator.close()
+    assert mapped() == held - 1, "nobody holds it"
+
+
+def test_a_launch_that_raises_still_ends_what_was_entered(team: MakeTeam, monkeypatch: pytest.MonkeyPatch) -> None:
+    (communicator,) = team(1).communicators
+    held, crew = mapped(), Crew(ThreadTeam("shm", 1), [np.zeros(3)])
+    with monkeypatch.context() as patch:
+        patch.setattr(Staged, "fold_again", _refused)
+        with pytest.raises(UnsupportedError):
+            crew.sum()
+    crew.sum()
+    crew.team.close()
+    assert mapped() == held
+    communicator.close()
+    assert mapped() == held - 1
+
+
+# ---------------------------------------------------------------------------------------------- captured steps
+
+
+@pytest.mark.parametrize("size", [5000, 50_000])
+def test_an_array_that_comes_to_lie_in_shared_memory_is_summed(size: int) -> None:
+    """On one rank, in a loop: the other goes on as in the runs before."""
+    one = Loop("shm", [np.zeros(size), Rebound(np.zeros(size))], timeout_s=5.0)
+    try:
+        for make in (np.zeros, tensors.zeros, np.zeros, tensors.zeros):
+            one.values[1].array = make(size)
+            one.must()
+    finally:
+        one.close()
+
+
+def test_a_group_that_goes_as_a_run_goes_on_in_full_lets_go_of_its_memory() -> None:
+    """Something else was brought than the repeat expects; and who then looks the group up finds none."""
+    held, one, late = mapped(), Loop("shm", [np.ones(5) for _ in range(2)]), list[int]()
+
+    def look_up() -> None:
+        if threading.get_ident() in late:
+            raise GroupBrokenError(group_name="team", detail="no more")
+
+    try:
+        one.must()
+        one.odd[1].hooks["again"] = lambda: late.append(threading.get_ident())
+        one.ends.looked_up = look_up
+        one.values[0].resize(7, refcheck=False)
+        assert None not in one.run()
+    finally:
+        one.close()
+    assert mapped() == held

@@ -1,0 +1,572 @@
+"""What backends know about tensors: of whose memory a value is, rules, storage, pieces, access by chunks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays, folds
+from raycollect.backends.arrays import DeviceArray
+from raycollect.core.model import ReduceOp, TensorInfo
+from tests.pure.conformance import DTYPES, NARROW, allowed, bits, left_fold, operand
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+with_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+
+
+class Foreign:
+    """Somebody else's tensor on numpy's memory."""
+
+    def __init__(self, array: np.ndarray, **changes: Any) -> None:
+        self.array = array
+        self.__array_interface__ = {**array.__array_interface__, **changes}
+
+
+class Capsule:
+    """Somebody else's tensor, by DLPack; as new or as old as its `__dlpack__` accepts arguments."""
+
+    def __init__(self, array: np.ndarray, device: int = 1) -> None:
+        self.array = array
+        self.device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        return self.array.__dlpack__(**asked)
+
+
+class OldCapsule(Capsule):
+    def __dlpack__(self, *, stream: Any = None) -> Any:
+        return self.array.__dlpack__()
+
+
+class Failing(Capsule):
+    def __dlpack__(self, **asked: Any) -> Any:
+        raise RuntimeError("not now")
+
+
+class Nosy:
+    """Answers to any name, as mocks and lazy proxies do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"was asked for {name}")
+
+
+# ------------------------------------------------------------------------------- whose memory
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ones(2),
+        np.ones((), np.complex64),
+        np.zeros(0, bool),
+        np.zeros((2, 3), ">i2").T,
+        np.broadcast_to(np.ones(1), (3, 2)),
+        *(np.ones(3, dtype) for dtype in NARROW),
+    ],
+)
+def test_a_numpy_array_is_its_own_view(value: np.ndarray) -> None:
+    assert arrays.view(value) is value
+    assert arrays.is_tensor(value)
+    assert arrays.library(value) == "numpy"
+
+
+def test_a_memmap_is_a_tensor(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "f", np.float32, "w+", shape=(4,))
+    assert arrays.view(mapped) is mapped
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float32(1),
+        ml_dtypes.bfloat16(1),
+        np.ma.masked_array([1.0]),
+        np.array([1.0]).view(np.recarray),
+        np.array(["a"]),
+        np.array([None]),
+        np.zeros(1, [("a", int)]),
+        np.zeros(1, "datetime64[s]"),
+        np.zeros(1, "V2"),
+        [1.0],
+        1.0,
+        b"bytes",
+        memoryview(b"bytes"),
+        np.ndarray,
+        Capsule,
+        Nosy(),
+        Foreign(np.zeros(1, "datetime64[s]")),
+        Foreign(np.ones(2), data=b"0" * 16),
+        Foreign(np.ones(2), data=None),
+        Foreign(np.ones(2), typestr="nonsense"),
+        Capsule(np.ones(2), device=2),
+        Failing(np.ones(2)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_tensor(value: object) -> None:
+    assert arrays.view(value) is None
+    assert not arrays.is_tensor(value)
+    assert arrays.library(value) == "numpy"
+
+
+@pytest.mark.parametrize("kind", [Foreign, Capsule, OldCapsule])
+def test_a_foreign_tensor_is_seen_where_it_is_and_kept_alive(kind: Callable[..., Any]) -> None:
+    memory = np.arange(12.0).reshape(3, 4)[:, ::2]
+    tensor = kind(memory)
+    seen = arrays.view(tensor)
+    np.testing.assert_array_equal(seen, memory)
+    assert arrays.place(seen)[:4] == arrays.place(memory)[:4]
+    # An old capsule does not say whether it may be written, and an old numpy does not ask.
+    silent = kind is OldCapsule or (kind is Capsule and np.lib.NumpyVersion(np.__version__) < "2.1.0")
+    assert arrays.is_writeable(seen) != silent
+    if not silent:
+        seen[0, 0] = 5
+        assert memory[0, 0] == 5
+    alive = weakref.ref(memory)
+    del tensor, memory
+    assert alive() is not None
+    del seen
+    assert alive() is None
+
+
+def test_a_read_only_foreign_tensor_stays_read_only() -> None:
+    memory = np.arange(3.0)
+    memory.flags.writeable = False
+    assert not arrays.is_writeable(arrays.view(Foreign(memory)))
+
+
+def test_torch_is_never_imported_for_a_look() -> None:
+    code = (
+        "import sys, numpy as np\n"
+        "from raycollect.backends import arrays\n"
+        "from raycollect.core.model import TensorInfo\n"
+        "assert arrays.view(np.ones(1)) is not None and arrays.view('text') is None\n"
+        "info = TensorInfo(shape=(2,), dtype='float32', itemsize=4, library='torch')\n"
+        "assert type(arrays.empty(info)) is np.ndarray\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_torch_that_is_still_being_imported_has_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", type(sys)("torch"))
+    assert arrays.view("text") is None
+    assert arrays.library(np.ones(1)) == "numpy"
+    assert type(arrays.restore(np.ones(1), "torch")) is np.ndarray
+
+
+TORCH_DTYPES = tuple(dtype for dtype in DTYPES if hasattr(torch, dtype))
+
+
+@with_torch
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_a_torch_tensor_is_seen_where_it_is(dtype: str) -> None:
+    tensor = torch.zeros(4, 6, dtype=getattr(torch, dtype)).t()[1:]
+    seen = arrays.view(tensor)
+    assert (seen.dtype.name, seen.shape, seen.ctypes.data) == (dtype, (5, 4), tensor.data_ptr())
+    seen[2, 3] = 1
+    assert tensor[2, 3].item() == 1
+    assert arrays.is_writeable(seen)
+    found = arrays.info(seen, arrays.library(tensor))
+    assert (found.dtype, found.itemsize, found.device, found.library) == (dtype, tensor.element_size(), "cpu", "torch")
+
+
+@with_torch
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized and half complex tensors
+def test_which_torch_tensors_are_tensors() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    for tensor in (leaf, parameter, torch.ones(()), torch.ones(0), torch.ones(1).expand(4), torch.ones(2).bfloat16()):
+        assert isinstance(arrays.view(tensor), np.ndarray)
+    arrays.view(parameter)[0] = 3
+    assert parameter.tolist() == [3, 1]
+    lazy = torch.ones(2, dtype=torch.complex64).conj()
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    emptied = torch.ones(4)
+    emptied.untyped_storage().resize_(0)
+    for tensor in (
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2, device="meta"),
+        lazy,
+        lazy.imag,  # negated
+        torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        torch.ones(2, dtype=torch.complex32) if hasattr(torch, "complex32") else lazy,
+        torch.ones(2).as_subclass(Wrapped),
+        emptied,
+        torch.float32,
+    ):
+        assert arrays.view(tensor) is None, tensor
+
+
+# ------------------------------------------------------------------------------- descriptions, and tensors made by them
+
+
+def test_info_names_the_native_dtype_and_round_trips() -> None:
+    found = arrays.info(np.zeros((2, 3), ">f4"))
+    assert (found.shape, found.dtype, found.itemsize) == ((2, 3), "float32", 4)
+    made = arrays.empty(found)
+    assert (made.shape, made.dtype) == ((2, 3), np.float32)
+
+
+@pytest.mark.parametrize("library", ["numpy", pytest.param("torch", marks=with_torch)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 5)])
+def test_empty_makes_what_describes_itself_so(library: str, dtype: str, shape: tuple[int, ...]) -> None:
+    wanted = TensorInfo(shape=shape, dtype=dtype, itemsize=np.dtype(dtype).itemsize, library=library)
+    made = arrays.empty(wanted)
+    assert arrays.library(made) == library
+    assert arrays.describe(made) == wanted
+    assert arrays.view(made).flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", "float8_e4m3b11fnuz"])
+def test_what_torch_has_no_type_for_is_made_by_numpy(dtype: str) -> None:
+    found = np.dtype(dtype)
+    made = arrays.empty(TensorInfo(shape=(2,), dtype=found.name, itemsize=found.itemsize, library="torch"))
+    assert type(made) is np.ndarray
+
+
+def test_too_much_memory_is_a_memory_error() -> None:
+    for library in ("numpy", "torch"):
+        with pytest.raises(MemoryError):
+            arrays.empty(TensorInfo(shape=(1 << 60,), dtype="int8", itemsize=1, library=library))
+
+
+@with_torch
+@pytest.mark.parametrize("dtype", TORCH_DTYPES)
+def test_restore_shares_the_memory(dtype: str) -> None:
+    values = np.array(operand(1, dtype, 6)).reshape(2, 3)
+    tensor = arrays.restore(values, "torch")
+    assert (tensor.dtype, tuple(tensor.shape), tensor.data_ptr()) == (getattr(torch, dtype), (2, 3), values.ctypes.data)
+    assert bits(arrays.view(tensor)) == bits(values)
+    assert arrays.restore(values, "numpy") is values
+
+
+def test_memory_and_describe_refuse_what_is_no_tensor() -> None:
+    for function in (arrays.memory, arrays.describe):
+        with pytest.raises(TypeError, match="str"):
+            function("text")
+
+
+# ------------------------------------------------------------------------------- memory of a device
+
+
+@with_torch
+def test_a_device_array_answers_like_the_array_at_that_place() -> None:
+    """On the CPU both can be asked; the answers must be the same."""
+    base = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    for tensor in (
+        base,
+        base.t(),
+        base[1:4, ::2],
+        base[:0],
+        base[2, 3],
+        base[0].expand(3, 10),
+        base[:, 1:].unfold(1, 4, 1),
+    ):
+        device, plain = DeviceArray(tensor), tensor.numpy()
+        assert (device.shape, device.size, device.nbytes, device.dtype) == (
+            plain.shape,
+            plain.size,
+            plain.nbytes,
+            plain.dtype,
+        )
+        assert arrays.byte_range(device)[1] - arrays.byte_range(device)[0] == np.ptp(arrays.byte_range(plain))
+        if tensor.numel():
+            assert arrays.byte_range(device) == arrays.byte_range(plain)
+            assert arrays.place(device) == arrays.place(plain)
+        assert arrays.overlaps_itself(device) == arrays.overlaps_itself(plain)
+        assert arrays.owner(device) is device
+        assert arrays.is_writeable(device)
+        assert arrays.library(device) == "torch"
+
+
+@with_torch
+def test_device_arrays_overlap_by_element() -> None:
+    base = torch.zeros(4, 6, dtype=torch.bfloat16)
+    even, odd = DeviceArray(base[:, ::2]), DeviceArray(base[:, 1::2])
+    assert not arrays.overlap(even, odd)
+    assert arrays.overlap(even, DeviceArray(base[1]))
+    assert arrays.info(even, "torch") == TensorInfo(shape=(4, 3), dtype="bfloat16", itemsize=2, library="torch")
+    assert arrays.place(even) != arrays.place(DeviceArray(base.view(torch.int16)[:, ::2]))
+
+
+@with_torch
+def test_a_device_array_is_cut_by_its_library() -> None:
+    base = torch.arange(12).reshape(4, 3)
+    pieces = arrays.split(DeviceArray(base), 2)
+    assert [piece.tensor.tolist() for piece in pieces] == [base[:2].tolist(), base[2:].tolist()]
+    assert [piece.tensor.data_ptr() for piece in pieces] == [base.data_ptr(), base[2:].data_ptr()]
+    assert arrays.split(DeviceArray(base.t()), 3) is None
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_a_gpu_is_a_device_array() -> None:
+    if torch is None or not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    tensor = torch.zeros(4, 6, dtype=torch.float16, device="cuda", requires_grad=True)
+    seen = arrays.view(tensor.t()[1:])
+    assert isinstance(seen, DeviceArray)
+    assert seen.shadow.ctypes.data == tensor.t()[1:].data_ptr()
+    wanted = TensorInfo(shape=(5, 4), dtype="float16", itemsize=2, device="cuda:0", library="torch")
+    assert arrays.info(seen, "torch") == wanted
+    assert arrays.describe(arrays.empty(wanted)) == wanted
+    with pytest.raises(MemoryError):
+        arrays.empty(TensorInfo(shape=(1 << 50,), dtype="int8", itemsize=1, device="cuda:0", library="torch"))
+
+
+# ------------------------------------------------------------------------------- pieces
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "piece"),
+    [
+        ((3,), 3, (1,)),
+        ((6,), 3, (2,)),
+        ((3, 4), 3, (4,)),
+        ((6, 4), 3, (2, 4)),
+        ((0, 4), 3, (0, 4)),
+        ((3, 0), 3, (0,)),
+        ((5,), 1, (5,)),
+        ((1, 5), 1, (5,)),
+        ((), 1, None),
+        ((7,), 3, None),
+        ((2,), 3, None),
+    ],
+)
+def test_split(shape: tuple[int, ...], count: int, piece: tuple[int, ...] | None) -> None:
+    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    pieces = arrays.split(whole, count)
+    if piece is None:
+        assert pieces is None
+        return
+    assert [part.shape for part in pieces] == [piece] * count
+    np.testing.assert_array_equal(np.concatenate([part.reshape(-1) for part in pieces]), whole.reshape(-1))
+    assert all(np.shares_memory(part, whole) for part in pieces if part.size)
+
+
+def test_split_leaves_what_is_not_contiguous() -> None:
+    assert arrays.split(np.zeros((4, 6)).T, 3) is None
+    assert arrays.split(np.zeros(12)[::2], 3) is None
+
+
+# ------------------------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize(("op", "dtype"), list(product(ReduceOp, (*DTYPES, "object", "str", "datetime64[s]"))))
+def test_refusals_name_op_and_dtype(op: ReduceOp, dtype: str) -> None:
+    reason = folds.refusal_reason(op, dtype)
+    assert (reason is None) == (dtype in DTYPES and allowed(op, dtype))
+    assert reason is None or (op.name in reason and dtype in reason)
+
+
+@pytest.mark.parametrize(("op", "dtype"), [pair for pair in product(ReduceOp, DTYPES) if allowed(*pair)])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_fold_is_the_left_fold_bit_for_bit_wherever_it_is_cut(op: ReduceOp, dtype: str, world: int) -> None:
+    size = 70_001  # more than two blocks
+    parts = [operand(rank, dtype, size) for rank in range(world)]
+    expected = left_fold(op, parts)
+    whole, pieces, own = np.empty_like(parts[0]), np.empty_like(parts[0]), [part.copy() for part in parts]
+    with np.errstate(all="ignore"):
+        folds.fold(op, parts, whole)
+        for lo, hi in ((0, 1), (1, 33_000), (33_000, size)):
+            folds.fold(op, [part[lo:hi] for part in parts], pieces[lo:hi])
+        folds.fold(op, own, own[0])
+    for result in (whole, pieces, own[0]):
+        assert bits(result) == bits(expected)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+def test_a_product_of_complex_numbers_is_numpys_but_for_the_last_bits(dtype: str) -> None:
+    parts: Sequence[np.ndarray] = [operand(rank, dtype, 1000) for rank in range(4)]
+    out = np.empty_like(parts[0])
+    folds.fold(ReduceOp.PRODUCT, parts, out)
+    np.testing.assert_allclose(out, parts[0] * parts[1] * parts[2] * parts[3], rtol=8 * np.finfo(dtype).eps)
+
+
+def test_short_floats_are_rounded_once() -> None:
+    """256 + 1 + 1 in steps of bfloat16, whose next number after 256 is 258, would be 256."""
+    for dtype, large, small, total in (
+        ("bfloat16", 256, 1, 258),
+        ("float16", 2048, 1, 2050),
+        ("float8_e4m3fn", 16, 1, 18),
+    ):
+        parts = [np.array([value], dtype) for value in (large, small, small)]
+        out = np.empty(1, dtype)
+        folds.fold(ReduceOp.SUM, parts, out)
+        assert out.astype(np.float32).item() == total
+        assert (parts[0] + parts[1] + parts[2]).astype(np.float32).item() == large
+
+
+# ------------------------------------------------------------------------------- storage, and chunks
+
+
+def test_storage_ranges() -> None:
+    whole = np.zeros((4, 6), np.int16)
+    start, stop = arrays.byte_range(whole)
+    assert stop - start == whole.nbytes
+    assert arrays.byte_range(whole[::-1, ::-1]) == (start, stop)
+    assert arrays.byte_range(whole[1:2]) == (start + 12, start + 24)
+    assert len(set(arrays.byte_range(whole[:0]))) == 1
+    assert not arrays.overlap(whole[:2], whole[2:])
+    assert arrays.overlap(whole[:3], whole[2:])
+    assert not arrays.overlap(whole, whole[:0])
+    assert not arrays.overlap(whole[:, ::2], whole[:, 1::2])
+
+
+def test_self_overlap_and_owner() -> None:
+    base = np.zeros(10)
+    assert not arrays.overlaps_itself(base.reshape(2, 5).T[::-1])
+    assert arrays.overlaps_itself(np.broadcast_to(base, (3, 10)))
+    assert arrays.overlaps_itself(np.lib.stride_tricks.sliding_window_view(base, 3))
+    assert not arrays.overlaps_itself(np.broadcast_to(base[:0], (3, 0)))
+    assert arrays.owner(base[2:].reshape(2, 4)[0]) is base
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flat_reads_and_writes_what_reshape_would(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(extent) for extent in rng.integers(1, 6, rng.integers(0, 4)))
+    array = rng.integers(0, 100, shape).astype(rng.choice(["<i4", ">i4", "<f8", ">f2"]))
+    array = array[(..., *(slice(None, None, int(rng.choice([1, -1, 2]))) for _ in shape))]
+    array = array.T if seed % 2 else array
+    flat, expected = arrays.Flat(array), np.array(array).reshape(-1)
+    lo = int(rng.integers(0, flat.size + 1))
+    hi = int(rng.integers(lo, flat.size + 1))
+    chunk = flat.read(lo, hi)
+    assert chunk.dtype == flat.dtype == array.dtype.newbyteorder("=")
+    assert chunk.flags.c_contiguous
+    np.testing.assert_array_equal(chunk, expected[lo:hi])
+    assert np.shares_memory(chunk, array) == (flat.direct and hi > lo)
+    target = flat.target(lo, hi)
+    target[...] = 7
+    flat.commit(lo, hi, target)
+    expected[lo:hi] = 7
+    np.testing.assert_array_equal(np.array(array).reshape(-1), expected)
+    flat.write(0, lo, np.full(lo, 3, flat.dtype))
+    expected[:lo] = 3
+    np.testing.assert_array_equal(np.array(array).reshape(-1), expected)
+
+
+def test_flat_reads_a_read_only_array() -> None:
+    array = np.arange(6.0)
+    array.flags.writeable = False
+    np.testing.assert_array_equal(arrays.Flat(array).read(2, 5), [2, 3, 4])
+    with pytest.raises(ValueError, match="read-only"):
+        arrays.Flat(array).write(0, 1, np.zeros(1))
+
+
+# ---------------------------------------------------------------------------------------------- places
+
+
+def _set(array: Any, name: str, value: Any) -> None:
+    setattr(array, name, value)
+
+
+CHANGES: dict[str, Any] = {
+    "moved": lambda array: array.resize(1_000_000, refcheck=False),
+    "read-only": lambda array: array.setflags(write=False),
+    "shape": lambda array: _set(array, "shape", (3, 4)),
+    "dtype": lambda array: _set(array, "dtype", "int64"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in CHANGES for dtype in ("float64", "bfloat16")][:-1]
+)
+def test_whatever_changes_about_an_array_is_another_place(name: str, dtype: str) -> None:
+    array = np.ones(12, getattr(ml_dtypes, dtype, dtype))
+    before = arrays.place_of(array)
+    assert arrays.place_of(array) == before
+    CHANGES[name](array)
+    assert arrays.place_of(array) != before
+
+
+def test_an_array_that_has_moved_and_looks_the_same_is_at_another_place() -> None:
+    array = np.ones(100_000)
+    before, address = arrays.place_of(array), array.ctypes.data
+    others = []
+    while array.ctypes.data == address:
+        array.resize(10, refcheck=False)
+        others.append(np.ones(99_000 + 8 * len(others)))  # takes the room that it left
+        array.resize(100_000, refcheck=False)
+    assert arrays.place_of(array) != before
+
+
+@pytest.mark.parametrize("make", [lambda: np.ones(0), lambda: np.ones((4, 4))[:, ::2], lambda: np.ones(5).view()])
+def test_the_place_of_any_array_is_known_again(make: Any) -> None:
+    array = make()
+    assert arrays.place_of(array) == arrays.place_of(array)
+
+
+TORCH_CHANGES: dict[str, Any] = {
+    "moved": lambda tensor: _set(tensor, "data", tensor.clone()),
+    "shape": lambda tensor: _set(tensor, "data", tensor.view(4, 3)),
+    "strides": lambda tensor: tensor.t_(),
+    "dtype": lambda tensor: _set(tensor, "data", tensor.to(torch.int32)),
+    "conjugated": lambda tensor: _set(tensor, "data", tensor.conj()),
+    "storage given back": lambda tensor: tensor.untyped_storage().resize_(0),
+}
+
+
+@with_torch
+@pytest.mark.parametrize("name", TORCH_CHANGES)
+def test_whatever_changes_about_a_tensor_of_torch_is_another_place(name: str) -> None:
+    tensor = torch.arange(12).reshape(3, 4).to(torch.complex64 if name == "conjugated" else torch.float32)
+    before = arrays.place_of(tensor)
+    assert arrays.place_of(tensor) == before
+    assert before[0] == arrays.memory(tensor).ctypes.data  # type: ignore[union-attr]
+    TORCH_CHANGES[name](tensor)
+    try:
+        assert arrays.place_of(tensor) != before
+    except TypeError:
+        assert not arrays.is_tensor(tensor)
+
+
+@with_torch
+def test_the_place_of_a_parameter_and_of_an_empty_tensor_is_known_again() -> None:
+    class Own(torch.Tensor):
+        pass
+
+    for tensor in (torch.nn.Parameter(torch.ones(3)), torch.ones(0), torch.ones(4, 4)[:, ::2]):
+        assert arrays.place_of(tensor) == arrays.place_of(tensor)
+    with pytest.raises(TypeError):
+        arrays.place_of(torch.ones(2).as_subclass(Own))
+
+
+@with_torch
+def test_a_tensor_without_elements_is_at_one_place_whatever_numpy_says_of_its_address() -> None:
+    tensor = torch.ones(0, 3)
+    assert tensor.data_ptr() == 0
+    seen = [arrays.memory(tensor) for _ in range(3)]  # at once: numpy gives each an address of its own
+    assert len({arrays.place(one) for one in seen}) == 1
+    assert arrays.place_of(tensor)[0] == 0
+
+
+@with_torch
+def test_only_tensors_whose_versions_count_have_one() -> None:
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+    counted = [torch.ones(2), torch.nn.Parameter(torch.ones(2))]
+    assert [arrays.has_version(one) for one in (*counted, uncounted, np.ones(2))] == [True, True, False, False]
+    before = [one._version for one in counted]
+    arrays.raise_versions(counted)
+    assert [one._version for one in counted] == [version + 1 for version in before]

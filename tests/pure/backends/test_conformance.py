@@ -1,0 +1,260 @@
+"""The conformance suite: what every backend must do, run on each of them by one fixture.
+
+Of the product kernel x dtype x reduce op x world x elements x root x layout x pieces x in place, a selection in which
+every two values meet; `tests/full` has the product. Local and shm live in threads here (each rank with a communicator
+of its own); `test_backends_shm.py` runs shm in processes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import numpy as np
+import pytest
+
+from raycollect.backends import folds
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
+from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Worker
+from tests.pure.conformance import (
+    BACKENDS,
+    DTYPES,
+    IN_THREADS,
+    KINDS,
+    LAYOUTS,
+    NARROW,
+    REDUCTIONS,
+    ROOTED,
+    SIZES,
+    SPREADS,
+    WORLDS,
+    Case,
+    allowed,
+    check_allreduce,
+    check_cases,
+    is_absent,
+    left_fold,
+    operand,
+    run_launch,
+)
+from tests.pure.covering import pairwise
+
+TeamOf = Callable[[int], Team]
+
+PARAMETERS = {
+    "kind": KINDS,
+    "dtype": (*DTYPES, "longdouble", "clongdouble"),
+    "op": (None, *ReduceOp),
+    "world": WORLDS,
+    "size": SIZES,
+    "root": range(max(WORLDS)),
+    "layout": LAYOUTS,
+    "spread": SPREADS,
+    "inplace": (False, True),
+    "staged": (False, True),
+}
+RULES = {
+    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
+    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
+    ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
+    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
+    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
+    ("world", "root"): lambda world, root: root < world,
+    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in NARROW,
+}
+SELECTED = pairwise(PARAMETERS, RULES)
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    made = [Worker() for _ in range(max(WORLDS))]
+    yield made
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def team_of(request: pytest.FixtureRequest) -> Iterator[TeamOf]:
+    """Gives the team of a world size on the backend under test."""
+    backend, teams = request.param, {}
+    if absent := is_absent(backend):
+        pytest.skip(absent)
+
+    def team(world_size: int) -> Team:
+        if world_size not in teams:
+            teams[world_size] = (
+                ThreadTeam(backend, world_size)
+                if backend in IN_THREADS
+                else ProcessTeam(backend, world_size, request.getfixturevalue("workers"))
+            )
+        return teams[world_size]
+
+    yield team
+    for made in teams.values():
+        made.close()
+
+
+# ------------------------------------------------------------------------------- the product
+
+
+def case_of(chosen: dict) -> Case:
+    values = {name: value for name, value in chosen.items() if name not in ("world", "staged")}
+    return Case(**values, peer=(chosen["root"] + 1) % chosen["world"] if chosen["kind"] is OpKind.SEND else -1)
+
+
+def name_of(chosen: dict) -> str:
+    return "-".join(str(getattr(value, "name", value)) for value in chosen.values())
+
+
+@pytest.mark.parametrize("chosen", SELECTED, ids=name_of)
+def test_every_two_values_meet(team_of: TeamOf, chosen: dict) -> None:
+    check_cases(team_of(chosen["world"]), [case_of(chosen)], staged=chosen["staged"])
+
+
+def test_the_selection_has_every_reduction_of_every_dtype() -> None:
+    tested = {(chosen["op"], chosen["dtype"]) for chosen in SELECTED if chosen["op"] is not None}
+    assert tested == {(op, dtype) for op, dtype in product(ReduceOp, PARAMETERS["dtype"]) if allowed(op, dtype)}
+    for op, dtype in product(ReduceOp, PARAMETERS["dtype"]):
+        assert (folds.refusal_reason(op, dtype) is None) == allowed(op, dtype), (op, dtype)
+
+
+# ------------------------------------------------------------------------------- bits
+
+
+@pytest.mark.parametrize("world", [world for world in WORLDS if world > 1])
+def test_all_ranks_have_the_same_bits_whatever_the_chunks(team_of: TeamOf, world: int) -> None:
+    sizes = (1, 255, 262_143, 262_144, 524_289)
+    check_cases(
+        team_of(world),
+        [
+            Case(kind=OpKind.ALLREDUCE, op=ReduceOp.SUM, dtype="float32", size=size, inplace=bool(size % 2), seed=seed)
+            for size, seed in product(sizes, (1, 2))
+        ],
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", *NARROW])
+def test_short_floats_are_summed_in_float32(team_of: TeamOf, dtype: str) -> None:
+    """One step of the short type from 1 on, and then halves of it: they would each be rounded away."""
+    team = team_of(5)
+    for result in team.must(body_sum_of_halves, team.launch(), dtype):
+        one, halves = np.ones(1, dtype).astype(np.float32), _half_step(dtype).astype(np.float32)
+        assert result == np.asarray(one + 4 * halves, dtype).astype(np.float64).item()
+        assert result > 1
+
+
+def _half_step(dtype: str) -> np.ndarray:
+    one = np.ones(1, dtype)
+    bits = one.view(f"u{one.itemsize}") + 1
+    return ((bits.view(dtype).astype(np.float64) - 1) / 2).astype(dtype)
+
+
+def body_sum_of_halves(communicator: Communicator, launch: Launch, dtype: str) -> float:
+    src = np.ones(1, dtype) if communicator.rank == 0 else _half_step(dtype)
+    run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=src, op=ReduceOp.SUM))
+    return src.astype(np.float64).item()
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_allreduce_of_a_0d_array(team_of: TeamOf, inplace: bool) -> None:
+    check_allreduce(team_of(3), ReduceOp.PRODUCT, "float64", 1, "0-d", inplace)
+
+
+# ------------------------------------------------------------------------------- subsets, several kernels
+
+
+def body_several(communicator: Communicator, launch: Launch, size: int, staged: bool) -> list[np.ndarray]:
+    """Two agreements and several kernels in one launch; the first of them may be staged."""
+    first, second = (operand(communicator.rank, "int32", size, seed).copy() for seed in (1, 2))
+    rank, world = communicator.rank, communicator.world_size
+    rows = tuple(np.full(size, -1, np.int32) for _ in range(world))
+    sums = [Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM) for array in (first, second)]
+    ok = False
+    try:
+        if staged:
+            communicator.stage(launch, sums[0])
+        communicator.agree(launch, b"a" * (rank + 1))
+        learned = communicator.agree(launch, b"b" * (rank + 1))
+        assert [bytes(arrival) for arrival in learned] == [b"b" * (of + 1) for of in launch.ranks]
+        for kernel in sums:
+            communicator.launch(launch, kernel).wait(5)
+            communicator.launch(launch, Kernel(kind=OpKind.BARRIER)).wait(5)
+        communicator.launch(launch, Kernel(kind=OpKind.BROADCAST, src=first, dst=first, peer=0)).wait(5)
+        own = np.full(size, rank, np.int32)
+        communicator.launch(launch, Kernel(kind=OpKind.ALLGATHER, src=own, dst=rows, most=size)).wait(5)
+        communicator.launch(launch, Kernel(kind=OpKind.ALLTOALL, src=rows, dst=rows, most=size)).wait(5)
+        ok = True
+    finally:
+        communicator.end(launch, ok)
+    assert all((row == rank).all() for row in rows)
+    return [first, second]
+
+
+def body_refuse(communicator: Communicator, launch: Launch) -> list[bytes]:
+    """Agrees, and goes home: what all ranks do when one brought a violation."""
+    arrivals = communicator.agree(launch, b"no")
+    communicator.end(launch, False)
+    return list(arrivals)
+
+
+def body_arrive(communicator: Communicator, launch: Launch) -> list[bytes]:
+    return run_launch(communicator, launch, arrival=bytes([communicator.rank]) * (communicator.rank * 1000))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_send_between_all_pairs_while_others_idle(team_of: TeamOf, size: int) -> None:
+    team = team_of(3)
+    pairs = ((0, 1), (1, 0), (2, 0), (1, 2))
+    check_cases(team, [Case(kind=OpKind.SEND, dtype="float32", size=size, root=one, peer=two) for one, two in pairs])
+    check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
+
+
+def test_everyone_gets_all_arrivals_in_rank_order(team_of: TeamOf) -> None:
+    for world in WORLDS:
+        team = team_of(world)
+        for arrivals in team.must(body_arrive, team.launch()):
+            assert [bytes(arrival) for arrival in arrivals] == [bytes([rank]) * (rank * 1000) for rank in team.everyone]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 700_000])
+def test_several_agreements_and_kernels_in_one_launch(team_of: TeamOf, size: int, staged: bool) -> None:
+    team = team_of(3)
+    for _ in range(3):
+        results = team.must(body_several, team.launch(), size, staged)
+        for seed, got in ((1, [first for first, _ in results]), (2, [second for _, second in results])):
+            expected = left_fold(ReduceOp.SUM, [operand(rank, "int32", size, seed) for rank in team.everyone])
+            for array in got:
+                np.testing.assert_array_equal(array, expected)
+
+
+# ------------------------------------------------------------------------------- the door, and what is wrong
+
+
+def test_a_refused_launch_gives_everyone_the_arrivals_and_the_next_one_works(team_of: TeamOf) -> None:
+    team = team_of(3)
+    for _ in range(50):
+        assert team.must(body_refuse, team.launch()) == [[b"no"] * 3] * 3
+    check_allreduce(team, ReduceOp.MAX, "int32", 1024, "plain", True)
+
+
+def test_a_missing_rank_is_named_and_the_next_launch_works(team_of: TeamOf) -> None:
+    team = team_of(3)
+    launch = team.launch(timeout_s=1.0)
+    for result in team.run(body_arrive, launch, ranks=(0, 2)):
+        # One of the two may find the other gone already.
+        assert isinstance(result, CollectiveTimeoutError | PlanAbortedError)
+        if isinstance(result, CollectiveTimeoutError):
+            assert result.missing == (1,)
+            assert result.timeout_s == 1.0
+    check_allreduce(team, ReduceOp.SUM, "float64", 1024, "plain", True)
+
+
+def test_a_subset_works_while_a_rank_that_was_missed_is_still_away(team_of: TeamOf) -> None:
+    team = team_of(3)
+    team.run(body_arrive, team.launch(timeout_s=0.1), ranks=(0, 1))
+    launch = team.launch(ranks=(0, 1))
+    assert len(team.must(body_arrive, launch, ranks=(0, 1))) == 2
+    check_allreduce(team, ReduceOp.SUM, "float64", 7, "plain", False)

@@ -1,0 +1,295 @@
+"""What is gloo's own: what it reduces badly, memory, a dead peer in mid-kernel, and members that never come."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import tracemalloc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect import backends
+from raycollect.backends.gloo import communicator as gloo
+from raycollect.backends.gloo import link as _gloo_link
+from raycollect.backends.meshed import ANSWER_S, SMALL_NBYTES
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.errors import (
+    BackendNotInstalledError,
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    InvalidGroupError,
+    PlanAbortedError,
+)
+from tests.pure.backends.test_conformance import body_arrive
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker
+from tests.pure.conformance import check_allreduce
+from tests.pure.mixed import body_staged
+
+pytestmark = pytest.mark.skipif(not backends.is_available("gloo"), reason="no gloo library is installed")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    made = [Worker() for _ in range(4)]
+    yield made
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture
+def team(workers: list[Worker]) -> Iterator[ProcessTeam]:
+    made = ProcessTeam("gloo", 4, workers)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mortals() -> Iterator[ProcessTeam]:
+    """Two ranks, of which one may be killed."""
+    made_workers = [Worker() for _ in range(2)]
+    made = ProcessTeam("gloo", 2, made_workers)
+    yield made
+    made.close()
+    for worker in made_workers:
+        worker.close()
+
+
+# ------------------------------------------------------------------------------- reductions
+
+
+def body_nan(communicator: Communicator, launch: Launch, op: ReduceOp, dtype: str, holder: int) -> list[np.ndarray]:
+    """An allreduce and a reduce to rank 1 where one rank holds NaN in every other place."""
+    src = np.arange(10_000).astype(dtype)
+    if communicator.rank == holder:
+        src[::2] = np.nan
+    everywhere, root = np.zeros_like(src), np.zeros_like(src)
+    communicator.launch(launch, Kernel(kind=OpKind.ALLREDUCE, src=src, dst=everywhere, op=op))
+    dst = root if communicator.rank == 1 else None
+    communicator.launch(launch, Kernel(kind=OpKind.REDUCE, src=src, dst=dst, op=op, peer=1))
+    return [everywhere, root] if communicator.rank == 1 else [everywhere]
+
+
+@pytest.mark.parametrize("holder", [0, 3])
+@pytest.mark.parametrize(("op", "dtype"), [(ReduceOp.MAX, "float32"), (ReduceOp.MIN, "float64")])
+def test_a_nan_stays_wherever_it_is(team: ProcessTeam, op: ReduceOp, dtype: str, holder: int) -> None:
+    """gloo's own MAX of [1, nan] is 1 or nan, as the place in its ring has it."""
+    expected = np.arange(10_000).astype(dtype)
+    expected[::2] = np.nan
+    for result in team.must(body_nan, team.launch(), op, dtype, holder):
+        for array in result:
+            np.testing.assert_array_equal(array, expected)
+
+
+def body_half_error(communicator: Communicator, launch: Launch) -> float:
+    """The error of a float16 sum, in units of the last place."""
+    parts = [np.random.default_rng(rank).uniform(0.5, 1.5, 50_000).astype(np.float16) for rank in launch.ranks]
+    out = np.zeros_like(parts[0])
+    communicator.launch(
+        launch, Kernel(kind=OpKind.ALLREDUCE, src=parts[communicator.rank], dst=out, op=ReduceOp.SUM)
+    ).wait(5)
+    exact = np.sum([part.astype(np.float64) for part in parts], axis=0)
+    return float(np.max(np.abs(out - exact) / np.spacing(exact.astype(np.float16)).astype(np.float64)))
+
+
+def test_a_sum_of_float16_is_rounded_once(team: ProcessTeam) -> None:
+    """gloo's ring rounds at each of three steps, and is up to 1.5 off."""
+    assert max(team.must(body_half_error, team.launch())) <= 0.5
+
+
+# ------------------------------------------------------------------------------- memory
+
+
+def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: int) -> int:
+    """The memory that a kernel takes beside its arrays, at most."""
+    world, rank = communicator.world_size, communicator.rank
+    whole = np.ones(nbytes // 2, np.int16)
+    pieces = tuple(np.split(np.ones_like(whole), world))
+    src, dst = {
+        OpKind.ALLREDUCE: (whole, whole),
+        OpKind.REDUCE: (whole, whole if rank == 0 else None),
+        OpKind.REDUCESCATTER: (pieces, pieces[rank]),
+        OpKind.BROADCAST: (whole, whole),
+        OpKind.ALLGATHER: (whole[: pieces[0].size], pieces),
+        OpKind.GATHER: (whole[: pieces[0].size], pieces if rank == 0 else None),
+        OpKind.SCATTER: (pieces if rank == 0 else None, whole[: pieces[0].size]),
+        OpKind.ALLTOALL: (pieces, pieces),
+    }[kind]
+    kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=pieces[0].size)
+    tracemalloc.start()
+    try:
+        communicator.launch(launch, kernel).wait(launch.timeout_s)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV, OpKind.BARRIER)])
+def test_extra_memory_is_bounded_by_chunks(team: ProcessTeam, kind: OpKind) -> None:
+    peaks = team.must(body_peak, team.launch(timeout_s=60), kind, 8 * gloo.CHUNK_NBYTES)
+    assert max(peaks) < 3.1 * gloo.CHUNK_NBYTES
+
+
+# ------------------------------------------------------------------------------- failures
+
+
+def body_kernel(communicator: Communicator, launch: Launch, kind: OpKind = OpKind.ALLREDUCE) -> None:
+    """A kernel without the door, as if the peer had died behind it; large, so that it is the library's if it may be."""
+    array = np.ones(SMALL_NBYTES // 4 + 1, np.float32)
+    pieces = kind is OpKind.ALLTOALL
+    side = (array, array.copy()) if pieces else array
+    communicator.launch(launch, Kernel(kind=kind, src=side, dst=side, op=ReduceOp.SUM, peer=1, most=array.size))
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLTOALL, OpKind.RECV])
+def test_a_peer_that_dies_in_mid_kernel_breaks_the_group(mortals: ProcessTeam, kind: OpKind) -> None:
+    check_allreduce(mortals, ReduceOp.SUM, "int64", 1024, "plain", True)
+    mortals.workers[1].process.kill()
+    mortals.workers[1].process.join()
+    failed = mortals.run(body_kernel, mortals.launch(), kind, ranks=(0,))[0]
+    assert isinstance(failed, PlanAbortedError), "an echo: whoever has died is for others to tell"
+    assert failed.group_name == "team"
+    assert ("a connection has ended" if kind is OpKind.ALLREDUCE else "the connection to rank 1 broke") in failed.detail
+    for body in (body_arrive, body_kernel) if kind is OpKind.ALLREDUCE else (body_arrive,):
+        broken = mortals.run(body, mortals.launch(), ranks=(0,))[0]
+        assert isinstance(broken, GroupBrokenError)
+
+
+def body_aborted(communicator: Communicator, launch: Launch) -> None:
+    communicator.abort(launch.seq)
+    body_kernel(communicator, launch)
+
+
+def test_an_abort_before_the_first_chunk_is_seen(team: ProcessTeam) -> None:
+    for result in team.run(body_aborted, team.launch()):
+        assert isinstance(result, PlanAbortedError)
+
+
+def body_door_and_kernel(communicator: Communicator, launch: Launch) -> None:
+    communicator.agree(launch, b"")
+    try:
+        body_kernel(communicator, launch)
+    except BaseException:
+        communicator.end(launch, False)
+        raise
+
+
+def body_door(communicator: Communicator, launch: Launch) -> None:
+    communicator.agree(launch, b"")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
+def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: list[Worker], backend: str) -> None:
+    """The other two are held by the same kernel, and one of them by the GIL, too: the library names nobody."""
+    if not backends.is_available(backend):
+        pytest.skip(f"no {backend} is installed")
+    team = ProcessTeam(backend, 3, workers)
+    try:
+        launch = team.launch(timeout_s=1.5)
+        is_deaf = backend == "gloo" and gloo.GlooLibrary.found("g")[0] == "pygloo"  # its binding takes no limit
+        limit_s = 30.0 if is_deaf else launch.timeout_s
+        stopped = workers[1].process.pid
+        assert stopped is not None
+        through = [
+            team.start(1, body_door, launch),
+            *(team.start(rank, body_door_and_kernel, launch) for rank in (0, 2)),
+        ]
+        assert through[0].result(20) is None
+        began_s = time.monotonic()
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            late = [one.result(limit_s + 20) for one in through[1:]]
+            lasted_s = time.monotonic() - began_s
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        blamed = [one for one in late if isinstance(one, CollectiveTimeoutError)]
+        assert blamed, late
+        assert {(one.missing, one.timeout_s) for one in blamed} == {((1,), 1.5)}
+        assert {one.within for one in blamed} <= {(1, 2), (0, 1)}
+        assert all(isinstance(one, CollectiveTimeoutError | PlanAbortedError) for one in late), late
+        assert lasted_s < limit_s + ANSWER_S + 3, "the machine may be busy"
+    finally:
+        team.close()
+
+
+def test_who_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "JOIN_TIMEOUT_S", 0.1)
+    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=2)
+    with pytest.raises(CollectiveTimeoutError, match=r"ranks \[1\] did not come") as caught:
+        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+    assert caught.value.missing == (1,)
+
+
+# ------------------------------------------------------------------------------- which library
+
+
+def joined(monkeypatch: pytest.MonkeyPatch, *others: list[str]) -> Communicator:
+    """Joins as rank 0 a group whose other ranks have other libraries, and come no further than to say so."""
+    rendezvous = MemoryRendezvous()
+    for rank, there in enumerate(others, 1):
+        rendezvous.put(f"gloo.has.{rank}", json.dumps(there).encode())
+    spec = GroupSpec(name="g", group_id="1", backend="gloo", world_size=1 + len(others))
+    return gloo.create(spec, 0, rendezvous, MemoryExchange(MemoryStar(), 0))
+
+
+def test_members_without_a_library_in_common_are_told_who_has_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo.GlooLibrary, "found", lambda name: ["pygloo"])
+    said = r"rank 0 has pygloo; rank 1 has pygloo, torch; rank 2 has torch\. Install one .* backend='auto'"
+    with pytest.raises(BackendUnavailableError, match=said):
+        joined(monkeypatch, ["pygloo", "torch"], ["torch"])
+
+
+def test_all_members_use_the_first_library_that_all_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch alone in common the group is one of torch's gloo."""
+    monkeypatch.setattr(gloo.GlooLibrary, "found", lambda name: ["xoscar.collective.xoscar_pygloo", "torch"])
+    asked = []
+
+    def create(spec: GroupSpec, rank: int, *args: Any, **kwargs: Any) -> str:
+        asked.append((spec.backend, rank))
+        return "made"
+
+    monkeypatch.setattr(gloo, "import_module", lambda name: SimpleNamespace(create=create))
+    assert joined(monkeypatch, ["pygloo", "torch"]) == "made"
+    assert asked == [("torch:gloo", 0)]
+
+
+def test_where_only_torch_is_its_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    monkeypatch.setattr(_gloo_link, "LIBRARIES", ("no_pygloo", "torch"))
+    assert gloo.GlooLibrary.found("g") == ["torch"]
+    communicator = joined(monkeypatch)
+    assert type(communicator).__name__ == "TorchCommunicator"
+    communicator.close()
+
+
+def test_where_nothing_is_all_that_was_looked_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_gloo_link, "LIBRARIES", ("no_pygloo", "no_xoscar"))
+    with pytest.raises(BackendNotInstalledError, match=r"no_pygloo: No module.*no_xoscar: No module"):
+        gloo.GlooLibrary.found("g")
+
+
+def test_it_takes_no_options() -> None:
+    """It would ignore a checksum that somebody counts on."""
+    spec = GroupSpec(name="default", group_id="g", backend="gloo", world_size=1, options=(("checksum", True),))
+    with pytest.raises(InvalidGroupError, match="no options, and got checksum"):
+        gloo.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
+
+
+# ------------------------------------------------------------------------------- tensors of GPUs
+
+
+def test_one_rank_may_have_its_tensors_on_a_gpu(workers: list[Worker]) -> None:
+    team = ProcessTeam("gloo", 2, workers)
+    try:
+        for on_gpu in range(2):
+            found = team.must(body_staged, [team.launch() for _ in range(3)], on_gpu)
+            assert found == [[[3.0] * 6, [7.0] * 3, [1.0] * 2, [2.0] * 2]] * 2
+    finally:
+        team.close()

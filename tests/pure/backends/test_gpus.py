@@ -1,0 +1,143 @@
+"""`"auto"` picks `nccl` where all members have a GPU: what each has, on a fake of cupy, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect import backends
+from raycollect.backends import Gpu, gpus
+from raycollect.member import verbs as imperative
+from tests.fake_cupy import installed
+from tests.pure.member.test_multigpu_verbs import Ranks, ranks  # noqa: F401 - a fixture
+
+
+def gpu(bus: str = "0000:10:00.0", version: int = 22803, may_share: bool = True) -> Gpu:
+    return Gpu(bus=bus, version=version, may_share=may_share)
+
+
+A, B = gpu("a"), gpu("b")
+NEW, UNWILLING = gpu("a", 23000), gpu("a", 23000, may_share=False)
+
+
+# ---------------------------------------------------------------------------------------------- what is picked
+
+
+@pytest.mark.parametrize(
+    ("machines", "found", "options", "backend", "why"),
+    [
+        ("mm", [A, B], (), "nccl", "each of 2 ranks has a GPU"),
+        ("mno", [A, A, A], (), "nccl", "each of 3 ranks has a GPU"),
+        ("mm", [NEW, NEW], (), "nccl", "each of 2 ranks has a GPU"),
+        ("mm", [A, B], ("device", "graphs"), "nccl", "each of 2 ranks has a GPU"),
+        ("m", [A], (), "local", "1 rank is alone"),
+        ("mm", [], (), "shm", "2 ranks are on one machine"),
+        ("mm", [A, None], (), "shm", "2 ranks are on one machine"),
+        ("mn", [None, None], (), "tcp", "2 ranks are on 2 machines"),
+        ("mm", [A, A], (), "nccl", "2 ranks share a GPU, by CUDA IPC, as NCCL takes several on one from 2.30 on"),
+        ("mnn", [A, B, B], (), "tcp", "each has a GPU, but ranks [1, 2] share a GPU, which NCCL takes from 2.30 on"),
+        ("mm", [NEW, UNWILLING], (), "shm", "share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it"),
+        ("mm", [A, gpu("b", 22901)], (), "shm", "but the ranks have different releases of NCCL"),
+        ("mm", [A, B], ("chip_map",), "shm", "but nccl has no option 'chip_map'"),
+    ],
+)
+def test_what_auto_picks(
+    machines: str, found: Sequence[Gpu | None], options: tuple[str, ...], backend: str, why: str
+) -> None:
+    choice = backends.choose(list(machines), found, options)
+    assert choice.backend == backend
+    assert why in choice.why
+    backends.check_placement(choice.backend, list(machines))
+
+
+# ---------------------------------------------------------------------------------------------- what there is
+
+
+def test_a_gpu_tells_its_place_and_what_may_be_done_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with installed(3, nccl_version=23000) as fake, fake.cupy.cuda.Device(2):
+        monkeypatch.delenv(gpus.SHARING, raising=False)
+        assert gpus.here() == gpu("0000:12:00.0", 23000)
+        monkeypatch.setenv(gpus.SHARING, "0")
+        assert gpus.here(given=True) == gpu("0000:12:00.0", 23000, may_share=False)
+        assert gpus.here(given=False) is None
+
+
+def test_there_is_none_where_the_driver_sees_none() -> None:
+    with installed(0):
+        assert gpus.here() is None
+
+
+@pytest.mark.parametrize("lack", ["given", "visible", "driver", "cupy"])
+def test_who_has_none_does_not_import_cupy(lack: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither what is missing nor what is there: only where all else is, is it worth a second."""
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(gpus, "_DRIVER", (tmp_path / "none", tmp_path) if lack != "driver" else (tmp_path / "none",))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if lack == "visible" else "0")
+    monkeypatch.setattr(gpus, "find_spec", lambda name: None if lack == "cupy" else name)
+    asked: list[str] = []
+    monkeypatch.setattr(gpus, "no_gpu", lambda: asked.append("cupy") or "there is no GPU in the end")
+    assert gpus.here(given=False if lack == "given" else None) is None
+    assert not asked
+    monkeypatch.setattr(gpus, "_DRIVER", (tmp_path,))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(gpus, "find_spec", lambda name: name)
+    assert gpus.here() is None
+    assert asked == ["cupy"]
+
+
+def test_a_device_that_fails_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with installed(1) as fake:
+        runtime = fake.cupy.cuda.runtime
+
+        def fail(device: int) -> str:
+            raise runtime.CUDARuntimeError(1)
+
+        monkeypatch.setattr(runtime, "deviceGetPCIBusId", fail)
+        assert gpus.here() is None
+    assert "cudaErrorInvalidValue" in caplog.text
+
+
+def test_it_travels_as_plain_values() -> None:
+    assert Gpu(**json.loads(json.dumps(asdict(A)))) == A
+
+
+# ---------------------------------------------------------------------------------------------- groups of members
+
+
+def _on_own_gpu(ranks: Ranks, rank: int) -> None:  # noqa: F811
+    ranks.cupy.cuda.Device(rank).use()
+
+
+def test_members_that_have_gpus_meet_on_them(ranks: Ranks) -> None:  # noqa: F811
+    """With tensors of the host and of GPUs, in one call."""
+    ranks.must(3, lambda rank: _on_own_gpu(ranks, rank))
+    name = ranks.group(3, "auto")
+
+    def body(rank: int) -> tuple[str, Any]:
+        mine = np.full(5, rank + 1, np.float32)
+        tensor = mine if rank == 1 else ranks.put(rank, mine)
+        imperative.allreduce(tensor, name)
+        return imperative.get_group_handle(name).backend, (tensor if rank == 1 else tensor.get()).tolist()
+
+    assert ranks.must(3, body) == [("nccl", [6.0] * 5)] * 3
+    assert ranks.fake.counts["nccl.allReduce"] == 6
+
+
+def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    found = iter([A, None])
+    monkeypatch.setattr(gpus, "here", lambda given: next(found))
+    name = ranks.group(2, "auto")
+    assert ranks.must(2, lambda rank: imperative.get_group_handle(name).backend) == ["shm"] * 2
+
+
+def test_a_member_alone_needs_no_gpu(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    monkeypatch.setattr(gpus, "here", lambda given: pytest.fail("nobody need ask"))
+    name = ranks.group(1, "auto")
+    assert ranks.must(1, lambda rank: imperative.get_group_handle(name).backend) == ["local"]

@@ -1,0 +1,223 @@
+"""What ranks of one GPU show of their memory, and what they have opened of others', on the fake of cupy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.nccl import ipc_driver, ipc_memory
+from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
+from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.core.protocols import Communicator
+from raycollect.errors import InternalError
+from tests.fake_cupy import Fake
+from tests.pure.backends.test_nccl_streams import sums
+from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
+from tests.pure.on_one_gpu import SharingTeam, sharing
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Fake, SharingTeam]]:
+    with sharing(2) as made:
+        yield made
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with gpus(1) as made:
+        yield made
+
+
+def shown(fake: Fake, array: Any, process: int = 1) -> Listing:
+    """What a process lists that shows an array to be read."""
+    with fake.as_process(process):
+        return Exports(0).listing([Shown(((array.data.ptr, array.nbytes),), ())])
+
+
+def made_by(fake: Fake, values: Any, process: int = 1) -> Any:
+    with fake.as_process(process):
+        made = fake.cupy.asarray(values)
+        fake.cupy.cuda.get_current_stream().synchronize()
+        return made
+
+
+# ------------------------------------------------------------------------------- listings
+
+
+def test_a_listing_as_bytes() -> None:
+    listing = Listing(
+        process=bytes(range(20)),
+        allocations=((1 << 47, b"a" * 64), (3, b"b" * 64)),
+        gone=(7, 1 << 40),
+        kernels=((((0, 5, 6),), ((1, 1 << 33, 1 << 34), (0xFFFF, 0, 0))), ((), ())),
+    )
+    packed = listing.pack()
+    assert Listing.unpack(packed) == listing
+    with pytest.raises(InternalError, match="were read"):
+        Listing.unpack(packed + b"x")
+
+
+def test_an_array_is_told_by_its_place_in_its_allocation(fake: Fake) -> None:
+    whole = made_by(fake, np.arange(100, dtype=np.int32))
+    listing = shown(fake, whole[25:35])
+    assert [base for base, _ in listing.allocations] == [whole.data.ptr]
+    assert listing.kernels == ((((0, 100, 40),), ()),)
+    with fake.as_process(2):
+        imports = Imports()
+        ((found,),) = imports.shown({0: listing})
+        ((address, nbytes),) = found.gives
+        assert address != whole.data.ptr + 100
+        memory = fake.cupy.cuda.UnownedMemory(address, nbytes, None, 0)
+        seen = fake.cupy.ndarray((10,), np.int32, fake.cupy.cuda.MemoryPointer(memory, 0))
+        assert seen[2:].get().tolist() == list(range(27, 35))
+        imports.close()
+
+
+def test_arrays_of_one_allocation_have_one_handle(fake: Fake) -> None:
+    whole = made_by(fake, np.arange(100, dtype=np.int32))
+    with fake.as_process(1):
+        spans = tuple((whole[at:].data.ptr, 4) for at in range(10))
+        listing = Exports(0).listing([Shown(spans, spans[:3])])
+    assert len(listing.allocations) == 1
+    assert fake.counts["ipcGetMemHandle"] < 4
+
+
+# ------------------------------------------------------------------------------- what is opened
+
+
+def test_what_was_opened_stays_open(pair: tuple[Fake, SharingTeam]) -> None:
+    fake, team = pair
+
+    def body(communicator: Communicator, launches: list[Launch]) -> None:
+        array = pending(np.ones(100))
+        for launch in launches:
+            communicator.launch(launch, sums(array)).wait(5)
+            communicator.end(launch, True)
+
+    before = fake.counts["ipcOpenMemHandle"]
+    team.must(body, [team.launch() for _ in range(5)])
+    assert fake.counts["ipcOpenMemHandle"] - before == 2
+
+
+def test_another_allocation_at_the_same_address_is_opened_anew(fake: Fake) -> None:
+    """CUDA gives it another handle; the address says nothing."""
+    old, new = (made_by(fake, np.full(10, value)) for value in (1, 2))
+    first, second = shown(fake, old), shown(fake, new)
+    base = first.allocations[0][0]
+    again = Listing(
+        process=second.process, allocations=((base, second.allocations[0][1]),), gone=(), kernels=second.kernels
+    )
+    with fake.as_process(2):
+        imports = Imports()
+        addresses = [imports.shown({0: one})[0][0].gives[0][0] for one in (first, first, again)]
+        assert addresses[0] == addresses[1] != addresses[2]
+        assert (len(imports), fake.opened) == (1, 1)
+        assert imports.shown({0: again, 1: first})[1][0].gives[0][0] != addresses[2]  # another rank has its own
+        assert fake.opened == 2
+        imports.close()
+    assert fake.opened == 0
+
+
+def test_what_was_freed_is_closed_by_the_others(pair: tuple[Fake, SharingTeam]) -> None:
+    """Else the device would not have it back."""
+    fake, team = pair
+
+    def body(communicator: Communicator, launches: list[Launch]) -> None:
+        for launch in launches:
+            array = pending(np.ones(100))
+            communicator.launch(launch, sums(array)).wait(5)
+            communicator.end(launch, True)
+
+    before = fake.opened
+    team.must(body, [team.launch() for _ in range(6)])
+    assert fake.counts["ipcOpenMemHandle"] >= 12
+    assert fake.opened - before <= 2
+
+
+def test_only_so_many_stay_open(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
+    """The last ones; what is shown now is not closed, however much it is."""
+    monkeypatch.setattr(ipc_memory, "MOST_OPENED", 3)
+    arrays = [made_by(fake, np.ones(10)) for _ in range(6)]
+    listings = [shown(fake, one) for one in arrays]
+    with fake.as_process(2):
+        imports = Imports()
+        for listing in listings:
+            imports.shown({0: listing})
+        assert len(imports) <= 4
+        opened = fake.counts["ipcOpenMemHandle"]
+        imports.shown({0: listings[-1]})
+        assert fake.counts["ipcOpenMemHandle"] == opened
+        imports.shown(dict(enumerate(listings)))
+        assert len(imports) >= 6
+        imports.close()
+
+
+# ------------------------------------------------------------------------------- what can't be shown
+
+
+def body_without(communicator: Communicator, launches: list[Launch], fake: Fake) -> list[list[int]]:
+    """A sum, then pieces, of memory that has no handle."""
+    rank, caller, found = communicator.rank, Caller(), []
+    with fake.without_handles():
+        array, into = pending(np.full(500, rank + 1)), pending(np.zeros(500, np.int64))
+        pieces = tuple(pending(np.zeros(500, np.int64)) for _ in range(2))
+    communicator.launch(launches[0], sums(array, into)).wait(5)
+    communicator.end(launches[0], True)
+    communicator.launch(launches[1], Kernel(kind=OpKind.ALLGATHER, src=array, dst=pieces, most=500)).wait(5)
+    communicator.end(launches[1], True)
+    found += [read_elsewhere(one, caller.other) for one in (array, into, *pieces)]
+    return [sorted(set(one.tolist())) for one in found]
+
+
+def test_memory_without_a_handle_is_copied(pair: tuple[Fake, SharingTeam]) -> None:
+    fake, team = pair
+    results = team.must(body_without, [team.launch(), team.launch()], fake)
+    assert results == [[[rank + 1], [3], [1], [2]] for rank in range(2)]
+
+
+def test_where_the_driver_can_not_be_asked_all_is_copied(
+    pair: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But rooms are allocations of their own, of which that is known."""
+    fake, team = pair
+    monkeypatch.setattr(ipc_driver, "allocation", lambda pointer: None)
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        array = pending(np.full(500, communicator.rank + 1))
+        communicator.launch(launch, sums(array)).wait(5)
+        communicator.end(launch, True)
+        return sorted(set(cupy_of(array).get().tolist()))
+
+    assert team.must(body, team.launch()) == [[3]] * 2
+    assert fake.opened == 2  # that of the first sum is gone
+
+
+def test_rooms_are_used_again(fake: Fake) -> None:
+    exports = Exports(0)
+    for _ in range(4):
+        exports.restart()
+        found = [exports.room(nbytes) for nbytes in (3, 1 << 20, 1 << 20, 5 << 20, 100)]
+        assert len(set(found)) == 5
+        assert not any(address % 512 for address in found)
+    assert fake.counts["alloc"] <= 3
+    assert fake.allocated() % ipc_memory.ROOM_NBYTES == 0
+    exports.forsake_rooms()
+    assert not fake.allocated()
+
+
+# ------------------------------------------------------------------------------- the driver
+
+
+def test_a_process_has_a_name_of_its_own() -> None:
+    assert len(ipc_driver.process()) == ipc_driver.PROCESS_NBYTES
+    assert ipc_driver.process()[:4] == os.getpid().to_bytes(4, "little")
+    assert ipc_driver.process() == ipc_driver.process()
+
+
+def test_an_address_that_is_no_devices_has_no_allocation() -> None:
+    """Nor where there is no driver."""
+    assert ipc_driver.allocation(1) is None

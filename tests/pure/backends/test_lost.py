@@ -1,0 +1,140 @@
+"""What a rank did before its process ended counts, and nobody waits for what it did not do: backends that see that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.tcp import link as _tcp_link
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator, Surviving
+from raycollect.errors import PlanAbortedError
+from tests.pure.communicators import ThreadTeam
+from tests.pure.watched import WAIT_S
+
+DEAD = 2
+LIVING = (0, 1)
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
+    made = ThreadTeam(request.param, 3)
+    yield made
+    made.close()
+
+
+def die(team: ThreadTeam) -> None:
+    """What the others see of the end of a process, and what they are told of it."""
+    dead: Any = team.communicators[DEAD]
+    if team.backend == "tcp":
+        dead.close()  # the system ends the connections, and what was sent comes before
+    for rank in LIVING:
+        communicator = team.communicators[rank]
+        assert isinstance(communicator, Surviving)
+        communicator.lost(DEAD)
+
+
+def kernel_of(kind: OpKind, array: np.ndarray) -> Kernel:
+    op = ReduceOp.SUM if kind is OpKind.ALLREDUCE else None
+    return Kernel(kind=kind, src=array, dst=array, op=op, peer=DEAD if op is None else -1)
+
+
+def body(communicator: Communicator, launch: Launch, kernel: Kernel | None, go: threading.Event) -> None:
+    """Goes through the door, waits, and runs a kernel, or does not."""
+    ok = False
+    try:
+        if kernel is not None and kernel.kind is OpKind.BROADCAST:
+            communicator.stage(launch, kernel)  # so that the root has no more to do
+        communicator.agree(launch, b"")
+        assert go.wait(WAIT_S)
+        if kernel is not None:
+            communicator.launch(launch, kernel)
+            ok = True
+    finally:
+        communicator.end(launch, ok)
+
+
+@pytest.mark.parametrize("size", [1, 50_000])
+def test_a_kernel_for_which_the_dead_did_their_part_ends_well(team: ThreadTeam, size: int) -> None:
+    """The root has given its array to all and is gone before the others look."""
+    arrays = [np.full(size, rank, np.float64) for rank in team.everyone]
+    launch, now, later = team.launch(), threading.Event(), threading.Event()
+    now.set()
+    running = {
+        rank: team.start(rank, body, launch, kernel_of(OpKind.BROADCAST, arrays[rank]), now if rank == DEAD else later)
+        for rank in team.everyone
+    }
+    assert running[DEAD].result(WAIT_S) is None
+    die(team)
+    later.set()
+    assert [running[rank].result(WAIT_S) for rank in LIVING] == [None, None]
+    assert all((arrays[rank] == DEAD).all() for rank in LIVING)
+
+
+def test_a_kernel_for_which_the_dead_did_nothing_ends_at_once_and_names_them(team: ThreadTeam) -> None:
+    arrays = [np.full(1000, rank, np.float64) for rank in team.everyone]
+    launch, go, never = team.launch(timeout_s=WAIT_S), threading.Event(), threading.Event()
+    running = [
+        team.start(rank, body, launch, kernel_of(OpKind.ALLREDUCE, arrays[rank]), never if rank == DEAD else go)
+        for rank in team.everyone
+    ]
+    go.set()
+    died_s = time.monotonic()
+    for rank in LIVING:
+        team.communicators[rank].lost(DEAD)  # type: ignore[attr-defined]
+    results = [running[rank].result(WAIT_S) for rank in LIVING]
+    assert time.monotonic() - died_s < WAIT_S / 2, "not the end of the launch's time"
+    assert [type(one) for one in results] == [PlanAbortedError] * 2, results
+    assert DEAD in {one.rank for one in results}
+    never.set()
+
+
+def test_who_waits_at_the_door_for_the_dead_is_woken(team: ThreadTeam) -> None:
+    launch, go = team.launch(timeout_s=WAIT_S), threading.Event()
+    running = [team.start(rank, body, launch, None, go) for rank in LIVING]
+    died_s = time.monotonic()
+    die(team)
+    results = [one.result(WAIT_S) for one in running]
+    assert time.monotonic() - died_s < WAIT_S / 2, "not the end of the launch's time"
+    assert [type(one) for one in results] == [PlanAbortedError] * 2, results
+
+
+def test_those_who_have_nothing_to_do_with_the_dead_go_on(team: ThreadTeam) -> None:
+    """Also where the dead never left the launch before, and so could still have read of it."""
+    first, go = team.launch(), threading.Event()
+    go.set()
+    running = [team.start(rank, body, first, None, go) for rank in LIVING]
+    team.communicators[DEAD].agree(first, b"")
+    assert [one.result(WAIT_S) for one in running] == [None, None]
+    die(team)
+    for _ in range(3):
+        arrays = [np.full(300_001, rank + 1.0) for rank in LIVING]
+        launch = team.launch(LIVING)
+        kernels = [kernel_of(OpKind.ALLREDUCE, array) for array in arrays]
+        again = [team.start(rank, body, launch, kernels[rank], go) for rank in LIVING]
+        assert [one.result(WAIT_S) for one in again] == [None, None]
+        assert all((array == 3).all() for array in arrays)
+
+
+def test_what_is_still_under_way_from_a_dead_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub may hear of a death before what the process had sent has come; where the host died it never comes."""
+    monkeypatch.setattr(_tcp_link, "LOST_S", WAIT_S)
+    team = ThreadTeam("tcp", 3)
+    arrays = [np.full(1000, rank, np.float64) for rank in team.everyone]
+    launch, now, late = team.launch(), threading.Event(), threading.Event()
+    now.set()
+    kernels = [kernel_of(OpKind.BROADCAST, array) for array in arrays]
+    waiting = [team.start(rank, body, launch, kernels[rank], now) for rank in LIVING]
+    root = team.start(DEAD, body, launch, kernels[DEAD], late)
+    for rank in LIVING:
+        team.communicators[rank].lost(DEAD)  # type: ignore[attr-defined]
+    late.set()
+    assert root.result(WAIT_S) is None
+    assert [one.result(WAIT_S) for one in waiting] == [None, None]
+    assert all((arrays[rank] == DEAD).all() for rank in LIVING)
+    team.close()

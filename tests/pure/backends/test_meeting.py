@@ -1,0 +1,286 @@
+"""Which core a rank waits on, and what it makes of arrivals that come again."""
+
+from __future__ import annotations
+
+import mmap
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from raycollect.backends.shm import meeting as _meeting
+from raycollect.backends.shm.meeting import ARRIVAL_NBYTES, Meeting, control_nbytes, prepare
+from raycollect.core.cpu_affinity import SETTLED_S
+from raycollect.core.model import Launch
+from raycollect.errors import CollectiveTimeoutError
+from tests.pure.placed import Cores
+from tests.pure.watched import WAIT_S
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Cores:
+    return Cores({0, 1, 2}).install(monkeypatch)
+
+
+def meetings(count: int) -> list[Meeting]:
+    segment = mmap.mmap(-1, control_nbytes(count))
+    prepare(segment, count)
+    return [Meeting(segment, rank, count, "team") for rank in range(count)]
+
+
+def wait_in_vain(meeting: Meeting, seq: int, core: int, system: Cores) -> None:
+    """A rank comes to a barrier that nobody else comes to, on a core."""
+    system.at[threading.get_ident()] = core
+    launch = Launch(seq=seq, ranks=tuple(range(3)), timeout_s=0.001)
+    meeting.enter(launch, 1e12)
+    with pytest.raises(CollectiveTimeoutError):
+        meeting.barrier(launch, 0.0)
+    meeting.end(launch, False)
+
+
+def test_who_waits_for_a_rank_of_its_own_core_goes_to_one_that_has_none(cores: Cores) -> None:
+    first, second, third = meetings(3)
+    wait_in_vain(first, 1, 0, cores)
+    wait_in_vain(second, 2, 1, cores)
+    assert cores.moves == []
+    wait_in_vain(third, 3, 1, cores)
+    assert cores.moves == [{2}, {0, 1, 2}]  # and may run everywhere again
+    assert cores.at[threading.get_ident()] == 2
+
+
+@pytest.mark.parametrize("mask", [{0}, {0, 1}])
+def test_who_finds_no_free_core_stays(cores: Cores, mask: set[int]) -> None:
+    cores.mask = mask
+    first, second, third = meetings(3)
+    wait_in_vain(first, 1, 0, cores)
+    wait_in_vain(second, 2, 1, cores)
+    wait_in_vain(third, 3, 0, cores)
+    assert cores.moves == []
+
+
+def test_more_ranks_than_cores_spread_evenly(cores: Cores) -> None:
+    cores.mask = {0, 1}
+    ranks = meetings(4)
+    for seq, (rank, core) in enumerate(zip(ranks[:3], (0, 1, 0), strict=True), 1):
+        wait_in_vain(rank, seq, core, cores)
+    assert cores.moves == []
+    wait_in_vain(ranks[3], 4, 0, cores)  # with two others, and one on the other core
+    assert cores.moves == [{1}, {0, 1}]
+
+
+def test_who_has_looked_does_not_look_again_at_once(cores: Cores, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, _ = meetings(3)
+    now = [100.0]
+    monkeypatch.setattr(_meeting.time, "monotonic", lambda: now[0])
+    wait_in_vain(first, 1, 0, cores)
+    for seq, passed_s, moves in ((2, 0.0, 2), (3, SETTLED_S / 2, 2), (4, SETTLED_S, 4)):
+        now[0] += passed_s
+        wait_in_vain(second, seq, 0, cores)
+        assert len(cores.moves) == moves
+
+
+# ---------------------------------------------------------------------------------------------- arrivals again
+
+TURNS = 4
+"""How often a launch agrees at most: each of the two areas comes twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Door:
+    """One launch, as all ranks come to it.
+
+    Attributes:
+        seq: Its number.
+        ranks: Who comes.
+        arrivals: What each rank brings, by turn.
+        afresh: By turn, whether they agree without expecting anything.
+    """
+
+    seq: int
+    ranks: tuple[int, ...]
+    arrivals: list[dict[int, bytes]]
+    afresh: list[bool]
+
+    def brought(self, turn: int) -> list[bytes]:
+        return [self.arrivals[turn][rank] for rank in self.ranks]
+
+
+def doors(world: int, launches: int, seed: int) -> list[Door]:
+    """Launches of which most are as those before, but for some arrivals, some of the ranks, or the count of turns."""
+    rng = random.Random(seed)
+    arrivals = [b"", b"a", b"b", b"ab", rng.randbytes(7), rng.randbytes(4096), rng.randbytes(ARRIVAL_NBYTES)]
+    now = [dict.fromkeys(range(world), b"a") for _ in range(TURNS)]
+    made, seq, ranks = list[Door](), 0, tuple(range(world))
+    for _ in range(launches):
+        seq += rng.choice((1, 1, 1, 2, 70))
+        if rng.random() < 0.2:
+            ranks = tuple(sorted(rng.sample(range(world), rng.randrange(1, world + 1))))
+        for turn in range(TURNS):
+            if rng.random() < 0.3:
+                now[turn] = now[turn] | {rng.randrange(world): rng.choice(arrivals)}
+        count = rng.choice((1, 2, 2, TURNS))
+        afresh = [rng.random() < 0.1 for _ in range(count)]
+        made.append(Door(seq=seq, ranks=ranks, arrivals=now[:count], afresh=afresh))
+    return made
+
+
+@dataclass(slots=True, kw_only=True)
+class Visitor:
+    """One rank at doors, that compares what it is told with what is meant.
+
+    Attributes:
+        meeting: Its end.
+        rng: Chooses what it expects.
+        known: What it has expected before; the very objects.
+        heard: How often it was told what.
+    """
+
+    meeting: Meeting
+    rng: random.Random
+    known: list[Sequence[bytes]] = field(default_factory=list)
+    heard: Counter[str] = field(default_factory=Counter)
+
+    def visit(self, door: Door) -> None:
+        launch = Launch(seq=door.seq, ranks=door.ranks, timeout_s=WAIT_S)
+        until_s = time.monotonic() + WAIT_S
+        for turn, afresh in enumerate(door.afresh):
+            brought = door.brought(turn)
+            arrival = door.arrivals[turn][self.meeting.rank]
+            if afresh:
+                assert list(self.meeting.agree(launch, arrival)) == brought
+                continue
+            self.meeting.enter(launch, until_s)
+            expected = self.expect(brought)
+            found = self.meeting.agree_again(launch, arrival, expected, until_s)
+            assert found == (None if list(expected) == brought else brought)
+            self.heard["as expected" if found is None else "otherwise"] += 1
+        self.meeting.end(launch, True)
+
+    def expect(self, brought: list[bytes]) -> Sequence[bytes]:
+        """Mostly what will come, as the very object of an earlier time; or as another one; or what will not come."""
+        way = self.rng.random()
+        as_long = [one for one in self.known if len(one) == len(brought)]
+        same = [one for one in as_long if list(one) == brought]
+        if way < 0.6 and same:
+            return self.rng.choice(same)
+        if way < 0.8 and as_long:
+            return self.rng.choice(as_long)
+        wrong = self.rng.randrange(len(brought)) if way > 0.9 else -1
+        made = tuple(blob + b"!" if at == wrong else bytes(blob) for at, blob in enumerate(brought))
+        self.known.append(made)
+        del self.known[:-12]
+        return made
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_who_agrees_again_hears_of_all_that_is_not_as_expected(world: int, seed: int) -> None:
+    """In either area, among any ranks, and whatever changed and changed back meanwhile."""
+    every = doors(world, 60, seed)
+    visitors = [
+        Visitor(meeting=meeting, rng=random.Random(seed * 10 + rank)) for rank, meeting in enumerate(meetings(world))
+    ]
+
+    def visit_all(one: Visitor) -> None:
+        for door in every:
+            if one.meeting.rank in door.ranks:
+                one.visit(door)
+
+    with ThreadPoolExecutor(world) as threads:
+        for future in [threads.submit(visit_all, one) for one in visitors]:
+            future.result(WAIT_S)
+    heard = sum((one.heard for one in visitors), Counter[str]())
+    assert min(heard["as expected"], heard["otherwise"]) > 10 * world
+
+
+class Table:
+    """A few ranks that agree, launch by launch, and what they read of each other's arrivals."""
+
+    def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seq = 0
+        self.meetings = meetings(world)
+        self.read: list[int] = []
+        read = Meeting._read
+
+        def noted(meeting: Meeting, rank: int, parity: int) -> memoryview:
+            self.read.append(rank)
+            return read(meeting, rank, parity)
+
+        monkeypatch.setattr(Meeting, "_read", noted)
+
+    def agree(
+        self, turns: Sequence[tuple[Sequence[bytes], Sequence[bytes]]], ranks: tuple[int, ...] = ()
+    ) -> list[list[Sequence[bytes] | None]]:
+        """One launch, of all ranks or some; turns of what all would bring, and what those expect who come.
+
+        Returns:
+            What each turn told each rank.
+        """
+        self.seq += 1
+        self.read.clear()
+        ranks = ranks or tuple(range(len(self.meetings)))
+        launch = Launch(seq=self.seq, ranks=ranks, timeout_s=WAIT_S)
+        until_s = time.monotonic() + WAIT_S
+
+        def come(meeting: Meeting) -> list[Sequence[bytes] | None]:
+            meeting.enter(launch, until_s)
+            found = [meeting.agree_again(launch, arrivals[meeting.rank], told, until_s) for arrivals, told in turns]
+            meeting.end(launch, True)
+            return found
+
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            by_rank = list(threads.map(come, [self.meetings[rank] for rank in ranks]))
+        return [list(one) for one in zip(*by_rank, strict=True)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_changes_and_changes_back_is_told_each_time(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    table = Table(world, monkeypatch)
+    usual, odd = (b"one",) * world, (*(b"one",) * (world - 1), b"two")
+    for brought, told in ((usual, None), (usual, None), (odd, list(odd)), (usual, None), (odd, list(odd))):
+        assert table.agree([(brought, usual)]) == [[told] * world]
+    assert table.agree([(odd, odd)]) == [[None] * world], "now it is what is expected"
+    assert table.agree([(usual, odd)]) == [[list(usual)] * world]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("turn", [0, 1])
+def test_what_changes_in_one_area_alone_is_told_there_alone(
+    monkeypatch: pytest.MonkeyPatch, world: int, turn: int
+) -> None:
+    """Whoever is the one that changes; and the same object may be expected in both."""
+    table, usual = Table(world, monkeypatch), (b"usual",) * world
+    for _ in range(2):
+        assert table.agree([(usual, usual)] * 2) == [[None] * world] * 2
+    for rank in range(world):
+        odd = tuple(b"other" if one == rank else b"usual" for one in range(world))
+        turns, told = [(usual, usual)] * 2, [[None] * world for _ in range(2)]
+        turns[turn], told[turn] = (odd, usual), [list(odd)] * world
+        assert table.agree(turns) == told
+        assert table.agree([(usual, usual)] * 2) == [[None] * world] * 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_is_as_before_is_not_read_again(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    table = Table(world, monkeypatch)
+    brought = [b"x" * 1000] * world
+    expected, equal = tuple(brought), tuple(brought)
+    reads = []
+    for told in (expected, expected, expected, equal, equal):
+        assert table.agree([(brought, told)] * 2) == [[None] * world] * 2
+        reads.append(len(table.read))
+    all_of_it = 2 * world * world
+    assert reads == [all_of_it, 0, 0, all_of_it, 0]
+
+
+def test_the_same_arrivals_of_other_ranks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is expected may be the very object; the ranks are not those of whom it was."""
+    table, expected = Table(3, monkeypatch), (b"one", b"one")
+    brought = (b"one", b"one", b"two")
+    for ranks, told in (((0, 1), None), ((0, 2), [b"one", b"two"]), ((0, 1), None), ((1, 2), [b"one", b"two"])):
+        assert table.agree([(brought, expected)], ranks) == [[told] * 2]

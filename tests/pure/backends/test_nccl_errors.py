@@ -1,0 +1,350 @@
+"""What `nccl` says when it goes wrong in mid-kernel, on the fake of cupy: nobody hangs, nothing stays on the GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.nccl import communicator as nccl
+from raycollect.backends.nccl import run as _nccl_run
+from raycollect.backends.nccl.communicator import NcclCommunicator
+from raycollect.core.model import Kernel, Launch
+from raycollect.core.protocols import Communicator
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError, RaycollectError
+from tests.fake_cupy import Fake
+from tests.pure.backends.test_nccl_streams import WAIT_S, patient, stream_of, sums, until
+from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
+
+
+@pytest.fixture
+def three() -> Iterator[tuple[Fake, GpuTeam]]:
+    with team_on_gpus(3) as made:
+        yield made
+
+
+def body_sum(communicator: Communicator, launch: Launch) -> Any:
+    """A sum, and what is left of the stream when it has failed."""
+    src = pending(np.full(50, communicator.rank + 1, np.int32), "every other")
+    communicator.agree(patient(launch), b"")
+    ok = False
+    try:
+        communicator.launch(launch, sums(src)).wait(launch.timeout_s)
+        ok = True
+    finally:
+        communicator.end(launch, ok)
+    return read_elsewhere(src, Caller().other).tolist()
+
+
+def is_waiting(fake: Fake, communicator: Communicator) -> Any:
+    before = fake.counts["nccl.check_async_error"]
+    return lambda: fake.pending(stream_of(communicator)) and fake.counts["nccl.check_async_error"] > before
+
+
+def check_broken(fake: Fake, team: GpuTeam, ranks: tuple[int, ...], told: str) -> None:
+    """Nothing is under way on these ranks, and they do nothing more."""
+    for rank in ranks:
+        communicator = team.communicators[rank]
+        assert not fake.pending(stream_of(communicator))
+        assert isinstance(communicator, NcclCommunicator)
+        assert communicator._kept is None
+        for attempt in (communicator.agree, body_sum):
+            arguments = (team.launch(), b"") if attempt == communicator.agree else (communicator, team.launch())
+            with pytest.raises(GroupBrokenError, match=told):
+                attempt(*arguments)  # type: ignore[operator]
+
+
+# ------------------------------------------------------------------------------- deadlines
+
+
+def test_a_deadline_while_another_rank_does_not_get_there(
+    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_DRAIN_S", 0.05)
+    fake, team = three
+    stuck = stream_of(team.communicators[1])
+    fake.hold(stuck)
+    results = team.run(body_sum, team.launch(timeout_s=0.2))
+    for rank, result in enumerate(results):
+        assert isinstance(result, CollectiveTimeoutError)
+        assert result.group_name == "team"
+        assert result.timeout_s == 0.2
+        assert f"did not end on the GPU of rank {rank} within 0.2 s" in str(result)
+        assert "NCCL_DEBUG=INFO" in str(result)
+    check_broken(fake, team, (0, 2), "allreduce of launch .* failed in mid-kernel")
+    kept = team.communicators[1]
+    assert isinstance(kept, NcclCommunicator)
+    assert kept._kept is not None, "its GPU may still use that memory"
+    fake.release(stuck)
+    until(lambda: not fake.pending(stuck))
+
+
+def test_a_deadline_is_that_of_the_launch(three: tuple[Fake, GpuTeam]) -> None:
+    """A slow caller is waited for."""
+    fake, team = three
+    slow = stream_of(team.communicators[1])
+    fake.hold(slow)
+    launch = team.launch(timeout_s=WAIT_S)
+    waits = is_waiting(fake, team.communicators[0])
+    running = [team.start(rank, body_sum, launch) for rank in team.everyone]
+    until(waits)
+    fake.release(slow)
+    assert [one.result(WAIT_S) for one in running] == [[6] * 50] * 3
+
+
+# ------------------------------------------------------------------------------- aborts
+
+
+def test_an_abort_while_ranks_wait(three: tuple[Fake, GpuTeam]) -> None:
+    fake, team = three
+    launch = team.launch()
+
+    def body_arrive(communicator: Communicator, launch: Launch) -> None:
+        communicator.agree(launch, b"")
+
+    waits = [is_waiting(fake, team.communicators[rank]) for rank in (0, 2)]
+    running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
+    team.must(body_arrive, launch, ranks=(1,))
+    until(lambda: all(one() for one in waits))
+    for rank in team.everyone:
+        team.communicators[rank].abort(launch.seq)
+    for one in running:
+        found = one.result(WAIT_S)
+        assert isinstance(found, PlanAbortedError)
+        assert found.group_name == "team"
+    check_broken(fake, team, (0, 2), f"allreduce of launch {launch.seq} failed in mid-kernel")
+
+
+def test_an_abort_of_another_launch_is_not_this_ones(three: tuple[Fake, GpuTeam]) -> None:
+    _, team = three
+    launch = team.launch()
+    for communicator in team.communicators:
+        communicator.abort(launch.seq + 1)
+    assert team.must(body_sum, launch) == [[6] * 50] * 3
+
+
+class Blocking:
+    """NCCL's communicator whose calls block until it is aborted, as a real one's do while it connects."""
+
+    def __init__(self, real: Any, error: BaseException) -> None:
+        self._real = real
+        self._error = error
+        self.entered, self._aborted = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def allReduce(self, *_: int) -> None:
+        self.entered.set()
+        assert self._aborted.wait(WAIT_S)
+        raise self._error
+
+    def abort(self) -> None:
+        self._real.abort()
+        self._aborted.set()
+
+
+@pytest.fixture
+def blocked(three: tuple[Fake, GpuTeam]) -> tuple[Fake, GpuTeam, Blocking]:
+    """Rank 0 blocks while it enqueues."""
+    fake, team = three
+    communicator: Any = team.communicators[0]
+    communicator._nccl = Blocking(communicator._nccl, fake.cupy.cuda.nccl.NcclError(4))
+    return fake, team, communicator._nccl
+
+
+def test_an_abort_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, GpuTeam, Blocking]) -> None:
+    fake, team, nccl_ = blocked
+    launch = team.launch()
+    waits = [is_waiting(fake, team.communicators[rank]) for rank in (1, 2)]  # at the door it breaks nothing
+    running: list[Future[Any]] = [team.start(rank, body_sum, launch) for rank in team.everyone]
+    assert nccl_.entered.wait(WAIT_S)
+    until(lambda: all(one() for one in waits))
+    for communicator in team.communicators:
+        communicator.abort(launch.seq)
+    assert [type(one.result(WAIT_S)) for one in running] == [PlanAbortedError] * 3
+    check_broken(fake, team, team.everyone, f"launch {launch.seq}")
+
+
+def test_an_abort_as_a_rank_begins_to_enqueue(
+    blocked: tuple[Fake, GpuTeam, Blocking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look for aborts and its call."""
+    _, team, nccl_ = blocked
+    launch, communicator = team.launch(), team.communicators[0]
+    monkeypatch.setattr(communicator, "stage", lambda launch, _: communicator.abort(launch.seq))
+    with pytest.raises(PlanAbortedError), team.device_of(0):
+        communicator.launch(launch, sums(pending(np.ones(3))))
+    assert not nccl_.entered.is_set()
+
+
+def test_a_deadline_while_a_rank_blocks_in_a_call_of_nccl(
+    blocked: tuple[Fake, GpuTeam, Blocking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "GUARD_S", 0.02)
+    fake, team, nccl_ = blocked
+    results = team.run(body_sum, team.launch(timeout_s=0.5))
+    assert nccl_.entered.is_set()
+    assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
+    assert "did not get to the GPU of rank 0 within 0.5 s" in str(results[0])
+    check_broken(fake, team, team.everyone, "failed in mid-kernel")
+
+
+# ------------------------------------------------------------------------------- what NCCL finds
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [(1, "UNHANDLED_CUDA_ERROR"), (2, "SYSTEM_ERROR"), (6, "NCCL status 6: a remote rank has failed or is gone")],
+)
+@pytest.mark.parametrize("at_call", [False, True])
+def test_an_error_of_nccl_is_told_with_all_that_is_known(
+    three: tuple[Fake, GpuTeam], status: int, told: str, at_call: bool
+) -> None:
+    fake, team = three
+    failing: Any = team.communicators[1]
+    fake.fail_next(failing._nccl, status, at_call=at_call)
+    launch = team.launch(timeout_s=WAIT_S)
+    waits = [is_waiting(fake, team.communicators[rank]) for rank in (0, 2)]
+    running = [team.start(rank, body_sum, launch) for rank in team.everyone]
+    found = running[1].result(WAIT_S)
+    assert isinstance(found, KernelError)
+    assert (found.op, found.group_name, found.rank) == ("allreduce", "team", 1)
+    assert told in str(found)
+    assert "NCCL_DEBUG=INFO" in str(found)
+    assert isinstance(found.__cause__, KeyError if status == 6 else RuntimeError)
+    until(lambda: all(one() for one in waits))
+    for rank in (0, 2):  # as the executor does it when a rank has failed
+        team.communicators[rank].abort(launch.seq)
+        assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
+    check_broken(fake, team, team.everyone, f"allreduce of launch {launch.seq} failed in mid-kernel")
+
+
+def test_an_error_of_the_device_ends_the_wait_at_once(
+    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event of a device that has failed is never done; the query says why."""
+    fake, team = three
+    runtime = fake.cupy.cuda.runtime
+    with team.device_of(0):
+        communicator, launch = team.communicators[0], team.launch(timeout_s=WAIT_S)
+        under_way = communicator.launch(launch, sums(pending(np.ones(3))))
+        monkeypatch.setattr(runtime, "eventQuery", lambda _: 700)
+        with pytest.raises(KernelError, match="cudaError700") as caught:
+            under_way.wait(WAIT_S)
+        monkeypatch.undo()
+    assert caught.value.rank == 0
+    until(lambda: not fake.pending(stream_of(communicator)))
+
+
+def test_a_rank_that_is_gone_behind_the_door(three: tuple[Fake, GpuTeam]) -> None:
+    """The others' kernels wait for it on their GPUs; NCCL finds out, or the deadline does."""
+    fake, team = three
+    launch = team.launch(timeout_s=0.3)
+
+    def body_leave(communicator: Communicator, launch: Launch) -> None:
+        communicator.agree(patient(launch), b"")
+        communicator.close()
+
+    running = [team.start(rank, body_sum, launch) for rank in (0, 2)]
+    team.must(body_leave, launch, ranks=(1,))
+    for one in running:
+        assert isinstance(one.result(WAIT_S), CollectiveTimeoutError)
+    check_broken(fake, team, (0, 2), "failed in mid-kernel")
+
+
+def test_no_memory_for_a_copy(three: tuple[Fake, GpuTeam]) -> None:
+    fake, team = three
+    launch = team.launch(timeout_s=WAIT_S)
+
+    def body(communicator: Communicator, launch: Launch) -> list[int]:
+        src = pending(np.full(50, 1, np.int32), "every other")
+        if communicator.rank == 1:
+            fake.limit(fake.allocated(1), 1)
+        communicator.agree(launch, b"")
+        communicator.launch(launch, sums(src)).wait(WAIT_S)
+        return read_elsewhere(src, Caller().other).tolist()
+
+    running = [team.start(rank, body, launch) for rank in team.everyone]
+    found = running[1].result(WAIT_S)
+    assert isinstance(found, KernelError)
+    assert "Out of memory" in str(found)
+    for rank in (0, 2):
+        team.communicators[rank].abort(launch.seq)
+        assert isinstance(running[rank].result(WAIT_S), PlanAbortedError)
+
+
+def test_what_was_enqueued_before_a_failure_is_waited_for_too(
+    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its memory would go while the GPU uses it."""
+    monkeypatch.setattr(_nccl_run, "FOLD_NBYTES", 60)
+    monkeypatch.setattr(nccl, "_DRAIN_S", 0.02)
+    fake, team = three
+    communicator: Any = team.communicators[0]
+    real, calls = communicator._nccl.allGather, []
+
+    def once(*arguments: int) -> None:
+        calls.append(arguments)
+        if len(calls) > 1:
+            raise fake.cupy.cuda.nccl.NcclError(1)
+        real(*arguments)
+
+    monkeypatch.setattr(communicator._nccl, "allGather", once)
+    with team.device_of(0):
+        src = pending(np.ones(50, np.int16), "column")
+        fake.hold(stream_of(communicator))
+        with pytest.raises(KernelError, match="UNHANDLED_CUDA_ERROR"):
+            communicator.launch(team.launch(), sums(src))
+        assert len(calls) == 2
+        assert communicator._kept is not None
+        fake.release(stream_of(communicator))
+        until(lambda: not fake.pending(stream_of(communicator)))
+
+
+# ------------------------------------------------------------------------------- who leaves
+
+
+def test_closing_while_a_rank_waits(three: tuple[Fake, GpuTeam]) -> None:
+    fake, team = three
+    launch = team.launch(timeout_s=WAIT_S)
+
+    def body(communicator: Communicator, launch: Launch) -> None:
+        communicator.launch(launch, sums(pending(np.ones(3)))).wait(WAIT_S)
+
+    waits = is_waiting(fake, team.communicators[0])
+    running = team.start(0, body, launch)
+    until(waits)
+    team.communicators[0].close()
+    found = running.result(WAIT_S)
+    assert isinstance(found, GroupBrokenError)
+    assert "the communicator was closed" in str(found)
+    check_broken(fake, team, (0,), "the communicator was closed")
+
+
+def test_closing_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, GpuTeam, Blocking]) -> None:
+    _, team, nccl_ = blocked
+
+    def body(communicator: Communicator, launch: Launch) -> None:
+        communicator.launch(launch, sums(pending(np.ones(3)))).wait(WAIT_S)
+
+    running = team.start(0, body, team.launch())
+    assert nccl_.entered.wait(WAIT_S)
+    team.communicators[0].close()
+    found = running.result(WAIT_S)
+    assert isinstance(found, GroupBrokenError), repr(found)
+    assert "the communicator was closed" in str(found)
+
+
+def test_all_threads_that_abort_end(three: tuple[Fake, GpuTeam]) -> None:
+    _, team = three
+    for communicator in team.communicators:
+        communicator.abort(team.launch().seq)
+        communicator.close()
+        with pytest.raises(RaycollectError):
+            communicator.launch(team.launch(), Kernel(kind=sums(None).kind))
+    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-nccl-abort"])

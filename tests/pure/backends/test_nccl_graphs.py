@@ -1,0 +1,461 @@
+"""Kernels of `nccl` that come again on the same memory, as CUDA graphs: on the fake of cupy."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.nccl import communicator as nccl
+from raycollect.backends.nccl import graphs as _nccl_again
+from raycollect.backends.nccl.graphs import GraphCounts, Way, Word, parted, way_of
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.engine.fast_path import FastPath
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
+from tests.fake_cupy import Fake, installed
+from tests.gpu.again import ARRIVAL, again, body_again
+from tests.pure.backends.test_nccl_streams import WAIT_S, stream_of, sums, until
+from tests.pure.communicators import ThreadTeam
+from tests.pure.conformance import KINDS, REDUCTIONS, Case
+from tests.pure.mixed import WORLD, faked, mixing, same
+from tests.pure.on_gpu import Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
+from tests.pure.teams import Script, Team, pinned
+
+RUNS = 6
+"""Plain, plain and recorded, then graphs."""
+
+
+class Crew:
+    """Ranks on GPUs that sum arrays of their own, with a kernel each that is kept from launch to launch."""
+
+    def __init__(self, fake: Fake, team: GpuTeam, how: Callable[[int], str] = lambda rank: "plain") -> None:
+        self.fake, self.team, self.how = fake, team, how
+        self.callers: list[Any] = [None] * team.world_size
+        self.arrays: list[Any] = [None] * team.world_size
+        self.kernels: list[Any] = [None] * team.world_size
+        self.sums = 0
+        self.team.must(self._make)
+
+    def _make(self, communicator: Communicator) -> None:
+        rank = communicator.rank
+        self.callers[rank] = Caller()
+        with self.callers[rank]["non-blocking"]:
+            self.arrays[rank] = pending(np.zeros(40, np.int32), self.how(rank))
+        self.kernels[rank] = sums(self.arrays[rank])
+
+    def renew(self, rank: int) -> None:
+        """A rank comes with another array."""
+        self.team.must(self._make, ranks=(rank,))
+
+    def body(self, communicator: Communicator, launch: Launch, come: Callable[..., Any] = again) -> list[int]:
+        """Writes on a stream of its own, sums at once, and reads on another stream."""
+        rank, caller = communicator.rank, self.callers[communicator.rank]
+        with caller["non-blocking"]:
+            cupy_of(self.arrays[rank]).fill(100**rank * self.sums)
+            come(communicator, launch, self.kernels[rank])
+        return [int(one) for one in set(read_elsewhere(self.arrays[rank], caller.other))]
+
+    def sum(self, *, long_way: tuple[int, ...] = ()) -> None:
+        """They sum what they have not had before; some do so as whoever does not come by the short way."""
+        self.sums += 1
+        launch = self.team.launch(timeout_s=WAIT_S)
+
+        def come(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
+            if communicator.rank not in long_way:
+                assert again(communicator, launch, kernel) is None
+                return
+            assert communicator.agree(launch, ARRIVAL) == [ARRIVAL] * self.team.world_size
+            communicator.launch(launch, kernel).wait(WAIT_S)
+            communicator.end(launch, True)
+
+        total = sum(100**rank * self.sums for rank in self.team.everyone)
+        assert self.team.must(self.body, launch, come) == [[total]] * self.team.world_size
+
+    @property
+    def graphs(self) -> list[GraphCounts]:
+        return [one.graphs for one in self.team.communicators]  # type: ignore[attr-defined]
+
+    @property
+    def launched(self) -> list[int]:
+        return [one.launched for one in self.graphs]
+
+
+MakeCrew = Callable[..., Crew]
+
+
+@pytest.fixture
+def crew() -> Iterator[MakeCrew]:
+    """Makes a crew, on a GPU each; in the end nothing is left of their graphs."""
+    made: list[Any] = []
+
+    def make(world: int = 2, *, seed: int = 0, version: int = 22803, how: Any = lambda rank: "plain") -> Crew:
+        context = team_on_gpus(world, seed=seed, nccl_version=version)
+        fake, team = context.__enter__()
+        made.append((context, fake, team))
+        return Crew(fake, team, how)
+
+    yield make
+    for context, fake, team in made:
+        for one in team.communicators:
+            one.close()
+        assert not fake.graphs
+        context.__exit__(None, None, None)
+
+
+# ---------------------------------------------------------------------------------------------- words
+
+
+def test_all_ranks_find_the_same_way() -> None:
+    no, could, has = Word(expected=7), Word(state=1, expected=7), Word(state=2, expected=7, recorded=5)
+    other, late = Word(state=2, expected=8, recorded=5), Word(state=2, expected=7, recorded=6)
+    found = {
+        Way.PLAIN: ([no], [no, has], [could, no], [has, other], [Word(), has]),
+        Way.RECORD: ([could], [could, has], [has, late]),
+        Way.GRAPH: ([has], [has, has]),
+    }
+    for way, cases in found.items():
+        for words in cases:
+            assert way_of(words) is way_of(words[::-1]) is way, words
+
+
+@pytest.mark.parametrize("arrival", [b"", b"x", bytes(range(256))])
+def test_a_word_travels_behind_the_arrival(arrival: bytes) -> None:
+    word = Word(state=2, expected=2**32 - 1, recorded=2**63)
+    assert parted(arrival + word.pack()) == (arrival, word)
+
+
+# ---------------------------------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_is_run_again_becomes_a_graph_and_sums_the_same(crew: MakeCrew, world: int, seed: int) -> None:
+    """Each time behind what the caller's stream does, and before whoever comes next."""
+    one = crew(world, seed=seed)
+    for _ in range(RUNS):
+        one.sum()
+    assert one.graphs == [GraphCounts(kept=1, recorded=1, launched=RUNS - 2)] * world
+    assert one.fake.counts["graphLaunch"] == world * (RUNS - 2)
+    assert one.fake.counts["nccl.allReduce"] == world * (1 + 2 + 1)  # that of the join, two plain ones, the recording
+
+
+PLAIN_IN_PLACE = (OpKind.ALLTOALL, OpKind.ALLGATHER)
+"""What is received beside the array that it overwrites; here, pieces that don't lie one behind the other."""
+
+
+@pytest.mark.parametrize("how", ["plain", "every other"])
+@pytest.mark.parametrize(
+    ("kind", "inplace"), [one for one in product(KINDS, (False, True)) if one != (OpKind.SEND, True)]
+)
+def test_every_kind(kind: OpKind, inplace: bool, how: str) -> None:
+    peer = 0 if kind is OpKind.SEND else -1
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    case = Case(kind=kind, dtype="int32", size=60, op=op, root=2, peer=peer, inplace=inplace, layout=how)
+    ranks = (0, 2) if kind is OpKind.SEND else (0, 1, 2)
+    with team_on_gpus(3) as (fake, team):
+        launches = [team.launch(ranks) for _ in range(RUNS)]
+        found = team.must(body_again, launches, case, ranks=ranks)
+        assert [wrong for wrong, _ in found] == [[""] * RUNS] * len(ranks)
+        counts = [one for _, one in found]
+        may = how == "plain" and not (inplace and kind in PLAIN_IN_PLACE)
+        assert counts == [GraphCounts(kept=may, recorded=may, launched=may * (RUNS - 2))] * len(ranks)
+        assert not fake.graphs, "a graph goes with its kernel"
+
+
+@pytest.mark.parametrize("dtype", ["int16", "complex64"])
+def test_what_cupy_folds_is_no_graph(dtype: str) -> None:
+    case = Case(kind=OpKind.ALLREDUCE, dtype=dtype, size=60, op=ReduceOp.PRODUCT)
+    with team_on_gpus(2) as (fake, team):
+        found = team.must(body_again, [team.launch() for _ in range(RUNS)], case)
+        assert found == [([""] * RUNS, GraphCounts())] * 2
+        assert not fake.counts["graphLaunch"]
+
+
+def test_a_kernel_that_is_run_again_is_written_once(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Kernel] = []
+    write = nccl.write
+    one = crew(2, version=20800)  # which can't be recorded
+    monkeypatch.setattr(nccl, "write", lambda kernel, *rest: (written.append(kernel), write(kernel, *rest))[1])
+    for _ in range(RUNS):
+        one.sum()
+    assert len(written) == 2
+    assert one.graphs == [GraphCounts()] * 2
+
+
+# ---------------------------------------------------------------------------------------------- agreement
+
+
+def test_one_rank_with_gaps_keeps_all_plain(crew: MakeCrew) -> None:
+    one = crew(3, how=lambda rank: "every other" if rank == 1 else "plain")
+    for _ in range(RUNS):
+        one.sum()
+    assert one.graphs == [GraphCounts()] * 3
+
+
+def test_a_rank_that_comes_the_long_way_is_met_plain_and_the_graphs_are_kept(crew: MakeCrew) -> None:
+    one = crew(2)
+    for _ in range(4):
+        one.sum()
+    assert one.launched == [2, 2]
+    one.sum(long_way=(0,))
+    one.sum(long_way=(1,))
+    assert one.launched == [2, 2]
+    one.sum()
+    assert one.graphs == [GraphCounts(kept=1, recorded=1, launched=3)] * 2
+
+
+def test_a_rank_with_another_kernel_lets_all_record_anew(crew: MakeCrew) -> None:
+    one = crew(2)
+    for _ in range(4):
+        one.sum()
+    one.renew(1)
+    gc.collect()
+    assert one.fake.graphs == 1, "that of the rank whose kernel is gone went with it"
+    one.sum()
+    assert one.fake.graphs == 0, "nobody can launch the other's"
+    for _ in range(3):
+        one.sum()
+    assert [(each.kept, each.recorded) for each in one.graphs] == [(1, 2)] * 2
+    assert one.launched == [2 + 2] * 2
+
+
+def test_ranks_that_expect_different_things_run_plain(crew: MakeCrew) -> None:
+    one = crew(2)
+    for _ in range(4):
+        one.sum()
+    launch = one.team.launch()
+
+    def differ(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
+        expected = (ARRIVAL,) * 2 if communicator.rank else (ARRIVAL, b"something else")
+        assert again(communicator, launch, kernel, expected) == (None if communicator.rank else [ARRIVAL] * 2)
+
+    one.team.must(one.body, launch, differ)
+    assert one.launched == [2, 2]
+    one.sum()
+    assert one.launched == [3, 3]
+
+
+@pytest.mark.parametrize("who", [(0,), (0, 1, 2)])
+def test_a_recording_that_fails_leaves_all_plain(
+    crew: MakeCrew, who: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = crew(3)
+    for rank in who:
+        one.fake.spoil_captures(1, rank)
+    with caplog.at_level(logging.DEBUG, "raycollect"):
+        for _ in range(RUNS):
+            one.sum()
+    said = sorted(record.getMessage().partition(":")[0] for record in caplog.records)
+    assert said == [
+        *["allreduce of group 'team' is a CUDA graph from now on"] * (3 - len(who)),
+        *["allreduce of group 'team' is no CUDA graph"] * len(who),
+    ]
+    assert "cudaErrorStreamCaptureInvalidated" in caplog.text
+    for rank, found in enumerate(one.graphs):
+        failed = rank in who
+        assert found == GraphCounts(recorded=not failed, failed=failed)
+    assert not one.fake.graphs
+
+
+def test_a_call_of_nccl_that_fails_in_a_recording(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves no stream that records, and no group of NCCL open."""
+    one = crew(2)
+    failing, enqueue = one.team.communicators[1], nccl.enqueue
+
+    def odd(scripts: Any) -> None:
+        if one.fake.cupy.cuda.get_current_stream().is_capturing() and threading.current_thread() in chosen:
+            one.fake.fail_next(failing._nccl, 1, at_call=True)  # type: ignore[attr-defined]
+        enqueue(scripts)
+
+    chosen: set[threading.Thread] = set()
+    monkeypatch.setattr(nccl, "enqueue", odd)
+    record = failing._record  # type: ignore[attr-defined]
+    monkeypatch.setattr(failing, "_record", lambda *args: (chosen.add(threading.current_thread()), record(*args)))
+    for _ in range(RUNS):
+        one.sum()
+        chosen.clear()
+    assert [each.failed for each in one.graphs] == [0, 1]
+    assert one.launched == [0, 0]
+
+
+def test_no_more_graphs_than_are_kept(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_nccl_again, "GRAPHS", 2)
+    one = crew(2)
+    kernels, arrays = [], []
+    for _ in range(3):
+        for rank in one.team.everyone:
+            one.renew(rank)
+        kernels.append(list(one.kernels))
+        arrays.append(list(one.arrays))
+        for _ in range(4):
+            one.sum()
+    assert [each.kept for each in one.graphs] == [2, 2]
+    assert one.fake.graphs == 4
+    kernels[0] = arrays[0] = []
+    gc.collect()
+    assert [each.kept for each in one.graphs] == [1, 1]
+    one.sum()  # now the third is recorded
+    one.sum()
+    assert [each.kept for each in one.graphs] == [2, 2]
+
+
+# ---------------------------------------------------------------------------------------------- options
+
+
+def test_graphs_can_be_had_not_at_all() -> None:
+    with gpus(2) as fake:
+        team = GpuTeam(2, graphs=False)
+        try:
+            one = Crew(fake, team)
+            for _ in range(RUNS):
+                one.sum()
+            assert one.graphs == [GraphCounts()] * 2
+        finally:
+            team.close()
+
+
+def test_the_option_is_yes_or_no() -> None:
+    with gpus(1), pytest.raises(InvalidGroupError, match="'graphs' is True or False, and got 1"):
+        GpuTeam(1, graphs=1)
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+def _under_graph(one: Crew, timeout_s: float = WAIT_S) -> tuple[Launch, list[Future[Any]]]:
+    """A launch of graphs that waits, since rank 1's stream is stopped."""
+    for _ in range(3):
+        one.sum()
+    launch = one.team.launch(timeout_s=timeout_s)
+    before = one.fake.counts["graphLaunch"]
+    one.fake.hold(stream_of(one.team.communicators[1]))
+    running = [one.team.start(rank, one.body, launch) for rank in one.team.everyone]
+    until(lambda: one.fake.counts["graphLaunch"] == before + 2)
+    return launch, running
+
+
+def test_an_abort_while_graphs_run(crew: MakeCrew) -> None:
+    """They go first: NCCL would wait for them."""
+    one = crew(2)
+    launch, running = _under_graph(one)
+    for communicator in one.team.communicators:
+        communicator.abort(launch.seq)
+    one.fake.release(stream_of(one.team.communicators[1]))
+    for future in running:
+        assert isinstance(future.result(WAIT_S), PlanAbortedError)
+    assert not one.fake.graphs
+    for communicator in one.team.communicators:
+        with pytest.raises(GroupBrokenError):
+            communicator.agree(one.team.launch(), b"")
+
+
+def test_a_deadline_while_a_graph_of_another_rank_does_not_start(
+    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "_DRAIN_S", 0.05)
+    one = crew(2)
+    _, running = _under_graph(one, timeout_s=2.0)
+    for future in running:
+        assert isinstance(future.result(WAIT_S), CollectiveTimeoutError)
+    assert not one.fake.graphs
+    one.fake.release(stream_of(one.team.communicators[1]))
+    until(lambda: not one.fake.pending(stream_of(one.team.communicators[1])))
+
+
+def test_a_graph_that_can_not_be_launched_ends_the_group(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = crew(2)
+    for _ in range(3):
+        one.sum()
+
+    def refuse(self: Any, stream: Any = None) -> None:
+        raise one.fake.cupy.cuda.runtime.CUDARuntimeError(1)
+
+    monkeypatch.setattr(one.fake.cupy.cuda.Graph, "launch", refuse)
+    found = one.team.run(one.body, one.team.launch())
+    assert all(isinstance(error, KernelError) and "cudaErrorInvalidValue" in str(error) for error in found), found
+    assert not one.fake.graphs
+
+
+def test_nothing_of_a_kernel_is_left_when_it_is_gone(crew: MakeCrew) -> None:
+    one = crew(2)
+    for _ in range(4):
+        one.sum()
+    before = one.fake.allocated(0)
+    nbytes = one.arrays[0].nbytes
+    one.arrays[0] = one.kernels[0] = None
+    gc.collect()
+    assert one.fake.allocated(0) == before - nbytes
+    assert one.fake.graphs == 1
+    assert [each.kept for each in one.graphs] == [0, 1]
+
+
+# ---------------------------------------------------------------------------------------------- calls and steps
+
+
+def test_calls_that_are_made_again_run_as_graphs() -> None:
+    """Whole plans, whose kernels of pieces learn at the door how large the others' are."""
+    with faked() as fake, mixing(fake) as make:
+        one = make("nccl")
+        ends: list[Any] = one.fleet.communicators
+        sums = [one.put(np.zeros(50), rank) for rank in range(WORLD)]
+        given = [one.put(np.full(4, rank + 1.0), rank) for rank in range(WORLD)]
+        rows = [one.put(np.zeros(4 * WORLD), rank) for rank in range(WORLD)]
+        taken = [[row[4 * at :][:4] for at in range(WORLD)] for row in rows]
+        keys, sides = one.fleet.keep_all(sums), (one.fleet.keep_all(given), one.fleet.keep_all(taken))
+        for turn in range(RUNS):
+            for rank in range(WORLD):
+                with one.cupy.cuda.Device(rank):
+                    sums[rank].fill(rank + turn)
+                    rows[rank].fill(0)
+            one.fleet.must(OpKind.ALLREDUCE, keys)
+            one.fleet.must(OpKind.ALLGATHER, *sides)
+            for rank in range(WORLD):
+                same(sums[rank], np.full(50, 3.0 + 3 * turn))
+                same(rows[rank], np.repeat(np.arange(1.0, WORLD + 1), 4))
+        assert [end.graphs for end in ends] == [GraphCounts(kept=2, recorded=2, launched=2 * (RUNS - 3))] * WORLD
+        assert fake.graphs == 2 * WORLD
+        for end in ends:
+            end.close()
+        assert not fake.graphs
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_captured_step_runs_as_graphs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it: `Replay`, `FastPath` and the backend, with a tensor that moves in between."""
+    repeated: list[int] = []
+    run = FastPath.run
+    monkeypatch.setattr(FastPath, "run", lambda self, *args: (repeated.append(self._seq), run(self, *args))[1])
+    with installed(1, nccl_version=23000, seed=seed) as fake:
+        cupy = fake.cupy
+        values = [[cupy.zeros(50, np.int32)] for _ in range(2)]
+        group = ThreadTeam("nccl", 2)
+        team = Team(2, [Script(rank, [pinned(value)]) for rank, value in enumerate(values)])
+        team.communicators = list(group.communicators)
+        team.collective(OpKind.ALLREDUCE, dict.fromkeys(range(2), 0))
+        try:
+            for turn in range(1, 9):
+                for rank, (value,) in enumerate(values):
+                    value.fill(turn * 10**rank)
+                cupy.cuda.get_current_stream().synchronize()
+                assert team.fail() == [None] * 2
+                for (value,) in values:
+                    assert set(value.get().tolist()) == {turn * 11}
+            counts = [one.graphs for one in group.communicators]  # type: ignore[attr-defined]
+            assert repeated
+            assert counts == [GraphCounts(kept=1, recorded=1, launched=len(repeated) // 2 - 2)] * 2
+            assert counts[0].launched >= 3
+        finally:
+            for replay in team.replays:
+                replay.close()
+            team.close()
+            group.close()
+        gc.collect()
+        assert not fake.graphs

@@ -1,0 +1,357 @@
+"""How ranks of `nccl` come together, on the fake of cupy, and why they can't."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect import backends
+from raycollect.backends.nccl import communicator as nccl
+from raycollect.backends.nccl import group as _nccl_group
+from raycollect.backends.nccl.communicator import NcclCommunicator
+from raycollect.backends.nccl.group import SHARING
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    InvalidGroupError,
+    KernelError,
+    UnsupportedError,
+)
+from tests.fake_cupy import Fake, installed
+from tests.pure.backends.test_nccl_streams import WAIT_S, stream_of, sums, until
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
+from tests.pure.conformance import run_launch
+from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(SHARING, raising=False)
+    yield
+    os.environ.pop(SHARING, None)  # what the backend may have set
+
+
+def spec_of(world_size: int, **options: Any) -> GroupSpec:
+    spec = GroupSpec(name="team", group_id="1", backend="nccl", world_size=world_size)
+    return replace(spec, options=tuple(sorted(options.items())))
+
+
+def create(rank: int, world_size: int, rendezvous: MemoryRendezvous | None = None, **options: Any) -> Communicator:
+    exchange = MemoryExchange(MemoryStar(), rank)
+    return nccl.create(spec_of(world_size, **options), rank, rendezvous or MemoryRendezvous(), exchange)
+
+
+def body_sum(communicator: Communicator, launch: Launch) -> list[int]:
+    src = pending(np.full(3, communicator.rank + 1))
+    run_launch(communicator, launch, sums(src))
+    return read_elsewhere(src, Caller().other).tolist()
+
+
+# ------------------------------------------------------------------------------- which device
+
+
+@pytest.mark.parametrize("current", range(3))
+def test_a_rank_works_on_the_current_device_of_the_thread_that_joins(current: int) -> None:
+    with gpus(3) as fake, fake.cupy.cuda.Device(current):
+        communicator = create(0, 1)
+        assert stream_of(communicator).device_id == current
+        assert fake.contexts == {current}
+        communicator.close()
+
+
+def test_the_option_names_another_device() -> None:
+    with gpus(3) as fake:
+        communicator = create(0, 1, device=2)
+        assert fake.cupy.cuda.runtime.getDevice() == 0
+        assert stream_of(communicator).device_id == 2
+        assert getattr(communicator, "device", "") == "cuda:2"
+        with fake.cupy.cuda.Device(2):
+            src = pending(np.ones(3))
+        run_launch(communicator, Launch(seq=1, ranks=(0,), timeout_s=WAIT_S), sums(src))  # 0 is the current one here
+        communicator.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"device": 3}, "there is no device 3 here; this process sees 3"),
+        ({"device": -1}, "there is no device -1"),
+        ({"device": "0"}, "there is no device '0'"),
+        ({"device": True}, "there is no device True"),
+        ({"device": 0, "high_priority": True}, "takes the options 'device' and 'graphs', and got high_priority"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], told: str) -> None:
+    with gpus(3), pytest.raises(InvalidGroupError, match=told) as caught:
+        create(0, 1, **options)
+    assert caught.value.group_name == "team"
+
+
+def test_no_gpu() -> None:
+    with installed(0):
+        with pytest.raises(BackendUnavailableError, match="no GPU here: cudaErrorNoDevice"):
+            create(0, 1)
+        assert not backends.is_available("nccl")
+
+
+def test_it_is_there_where_there_is_a_gpu() -> None:
+    with gpus(1):
+        assert backends.is_available("nccl")
+
+
+# ------------------------------------------------------------------------------- who is with whom
+
+
+def team_on_one(nccl_version: int) -> Any:
+    return gpus(1, nccl_version=nccl_version)
+
+
+def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
+    with gpus(2, nccl_version=22907) as fake:
+        with pytest.raises(BackendUnavailableError) as caught:
+            GpuTeam(3)
+        assert not fake.counts["nccl.communicators"]
+    said = str(caught.value)
+    assert "ranks [0, 2] share the GPU 127.0.0.1/0000:10:00.0" in said
+    assert "from 2.30 on, and this is 22907" in said
+    assert "Give each member a GPU of its own, or use 'shm' or 'tcp'" in said
+    assert SHARING not in os.environ
+
+
+@pytest.mark.parametrize(("version", "is_nccl"), [(22907, False), (23000, True)])
+def test_ranks_that_all_share_a_gpu_do_without_nccl_before_2_30(version: int, is_nccl: bool) -> None:
+    with team_on_one(version) as fake:
+        team = GpuTeam(2)
+        assert [type(one) is NcclCommunicator for one in team.communicators] == [is_nccl] * 2
+        assert bool(fake.counts["nccl.communicators"]) == is_nccl
+        assert (os.environ.get(SHARING) == "1") == is_nccl
+        assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
+        team.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ranks_share_a_gpu_from_2_30_on(seed: int) -> None:
+    with gpus(2, nccl_version=23000, seed=seed):
+        team = GpuTeam(3)
+        assert os.environ[SHARING] == "1"
+        assert team.must(body_sum, team.launch()) == [[6, 6, 6]] * 3
+        team.close()
+
+
+def test_ranks_share_no_gpu_where_the_environment_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SHARING, "0")
+    with team_on_one(23000) as fake:
+        with pytest.raises(BackendUnavailableError, match=f"{SHARING} of ranks .0, 1. forbids it: it has to be 1"):
+            GpuTeam(2)
+        assert not fake.counts["nccl.communicators"]
+    assert os.environ[SHARING] == "0"
+
+
+def test_the_environment_is_left_alone_where_each_rank_has_a_gpu() -> None:
+    with gpus(2, nccl_version=23000):
+        GpuTeam(2).close()
+    assert SHARING not in os.environ
+
+
+@pytest.mark.parametrize("theirs", [22802, 22703])
+def test_members_with_different_releases_are_refused(theirs: int) -> None:
+    """NCCL compares the last digit as well."""
+    with gpus(1) as fake:
+        rendezvous = MemoryRendezvous()
+        place = {"gpu": "10.0.0.2/0000:10:00.0", "version": theirs, "may_share": True, "capability": 90}
+        rendezvous.put("nccl.place.1", json.dumps(place).encode())
+        told = f"different releases of NCCL: rank 0 has 22803, rank 1 has {theirs}"
+        with pytest.raises(BackendUnavailableError, match=told):
+            create(0, 2, rendezvous)
+        assert not fake.counts["nccl.communicators"]
+
+
+def test_gpus_of_two_hosts_are_not_the_same() -> None:
+    """Both have one at that place of their bus; it would be refused otherwise."""
+    with gpus(1, nccl_version=22803):
+        places = [
+            _nccl_group._Place(gpu=f"10.0.0.{host}/0000:10:00.0", version=22803, may_share=True, capability=90)
+            for host in (1, 2)
+        ]
+        _nccl_group._check(spec_of(2), places)
+
+
+# ------------------------------------------------------------------------------- who does not come
+
+
+def test_a_member_that_never_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.05)
+    with gpus(2), pytest.raises(CollectiveTimeoutError):
+        create(0, 2)
+
+
+def making() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "raycollect-nccl"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The library waits on; the rank does not. What comes of it when the other one does is let go of."""
+    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.1)
+    with gpus(2, seed=seed) as fake:
+        rendezvous = MemoryRendezvous()
+        place = {"gpu": "127.0.0.1/0000:11:00.0", "version": 22803, "may_share": True, "capability": 90}
+        rendezvous.put("nccl.place.1", json.dumps(place).encode())
+        with pytest.raises(CollectiveTimeoutError, match="did not bring all 2 ranks together within 0") as caught:
+            create(0, 2, rendezvous)
+        assert "NCCL_DEBUG=INFO" in str(caught.value)
+        assert "team" in str(caught.value)
+        assert len(making()) == 1
+        unique = tuple(json.loads(rendezvous.get("nccl.id", 1)))
+        with fake.cupy.cuda.Device(1):
+            late = fake.cupy.cuda.nccl.NcclCommunicator(2, unique, 1)
+        for one in making():
+            one.join(WAIT_S)
+        assert not making()
+        assert fake.counts["nccl.abort"] == 1
+        late.abort()
+
+
+@pytest.mark.parametrize(("status", "told"), [(3, "INTERNAL_ERROR"), (6, "NCCL status 6: a remote rank has failed")])
+def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
+    with gpus(1) as fake:
+        module = fake.cupy.cuda.nccl
+
+        def fail(*_: Any) -> Any:
+            raise module.NcclError(status)
+
+        monkeypatch.setattr(module, "NcclCommunicator", fail)
+        with pytest.raises(BackendUnavailableError, match="backend 'nccl': rank 0 can't join") as caught:
+            create(0, 1)
+    assert told in str(caught.value)
+    assert "NCCL_DEBUG=INFO" in str(caught.value)
+    assert isinstance(caught.value.__cause__, RuntimeError | KeyError)
+    assert not making()
+
+
+def test_the_first_operation_of_a_group_fails_where_nccl_can_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpus(1) as fake:
+        module = fake.cupy.cuda.nccl
+
+        def refuse(*_: Any) -> None:
+            raise module.NcclError(2)
+
+        monkeypatch.setattr(module.NcclCommunicator, "allReduce", refuse)
+        with pytest.raises(KernelError, match="SYSTEM_ERROR"):
+            create(0, 1)
+        assert fake.counts["nccl.abort"] == 1
+
+
+# ------------------------------------------------------------------------------- what is refused before the door
+
+
+def stage(communicator: Communicator, **kernel: Any) -> Kernel:
+    made = Kernel(**{"kind": OpKind.ALLREDUCE, "op": ReduceOp.SUM, **kernel})
+    communicator.stage(Launch(seq=1, ranks=(0,), timeout_s=1.0), made)
+    return made
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Fake, Communicator]]:
+    """A group of one on the second of two GPUs."""
+    with gpus(2) as fake:
+        made = create(0, 1, device=1)
+        yield fake, made
+        made.close()
+
+
+def on(fake: Fake, device: int, dtype: str = "float32") -> Any:
+    with fake.cupy.cuda.Device(device):
+        return pending(np.ones(4).astype(dtype))
+
+
+def test_arrays_of_other_memory_are_refused(pair: tuple[Fake, Communicator]) -> None:
+    fake, communicator = pair
+    here, there, host = on(fake, 1), on(fake, 0), np.ones(4, np.float32)
+    assert stage(communicator, src=here, dst=here)
+    for src, dst, found in [
+        (there, there, "cuda:0"),
+        (here, there, "cuda:0"),
+        (host, here, "cpu"),
+        (here, host, "cpu"),
+    ]:
+        with pytest.raises(UnsupportedError, match=f"device is {found}, expected cuda:1"):
+            stage(communicator, src=src, dst=dst)
+    for pieces in [(here, there), (host, here)]:
+        with pytest.raises(UnsupportedError, match="device is"):
+            stage(communicator, kind=OpKind.ALLGATHER, op=None, src=here, dst=pieces)
+    with pytest.raises(UnsupportedError, match="rank 0: device is cpu"):
+        communicator.launch(Launch(seq=2, ranks=(0,), timeout_s=1.0), sums(host))
+    run_launch(communicator, Launch(seq=3, ranks=(0,), timeout_s=WAIT_S), sums(here))  # nothing is broken
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        ("float8_e4m3fnuz", ReduceOp.SUM),
+        ("float8_e5m2", ReduceOp.BXOR),
+        ("bfloat16", ReduceOp.BOR),
+        ("float32", ReduceOp.BAND),
+        ("complex64", ReduceOp.MAX),
+        ("int16", ReduceOp.AVG),
+    ],
+)
+def test_reductions_that_nobody_has_are_refused(pair: tuple[Fake, Communicator], dtype: str, op: ReduceOp) -> None:
+    fake, communicator = pair
+    array = on(fake, 1, dtype)
+    with pytest.raises(UnsupportedError, match=f"reduce op is {op.name} of {dtype}"):
+        stage(communicator, src=array, dst=array, op=op)
+    assert stage(communicator, kind=OpKind.BROADCAST, op=None, peer=0, src=array)
+
+
+@pytest.mark.parametrize(("version", "dtype"), [(20906, "bfloat16"), (22304, "float8_e5m2"), (22304, "float8_e4m3fn")])
+def test_what_an_older_nccl_can_not_reduce_is_refused_and_moved(version: int, dtype: str) -> None:
+    with gpus(1, nccl_version=version) as fake:
+        communicator, array = create(0, 1), on(fake, 0, dtype)
+        with pytest.raises(UnsupportedError, match=f"SUM of {dtype}, expected one that NCCL {version}"):
+            stage(communicator, src=array, dst=array)
+        launch = Launch(seq=1, ranks=(0,), timeout_s=WAIT_S)
+        run_launch(communicator, launch, Kernel(kind=OpKind.BROADCAST, peer=0, src=array))
+        communicator.close()
+
+
+@pytest.mark.parametrize(("capability", "is_reduced"), [("89", False), ("90", True), ("100", True)])
+def test_old_gpus_do_not_reduce_floats_of_8_bits(
+    monkeypatch: pytest.MonkeyPatch, capability: str, is_reduced: bool
+) -> None:
+    with gpus(1) as fake:
+        monkeypatch.setattr(fake.cupy.cuda.Device, "compute_capability", capability)
+        communicator, array = create(0, 1), on(fake, 0, "float8_e5m2")
+        if is_reduced:
+            stage(communicator, src=array, dst=array)
+        else:
+            with pytest.raises(UnsupportedError, match="on sm_89"):
+                stage(communicator, src=array, dst=array)
+        communicator.close()
+
+
+# ------------------------------------------------------------------------------- who leaves
+
+
+def test_closing_twice_and_threads_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "GUARD_S", 0.01)
+    with gpus(2) as fake:
+        team = GpuTeam(2)
+        for _ in range(2):
+            for communicator in team.communicators:
+                communicator.close()
+        assert fake.counts["nccl.abort"] == 2
+        until(lambda: not nccl._guard._is_running)
+        team = GpuTeam(2)
+        assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
+        assert nccl._guard._is_running
+        team.close()

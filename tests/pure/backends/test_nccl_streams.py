@@ -1,0 +1,369 @@
+"""The order of `nccl`'s kernels and of their callers' work, on the fake of cupy: what waits for what, and what not.
+
+Streams are stopped and let go on by the tests, so that what is not in order shows each time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays, streams
+from raycollect.backends.nccl import communicator as nccl
+from raycollect.backends.nccl.communicator import NcclCommunicator
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from tests.fake_cupy import Fake
+from tests.pure.conformance import bits, left_fold, operand, run_launch
+from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
+
+WAIT_S = 10.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    pause = threading.Event()
+    for _ in range(10_000):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it did not come about")
+
+
+def patient(launch: Launch) -> Launch:
+    """The same at the door, where all come in the end; its own time limit is for what is behind it."""
+    return replace(launch, timeout_s=WAIT_S)
+
+
+def sums(src: Any, dst: Any = None) -> Kernel:
+    return Kernel(kind=OpKind.ALLREDUCE, src=src, dst=src if dst is None else dst, op=ReduceOp.SUM)
+
+
+def stream_of(communicator: Communicator) -> Any:
+    assert isinstance(communicator, NcclCommunicator)
+    return communicator._stream.stream
+
+
+def info(*arrays_: Any) -> list[Any]:
+    return [arrays.info(one, "cupy") for one in arrays_]
+
+
+# ------------------------------------------------------------------------------- before
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", STREAMS)
+@pytest.mark.parametrize("current", STREAMS)
+def test_a_kernel_follows_the_current_stream_and_the_default_one(name: str, current: str, seed: int) -> None:
+    """Blocking streams come before what is enqueued on the default one."""
+    with team_on_gpus(2, seed=seed) as (fake, team):
+        launched = threading.Barrier(2)
+
+        def body(communicator: Communicator, launch: Launch) -> np.ndarray:
+            caller = Caller()
+            with caller[name]:
+                src = pending(np.zeros(9, np.int32))
+                caller[name].synchronize()
+                fake.hold(caller[name])
+                written = cupy_of(src)
+                written += communicator.rank + 1
+            with caller[current]:
+                under_way = communicator.launch(launch, sums(src))
+            launched.wait(WAIT_S)
+            fake.drain()
+            follows = bool(fake.pending(stream_of(communicator)))
+            launched.wait(WAIT_S)
+            fake.release(caller[name])
+            under_way.wait(WAIT_S)
+            found = read_elsewhere(src, caller.other)
+            return np.append(found, follows)
+
+        results = team.must(body, team.launch())
+        if current == name or name != "non-blocking":
+            assert [one.tolist() for one in results] == [[3] * 9 + [1]] * 2
+        else:  # a stream of its own that is not the caller's: nobody could know
+            assert [one[-1] for one in results] == [0, 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thread_that_calls_for_another_follows_its_mark_and_not_its_own_stream(seed: int) -> None:
+    with team_on_gpus(2, seed=seed) as (fake, team), ThreadPoolExecutor(2) as others:
+        launched = threading.Barrier(2)
+
+        def body(communicator: Communicator, launch: Launch) -> np.ndarray:
+            caller, lanes = Caller(), Caller()
+            with caller["non-blocking"]:
+                src = pending(np.zeros(9, np.int32))
+                fake.hold(caller["non-blocking"])
+                written = cupy_of(src)
+                written += communicator.rank + 1
+                told = streams.mark(info(src))
+                written *= 1  # behind the mark: no part of what is followed
+
+            def lane() -> Any:
+                with team.device_of(communicator.rank), lanes["non-blocking"], streams.after(told):
+                    waste = pending(np.zeros(3))
+                    fake.hold(lanes["non-blocking"])
+                    cupy_of(waste).fill(1)  # what nobody has to wait for
+                    return communicator.launch(launch, sums(src)), waste
+
+            under_way, waste = others.submit(lane).result(WAIT_S)
+            launched.wait(WAIT_S)
+            fake.drain()
+            assert fake.pending(stream_of(communicator)), "it has not waited for the mark"
+            launched.wait(WAIT_S)
+            fake.release(caller["non-blocking"])
+            under_way.wait(WAIT_S)
+            assert fake.pending(lanes["non-blocking"])
+            found = read_elsewhere(src, caller.other)
+            fake.release(lanes["non-blocking"])
+            lanes["non-blocking"].synchronize()
+            assert cupy_of(waste).get().tolist() == [1, 1, 1]
+            return found
+
+        for found in team.must(body, team.launch()):
+            assert found.tolist() == [3] * 9
+
+
+def test_what_a_method_leaves_on_its_stream_comes_before_whoever_uses_its_tensors_next() -> None:
+    with team_on_gpus(2) as (fake, team), ThreadPoolExecutor(2) as others:
+        launched = threading.Barrier(2)
+
+        def body(communicator: Communicator, launch: Launch) -> np.ndarray:
+            caller = Caller()
+            mine = caller["non-blocking"]
+            with mine:
+                src = pending(np.zeros(9, np.int32))
+                fake.hold(mine)
+                written = cupy_of(src)
+                written += communicator.rank + 1
+                streams.settle(info(src))
+
+            def method() -> Any:
+                with team.device_of(communicator.rank):
+                    return communicator.launch(launch, sums(src))
+
+            under_way = others.submit(method).result(WAIT_S)
+            launched.wait(WAIT_S)
+            fake.drain()
+            assert fake.pending(stream_of(communicator))
+            launched.wait(WAIT_S)
+            fake.release(mine)
+            under_way.wait(WAIT_S)
+            return read_elsewhere(src, caller.other)
+
+        for found in team.must(body, team.launch()):
+            assert found.tolist() == [3] * 9
+
+
+# ------------------------------------------------------------------------------- beside
+
+
+def test_the_callers_kernels_go_on_while_a_collective_is_held_up() -> None:
+    with team_on_gpus(2) as (fake, team):
+
+        def body(communicator: Communicator, launch: Launch) -> list[np.ndarray]:
+            caller = Caller()
+            with caller["non-blocking"]:
+                src, own = (pending(np.full(5, communicator.rank + 1)) for _ in range(2))
+                fake.hold(stream_of(communicator))
+                under_way = communicator.launch(launch, sums(src))
+                mine = cupy_of(own)
+                mine *= 10
+                between = mine.get()
+                assert fake.pending(stream_of(communicator))
+                fake.release(stream_of(communicator))
+                under_way.wait(WAIT_S)
+                return [between, cupy_of(src).get()]
+
+        for rank, (between, found) in enumerate(team.must(body, team.launch())):
+            assert between.tolist() == [10 * (rank + 1)] * 5
+            assert found.tolist() == [3] * 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_groups_on_the_same_gpus_at_once(seed: int) -> None:
+    """In both directions at once, and in another order on each rank."""
+    with gpus(2, seed=seed) as fake:
+        teams = [GpuTeam(2), GpuTeam(2)]
+
+        def body(communicator: Communicator, launch: Launch, sender: int) -> np.ndarray:
+            caller = Caller()
+            with caller["non-blocking"]:
+                array = pending(np.full(1000, communicator.rank + 10 * sender + 1))
+            kind = OpKind.SEND if communicator.rank == sender else OpKind.RECV
+            sides = {"src": array} if kind is OpKind.SEND else {"dst": array}
+            with caller["non-blocking"]:
+                run_launch(communicator, launch, Kernel(kind=kind, peer=1 - communicator.rank, **sides))
+            return read_elsewhere(array, caller.other)
+
+        for _ in range(3):
+            started = [
+                (sender, team.start(rank, body, launch, sender))
+                for sender, team in enumerate(teams)
+                for launch in [team.launch()]
+                for rank in ((0, 1) if sender else (1, 0))
+            ]
+            for sender, one in started:
+                assert (one.result(WAIT_S) == 11 * sender + 1).all()
+        assert len({stream_of(one).ptr for team in teams for one in team.communicators}) == 4
+        assert not fake.counts["deviceSynchronize"]
+        for team in teams:
+            team.close()
+
+
+def test_ranks_of_a_larger_group_send_both_ways() -> None:
+    with team_on_gpus(3) as (_, team):
+
+        def body(communicator: Communicator, launch: Launch, sender: int, receiver: int) -> np.ndarray:
+            array = pending(np.full(7, communicator.rank))
+            kind, peer = (OpKind.SEND, receiver) if communicator.rank == sender else (OpKind.RECV, sender)
+            sides = {"src": array} if kind is OpKind.SEND else {"dst": array}
+            run_launch(communicator, launch, Kernel(kind=kind, peer=peer, **sides))
+            return read_elsewhere(array, Caller().other)
+
+        for sender, receiver in ((0, 2), (2, 0), (1, 2), (0, 1)):
+            ranks = tuple(sorted((sender, receiver)))
+            for found in team.must(body, team.launch(ranks), sender, receiver, ranks=ranks):
+                assert found.tolist() == [sender] * 7
+
+
+# ------------------------------------------------------------------------------- what it costs
+
+
+def test_no_call_makes_a_stream_or_an_event_or_waits_for_the_device() -> None:
+    with team_on_gpus(2) as (fake, team):
+        made = [Caller(), Caller()]
+
+        def body(communicator: Communicator, launches: list[Launch], turns: int) -> None:
+            with made[communicator.rank]["non-blocking"]:
+                src, dst = (pending(np.ones(100, np.float32)) for _ in range(2))
+                short = pending(np.ones(100, np.int16), "every other")
+                for launch in launches[:turns]:
+                    told = streams.mark(info(src, dst))
+                    with streams.after(told):
+                        run_launch(communicator, launch, sums(src, dst), sums(short))
+                    del told
+                    streams.settle(info(dst))
+
+        def costs() -> dict[str, int]:
+            return {
+                name: fake.counts[name]
+                for name in fake.counts
+                if name.startswith(("eventCreate", "streamCreate", "deviceSynchronize", "streamSynchronize"))
+            }
+
+        made.clear()
+        for rank in team.everyone:
+            with team.device_of(rank):
+                made.append(Caller())
+        team.must(body, [team.launch() for _ in range(2)], 2)
+        before, events, held = costs(), fake.events, (fake.streams,)
+        team.must(body, [team.launch() for _ in range(20)], 20)
+        after = costs()
+        waits = {name for name in after if after[name] != before[name]}
+        assert waits <= {"streamSynchronize"}, (before, after)  # that of `pending`
+        assert after["streamSynchronize"] - before["streamSynchronize"] <= 6
+        assert (fake.events, fake.streams) == (events, *held)
+        assert not fake.counts["deviceSynchronize"]
+
+
+@pytest.mark.parametrize("how", ["plain", "column"])
+@pytest.mark.parametrize("dtype", ["int16", "float32"])
+def test_memory_is_kept_until_it_was_used_and_no_longer(how: str, dtype: str) -> None:
+    """The fake tells of memory that goes while somebody refers to it."""
+    with team_on_gpus(2) as (fake, team):
+
+        def body(communicator: Communicator, launch: Launch) -> np.ndarray:
+            mine = Caller()["non-blocking"]
+            with mine:
+                src, dst = (pending(np.ones(1000, dtype), how) for _ in range(2))
+            before = fake.allocated(communicator.rank)
+            fake.hold(stream_of(communicator))
+            with mine:
+                under_way = communicator.launch(launch, sums(src, dst))
+            del src
+            fake.drain()
+            fake.release(stream_of(communicator))
+            under_way.wait(WAIT_S)
+            del under_way
+            found = read_elsewhere(dst, mine)
+            used = cupy_of(dst).base
+            own = dst.nbytes if used is None else used.nbytes
+            assert fake.allocated(communicator.rank) <= before - own, "it holds memory when it is done"
+            return found
+
+        for found in team.must(body, team.launch()):
+            assert (found == 2).all()
+
+
+# ------------------------------------------------------------------------------- many kernels, one group
+
+
+def body_together(
+    communicator: Communicator, launch: Launch, dtypes: list[str], fake: Fake, op: ReduceOp
+) -> tuple[list[np.ndarray], dict[str, int]]:
+    mine = Caller()["non-blocking"]
+    assert isinstance(communicator, NcclCommunicator)
+    with mine:
+        values = [operand(communicator.rank, dtype, 50 + at, at) for at, dtype in enumerate(dtypes)]
+        given = [pending(one, "every other") for one in values]
+        kernels = [Kernel(kind=OpKind.ALLREDUCE, src=one, dst=one, op=op) for one in given]
+        communicator.agree(launch, b"")
+        assert communicator.launch_together(launch, kernels) == len(kernels)
+        communicator.end(launch, True)
+    return [read_elsewhere(one, mine) for one in given], dict(fake.counts)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtypes", [["int32"] * 20, ["int16"] * 5, ["int32", "int16", "uint8", "int64"] * 5])
+def test_kernels_together_are_one_group_of_nccl(monkeypatch: pytest.MonkeyPatch, dtypes: list[str], seed: int) -> None:
+    with team_on_gpus(3, seed=seed) as (fake, team):
+        groups: list[str] = []
+        for name in ("groupStart", "groupEnd"):
+            counted = getattr(fake.cupy.cuda.nccl, name)
+            monkeypatch.setattr(
+                fake.cupy.cuda.nccl, name, lambda counted=counted, name=name: (groups.append(name), counted())[1]
+            )
+        results = team.must(body_together, team.launch(), dtypes, fake, ReduceOp.SUM)
+        assert groups.count("groupStart") == groups.count("groupEnd") == 3
+        for at, dtype in enumerate(dtypes):
+            expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
+            for found, _ in results:
+                assert bits(found[at]) == bits(expected), (at, dtype)
+
+
+def test_kernels_together_of_which_one_needs_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raycollect.backends.nccl.run.FOLD_NBYTES", 120)
+    dtypes = ["int32", "int16", "int8"]
+    with team_on_gpus(3) as (fake, team):
+        results = team.must(body_together, team.launch(), dtypes, fake, ReduceOp.SUM)
+        for at, dtype in enumerate(dtypes):
+            expected = left_fold(ReduceOp.SUM, [operand(rank, dtype, 50 + at, at) for rank in range(3)])
+            for found, _ in results:
+                assert bits(found[at]) == bits(expected), (at, dtype)
+
+
+def test_a_wait_asks_nccl_while_it_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "LOOK_S", 0.0)
+    with team_on_gpus(2) as (fake, team):
+
+        def body(communicator: Communicator, launch: Launch) -> None:
+            src = pending(np.ones(3))
+            if communicator.rank == 0:
+                fake.hold(stream_of(communicator))
+            communicator.launch(launch, sums(src)).wait(WAIT_S)
+
+        before = fake.counts["nccl.check_async_error"]
+        running = [team.start(rank, body, team.launch()) for rank in [0]]
+        until(lambda: fake.counts["nccl.check_async_error"] > before + 5)
+        fake.release(stream_of(team.communicators[0]))
+        running.append(team.start(1, body, team.launch()))
+        for one in running:
+            assert one.result(WAIT_S) is None

@@ -1,0 +1,234 @@
+"""Backends by name: those of the package, of torch, of installed packages and of the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from raycollect import backends
+from raycollect.backends import Capabilities, capabilities
+from raycollect.core.model import OpKind
+from raycollect.errors import BackendNotInstalledError, UnknownBackendError, UnsupportedError
+
+SCCL_LACKS = {OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER}
+
+Install = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(backends, "BACKENDS", dict(backends.BACKENDS))
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Installs a distribution with one module, as far as Python can tell."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def put(name: str, source: str, *entry_points: str, version: str = "1.0") -> None:
+        (tmp_path / f"{name}.py").write_text(source, encoding="utf-8")
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+        lines = "\n".join(["[raycollect.backends]", *entry_points])
+        (info / "entry_points.txt").write_text(lines, encoding="utf-8")
+        importlib.invalidate_caches()
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return put
+
+
+MINE = Capabilities(name="mine", module="raycollect.backends.local", interruptible=True, bitwise=True, cross_host=True)
+
+PACKAGE = """
+from raycollect.backends import Capabilities
+
+LINE = Capabilities(name="pigeon", module="pigeon", interruptible=True, bitwise=True, cross_host=True)
+
+def create(spec, rank, rendezvous, exchange, *, host="", segments=None):
+    return "a communicator"
+"""
+
+
+# ------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("GLOO", "gloo"), ("torch_gloo", "gloo"), ("Shm", "shm"), ("Torch:GLOO", "torch:gloo"), ("NCCL", "nccl")],
+)
+def test_names_have_no_case_and_ray_has_another_for_gloo(name: str, meant: str) -> None:
+    assert backends.canonical(name) == meant
+    assert backends.get(name) is backends.get(meant)
+    assert backends.is_known(name)
+
+
+def test_nccl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert not backends.is_available("nccl")
+    with pytest.raises(
+        BackendNotInstalledError, match=r"needs what is not there .*cupy.*Install it: pip install .*cuda12"
+    ):
+        backends.load("NCCL", "g")
+    assert backends.ops_of("nccl") == tuple(kind.value for kind in OpKind)
+
+
+def test_the_operations_of_a_vendor_are_those_of_its_table() -> None:
+    """SCCL's documentation has all but send, recv and reduce_scatter."""
+    assert set(backends.ops_of("torch:sccl")) == {kind.value for kind in set(OpKind) - SCCL_LACKS}
+    assert backends.ops_of("gloo") == tuple(kind.value for kind in OpKind)
+    for kind in SCCL_LACKS:
+        with pytest.raises(
+            UnsupportedError, match=f"op is {kind.value}, .*'torch:sccl' runs: allreduce, reduce, "
+        ) as got:
+            backends.check_op("torch:SCCL", kind, "g", 3)
+        assert got.value.violations[0].rank == 3
+    backends.check_op("torch:sccl", OpKind.ALLTOALL)
+
+
+# ------------------------------------------------------------------------------- torch
+
+
+class FakeTorch:
+    """`import_module` where torch is what a test says."""
+
+    def __init__(self, *known: str, libraries: tuple[str, ...] = ("torch",), built: bool = True) -> None:
+        self.known, self.libraries, self.built = known, libraries, built
+
+    def __call__(self, name: str) -> object:
+        if name not in (*self.libraries, "torch.distributed"):
+            raise ImportError(f"No module named {name!r}")
+        cuda = SimpleNamespace(is_available=lambda: False)
+        return SimpleNamespace(is_available=lambda: self.built, is_backend_available=self.known.__contains__, cuda=cuda)
+
+
+@pytest.mark.parametrize(
+    ("name", "torch", "said"),
+    [
+        ("torch:sccl", FakeTorch("gloo"), r"torch_tpu: No module named 'torch_tpu'.*Install it: .*torch_tpu"),
+        ("torch:hccl", FakeTorch("gloo"), r"torch_npu: No module.*pip install torch_npu"),
+        ("torch:hccl", FakeTorch("gloo", libraries=("torch_npu",)), r"no distributed backend 'hccl'"),
+        ("torch:mpi", FakeTorch("gloo"), r"no distributed backend 'mpi'.*built from source with MPI"),
+        ("torch:nccl", FakeTorch("gloo"), r"no distributed backend 'nccl'.*CUDA build of torch"),
+        ("torch:nccl", FakeTorch("gloo", "nccl"), r"a GPU: torch sees none"),
+        ("torch:xccl", FakeTorch("gloo"), r"no distributed backend 'xccl'.*XPU"),
+        ("torch:foo", FakeTorch("gloo"), r"no distributed backend 'foo'.*the package that registers 'foo'"),
+        ("torch:gloo", FakeTorch(libraries=()), r"torch: No module named 'torch'.*pip install torch"),
+        ("torch:gloo", FakeTorch("gloo", built=False), r"built without torch\.distributed"),
+    ],
+)
+def test_an_absent_backend_of_torch_says_what_to_install(
+    name: str, torch: FakeTorch, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "import_module", torch)
+    monkeypatch.setattr(capabilities, "import_module", torch)
+    assert not backends.is_available(name)
+    with pytest.raises(BackendNotInstalledError, match=said):
+        backends.load(name, "g")
+
+
+def test_torch_may_have_any_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "import_module", FakeTorch("foo"))
+    monkeypatch.setattr(capabilities, "import_module", FakeTorch("foo"))
+    assert backends.is_available("torch:foo")
+    found = backends.get("TORCH:FOO")
+    assert (found.name, found.module, found.ops) == (
+        "torch:foo",
+        "raycollect.backends.torch_dist.communicator",
+        frozenset(OpKind),
+    )
+    assert "torch:foo" not in backends.BACKENDS
+    assert not backends.is_known("torch:")
+    with pytest.raises(UnknownBackendError):
+        backends.get("torch:no such")
+
+
+# ------------------------------------------------------------------------------- packages
+
+
+def test_an_installed_package_adds_a_backend(install: Install) -> None:
+    install("pigeon", PACKAGE, "Pigeon = pigeon:LINE")
+    assert backends.is_known("pigeon")
+    assert "pigeon" in backends.names()
+    assert "pigeon" not in sys.modules, "loaded before it was asked for"
+    assert backends.load("PIGEON")(None, 0, None, None) == "a communicator"  # type: ignore[arg-type]
+    assert backends.get("pigeon") is sys.modules["pigeon"].LINE
+    assert backends.names().count("pigeon") == 1
+
+
+def test_a_known_name_asks_no_package(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("pigeon", PACKAGE.replace('name="pigeon"', 'name="shm"'), "shm = pigeon:LINE")
+    monkeypatch.setattr(backends, "entry_points", lambda **kwargs: pytest.fail("asked"))
+    assert backends.get("shm").module == "raycollect.backends.shm.communicator"
+
+
+@pytest.mark.parametrize(
+    ("source", "points", "said"),
+    [
+        ("import no_such_thing", ["pigeon = pigeon:LINE"], "ModuleNotFoundError: No module named 'no_such_thing'"),
+        ("raise OSError('libpigeon.so')", ["pigeon = pigeon:LINE"], r"OSError: libpigeon\.so"),
+        ("", ["pigeon = pigeon:LINE"], "AttributeError"),
+        ("LINE = {}", ["pigeon = pigeon:LINE"], "TypeError: it gives {}, not the Capabilities of 'pigeon'"),
+        (PACKAGE.replace('name="pigeon"', 'name="dove"'), ["pigeon = pigeon:LINE"], "not the Capabilities of 'pigeon'"),
+        (PACKAGE, ["pigeon = pigeon:LINE", "PIGEON = pigeon:create"], "several packages offer one name"),
+    ],
+)
+def test_a_broken_entry_point_is_named(install: Install, source: str, points: list[str], said: str) -> None:
+    install("pigeon", source, *points)
+    with pytest.raises(BackendNotInstalledError, match=said) as caught:
+        backends.load("pigeon", "g")
+    assert "entry point" in str(caught.value)
+    assert "pigeon = pigeon:LINE (pigeon 1.0)" in str(caught.value)
+    assert caught.value.group_name == "g"
+    assert not backends.is_available("pigeon")
+    assert backends.is_known("pigeon"), "installed, though broken"
+    assert "pigeon" not in backends.BACKENDS
+
+
+def test_a_line_whose_module_is_not_there_is_named(install: Install) -> None:
+    install("pigeon", PACKAGE.replace('module="pigeon"', 'module="pigeon.loft"'), "pigeon = pigeon:LINE")
+    with pytest.raises(BackendNotInstalledError, match=r"backend 'pigeon': its module pigeon\.loft has no factory"):
+        backends.load("pigeon")
+
+
+def test_an_unknown_name_lists_what_packages_offer(install: Install) -> None:
+    install("pigeon", PACKAGE, "pigeon = pigeon:LINE")
+    with pytest.raises(UnknownBackendError, match=r"no backend 'owl'; there are local, .*pigeon.*torch:<any.*'auto'"):
+        backends.get("owl")
+
+
+# ------------------------------------------------------------------------------- the program
+
+
+def test_a_program_registers_a_backend_once() -> None:
+    backends.register(MINE)
+    backends.register(dataclasses.replace(MINE))
+    assert backends.get("MINE") == MINE
+    with pytest.raises(ValueError, match="'mine' is registered already"):
+        backends.register(dataclasses.replace(MINE, bitwise=False))
+    for taken in ("shm", "torch_gloo", "torch:mine"):
+        with pytest.raises(ValueError, match=r"is registered already|is taken"):
+            backends.register(dataclasses.replace(MINE, name=taken))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": "Mine"},
+        {"name": "auto"},
+        {"name": ""},
+        {"name": "a:b"},
+        {"module": ""},
+        {"factory": print},
+    ],
+)
+def test_a_line_is_valid_from_birth(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"backend|factory"):
+        dataclasses.replace(MINE, **wrong)

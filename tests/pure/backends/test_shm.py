@@ -1,0 +1,298 @@
+"""Shared memory between real processes: the bits, what a killed process leaves, and who may join."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from raycollect.backends.shm import communicator as shm
+from raycollect.backends.shm import segment
+from raycollect.backends.shm import staged as _staged
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
+from tests.pure.backends.test_conformance import body_arrive
+from tests.pure.backends.test_tcp import until
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
+from tests.pure.conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
+
+NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
+
+
+def spec_of(world_size: int) -> GroupSpec:
+    return GroupSpec(name="g", group_id="1", backend="shm", world_size=world_size)
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTeam]:
+    """Three ranks in processes of their own, with an empty directory for temporary files."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    workers = [Worker() for _ in range(3)]
+    team = ProcessTeam("shm", 3, workers)
+    yield team
+    team.close()
+    for worker in workers:
+        worker.close()
+
+
+def body_repeat(communicator: Communicator, launches: list[Launch], size: int) -> list[float]:
+    """Sums in place again and again; gives the first element of each result."""
+    first = []
+    for launch in launches:
+        array = np.full(size, communicator.rank + 1.0)
+        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM))
+        assert (array == array[0]).all()
+        first.append(float(array[0]))
+    return first
+
+
+def body_memory(communicator: Communicator, launch: Launch, kind: OpKind, size: int) -> int:
+    """Gives the bytes that a kernel on non-contiguous arrays takes beyond them, at its peak."""
+    world = communicator.world_size
+    whole, other = (np.ones((2 * size * world), np.float32)[::2] for _ in range(2))
+    one = np.ones(2 * size, np.float32)[::2]
+    src = tuple(np.split(whole, world)) if kind in (OpKind.ALLTOALL, OpKind.REDUCESCATTER) else one
+    dst = tuple(np.split(other, world)) if kind in (OpKind.ALLTOALL, OpKind.ALLGATHER) else np.empty_like(one)
+    tracemalloc.start()
+    try:
+        kernel = Kernel(kind=kind, src=src, dst=dst, op=ReduceOp.SUM, peer=0, most=size)
+        run_launch(communicator, launch, kernel)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def body_for_ever(communicator: Communicator, first: int, marker: str) -> None:
+    """Sums until something fails; says by a file that it has begun."""
+    array = np.ones(1_000_000)
+    for seq in range(first, first + 1_000_000):
+        launch = Launch(seq=seq, ranks=tuple(range(communicator.world_size)), timeout_s=5.0)
+        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.MAX))
+        if seq == first + 10 and communicator.rank == 0:
+            Path(marker).touch()
+
+
+def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
+    for seed, size in enumerate((0, 1, 1024, 300_001)):
+        check_allreduce(processes, ReduceOp.AVG, "float32", size, "plain", bool(seed % 2), seed)
+    launches = [processes.launch() for _ in range(300)]
+    assert processes.must(body_repeat, launches, 10) == [[6.0] * 300] * 3
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCESCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])
+def test_a_kernel_takes_a_few_chunks_however_large_its_arrays(processes: ProcessTeam, kind: OpKind) -> None:
+    for peak in processes.must(body_memory, processes.launch(), kind, 4_000_000):
+        assert peak < 4 * shm.CHUNK_NBYTES
+
+
+def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tmp_path: Path) -> None:
+    shared_before = set(Path("/dev/shm").iterdir())
+    marker = tmp_path / "begun"
+    first = processes.launch().seq + 1
+    running = [processes.start(rank, body_for_ever, first, str(marker)) for rank in processes.everyone]
+    begun = threading.Event()
+    while not marker.exists():
+        begun.wait(0.005)
+    processes.workers[1].process.kill()
+    results = [future.result(20) for future in running]
+    assert isinstance(results[1], EOFError | OSError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], FaultError)
+    assert {result.missing for result in results if isinstance(result, CollectiveTimeoutError)} == {(1,)}
+    marker.unlink()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("raycollect")]
+    until(lambda: set(Path("/dev/shm").iterdir()) <= shared_before)  # another's semaphore is there for a moment
+
+
+def test_nothing_is_left_on_disk_once_all_have_joined(processes: ProcessTeam, tmp_path: Path) -> None:
+    processes.must(body_arrive, processes.launch())
+    assert list(tmp_path.glob("raycollect*")) == []
+
+
+def test_a_closed_communicator_gives_its_memory_back() -> None:
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:raycollect")
+
+    gc.collect()
+    before, descriptors = mapped(), len(list(Path("/proc/self/fd").iterdir()))
+    team = ThreadTeam("shm", 2)
+    check_allreduce(team, ReduceOp.SUM, "int64", 1000, "plain", True)
+    assert mapped() > before
+    team.close()
+    gc.collect()
+    assert mapped() == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT])
+@pytest.mark.parametrize("world", [2, 4])
+def test_zeros_infinities_and_nans_have_the_bits_of_the_left_fold(op: ReduceOp, world: int) -> None:
+    """Whatever the algorithm, and wherever a chunk or a slice begins."""
+    rng = np.random.default_rng(world)
+    special = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0], np.float32)
+    parts = [rng.choice(special, 600_001) for _ in range(world)]
+    results = [np.empty_like(part) for part in parts]
+    team = ThreadTeam("shm", world)
+    launch = team.launch()
+
+    def body(communicator: Communicator) -> None:
+        rank = communicator.rank
+        run_launch(communicator, launch, Kernel(kind=OpKind.ALLREDUCE, src=parts[rank], dst=results[rank], op=op))
+
+    team.must(body)
+    team.close()
+    expected = left_fold(op, parts)
+    np.testing.assert_array_equal(results[0], expected)
+    number = ~np.isnan(expected)
+    assert bits(results[0][number]) == bits(expected[number])
+    assert all(bits(result) == bits(results[0]) for result in results)
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE])
+@pytest.mark.parametrize("table", [(), ((2, 0),)])
+def test_both_algorithms_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, table: tuple, kind: OpKind) -> None:
+    monkeypatch.setattr(_staged, "SLICED_FROM_NBYTES", table)
+    monkeypatch.setattr(_staged, "SLICED_WIDE_FROM_NBYTES", table)
+    for world, dtype in ((2, "float32"), (3, "bfloat16"), (5, "float32"), (2, "float8_e5m2")):
+        team = ThreadTeam("shm", world)
+        cases = [
+            Case(kind=kind, op=ReduceOp.AVG, dtype=dtype, size=size, layout="every other", inplace=inplace, root=1)
+            for size in (1, 2, 7, 600_001)
+            for inplace in (False, True)
+        ]
+        check_cases(team, cases)
+        team.close()
+
+
+@pytest.mark.parametrize("nbytes", [256, 4096])
+@pytest.mark.parametrize("staged", [False, True])
+def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: int, staged: bool) -> None:
+    """Small slots: more chunks than slots, pieces that end in different ones, slots that are cut to a cache line."""
+    monkeypatch.setattr(_staged, "CHUNK_NBYTES", nbytes)
+    monkeypatch.setattr(_staged, "SLICED_FROM_NBYTES", ((3, nbytes // 2),))
+    for world in (1, 2, 3):
+        team = ThreadTeam("shm", world)
+        for dtype in ("int16", "float64", "complex128", "bfloat16"):
+            check_cases(team, list(every_case(dtype, world, (7, 1024))), staged=staged)
+        team.close()
+
+
+@pytest.mark.parametrize("layout", ["plain", "shared"])
+def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> None:
+    for dtype in DTYPES[::4]:
+        cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]
+        check_cases(processes, cases, staged=True)
+
+
+def test_a_silent_client_does_not_keep_members_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "HELLO_TIMEOUT_S", 0.5)
+    strangers = []
+
+    class Eavesdropped(MemoryRendezvous):
+        def put(self, name: str, value: bytes) -> None:
+            for hello in (b"", b"x" * 36, b"y"):
+                stranger = socket.socket(socket.AF_UNIX)
+                stranger.connect("\0" + json.loads(value)["socket"])
+                stranger.sendall(hello)
+                strangers.append(stranger)
+            super().put(name, value)
+
+    rendezvous = Eavesdropped()
+    made: list[Communicator] = []
+    other = threading.Thread(target=lambda: made.append(shm.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)))
+    other.start()
+    made.append(shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE))
+    other.join(10)
+    assert sorted(communicator.rank for communicator in made) == [0, 1]
+    for stranger in strangers:
+        stranger.settimeout(5)
+        try:
+            assert stranger.recv(1) == b""
+        except ConnectionResetError:
+            pass
+        stranger.close()
+    for communicator in made:
+        communicator.close()
+
+
+class Noting(MemoryRendezvous):
+    """A rendezvous that notes the name of the socket, and may call somebody then."""
+
+    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.name = ""
+        self._then = then
+
+    def put(self, name: str, value: bytes) -> None:
+        self.name = json.loads(value)["socket"]
+        super().put(name, value)
+        self._then()
+
+
+def assert_gone(name: str) -> None:
+    """No socket of that name is there any more."""
+    assert name
+    with socket.socket(socket.AF_UNIX) as link, pytest.raises(ConnectionRefusedError):
+        link.connect(f"\0{name}")
+
+
+def test_a_member_that_never_joins_is_named_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.1)
+    rendezvous = Noting()
+    with pytest.raises(BackendUnavailableError, match=r"ranks \[1\]"):
+        shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
+    assert_gone(rendezvous.name)
+
+
+def test_members_of_another_user_are_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither does who is another user hand out, nor does he get anything."""
+    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.5)
+    raised: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            shm.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
+        except BackendUnavailableError as exc:
+            raised.append(exc)
+
+    other = threading.Thread(target=join)
+    rendezvous = Noting(other.start)
+    monkeypatch.setattr(segment.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(BackendUnavailableError, match=r"ranks \[1\] did not come"):
+        shm.create(spec_of(2), 0, rendezvous, NO_EXCHANGE)
+    other.join(10)
+    assert "is another user's" in str(raised[0])
+    assert_gone(rendezvous.name)
+
+
+@pytest.mark.parametrize("broken", ["memfd_create", "posix_fallocate"])
+def test_without_shared_memory_all_members_learn_why(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    if broken == "memfd_create":
+        monkeypatch.delattr(os, broken)
+    else:
+        monkeypatch.setattr(os, broken, fail)
+    rendezvous = MemoryRendezvous()
+    for rank in (0, 1):
+        with pytest.raises(BackendUnavailableError, match="shared memory"):
+            shm.create(spec_of(2), rank, rendezvous, NO_EXCHANGE)
+
+
+def test_an_arrival_that_is_too_long_is_refused() -> None:
+    team = ThreadTeam("shm", 1)
+    with pytest.raises(UnsupportedError, match="description takes"):
+        run_launch(team.communicators[0], team.launch(), arrival=b"x" * (1 << 20))
+    team.must(body_arrive, team.launch())
+    team.close()

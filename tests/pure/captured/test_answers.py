@@ -1,0 +1,414 @@
+"""When a run of a captured step is answered: once, and early where nothing is left to do that anybody can see."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.channel.messages import Message
+from raycollect.core.model import OpKind
+from raycollect.engine.value_codec import pack_values, unpack_values
+from raycollect.errors import InternalError, KernelError, PlanAbortedError, RaycollectError
+from raycollect.pos import tensors
+from tests.pure.engine.test_execution_loops import Rebound
+from tests.pure.engine.test_fast_path import Loop, Odd
+from tests.pure.member.test_captured_steps import Bench, FakePost, echo
+from tests.pure.teams import WAIT_S, Gate, Script, Team, full, given, pinned
+from tests.pure.watched import WatchedCondition
+
+REPEATED_FROM = 2
+"""The first run of a loop on the same tensor that is a repeated one."""
+
+
+# ---------------------------------------------------------------------------------------------- a replay
+
+
+class Told:
+    """What each rank's run did, in order: `answer` as it was told early, `end` as it left a launch."""
+
+    def __init__(self, team: Team, odd: list[Odd]) -> None:
+        self._team, self._odd = team, odd
+
+    def run(self) -> list[tuple[list[str], Any]]:
+        """One run of all; by rank, what was noted, and the result or the error."""
+        team, notes = self._team, [list[str]() for _ in range(self._team.world)]
+        if not team.replays:
+            team.capture()
+        seq = team._seq
+        team._seq += max(team.width, 1)
+
+        def do(rank: int) -> Any:
+            noted = notes[rank]
+            self._odd[rank].hooks["end"] = lambda: noted.append("end")
+
+            def answer(results: bytes) -> None:
+                assert results == b""
+                noted.append("answer")
+
+            try:
+                return team.replays[rank].run(
+                    seq, pack_values(()), aborted=lambda: team.aborts[rank].get(seq), answer=answer
+                )
+            except RaycollectError as exc:
+                return exc
+
+        futures = [team._threads.submit(do, rank) for rank in range(team.world)]
+        return list(zip(notes, [future.result(WAIT_S) for future in futures], strict=True))
+
+
+MakeLoop = Callable[..., tuple[Loop, Told]]
+
+
+@pytest.fixture
+def loop() -> Iterator[MakeLoop]:
+    made: list[Loop] = []
+
+    def make(*args: Any, **arguments: Any) -> tuple[Loop, Told]:
+        made.append(Loop(*args, **arguments))
+        return made[-1], Told(made[-1].team, made[-1].odd)
+
+    yield make
+    for one in made:
+        one.close()
+
+
+EARLY, LATE = (["answer", "end"], b""), (["end"], b"")
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+@pytest.mark.parametrize("make", [np.ones, tensors.ones], ids=["plain", "shared"])
+@pytest.mark.parametrize(("world", "size"), [(1, 3), (2, 5), (3, 70_001)])
+def test_a_repeated_plan_is_answered_once_before_its_launch_is_left(
+    loop: MakeLoop, backend: str, make: Any, world: int, size: int
+) -> None:
+    _, told = loop(backend, [make(size) for _ in range(world)])
+    for run in range(1, 7):
+        assert told.run() == [EARLY if run >= REPEATED_FROM else LATE] * world
+
+
+def test_who_is_not_asked_is_told_nothing(loop: MakeLoop) -> None:
+    one, _ = loop("local", [np.ones(3)])
+    for _ in range(5):
+        assert one.run() == [None]
+
+
+@pytest.mark.parametrize("backend", ["local", "shm"])
+def test_a_plan_that_is_done_in_full_is_not_answered_early(loop: MakeLoop, backend: str) -> None:
+    """By who has another tensor; the others go on as before."""
+    one, told = loop(backend, [np.ones(5), Rebound(np.ones(5))])
+    for _ in range(4):
+        last = told.run()
+    assert last == [EARLY] * 2
+    for _ in range(2):
+        one.values[1].array = np.ones(5)
+        assert told.run() == [EARLY, LATE]
+
+
+def after(team: Team) -> None:
+    for script in team.scripts:
+        script.call("make")
+
+
+def gives_back(team: Team) -> None:
+    for script in team.scripts:
+        script.returns.append(script.call("make"))
+        script.actions.insert(0, script.actions.pop())
+
+
+def gathers(team: Team) -> None:
+    team.collective(OpKind.ALLGATHER, dict.fromkeys(range(team.world), 0))
+
+
+def made_anew(team: Team) -> None:
+    slots = [script.call("make") for script in team.scripts]
+    team.collective(OpKind.ALLREDUCE, dict(enumerate(slots)))
+
+
+@pytest.mark.parametrize("add", [after, gives_back, gathers, made_anew])
+@pytest.mark.parametrize("world", [1, 3])
+def test_where_more_is_to_come_than_a_repeated_plan_nothing_is_told_early(
+    loop: MakeLoop, world: int, add: Callable[[Team], None]
+) -> None:
+    """A method, results, outputs, or a plan on what is new in each run."""
+    one, told = loop("local", [np.ones(3) for _ in range(world)])
+    for actor in one.team.actors:
+        actor.methods["make"] = lambda: full(2)
+    add(one.team)
+    for _ in range(5):
+        for notes, result in told.run():
+            assert "answer" not in notes
+            assert not isinstance(result, Exception), result
+            assert len(unpack_values(result)) == (add is gives_back)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_of_several_plans_the_last_one_answers(loop: MakeLoop, world: int) -> None:
+    one, told = loop("shm", [np.ones(3) for _ in range(world)])
+    for script in one.team.scripts:
+        script.call("make")
+    for actor in one.team.actors:
+        actor.methods["make"] = lambda: None
+    for _ in range(2):
+        one.team.collective(OpKind.ALLREDUCE, dict.fromkeys(range(world), 0))
+    found = [told.run() for _ in range(6)]
+    assert found[-1] == [(["end", "end", "answer", "end"], b"")] * world
+    assert all(notes.count("answer") <= 1 for run in found for notes, _ in run)
+
+
+def _fail() -> None:
+    raise KernelError(detail="injected")
+
+
+def _resize(one: Loop) -> None:
+    one.values[0].resize(40, refcheck=False)
+
+
+def _fail_at(*names: str) -> Callable[[Loop], None]:
+    return lambda one: one.odd[0].hooks.update(dict.fromkeys(names, _fail))
+
+
+def _abort(one: Loop) -> None:
+    for aborts in one.team.aborts:
+        aborts[one.team._seq] = "no more"
+
+
+def _abort_at(*names: str) -> Callable[[Loop], None]:
+    return lambda one: one.odd[0].hooks.update(dict.fromkeys(names, one.team.replays[0].abort))
+
+
+SPOILS: dict[str, Callable[[Loop], None]] = {
+    "another shape": _resize,
+    "read-only": lambda one: one.values[0].setflags(write=False),
+    "at the door": _fail_at("agree", "again"),
+    "in the kernel": _fail_at("launch"),
+    "aborted before": _abort,
+    "aborted at the door": _abort_at("agree", "again"),
+}
+"""What makes a run fail on rank 0."""
+
+
+@pytest.mark.parametrize("name", SPOILS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("before", [0, 4])
+def test_a_run_that_fails_is_never_answered(loop: MakeLoop, name: str, world: int, before: int) -> None:
+    one, told = loop("shm", [np.ones(5) for _ in range(world)], timeout_s=5.0)
+    one.team.capture()
+    for _ in range(before):
+        told.run()
+    SPOILS[name](one)
+    for rank, (notes, result) in enumerate(told.run()):
+        if isinstance(result, RaycollectError):
+            assert "answer" not in notes
+        else:  # the others may have what they need of the one that fails
+            assert rank > 0 or (name, world) == ("another shape", 1)
+            assert notes.count("answer") <= 1
+
+
+# ---------------------------------------------------------------------------------------------- a captured step
+
+
+class Counting(FakePost):
+    """A doorbell that counts what it is answered, and may fail at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[int] = []
+        self.error: Exception | None = None
+
+    def answer(self, number: int, payload: bytes) -> bool:
+        self.told.append(number)
+        if self.error is not None:
+            raise self.error
+        return super().answer(number, payload)
+
+
+class Step:
+    """One participant with a step of one plan, or of one method, and its runs by one way."""
+
+    def __init__(self, way: str, *, repeats: bool) -> None:
+        self.way, self.post = way, Counting() if way == "bell" else None
+        script, self.turn = Script(0, [pinned(full(1))]), threading.Lock()
+        self.team = Team(1, [script])
+        self.communicator = Odd(self.team.communicators[0])
+        if repeats:
+            self.team.collective(OpKind.ALLREDUCE, {0: 0})
+        else:
+            script.call("note", given(1))
+        self.bench = Bench(script, self.post, self.turn, lambda _: self.communicator, note=lambda value: None)
+        self.runs = 0
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> int:
+        """Begins the next run; gives its number."""
+        self.runs += 1
+        seq, bench = self.runs, self.bench
+        if self.post is not None:
+            self.post.ring(seq, seq - 1, b"")
+        elif self.way == "channel":
+            bench.run(seq, seq - 1)
+        else:
+            thread = threading.Thread(target=bench.captured.run_now, args=(seq, seq - 1, b"", nullcontext))
+            self._threads.append(thread)
+            thread.start()
+        return seq
+
+    def over(self) -> None:
+        """Waits until all runs have ended; what comes after them goes on."""
+        self.runs += 1
+        assert self.bench.sequencer.start(self.runs, self.runs - 1) is None
+        self.bench.sequencer.end(self.runs)
+        with self.turn:  # nobody has kept it
+            pass
+
+    def answered(self, seq: int) -> bool:
+        """Whether a run is answered, after a wait for that."""
+        if self.post is not None:
+            with self.post.changed:
+                return self.post.changed.wait_for(lambda: seq in self.post.answers, WAIT_S)  # type: ignore[union-attr]
+        with self.bench.changed:
+            return self.bench.changed.wait_for(lambda: seq in self.bench.ran, WAIT_S)
+
+    @property
+    def told(self) -> list[int]:
+        """The runs that were answered, as often as they were; by the bell, runs are numbered as they were rung."""
+        if self.post is not None:
+            return self.post.told
+        return [seq for seq in self.bench.order if seq in self.bench.ran]
+
+    def close(self) -> None:
+        self.bench.sequencer.close("the test is over")
+        self.bench.captured.close("the test is over")
+        for thread in self._threads:
+            thread.join(WAIT_S)
+        assert self.bench.captured.join(WAIT_S), "its thread is well"
+        self.team.close()
+
+
+@pytest.fixture
+def step() -> Iterator[Callable[..., Step]]:
+    made: list[Step] = []
+
+    def make(way: str, *, repeats: bool = True) -> Step:
+        made.append(Step(way, repeats=repeats))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+WAYS = ["bell", "channel", "fence"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_every_run_is_answered_once(step: Callable[..., Step], way: str, repeats: bool) -> None:
+    one = step(way, repeats=repeats)
+    seqs = [one.start() for _ in range(8)]
+    one.over()
+    assert one.told == seqs
+    assert not one.bench.failed
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_run_that_was_answered_early_ends_like_any_other(step: Callable[..., Step], way: str, aborted: bool) -> None:
+    """An abort that comes between the answer and the end comes too late."""
+    one, gate = step(way), Gate()
+    for _ in range(REPEATED_FROM - 1):
+        one.start()
+    one.over()
+    one.communicator.hooks["end"] = gate
+    number, seq = (REPEATED_FROM if way == "bell" else one.runs + 1), one.start()
+    assert one.answered(number)
+    assert gate.came.wait(WAIT_S)
+    assert one.turn.locked()
+    kept = WatchedCondition()
+    one.bench.sequencer._lock = one.bench.sequencer._changed = kept  # type: ignore[assignment]
+    following = threading.Thread(target=one.over)
+    following.start()
+    assert kept.someone_waits(), "the run has not ended"
+    if aborted:
+        one.bench.sequencer.abort(seq, "cancelled")
+        one.bench.captured.wake(seq)
+    gate.go.set()
+    following.join(WAIT_S)
+    assert not following.is_alive()
+    assert not one.turn.locked()
+    assert one.told.count(number) == 1
+    assert not one.bench.failed
+    one.communicator.hooks.clear()
+    one.start()
+    one.over()
+    assert not one.bench.failed, "nothing is broken"
+
+
+@pytest.mark.parametrize("way", ["bell", "channel"])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_an_answer_that_fails_ends_the_run_and_no_thread(
+    step: Callable[..., Step], way: str, repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was an early one or not; the controller hears of the failure, and of nothing else."""
+    one = step(way, repeats=repeats)
+    for _ in range(REPEATED_FROM):
+        one.start()
+    one.over()
+    before = list(one.told)
+    error = OSError(28, "No space left on device")
+
+    def send(message: Message) -> None:
+        raise error
+
+    if one.post is not None:
+        one.post.error = error
+    else:
+        monkeypatch.setattr(one.bench.captured, "_send", send)
+    seq = one.start()
+    one.bench.heard(seq)
+    assert isinstance(one.bench.failed[seq], InternalError)
+    assert "No space left" in str(one.bench.failed[seq])
+    later = one.start()
+    one.bench.heard(later)
+    assert isinstance(one.bench.failed[later], PlanAbortedError), "a step that has failed is broken"
+    one.over()
+    assert one.told == before + ([len(before) + 1] if way == "bell" else [])
+    assert one.bench.order.count(seq) == one.bench.order.count(later) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_fails_is_told_as_failed_alone(step: Callable[..., Step], way: str) -> None:
+    one = step(way)
+    for _ in range(REPEATED_FROM):
+        one.start()
+    one.over()
+    before = list(one.told)
+    one.communicator.hooks["launch"] = _fail
+    seq = one.start()
+    one.bench.heard(seq)
+    one.over()
+    assert isinstance(one.bench.failed[seq], KernelError)
+    assert one.told == before
+
+
+def test_results_are_told_once_after_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    post = Counting()
+    one = Bench(echo(), post, note=lambda value: value)
+    run, told = one.runner.run, list[int]()
+
+    def noted(*args: Any, **kwargs: Any) -> bytes:
+        results = run(*args, **kwargs)
+        told.append(len(post.told))
+        return results
+
+    monkeypatch.setattr(one.runner, "run", noted)
+    for seq in range(1, 6):
+        assert one.answered(post.ring(seq, seq - 1, pack_values([seq]))) == (seq,)
+    one.captured.close("the test is over")
+    assert one.captured.join(WAIT_S)
+    assert told == [0, 1, 2, 3, 4], "none before its run was over"
+    assert post.told == [1, 2, 3, 4, 5]

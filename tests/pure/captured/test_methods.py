@@ -1,0 +1,413 @@
+"""A participant's process and captured steps: how methods are called, the turn, what comes over the channel."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+import pytest
+
+from raycollect.channel.messages import Abort, Arrivals, Done, Forget, Ran, Run
+from raycollect.core.model import TENSOR, Address, Key
+from raycollect.engine.step_program import encode_step_program
+from raycollect.engine.value_codec import pack_values, unpack_values
+from raycollect.errors import (
+    CaptureError,
+    InvalidArgumentError,
+    NotAMemberError,
+    RaycollectError,
+    TensorFreedError,
+    UnsupportedError,
+    from_wire,
+)
+from raycollect.member import participant
+from raycollect.member.lease import Lease
+from raycollect.member.participant import CollectiveParticipant, by_value
+from raycollect.member.runtime import Runtime
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.observe import Recorder
+from raycollect.pos import Store
+from raycollect.pos.handle import Handle
+from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, full, pinned
+
+
+class Plain(CollectiveParticipant):
+    """What runs call."""
+
+    def add(self, one: int, *, other: int = 1) -> int:
+        return one + other
+
+    def outer(self) -> Any:
+        return self.tensor()
+
+    def tensor(self) -> Any:
+        return full(1)
+
+    @by_value
+    def valued(self) -> str:
+        return threading.current_thread().name
+
+    def items(self) -> Iterator[int]:
+        yield 1
+
+    def broken(self) -> None:
+        raise ValueError("bad")
+
+    @property
+    def odd(self) -> int:
+        raise AssertionError("nobody asks for it")
+
+    _hidden = 3
+
+
+class Loops(CollectiveParticipant):
+    """The same with a loop."""
+
+    async def add(self, one: int) -> tuple[int, str]:
+        await asyncio.sleep(0)
+        return one + await self.more(), threading.current_thread().name
+
+    async def more(self) -> int:
+        return 1
+
+    def plain(self) -> str:
+        return threading.current_thread().name
+
+    async def items(self) -> Any:
+        yield 1
+
+    async def broken(self) -> None:
+        raise ValueError("bad")
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    thread = threading.Thread(target=made.run_forever, name="the loop")
+    thread.start()
+    yield made
+    made.call_soon_threadsafe(made.stop)
+    thread.join(WAIT_S)
+    made.close()
+
+
+# ---------------------------------------------------------------------------------------------- methods
+
+
+def test_methods_are_called_as_by_the_actor_itself() -> None:
+    """In the caller's thread, and nothing is kept of what they return: the store has no name for it."""
+    invoke = participant._invoker(Plain(), None, ["add", "outer", "valued"])
+    assert invoke("add", [1], {}) == 2
+    assert invoke("add", [1], {"other": 5}) == 6
+    assert invoke("outer", [], {}).tolist() == full(1).tolist()
+    assert invoke("valued", [], {}) == threading.current_thread().name
+    assert not participant._inside.get()
+
+
+def test_methods_of_an_actor_with_a_loop_run_there(loop: asyncio.AbstractEventLoop) -> None:
+    invoke = participant._invoker(Loops(), loop, ["add", "plain", "broken"])
+    assert invoke("add", [1], {}) == (2, "the loop")
+    assert invoke("plain", [], {}) == "the loop"
+    with pytest.raises(ValueError, match="bad"):
+        invoke("broken", [], {})
+    assert not participant._inside.get()
+
+
+def test_ray_is_never_asked_whose_call_it_is(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop) -> None:
+    monkeypatch.setattr(participant, "ray_internals", None)
+    assert participant._invoker(Plain(), None, ["outer"])("outer", [], {}).shape == (5,)
+    assert participant._invoker(Loops(), loop, ["add"])("add", [1], {})[0] == 2
+
+
+@pytest.mark.parametrize("name", ["nope", "_hidden", "odd", ""])
+def test_an_unknown_method_is_refused_with_those_there_are(name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="add, broken, items, outer, tensor, valued") as caught:
+        participant._invoker(Plain() if name != "odd" else _Odd(), None, ["add", name])
+    assert name in str(caught.value)
+
+
+class _Odd(Plain):
+    odd = 3  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("cls", [Plain, Loops])
+def test_generators_are_refused(cls: Any) -> None:
+    with pytest.raises(UnsupportedError, match="generator"):
+        participant._invoker(cls(), None, ["items"])
+
+
+# ---------------------------------------------------------------------------------------------- the turn
+
+
+@pytest.fixture
+def ordered(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], threading.Lock]:
+    """Lets methods be called as if by Ray, in a process that is an ordered participant, or another."""
+
+    def make(is_ordered: bool) -> threading.Lock:
+        turn = threading.Lock()
+        here = SimpleNamespace(method_lock=turn, is_ordered=is_ordered, store=Store())
+        here.keep = lambda key, container, streamed=False: container.value
+        monkeypatch.setattr(Runtime, "_current", here)
+        monkeypatch.setattr(participant, "_outermost", lambda name: bytes(24))
+        return turn
+
+    return make
+
+
+class Turning(CollectiveParticipant):
+    """Tells whether the turn is held."""
+
+    turn: threading.Lock
+
+    def plain(self) -> bool:
+        return self.turn.locked()
+
+    def broken(self) -> None:
+        assert self.turn.locked()
+        raise ValueError("bad")
+
+    def items(self, count: int) -> Iterator[bool]:
+        for _ in range(count):
+            yield self.turn.locked()
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_methods_that_ray_calls_hold_the_turn_where_they_are_ordered(ordered: Any, is_ordered: bool) -> None:
+    one = Turning()
+    one.turn = ordered(is_ordered)
+    assert one.plain() is is_ordered
+    assert not one.turn.locked()
+    if is_ordered:
+        with pytest.raises(ValueError, match="bad"):
+            one.broken()
+        assert not one.turn.locked()
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 5])
+def test_a_generator_holds_it_from_its_first_item_to_its_end(ordered: Any, taken: int) -> None:
+    one = Turning()
+    one.turn = ordered(True)
+    items = one.items(3)
+    for at, item in zip(range(taken), items, strict=False):
+        assert item
+        assert one.turn.locked() or at == 3
+    items.close()  # type: ignore[attr-defined]
+    assert not one.turn.locked()
+
+
+def test_a_process_that_is_no_participant_yet_has_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "_current", None)
+    with Runtime.method_guard(), Runtime.method_guard():  # it may be entered twice
+        assert Runtime._current is None, "and is made none by asking"
+
+
+# ---------------------------------------------------------------------------------------------- the process
+
+
+class Controller:
+    """What a participant's process says to its controller."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.heard: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        with self.changed:
+            self.heard.append(message)
+            self.changed.notify_all()
+
+    def wait_for(self, seq: int) -> Any:
+        def found() -> Any:
+            return next((one for one in self.heard if one.seq == seq), None)
+
+        with self.changed:
+            assert self.changed.wait_for(found, WAIT_S), self.heard
+            return found()
+
+    def error(self, seq: int) -> RaycollectError:
+        message = self.wait_for(seq)
+        assert isinstance(message, Done)
+        assert message.error is not None
+        return from_wire(message.error)
+
+
+@pytest.fixture
+def here() -> Iterator[Lease]:
+    """A lease of a participant without Ray and without a server."""
+    premises = SimpleNamespace(
+        actor="Worker(ab)",
+        actor_id="ab",
+        instruments=SimpleNamespace(store=Store(), recorder=Recorder(lambda: 0.0)),
+        method_lock=threading.Lock(),
+        is_ordered=True,
+        watch=WaitMonitor(),
+    )
+    made = Lease("me", "a test", cast(Any, Controller()), cast(Any, premises))
+    yield made
+    made.end("the test is over")
+
+
+def _said(here: Lease) -> Controller:
+    return cast(Controller, here.link)
+
+
+def _capture(here: Lease, script: Script, *values: Any, **methods: Callable[..., Any]) -> bool:
+    def invoker(names: Any) -> Any:
+        assert set(names) <= set(methods)
+        return lambda name, args, kwargs: methods[name](*args, **kwargs)
+
+    return here.capture(msgpack.packb((encode_step_program(script.step_program), None, 0)), values, invoker)
+
+
+def _echo() -> Script:
+    script = Script(0)
+    script.returns.append(script.call("note", script.argument()))
+    return script
+
+
+def _run(seq: int, predecessor: int, *arguments: Any) -> Run:
+    return Run(capture=CAPTURE, seq=seq, predecessor=predecessor, payload=pack_values(arguments))
+
+
+def _fenced(seq: int, predecessor: int, *arguments: Any) -> bytes:
+    return msgpack.packb((CAPTURE, seq, predecessor, pack_values(arguments)))  # type: ignore[no-any-return]
+
+
+def _result(message: Any) -> tuple[Any, ...]:
+    assert isinstance(message, Ran)
+    return unpack_values(message.payload)
+
+
+def test_runs_by_the_channel_and_fenced(here: Lease) -> None:
+    held: list[bool] = []
+
+    def note(value: int) -> int:
+        held.append(here._runtime.method_lock.locked())
+        return value
+
+    assert not _capture(here, _echo(), note=note), "there is no doorbell"
+    here._run_came(_run(1, 0, 5))
+    here.run_fenced(_fenced(2, 1, 6))
+    said = _said(here)
+    assert _result(said.wait_for(1)) == (5,)
+    assert _result(said.wait_for(2)) == (6,)
+    assert held == [True, True]
+    assert here._sequencer.begun == 2
+    assert here.captured_step(CAPTURE).look() == [None, None]
+
+
+def test_unordered_participants_have_no_turn(here: Lease) -> None:
+    here._runtime.is_ordered = False
+    _capture(here, _echo(), note=lambda value: here._runtime.method_lock.locked())
+    here._run_came(_run(1, 0, 5))
+    assert _result(_said(here).wait_for(1)) == (False,)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_runs_of_a_closed_step_are_refused_and_ended(here: Lease, known: bool) -> None:
+    if known:
+        _capture(here, _echo(), note=int)
+        here.received(Forget(capture=CAPTURE))
+    here._run_came(_run(1, 0))
+    assert "closed" in str(_said(here).error(1))
+    if known:
+        here.run_fenced(_fenced(2, 1))
+        assert "closed" in str(_said(here).error(2))
+    else:
+        with pytest.raises(CaptureError, match="not here"):
+            here.run_fenced(_fenced(2, 1))
+        here._sequencer.end(2)
+    assert here._sequencer.start(3, 2) is None
+    here._sequencer.end(3)
+
+
+def test_a_step_that_is_forgotten_before_it_came_is_not_taken_in(here: Lease) -> None:
+    here.received(Forget(capture=CAPTURE))
+    with pytest.raises(CaptureError, match="closed"):
+        _capture(here, _echo(), note=int)
+
+
+def test_an_abort_reaches_a_run(here: Lease) -> None:
+    gate, script = Gate(), Script(0)
+    script.call("hold")
+    script.call("after")
+    _capture(here, script, hold=gate, after=lambda: pytest.fail("it was aborted"))
+    here._run_came(_run(1, 0))
+    assert gate.came.wait(WAIT_S)
+    here._abort(Abort(seq=1, reason="timed out"))
+    assert here.captured_step(CAPTURE)._runner._stopped, "it would be woken at a door"
+    gate.go.set()
+    assert "aborted" in str(_said(here).error(1)) or "timed out" in str(_said(here).error(1))
+    here._abort(Abort(seq=1, reason="again"))
+    assert _said(here).heard[-1] == Done(seq=1, ranks=[], error=None, story=[]), "it has ended"
+
+
+def test_arrivals_at_no_door_are_of_no_use(here: Lease) -> None:
+    _capture(here, _echo(), note=int)
+    here._arrivals(Arrivals(group_id="", seq=1, round=0, blobs=[b""], more=False))
+    here._run_came(_run(1, 0, 3))
+    assert _result(_said(here).wait_for(1)) == (3,)
+
+
+def test_the_end_of_the_lease_closes_all(here: Lease) -> None:
+    gate = Gate()
+    _capture(here, _echo(), note=gate)
+    here._run_came(_run(1, 0, 5))
+    assert gate.came.wait(WAIT_S)
+    said, captured, sequencer = _said(here), here.captured_step(CAPTURE), here._sequencer
+    here.end("the controller is gone")
+    gate.go.set()
+    assert captured.join(WAIT_S)
+    assert sequencer.start(2, 1) == "the controller is gone"
+    assert said.heard[-1].seq == 1, "told to the one who asked, or nobody"
+    with pytest.raises(CaptureError):
+        here.captured_step(CAPTURE).look()
+    with pytest.raises(CaptureError, match="closed"):
+        _capture(here, _echo(), note=int)
+
+
+# ---------------------------------------------------------------------------------------------- values of refs
+
+
+def _handle(key: Key, actor_id: str) -> Handle:
+    return Handle(
+        key=key,
+        actor_id=actor_id,
+        actor=f"Worker({actor_id})",
+        address=Address(host="127.0.0.1", port=1, secret=b"s" * 32),
+        structure=TENSOR,
+        infos=(),
+    )
+
+
+def test_refs_are_pinned_or_go_by_value(here: Lease) -> None:
+    key, shared, seen = Key(bytes(28)), object(), []
+    container = pinned(full(3))
+    here._store.put(key, container)
+    script = Script(0, [None, None])
+    script.call("note", 0, 1)
+    _capture(here, script, _handle(key, "ab"), shared, note=lambda *args: seen.append(args))
+    here._store.free([key])
+    here._run_came(_run(1, 0))
+    _said(here).wait_for(1)
+    ((tensor, other),) = seen
+    assert tensor is container.value, "the very tensor, though its ref is gone"
+    assert other is shared
+
+
+def test_tensors_of_others_and_what_is_not_here_are_refused(here: Lease) -> None:
+    script = Script(0, [None])
+    key = Key(bytes(28))
+    with pytest.raises(NotAMemberError, match="send_ref it first"):
+        _capture(here, script, _handle(key, "cd"))
+    here._store.put(key, pinned(full(1)))
+    here._store.free([key])
+    with pytest.raises(TensorFreedError) as caught:
+        _capture(here, script, _handle(key, "ab"))
+    assert caught.value.violations[0].ref == key.hex()
+    with pytest.raises(CaptureError, match="not here"):
+        here.captured_step(CAPTURE).look()

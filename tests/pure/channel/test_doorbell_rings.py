@@ -1,0 +1,227 @@
+"""Nobody sleeps through a ring: at the meeting of a launch, in the ledger, and at the doorbell."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raycollect.backends.shm import meeting as _meeting
+from raycollect.channel import doorbell
+from raycollect.core.model import Launch
+from raycollect.errors import PlanAbortedError
+from raycollect.member.sequencer import PlanSequencer
+from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
+from tests.pure.watched import WAIT_S
+
+ROUNDS = 50
+"""How often it is tried to have enough of them asleep: on a busy machine they find each other awake, and again."""
+
+LATE = 0.1
+"""How often one comes late, by some tens of microseconds."""
+
+PATIENT_S = 5.0
+"""How long one sleeps through a ring that is lost: far longer than a busy machine keeps anybody waiting."""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[list[Worker]]:
+    made = [Worker() for _ in range(3)]
+    yield made
+    for one in made:
+        one.close()
+
+
+class Ear:
+    """Counts the sleeps that no ring has ended."""
+
+    def __init__(self, bells: Any) -> None:
+        self.sleeps = self.lost = 0
+        wait = bells.wait
+
+        def counted(rank: int, timeout_s: float) -> bool:
+            woken = wait(rank, timeout_s)
+            self.sleeps += 1
+            self.lost += not woken and timeout_s > 1
+            return bool(woken)
+
+        bells.wait = counted
+
+
+class asleep:
+    """Whoever waits goes to sleep at once, and sleeps long."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._kept = self._module.YIELD_S, self._module._SLICE_S
+        self._module.YIELD_S, self._module._SLICE_S = 0.0, PATIENT_S
+
+    def __exit__(self, *exc: object) -> None:
+        self._module.YIELD_S, self._module._SLICE_S = self._kept
+
+
+def _late(rng: random.Random) -> None:
+    """Leaves its core, and the interpreter's lock, now and then, so that the others get as far as to sleep."""
+    if rng.random() < LATE:
+        time.sleep(1e-4 * rng.random())
+
+
+def _dawdle(rng: random.Random) -> None:
+    """Takes up to some tens of microseconds, mostly none."""
+    _late(rng)
+    until_s = time.perf_counter() + rng.choice((0.0, 0.0, 1e-5, 5e-5)) * rng.random()
+    while time.perf_counter() < until_s:
+        pass
+
+
+def body_barriers(communicator: Any, launches: list[Launch], barriers: int, seed: int) -> tuple[int, int]:
+    """Comes to barriers in many launches; gives how often it slept, and how often through a ring."""
+    meeting, rng = communicator._parts.meeting, random.Random(seed * 10 + communicator.rank)
+    ear = Ear(meeting._semaphores)
+    with asleep(_meeting):
+        for launch in launches:
+            meeting.enter(launch, time.monotonic() + WAIT_S)
+            for _ in range(barriers):
+                _dawdle(rng)
+                meeting.barrier(launch, time.monotonic() + WAIT_S)
+            if rng.random() < 0.3:
+                meeting.abort(launch.seq - 1)  # a ring that means nothing
+            meeting.end(launch, True)
+    del meeting._semaphores.wait
+    return ear.sleeps, ear.lost
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_ring_is_lost_between_processes(workers: list[Worker], seed: int) -> None:
+    team = ProcessTeam("shm", 3, workers)
+    found: list[tuple[int, int]] = []
+    for _ in range(ROUNDS):
+        launches = [team.launch() for _ in range(60)]
+        found += team.must(body_barriers, launches, 30, seed)
+        if sum(sleeps for sleeps, _ in found) > 1000:
+            break
+    team.close()
+    assert not any(lost for _, lost in found)
+    assert sum(sleeps for sleeps, _ in found) > 1000
+
+
+@pytest.mark.parametrize("world", [2, 5])
+def test_no_ring_is_lost_between_threads(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    team = ThreadTeam("shm", world)
+    monkeypatch.setattr(_meeting, "YIELD_S", 0.0)
+    monkeypatch.setattr(_meeting, "_SLICE_S", PATIENT_S)
+    ears = [Ear(one._parts.meeting._semaphores) for one in team.communicators]  # type: ignore[attr-defined]
+
+    def body(communicator: Any, launches: list[Launch]) -> None:
+        meeting, rng = communicator._parts.meeting, random.Random(launches[0].seq * 10 + communicator.rank)
+        for launch in launches:
+            meeting.enter(launch, time.monotonic() + WAIT_S)
+            for _ in range(25):
+                _late(rng)
+                meeting.barrier(launch, time.monotonic() + WAIT_S)
+            meeting.end(launch, True)
+
+    for _ in range(ROUNDS):
+        launches = [team.launch() for _ in range(40)]
+        team.must(lambda communicator, launches=launches: body(communicator, launches))
+        if sum(ear.sleeps for ear in ears) > 500:
+            break
+    team.close()
+    assert [ear.lost for ear in ears] == [0] * world
+    assert sum(ear.sleeps for ear in ears) > 500
+
+
+def test_who_gave_up_is_not_taken_to_be_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all would ring it at each barrier, until it sleeps again."""
+    monkeypatch.setattr(_meeting, "YIELD_S", 0.0)
+    team, seen = ThreadTeam("shm", 2), list[int]()
+    meeting, other = (one._parts.meeting for one in team.communicators)  # type: ignore[attr-defined]
+    launch = team.launch()
+
+    def take(rank: int) -> bool:
+        seen.append(other._words[_meeting._ASLEEP])
+        if seen[-1]:
+            meeting.abort(launch.seq)
+        return False
+
+    meeting.enter(launch, 1e12)
+    with monkeypatch.context() as patch:
+        patch.setattr(meeting._semaphores, "take", take)
+        with pytest.raises(PlanAbortedError):
+            meeting.barrier(launch, time.monotonic() + WAIT_S)
+    assert seen[-1] == 1
+    meeting.end(launch, False)
+    assert not other._words[_meeting._ASLEEP]
+    team.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_plan_waits_for_one_that_has_ended(seed: int) -> None:
+    sequencer, plans, ran = PlanSequencer(), 3000, list[int]()
+    seqs = list(range(1, plans + 1))
+    hands = [sorted(seqs[at::6]) for at in range(6)]
+    rng = random.Random(seed)
+    stray = set(rng.sample(seqs, 100))
+
+    def work(mine: list[int]) -> None:
+        for seq in mine:
+            if seq in stray:
+                sequencer.abort(seq, "no more")
+            if sequencer.start(seq, seq - 1) is None:
+                ran.append(seq)
+            sequencer.end(seq)
+
+    threads = [threading.Thread(target=work, args=(mine,), daemon=True) for mine in hands]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(WAIT_S)
+    assert ran == [seq for seq in seqs if seq not in stray]
+
+
+def body_serve(communicator: Any, segment: Any, slot: int, runs: int, seed: int) -> tuple[int, int]:
+    """Answers runs from one seat of a doorbell; gives how often it slept, and how often through a ring."""
+    rng = random.Random(seed * 10 + slot)
+    with asleep(doorbell):
+        post = doorbell.DoorbellClient(segment, slot)
+        ear = Ear(post._memory.semaphores)
+        for _ in range(runs):
+            while (entry := post.take(WAIT_S)) is None:
+                pass
+            _dawdle(rng)
+            assert post.answer(entry.number, entry.payload or b"")
+        post.close()
+    return ear.sleeps, ear.lost
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_run_and_no_answer_waits_for_a_ring_that_is_lost(workers: list[Worker], seed: int) -> None:
+    rng, runs, slots = random.Random(seed), 1200, len(workers)
+    team = ProcessTeam("shm", slots, workers)
+    with asleep(doorbell):
+        bell = doorbell.Doorbell(slots)
+        ear = Ear(bell._memory.semaphores)
+        serving = [team.start(slot, body_serve, bell.segment, slot, runs, seed) for slot in range(slots)]
+        begun: list[int] = []
+        for turn in range(runs):
+            begun.append(bell.begin())
+            for slot in range(slots):
+                bell.ring(slot, begun[-1], turn + 1, turn, b"%d" % turn)
+            keep = rng.randrange(doorbell.IN_FLIGHT) if turn + 1 < runs else 0
+            while len(begun) > keep:
+                number, until_s = begun.pop(0), time.monotonic() + WAIT_S
+                while None in [bell.answer(slot, number) for slot in range(slots)]:
+                    assert time.monotonic() < until_s
+                    bell.wait(WAIT_S)
+        bell.close()
+    found = [one.result(WAIT_S) for one in serving]
+    team.close()
+    assert [lost for _, lost in found] == [0] * slots
+    assert ear.lost == 0
+    assert ear.sleeps > 100

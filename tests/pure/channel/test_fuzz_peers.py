@@ -1,0 +1,409 @@
+"""What one who holds the key may say, at random: at most its own link ends, and the process serves whoever comes next.
+
+Every case is made from a seed that the test's name or its message tells. What a wire without the key can do is in
+`test_channel_fuzz.py`.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import secrets
+import threading
+import typing
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import pytest
+
+from raycollect.backends.shm import segment
+from raycollect.channel import DataClient, Hub, Link
+from raycollect.channel.messages import (
+    MESSAGES,
+    Done,
+    Fetched,
+    Free,
+    Freed,
+    Join,
+    Message,
+    Order,
+    Refused,
+    Survey,
+    Surveyed,
+    Waiting,
+    Welcome,
+    decode,
+    encode,
+)
+from raycollect.core import ray_internals
+from raycollect.core.model import GroupSpec
+from raycollect.driver.controller import Controller
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import (
+    ChannelError,
+    ConnectionLostError,
+    KernelError,
+    PlanAbortedError,
+    refusal,
+    to_wire,
+)
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import runtime
+from raycollect.member.runtime import Runtime
+from raycollect.planner import Ticket, encode_order, encode_program
+from tests.pure.channel.test_fuzz import message
+from tests.pure.channel.test_sockets import HOST, LIMIT_S
+from tests.pure.driver.test_controller import controller, lease, renumbered
+from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+
+__all__ = ["controller"]
+
+SEEDS = range(12)
+MESSAGES_SAID = 40
+
+NAMES = ("left", "right", "nobody")
+
+
+def _error(rng: random.Random) -> Any:
+    """What `from_wire` takes; often with something wrong in it."""
+    violation = {"kind": "mismatch", "rank": rng.choice((0, -1, 99)), "field": "shape", "found": "3"}
+    good: list[Any] = [to_wire(KernelError(rank=rng.choice((0, 1, 99)), detail="x"))]
+    good += [to_wire(refusal("allreduce", "", ())), to_wire(PlanAbortedError(detail="x"))]
+    one = rng.choice(good)
+    if rng.random() < 0.5:
+        return one
+    changed = {"type": one["type"], "fields": dict(one["fields"])}
+    odd = rng.choice((None, -1, "x", b"x", [], [1], {}, [violation], [None], 2**63, 1.5))
+    changed["fields"][rng.choice([*changed["fields"], "more"])] = odd
+    return rng.choice((changed, {**changed, "type": odd}, {"type": one["type"]}, {}, {"fields": {}}))
+
+
+def plausible(rng: random.Random, cls: type[Message]) -> Message:
+    """A message with fields that mean something to its receiver, most of them."""
+    hints, made = typing.get_type_hints(cls), message(rng, cls)
+    known: dict[str, Any] = {
+        "group_id": lambda: rng.choice((*(f"id of {name}" for name in NAMES), "")),
+        "seq": lambda: rng.choice((0, 1, 2, 3, 2**63)),
+        "predecessor": lambda: rng.choice((0, 1, 2**63)),
+        "rank": lambda: rng.choice((0, 1, 2, -1, 99)),
+        "round": lambda: rng.choice((0, 0, 1, -1)),
+        "ranks": lambda: rng.choice(([0, 1], [0, 1, 2], [0, 1, 2, 3], [], [1, 1], [-1], [2**63])),
+        "request": lambda: rng.choice((0, 1, 2**63)),
+        "lane": lambda: rng.choice(("all", "0>1", "1>0", "0>0", "x", "")),
+        "error": lambda: _error(rng) if dict in (hints["error"], typing.get_origin(hints["error"])) else _maybe(rng),
+    }
+    changes = {name: known[name]() for name in hints if name in known and rng.random() < 0.9}
+    return typing.cast(Message, replace(typing.cast(Any, made), **changes))
+
+
+def _maybe(rng: random.Random) -> Any:
+    return None if rng.random() < 0.3 else _error(rng)
+
+
+# ---------------------------------------------------------------------------------------------- to a participant
+
+
+class NoTokens:
+    """A pool where Ray can't tell when a ref is gone."""
+
+    supported = False
+
+    def __init__(self, on_gone: Any) -> None:
+        del on_gone
+
+    def take(self, key: Any) -> None:
+        return None
+
+
+class Caller:
+    """A controller's end: what it was told, and how its link ended."""
+
+    def __init__(self) -> None:
+        self.told: queue.Queue[Any] = queue.Queue()
+
+    def received(self, link: Link, message: Message) -> None:
+        self.told.put(message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        self.told.put(reason)
+
+    def hear(self, *kinds: type) -> Any:
+        """The next thing of one of these kinds."""
+        while not isinstance(one := self.told.get(timeout=LIMIT_S), kinds):
+            pass
+        return one
+
+
+@pytest.fixture
+def participant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    """A participant's process without Ray, with its server on a socket."""
+    monkeypatch.setattr(ProcessGroups, "_current", None)
+    monkeypatch.setattr(segment, "JOIN_TIMEOUT_S", 0.2)  # else rank 0 waits for its members, lease or not
+    monkeypatch.setattr(runtime, "RefTokenPool", NoTokens)
+    monkeypatch.setattr(ray_internals, "node_address", lambda: HOST)
+    monkeypatch.setattr(ray_internals, "current_class", lambda: "Worker")
+    monkeypatch.setattr(ray_internals, "current_actor_id", lambda: "ab" * 16)
+    before = _threads("raycollect-join")
+    made = Runtime()
+    yield made
+    made._server.close()
+    for thread in _threads("raycollect-join") - before:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    assert made.process_groups._process_groups == {}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    made = Hub()
+    yield made
+    made.close()
+
+
+def drive(participant: Runtime, hub: Hub) -> tuple[Caller, Link]:
+    """Becomes its controller, as soon as the one before is gone."""
+    for _ in range(1000):
+        caller = Caller()
+        link = hub.connect(
+            participant._server.address, {"controller": secrets.token_hex(4), "description": "a test"}, caller, LIMIT_S
+        )
+        if isinstance(caller.hear(Welcome, Refused), Welcome):
+            return caller, link
+        link.close()
+    raise AssertionError("the lease of the controller before did not end")
+
+
+def asks(participant: Runtime, hub: Hub) -> None:
+    """The next controller gets its answers, and the participant's threads for it live."""
+    caller, link = drive(participant, hub)
+    for request in (1, 2**40):
+        link.send(Survey(request=request))
+        assert caller.hear(Surveyed).request == request
+    link.close()
+
+
+def _join(rng: random.Random) -> Join:
+    spec: dict[str, Any] = asdict(GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2))
+    odd: list[Any] = [None, -1, 0, "x", b"x", [], {}, 1.5, ["x"], [[1]]]
+    if rng.random() < 0.7:
+        spec[rng.choice([*sorted(spec), "more"])] = rng.choice(odd)
+    members: list[Any] = [{"actor": f"W{at}", "ordered": True} for at in range(2)]
+    if rng.random() < 0.3:
+        members = rng.choice(([], [{}, {}], members[:1]))
+    return Join(request=1, group=spec, rank=rng.choice((0, 0, 1, -1, 2, 99)), members=members)
+
+
+def _order(rng: random.Random) -> Order:
+    """A program of groups that may be there or not, after plans that may never come."""
+    left, right = group("left", (5, 6)), group("right", (5, 7))
+    one = flying((left, asked(left, (0, 1))), (right, asked(right, (2, 3))))
+    payload = bytearray(
+        encode_order(
+            Ticket(rng.choice((0, 1, 2, 2**63)), rng.choice((0, 0, 7, 2**63))),
+            [key(at) for at in range(2)],
+            encode_program(one.plan.program(0)),
+        )
+    )
+    if rng.random() < 0.5:
+        payload[rng.randrange(20)] ^= 1 << rng.randrange(8)
+    return Order(payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]), together=True)
+
+
+def _for_participant(rng: random.Random) -> Message:
+    if rng.random() < 0.2:
+        return _join(rng)
+    if rng.random() < 0.2:
+        return _order(rng)
+    return plausible(rng, MESSAGES[rng.choice(sorted(set(MESSAGES) - {"Join"}))])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_participant_outlives_any_controller(participant: Runtime, hub: Hub, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(4):
+        _, link = drive(participant, hub)
+        try:
+            for _ in range(MESSAGES_SAID):
+                link.send(_for_participant(rng))
+        except ConnectionLostError:
+            pass
+        link.close()
+    asks(participant, hub)
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_a_participant_outlives_each_message_before_and_after_the_lease(
+    participant: Runtime, hub: Hub, name: str
+) -> None:
+    rng = random.Random(name)
+    caller, link = drive(participant, hub)
+    stranger = Caller()
+    other = hub.connect(participant._server.address, {"controller": "other"}, stranger, LIMIT_S)
+    assert isinstance(stranger.hear(Refused), Refused)
+    said = _join(rng) if name == "Join" else plausible(rng, MESSAGES[name])
+    other.send(said)  # it has no lease: whatever it says ends its link, and nobody else's
+    stranger.hear(ChannelError)
+    link.send(Survey(request=7))
+    assert caller.hear(Surveyed).request == 7
+    for _ in range(3):
+        try:
+            link.send(said)
+        except ConnectionLostError:
+            break
+    link.close()
+    asks(participant, hub)
+
+
+def test_a_hello_of_any_kind_is_answered(participant: Runtime, hub: Hub) -> None:
+    for hello in ({}, {"controller": None}, {"controller": ["x"] * 100, "description": {}}, {"x": "y" * 3000}):
+        caller = Caller()
+        link = hub.connect(participant._server.address, hello, caller, LIMIT_S)
+        caller.hear(Welcome, Refused)
+        link.close()
+        caller.hear(ChannelError)
+    asks(participant, hub)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_holder_outlives_any_client(participant: Runtime, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(6):
+        client = DataClient(participant._server.address, LIMIT_S)
+        try:
+            for _ in range(10):
+                said = plausible(rng, MESSAGES[rng.choice(("Fetch", "Free", "Copied", *sorted(MESSAGES)))])
+                client.request(said, timeout_s=LIMIT_S)
+        except ChannelError:
+            pass
+        client.close()
+    client = DataClient(participant._server.address, LIMIT_S)
+    payload = encode(Fetched(found={}, blob_nbytes=rng.choice((1, 2**40, 2**63))))  # nobody asked
+    stream = client._stream
+    stream.sock.sendall(len(payload).to_bytes(4, "big") + stream.connection._outward.tag(payload) + payload)
+    with pytest.raises(ConnectionLostError):
+        client.request(Free(keys=[]))
+    client = DataClient(participant._server.address, LIMIT_S)
+    assert client.request(Free(keys=[])) == Freed(count=0)
+    client.close()
+
+
+def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hub) -> None:
+    """Members that never come, operands and predecessors that never do: all is over with the lease."""
+    before = _threads("raycollect-order")
+    caller, link = drive(participant, hub)
+    spec = asdict(GroupSpec(name="g", group_id="id of left", backend="shm", world_size=2))
+    link.send(Join(request=1, group=spec, rank=1, members=[{"actor": f"W{at}", "ordered": True} for at in range(2)]))
+    left = group("left", (5, 6))
+    program = flying((left, asked(left, (0, 1)))).plan.program(0)
+    for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
+        payload = encode_order(Ticket(seq, predecessor), [key(0)], encode_program(program))
+        link.send(Order(payload=payload, together=True))
+    caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
+    link.close()
+    asks(participant, hub)
+    for thread in _threads("raycollect-order") - before:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+
+
+def _threads(name: str) -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == name}
+
+
+# ---------------------------------------------------------------------------------------------- to a controller
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """A controller of actors 5, 6, 7 in one group and 7, 8 in another, with plans under way in both.
+
+    Attributes:
+        controller: The controller.
+        peers: By the number of the actor.
+        flights: What is under way.
+    """
+
+    controller: Controller
+    peers: dict[int, ParticipantLink]
+    trackers: tuple[PlanTracker, ...]
+
+
+@pytest.fixture
+def scene(controller: Controller) -> Scene:
+    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
+    found = lease(controller, left, right)
+    for one in (left, right):
+        controller.groups.coordinators.open(one)
+        for member in one.members:
+            found[member.actor].group_ids.add(one.spec.group_id)
+    plans = [
+        flying((left, asked(left, (0, 1, 2)))),
+        flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3)))),
+        flying((right, asked(right, (4, 3)))),
+    ]
+    trackers = [controller.register(lambda seq, one=one: renumbered(one, seq), one.plan.width) for one in plans]  # type: ignore[misc]
+    peers = {number: found[f"Worker({number})"] for number in (5, 6, 7, 8)}
+    return Scene(controller=controller, peers=peers, trackers=tuple(trackers))
+
+
+def hear(peer: ParticipantLink, said: Message) -> bool:
+    """Gives a peer a message as its link does: whatever goes wrong ends the link, and False is returned."""
+    try:
+        peer.received(typing.cast(Any, peer.link), decode(encode(said)))
+    except Exception as exc:
+        end(peer, repr(exc))
+        return False
+    return True
+
+
+def end(peer: ParticipantLink, why: str) -> None:
+    peer.closed(typing.cast(Any, peer.link), ConnectionLostError(detail=why))
+
+
+TO_CONTROLLER = (
+    *("Arrive", "Done", "Waiting", "Joined", "Store", "Meet", "Stuck", "Drop", "Ran", "Ready"),
+    *("Surveyed", "Ticked", "Collected", "Measured"),
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_controller_outlives_any_participant(scene: Scene, seed: int) -> None:
+    rng = random.Random(seed)
+    hostile = scene.peers[rng.choice((5, 6, 7, 8))]
+    survey = hostile.survey()
+    alive = True
+    for _ in range(MESSAGES_SAID):
+        name = rng.choice((*TO_CONTROLLER, *TO_CONTROLLER, *sorted(MESSAGES)))
+        alive = alive and hear(hostile, plausible(rng, MESSAGES[name]))
+    if alive:
+        end(hostile, "it left")
+    assert survey.done()
+    _serves_the_others(scene, hostile)
+
+
+@pytest.mark.parametrize("odd", [None, -1, "x", b"x", [], [1], {}, 2**63, 1.5, ["x", None]])
+@pytest.mark.parametrize("field", ["rank", "detail", "story", "missing", "violations", "group_name", "timeout_s", "op"])
+@pytest.mark.parametrize("kind", ["KernelError", "CollectiveTimeoutError", "MismatchError", "GroupBrokenError"])
+def test_an_error_with_a_wrong_field_leaves_no_plan_open(scene: Scene, kind: str, field: str, odd: Any) -> None:
+    hostile = scene.peers[6]
+    fields = {"op": "x", "violations": []} if kind == "MismatchError" else {"detail": ""}
+    error = {"type": kind, "fields": {"group_name": "", **fields, field: odd}}
+    seq = scene.trackers[0].seq
+    if hear(hostile, Done(seq=seq, ranks=[], error=error, story=[])):
+        end(hostile, "it left")
+    _serves_the_others(scene, hostile)
+
+
+def _serves_the_others(scene: Scene, hostile: ParticipantLink) -> None:
+    """Who has said nothing wrong goes on, and every plan has an outcome: also those of a participant that is gone."""
+    others = {peer.info["actor_id"]: peer for peer in scene.peers.values() if peer is not hostile}
+    for tracker in scene.trackers:
+        for at, one in enumerate(tracker.plan.participants):
+            if one in others and tracker.is_pending(at):
+                assert hear(others[one], Done(seq=tracker.seq, ranks=[], error=None, story=[]))
+        assert tracker.resolved
+        assert tracker.has_ended
+        str(tracker.error)
+    assert list(scene.controller.trackers()) == []

@@ -1,0 +1,518 @@
+"""The channel over real sockets. Nothing sleeps: every wait is for an event, with a limit."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycollect.channel import DataClient, DataLink, Hub, Link, Server, endpoint, server
+from raycollect.channel.messages import Abort, Arrive, Bye, Done, Failed, Fetch, Fetched, Free, Freed, Message, Store
+from raycollect.core import sockets
+from raycollect.core.model import Address
+from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
+
+SECRET = b"s" * 32
+LIMIT_S = 10.0
+HOST = "127.0.0.1"
+
+
+class Party:
+    """A handler that puts what it is told into queues, and may answer."""
+
+    def __init__(self, answer: Callable[[Link, Message], None] | None = None) -> None:
+        self.links: queue.Queue[Link] = queue.Queue()
+        self.messages: queue.Queue[Message] = queue.Queue()
+        self.reasons: queue.Queue[ChannelError] = queue.Queue()
+        self.answer = answer
+        self.value = memoryview(b"")
+        self.release = threading.Event()
+
+    def opened(self, link: Link, hello: dict[str, Any]) -> None:
+        assert link.hello == hello
+        self.links.put(link)
+
+    def received(self, link: Link, message: Message) -> None:
+        self.messages.put(message)
+        if self.answer is not None:
+            self.answer(link, message)
+
+    def closed(self, link: Link, reason: ChannelError) -> None:
+        self.reasons.put(reason)
+
+    def serve_data(self, link: DataLink) -> None:
+        while (request := link.receive()) is not None:
+            if isinstance(request, Fetch):
+                if request.key == b"boom":
+                    raise RuntimeError("boom")
+                half = len(self.value) // 2
+                link.send(Fetched(found={"n": 2}), [self.value[:half], self.value[half:]])
+            elif isinstance(request, Free):
+                link.send(Freed(count=len(request.keys)))
+            else:
+                link.send(Failed(error={}))
+
+
+def echo(link: Link, message: Message) -> None:
+    link.send(message)
+
+
+class Rig:
+    """Servers and a hub that are closed when the test ends, after which no thread and no descriptor may be left."""
+
+    def __init__(self) -> None:
+        self.hub = Hub()
+        self.servers: list[Server] = []
+
+    def serve(self, party: Party) -> Address:
+        self.servers.append(Server(HOST, SECRET, party))
+        return self.servers[-1].address
+
+    def connect(self, address: Address, party: Party, hello: dict[str, Any] | None = None) -> Link:
+        return self.hub.connect(address, hello or {}, party, LIMIT_S)
+
+    def close(self) -> None:
+        self.hub.close()
+        for each in self.servers:
+            each.close()
+
+
+def _leftovers() -> tuple[int, Counter[str]]:
+    threads = Counter(thread.name for thread in threading.enumerate() if thread.name.startswith("raycollect"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir()), threads
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    gc.collect()
+    descriptors, threads = _leftovers()
+    rig = Rig()
+    yield rig
+    rig.close()
+    gc.collect()
+    now = _leftovers()
+    assert now[0] <= descriptors  # those of other tests may go meanwhile
+    assert not now[1] - threads
+
+
+def _raw(address: Address) -> socket.socket:
+    return socket.create_connection((address.host, address.port), LIMIT_S)
+
+
+# ---------------------------------------------------------------------------------------------- control
+
+
+def test_echo(rig: Rig) -> None:
+    there, here = Party(echo), Party()
+    link = rig.connect(rig.serve(there), here, {"pid": 7})
+    assert there.links.get(timeout=LIMIT_S).hello == {"pid": 7}
+    for seq in range(200):
+        link.send(Abort(seq=seq, reason="r"))
+        assert here.messages.get(timeout=LIMIT_S) == Abort(seq=seq, reason="r")
+
+
+def test_one_hub_talks_to_many_servers(rig: Rig) -> None:
+    here = Party()
+    links = [rig.connect(rig.serve(Party(echo)), here) for _ in range(8)]
+    for seq, link in enumerate(links):
+        link.send(Abort(seq=seq, reason=""))
+    got = {here.messages.get(timeout=LIMIT_S) for _ in links}
+    assert got == {Abort(seq=seq, reason="") for seq in range(8)}
+
+
+@pytest.mark.parametrize("closer", ["client", "server"])
+def test_the_end_is_told_to_both_once(rig: Rig, closer: str) -> None:
+    there, here = Party(), Party()
+    mine = rig.connect(rig.serve(there), here)
+    theirs = there.links.get(timeout=LIMIT_S)
+    for _ in range(3):
+        (mine if closer == "client" else theirs).close()
+    reasons = [party.reasons.get(timeout=LIMIT_S) for party in (there, here)]
+    assert {reason.detail for reason in reasons} == {"closed by this end", "the peer closed the connection"}
+    for link in (mine, theirs):
+        with pytest.raises(ConnectionLostError):
+            link.send(Bye())
+    rig.close()
+    assert there.reasons.empty()
+    assert here.reasons.empty()
+
+
+def test_last_words_arrive_before_the_end_even_over_unread_input(rig: Rig) -> None:
+    def refuse(link: Link, message: Message) -> None:
+        if message == Bye():
+            link.send(Abort(seq=9, reason="refused"))
+            link.close()
+
+    here = Party()
+    link = rig.connect(rig.serve(Party(refuse)), here)
+    link.send(Bye())
+    with pytest.raises(ConnectionLostError):
+        while True:
+            link.send(Store(group_id="g", name="n", value=bytes(1000)))
+    assert here.messages.get(timeout=LIMIT_S) == Abort(seq=9, reason="refused")
+    assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
+
+
+def test_a_killed_process_is_noticed(rig: Rig) -> None:
+    there = Party()
+    address = rig.serve(there)
+    code = (
+        "import sys, time, raycollect.channel as c, raycollect.core.model as m\n"
+        "class H:\n  received = closed = print\n"
+        f"hub = c.Hub(); hub.connect(m.Address(host={HOST!r}, port={address.port}, secret={SECRET!r}), {{}}, H(), 9)\n"
+        "time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        there.links.get(timeout=LIMIT_S)
+        child.kill()
+        assert isinstance(there.reasons.get(timeout=2.0), ConnectionLostError)
+    finally:
+        child.kill()
+        child.wait(LIMIT_S)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this platform")
+def test_a_forked_child_does_not_hide_its_parents_death(rig: Rig) -> None:
+    there = Party()
+    address = rig.serve(there)
+    code = (
+        "import os, sys, time, raycollect.channel as c, raycollect.core.model as m\n"
+        "class H:\n  received = closed = print\n"
+        f"hub = c.Hub(); hub.connect(m.Address(host={HOST!r}, port={address.port}, secret={SECRET!r}), {{}}, H(), 9)\n"
+        "r, w = os.pipe()\n"
+        "if (pid := os.fork()):\n  print(pid, flush=True); os.read(r, 1); os._exit(0)\n"
+        "os.write(w, b'x'); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    orphan = int(parent.stdout.readline())
+    try:
+        assert isinstance(there.reasons.get(timeout=LIMIT_S), ConnectionLostError)
+    finally:
+        os.kill(orphan, 9)
+        parent.stdout.close()
+        parent.wait(LIMIT_S)
+
+
+def test_many_threads_on_one_link(rig: Rig) -> None:
+    there = Party()
+    link = rig.connect(rig.serve(there), Party())
+    sizes = [0, 10, 3000, 70_000]
+
+    def send(rank: int) -> None:
+        for seq in range(100):
+            blob = bytes([rank]) * sizes[seq % 4]
+            link.send(Arrive(group_id="g", seq=seq, round=0, ranks=list(range(8)), rank=rank, blob=blob))
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(8)]
+    for thread in threads:
+        thread.start()
+    got: dict[int, list[int]] = {rank: [] for rank in range(8)}
+    for _ in range(800):
+        message = there.messages.get(timeout=LIMIT_S)
+        assert isinstance(message, Arrive)
+        assert message.blob == bytes([message.rank]) * sizes[message.seq % 4]
+        got[message.rank].append(message.seq)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert all(seqs == list(range(100)) for seqs in got.values())
+
+
+def test_a_peer_that_does_not_read_never_blocks_the_sender(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_QUEUED_NBYTES", 4 << 20)
+    stuck = threading.Event()
+    here = Party()
+    link = rig.connect(rig.serve(Party(lambda link, message: (None, stuck.wait(LIMIT_S))[0])), here)
+    try:
+        with pytest.raises(ConnectionLostError, match="does not read"):
+            for _ in range(1000):
+                link.send(Store(group_id="g", name="n", value=bytes(500_000)))
+        assert "does not read" in here.reasons.get(timeout=LIMIT_S).detail
+    finally:
+        stuck.set()
+
+
+def test_what_was_queued_arrives_when_the_peer_reads_again(rig: Rig) -> None:
+    stuck = threading.Event()
+    there = Party(lambda link, message: (None, stuck.wait(LIMIT_S))[0])
+    link = rig.connect(rig.serve(there), Party())
+    for seq in range(40):
+        link.send(Store(group_id="g", name=str(seq), value=bytes(500_000)))
+    assert link._queue
+    stuck.set()
+    names = [there.messages.get(timeout=LIMIT_S).name for _ in range(40)]  # type: ignore[attr-defined]
+    assert names == [str(seq) for seq in range(40)]
+
+
+def test_a_message_too_big_is_refused_and_the_link_goes_on(rig: Rig) -> None:
+    here = Party()
+    link = rig.connect(rig.serve(Party(echo)), here)
+    with pytest.raises(ProtocolError):
+        link.send(Store(group_id="g", name="n", value=bytes(2 << 20)))
+    link.send(Bye())
+    assert here.messages.get(timeout=LIMIT_S) == Bye()
+
+
+@pytest.mark.parametrize("method", ["opened", "received", "closed"])
+def test_a_failing_handler_loses_its_link_only(
+    rig: Rig, method: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there, here, other = Party(echo), Party(), Party()
+    address = rig.serve(there)
+    good = rig.connect(address, other)
+    there.links.get(timeout=LIMIT_S)
+
+    failed = threading.Event()
+
+    def fail(*args: Any) -> None:
+        failed.set()
+        raise RuntimeError("broken handler")
+
+    monkeypatch.setattr(there, method, fail)
+    bad = rig.connect(address, here)
+    if method == "received":
+        bad.send(Bye())
+    if method == "closed":
+        bad.close()
+    here.reasons.get(timeout=LIMIT_S)
+    assert failed.wait(LIMIT_S)
+    monkeypatch.undo()
+    good.send(Bye())
+    assert other.messages.get(timeout=LIMIT_S) == Bye()
+    if method != "closed":
+        assert there.reasons.get(timeout=LIMIT_S).detail.startswith("this end failed")
+    assert "broken handler" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- who may come in
+
+
+def test_the_wrong_key_is_refused_and_logged_without_it(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    address = rig.serve(Party())
+    wrong = Address(host=address.host, port=address.port, secret=b"wrong-key-0123456789")
+    for attempt in (lambda: rig.connect(wrong, Party()), lambda: DataClient(wrong, LIMIT_S)):
+        with pytest.raises(AuthenticationError):
+            attempt()
+    rig.close()  # the client is told first, and the log after that
+    refusals = [record for record in caplog.records if "refused" in record.message]
+    assert ["refused a connection" in refusals[0].message, "refused 1 more" in refusals[1].message] == [True, True]
+    assert len(refusals) == 2
+    assert all(record.levelno == logging.WARNING for record in refusals)
+    assert HOST in caplog.text
+    assert "wrong-key" not in caplog.text
+    assert "sss" not in caplog.text
+
+
+def test_nobody_there(rig: Rig) -> None:
+    address = rig.serve(Party())
+    rig.servers[0].close()
+    with pytest.raises(ConnectionLostError):
+        rig.connect(address, Party())
+    with pytest.raises(ConnectionLostError):
+        DataClient(address, LIMIT_S)
+
+
+def test_a_server_that_never_speaks_costs_the_time_limit_only(rig: Rig) -> None:
+    with socket.create_server((HOST, 0)) as silent:
+        address = Address(host=HOST, port=silent.getsockname()[1], secret=SECRET)
+        began = time.monotonic()
+        with pytest.raises(ConnectionLostError):
+            rig.hub.connect(address, {}, Party(), 0.1)
+        assert time.monotonic() - began < 2
+
+
+def test_a_silent_client_delays_nobody_and_is_dropped(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 0.3)
+    address = rig.serve(Party(echo))
+    with _raw(address) as silent:
+        assert silent.recv(100)[4:8] == b"RCOL"
+        monkeypatch.undo()  # who comes now has as long as ever
+        here = Party()
+        rig.connect(address, here).send(Bye())
+        assert here.messages.get(timeout=LIMIT_S) == Bye()
+        assert silent.recv(100) == b""
+
+
+@pytest.mark.parametrize("words", [b"", b"GET / HTTP/1.0\r\n\r\n", b"\0\0\0\x40" + bytes(64)])
+def test_two_hundred_strangers_do_not_keep_a_friend_out(rig: Rig, words: bytes) -> None:
+    there, here = Party(echo), Party()
+    address = rig.serve(there)
+    strangers = [_raw(address) for _ in range(200)]
+    try:
+        for stranger in strangers:
+            try:
+                stranger.sendall(words)
+            except OSError:
+                pass
+        rig.connect(address, here).send(Bye())
+        assert here.messages.get(timeout=LIMIT_S) == Bye()
+        assert there.links.qsize() == 1
+        assert len(rig.servers[0]._half_open) <= server.MAX_HALF_OPEN
+    finally:
+        sockets.close(strangers)
+
+
+def test_a_forged_frame_ends_the_link(rig: Rig) -> None:
+    there, here = Party(), Party()
+    link = rig.connect(rig.serve(there), here)
+    link._sock.send(b"\0\0\0\1" + bytes(17))
+    assert isinstance(there.reasons.get(timeout=LIMIT_S), AuthenticationError)
+    assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])
+def test_never_all_interfaces(host: str) -> None:
+    with pytest.raises(ValueError, match="all interfaces"):
+        Server(host, SECRET, Party())
+
+
+def test_bound_to_the_given_host_only(rig: Rig) -> None:
+    address = rig.serve(Party())
+    assert rig.servers[0]._listener.getsockname()[0] == HOST
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", address.port), 1.0)
+
+
+def test_sockets_are_tuned_and_not_inherited(rig: Rig) -> None:
+    there = Party()
+    mine = rig.connect(rig.serve(there), Party())
+    for link in (mine, there.links.get(timeout=LIMIT_S)):
+        sock = link._sock
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert not sock.get_inheritable()
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
+
+
+# ---------------------------------------------------------------------------------------------- data
+
+
+def test_a_control_message_overtakes_a_blob(rig: Rig) -> None:
+    there, here = Party(echo), Party()
+    there.value = memoryview(secrets.token_bytes(20 << 20))
+    address = rig.serve(there)
+    link = rig.connect(address, here)
+    client = DataClient(address, LIMIT_S)
+    answer = client.request(Fetch(key=b"k", timeout_s=1.0))
+    assert answer == Fetched(found={"n": 2}, blob_nbytes=20 << 20)
+    link.send(Bye())  # the blob is under way and nobody reads it yet
+    assert here.messages.get(timeout=LIMIT_S) == Bye()
+    into = bytearray(20 << 20)
+    client.receive_blob(memoryview(into)[: 7 << 20])
+    assert client.blob_left == 13 << 20
+    client.receive_blob(memoryview(into)[7 << 20 :])
+    assert into == there.value
+    assert client.blob_left == 0
+    assert client.request(Free(keys=[b"a", b"b"])) == Freed(count=2)
+    client.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 70_000])
+def test_blobs_of_any_size_one_after_the_other(rig: Rig, nbytes: int) -> None:
+    there = Party()
+    there.value = memoryview(secrets.token_bytes(nbytes))
+    client = DataClient(rig.serve(there), LIMIT_S)
+    for _ in range(3):
+        answer = client.request(Fetch(key=b"k", timeout_s=1.0))
+        assert isinstance(answer, Fetched)
+        assert answer.blob_nbytes == nbytes
+        into = bytearray(nbytes)
+        client.receive_blob(memoryview(into))
+        assert into == there.value
+    client.close()
+
+
+def test_a_blob_must_be_read_and_no_further(rig: Rig) -> None:
+    there = Party()
+    there.value = memoryview(b"0123456789")
+    client = DataClient(rig.serve(there), LIMIT_S)
+    client.request(Fetch(key=b"k", timeout_s=1.0))
+    with pytest.raises(ProtocolError):
+        client.receive_blob(memoryview(bytearray(11)))
+    with pytest.raises(ProtocolError, match="were not read"):
+        client.request(Free(keys=[]))
+    client.close()
+
+
+def test_an_answer_that_does_not_come_costs_the_time_limit_and_the_client(rig: Rig) -> None:
+    class Mute(Party):
+        def serve_data(self, link: DataLink) -> None:
+            while link.receive() is not None:
+                pass
+
+    client = DataClient(rig.serve(Mute()), LIMIT_S)
+    with pytest.raises(ConnectionLostError):
+        client.request(Bye(), timeout_s=0.05)
+    with pytest.raises(ConnectionLostError):
+        client.request(Bye())
+
+
+def test_a_failing_data_handler_ends_its_connection_only(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    address = rig.serve(Party())
+    first, second = DataClient(address, LIMIT_S), DataClient(address, LIMIT_S)
+    with pytest.raises(ConnectionLostError):
+        first.request(Fetch(key=b"boom", timeout_s=1.0))
+    assert second.request(Free(keys=[])) == Freed(count=0)
+    assert "boom" in caplog.text
+    second.close()
+
+
+def test_closing_the_server_wakes_its_data_threads(rig: Rig) -> None:
+    client = DataClient(rig.serve(Party()), LIMIT_S)
+    assert client.request(Free(keys=[])) == Freed(count=0)
+    rig.servers[0].close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("raycollect-data")]
+    with pytest.raises(ConnectionLostError):
+        client.request(Free(keys=[]))
+    client.close()
+
+
+# ---------------------------------------------------------------------------------------------- the end
+
+
+def test_close_is_idempotent_and_final(rig: Rig) -> None:
+    there, here = Party(), Party()
+    address = rig.serve(there)
+    link = rig.connect(address, here)
+    there.links.get(timeout=LIMIT_S)
+    for _ in range(2):
+        rig.hub.close()
+    assert here.reasons.get(timeout=LIMIT_S).detail == "this end was closed"
+    with pytest.raises(ConnectionLostError):
+        link.send(Bye())
+    link.close()
+    with pytest.raises(ConnectionLostError, match="hub is closed"):
+        rig.connect(address, Party())
+    for _ in range(2):
+        rig.servers[0].close()
+
+
+def test_a_handler_may_close_its_own_server(rig: Rig) -> None:
+    there, here = Party(lambda link, message: rig.servers[0].close()), Party()
+    rig.connect(rig.serve(there), here).send(Bye())
+    assert isinstance(here.reasons.get(timeout=LIMIT_S), ConnectionLostError)
+
+
+def test_done_reaches_a_busy_main_thread(rig: Rig) -> None:
+    there, here = Party(), Party()
+    rig.connect(rig.serve(there), here)
+    theirs = there.links.get(timeout=LIMIT_S)
+    worker = threading.Thread(target=theirs.send, args=(Done(seq=1, ranks=[0], error=None, story=["a"]),))
+    worker.start()
+    assert here.messages.get(timeout=LIMIT_S) == Done(seq=1, ranks=[0], error=None, story=["a"])
+    worker.join(LIMIT_S)

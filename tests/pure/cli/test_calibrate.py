@@ -1,0 +1,234 @@
+"""The costs of links: the line through times, what is measured on this host, and the file that holds it."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.cli import calibrate
+from raycollect.cli.calibrate import BACKENDS, SIZES, fit
+from raycollect.errors import InvalidArgumentError, KernelError
+from raycollect.group import link_costs
+from raycollect.group.link_costs import Costs, Measured
+from raycollect.planner.topology import BETWEEN, INSIDE, Link
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
+SHM = Measured(place="inside", backend="shm", link=Link(latency_s=1e-5, bandwidth=8e9), how="measured: so")
+TCP = Measured(place="inside", backend="tcp", link=Link(latency_s=3e-5, bandwidth=2e9))
+NETWORK = Measured(place="between", backend="tcp", link=Link(latency_s=5e-5, bandwidth=3e9))
+
+
+def nowhere(folder):
+    return {"XDG_CONFIG_HOME": str(folder)}
+
+
+# ---------------------------------------------------------------------------------------------- the line
+
+
+@CALM
+@given(latency=st.floats(1e-7, 1e-2), bandwidth=st.floats(1e6, 1e12), count=st.integers(2, len(SIZES)))
+def test_times_on_a_line_give_that_line(latency, bandwidth, count):
+    link = Link(latency_s=latency, bandwidth=bandwidth)
+    chosen = SIZES[: count - 1] + SIZES[-1:]
+    found = fit({n: link.time_s(n) for n in chosen})
+    assert found.misfit == pytest.approx(1, rel=1e-3)
+    for n in chosen:
+        assert found.link.time_s(n) == pytest.approx(link.time_s(n), rel=1e-3)
+
+
+@CALM
+@given(noise=st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)))
+def test_noise_is_no_larger_in_the_line_than_in_the_times(noise):
+    link = Link(latency_s=1e-5, bandwidth=5e9)
+    found = fit({n: link.time_s(n) * factor for n, factor in zip(SIZES, noise, strict=True)})
+    assert found.misfit < 1.25**3
+    assert 0.5 < found.link.bandwidth / link.bandwidth < 2
+    assert found.link.latency_s < 2 * link.latency_s
+
+
+def test_a_latency_below_zero_becomes_none():
+    found = fit({1000: 1e-6, 2000: 4e-6})
+    assert found.link.latency_s == 0
+    assert found.link.bandwidth > 0
+
+
+@pytest.mark.parametrize(
+    "times", [{}, {64: 1e-5}, {64: 1e-5, 128: 0.0}, {64: 1e-5, 128: math.inf}, {64: math.nan, 128: 1e-5}]
+)
+def test_what_is_no_times_has_no_line(times):
+    with pytest.raises(ValueError, match="no line through"):
+        fit(times)
+
+
+def test_times_that_fall_have_no_line():
+    with pytest.raises(ValueError, match="do not grow"):
+        fit({64: 1e-3, 1 << 20: 1e-5})
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_link_of_this_host_is_measured(backend):
+    found = calibrate.measure(backend, (64, 1 << 24))  # so far apart that other work can not hide it
+    assert (found.place, found.backend) == ("inside", backend)
+    assert 0 <= found.link.latency_s < 0.1
+    assert 1e7 < found.link.bandwidth < 1e12
+    assert found.how.startswith("measured: ")
+
+
+def test_a_rank_that_fails_is_told_with_what_it_said(monkeypatch):
+    with pytest.raises(KernelError, match="UnknownBackendError") as caught:
+        calibrate.measure("smoke_signals", (64, 128), timeout_s=30)
+    assert caught.value.group_name == "smoke_signals"
+
+
+def test_a_measurement_has_a_time_limit():
+    with pytest.raises(KernelError, match=r"not done within 0\.01 s"):
+        calibrate.measure("tcp", timeout_s=0.01)
+
+
+def test_times_far_from_any_line_are_refused(monkeypatch):
+    monkeypatch.setattr(calibrate, "_timed", lambda *_: {64: 1e-5, 4096: 1e-2, 1 << 20: 1.1e-4})
+    with pytest.raises(KernelError, match="times off any line"):
+        calibrate.measure("shm")
+
+
+# ---------------------------------------------------------------------------------------------- the file
+
+
+def test_where_the_file_is(tmp_path, monkeypatch):
+    assert link_costs.default_path({"RAYCOLLECT_COSTS": "/x/y.json", "XDG_CONFIG_HOME": "/z"}).as_posix() == "/x/y.json"
+    assert link_costs.default_path({"XDG_CONFIG_HOME": "/z"}).as_posix() == "/z/raycollect/costs.json"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert link_costs.default_path({}) == tmp_path / ".config/raycollect/costs.json"
+
+
+def test_without_a_file_the_defaults_stand(tmp_path):
+    assert link_costs.current(nowhere(tmp_path)) == Costs(inside=INSIDE, between=BETWEEN)
+
+
+@pytest.mark.parametrize(
+    ("links", "inside", "between"),
+    [
+        ([SHM], SHM.link, BETWEEN),
+        ([TCP], TCP.link, BETWEEN),
+        ([TCP, SHM], SHM.link, BETWEEN),
+        ([NETWORK], INSIDE, NETWORK.link),
+        ([SHM, TCP, NETWORK], SHM.link, NETWORK.link),
+    ],
+)
+def test_what_is_written_is_read(tmp_path, links, inside, between):
+    path = tmp_path / "deep" / "costs.json"
+    link_costs.write(path, links)
+    found = link_costs.read(path)
+    assert (found.inside, found.between, found.measured) == (inside, between, tuple(links))
+    assert link_costs.current({"RAYCOLLECT_COSTS": str(path)}) == found
+    assert [one.name for one in path.parent.iterdir()] == ["costs.json"]
+
+
+BROKEN = {
+    "no json": "{",
+    "another version": '{"version": 2, "links": []}',
+    "no links": '{"version": 1}',
+    "a list": "[]",
+    "null": "null",
+    "a bad link": json.dumps({"version": 1, "links": [{"place": "inside", "backend": "shm"}]}),
+    "no such place": json.dumps(
+        {"version": 1, "links": [{"place": "mars", "backend": "shm", "latency_s": 1, "bandwidth": 1}]}
+    ),
+    "a negative latency": json.dumps(
+        {"version": 1, "links": [{"place": "inside", "backend": "shm", "latency_s": -1, "bandwidth": 1}]}
+    ),
+    "no number": json.dumps(
+        {"version": 1, "links": [{"place": "inside", "backend": "shm", "latency_s": "fast", "bandwidth": 1}]}
+    ),
+    "one twice": json.dumps(
+        {"version": 1, "links": [{"place": "inside", "backend": "shm", "latency_s": 1, "bandwidth": 1}] * 2}
+    ),
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN)
+def test_a_broken_file_that_was_named_is_refused_with_its_path(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match="RAYCOLLECT_COSTS") as caught:
+        link_costs.current({"RAYCOLLECT_COSTS": str(path)})
+    assert repr(str(path)) in str(caught.value)
+
+
+def test_a_named_file_that_is_missing_is_refused(tmp_path):
+    with pytest.raises(InvalidArgumentError, match="can't be read"):
+        link_costs.current({"RAYCOLLECT_COSTS": str(tmp_path / "none.json")})
+
+
+def test_a_broken_file_at_the_default_place_is_told_and_the_defaults_stand(tmp_path):
+    path = tmp_path / "raycollect" / "costs.json"
+    path.parent.mkdir()
+    path.write_text("{")
+    with pytest.warns(RuntimeWarning, match=r"costs\.json.*the defaults stand"):
+        found = link_costs.current(nowhere(tmp_path))
+    assert found == Costs()
+
+
+LINK = '{"place": "inside", "backend": "shm", "latency_s": 1e-6, "bandwidth": 1e9, "how": "so"}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"version": ' + "1" * 4000 + "}",
+        '{"version": ' + "1" * 5000 + "}",
+        '{"version": "' + "x" * 100_000 + '"}',
+        '{"version": 1, "links": [' + LINK.replace("1e9", "1" * 400) + "]}",
+        '{"version": 1, "links": [' + LINK.replace("inside", "x" * 100_000) + "]}",
+        '{"version": 1, "links": [' + LINK.replace('"so"', '"' + "x" * 100_000 + '"') + "]}",
+        '{"version": 1, "links": [' + LINK.replace('"shm"', "[]") + "]}",
+        '{"version": 1, "links": [' + ", ".join([LINK] * 50) + "]}",
+        '{"version": 1, "links": [' + ", ".join([LINK] * 5000) + "]}",
+        " " * (1 << 20) + "{}",
+    ],
+    ids=range(10),
+)
+def test_whatever_is_in_a_file_of_costs_its_error_is_typed_and_short(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match="not a file of costs") as caught:
+        link_costs.read(path)
+    assert len(str(caught.value)) < 3000
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(InvalidArgumentError, match="not a file of costs"):
+        link_costs.read(path)
+
+
+def test_the_table_says_what_was_measured_and_what_was_not():
+    lines = link_costs.table([SHM])
+    assert [line.split()[0] for line in lines] == ["hosts", "inside", "between"]
+    assert "8.00 GB/s" in lines[1]
+    assert "measured: so" in lines[1]
+    assert lines[2].endswith("the default")
+    assert link_costs.table([SHM, link_costs.given(latency_s=1e-5, bandwidth=1e9)])[2].endswith("not measured")
+
+
+def test_a_place_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="place 'mars'"):
+        Measured(place="mars", backend="shm", link=INSIDE)
+
+
+def test_reading_costs_loads_no_array_library():
+    import subprocess
+
+    code = "import sys; from raycollect.group import link_costs; link_costs.current(); print('numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

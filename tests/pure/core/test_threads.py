@@ -1,0 +1,236 @@
+"""How threads begin, and what the log hears of what is raised in them."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycollect.channel import loop
+from raycollect.channel.loop import Loop
+from raycollect.core import threads
+from raycollect.driver import stall_report
+from raycollect.errors import CollectiveTimeoutError
+from raycollect.group import watchdog
+from raycollect.member.wait_monitor import WaitMonitor
+from tests.faults.inject import fail_at
+from tests.pure.driver.test_stall_report import Clock, Flying
+from tests.pure.group.test_watchdog import Desk
+
+WAIT_S = 20.0
+
+
+class Clocked:
+    """`time`, as `threads` knows it: sleeping lets time go by."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clocked:
+    made = Clocked()
+    monkeypatch.setattr(threads, "time", made)
+    return made
+
+
+def boom() -> None:
+    raise ValueError("the cause")
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_what_fails_again_and_again_is_told_once_a_minute(clock: Clocked, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(100):
+        assert not threads.survives(boom)
+    assert told(caplog) == ["MainThread: boom failed; the thread goes on"]
+    assert "ValueError: the cause" in caplog.text
+    assert "in boom" in caplog.text, "the traceback"
+    clock.now_s += threads.EVERY_S
+    threads.survives(functools.partial(boom))
+    assert told(caplog)[1:] == ["MainThread: boom failed (99 times more since that was told last); the thread goes on"]
+
+
+def test_other_threads_places_and_errors_are_told_apart(clock: Clocked, caplog: pytest.LogCaptureFixture) -> None:
+    threads.survives(boom)
+    threads.survives(boom, place="elsewhere")
+    threads.survives(lambda: [][0], place="elsewhere")
+    threads.start("raycollect-test", boom).join(WAIT_S)
+    assert [one.partition(" failed")[0] for one in told(caplog)] == [
+        "MainThread: boom",
+        "MainThread: elsewhere",
+        "MainThread: elsewhere",
+        "raycollect-test: boom",
+    ]
+
+
+def test_a_step_that_fails_at_once_each_time_takes_no_core_and_no_log(
+    clock: Clocked, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = iter(range(200))
+
+    def step() -> bool:
+        if next(left, None) is None:
+            return False
+        raise ValueError("the cause")
+
+    threads.repeat(step)
+    assert clock.slept[:6] == [0.001, 0.004, 0.016, 0.064, 0.256, 1.0]
+    assert set(clock.slept[6:]) == {1.0}
+    assert 3 <= len(told(caplog)) <= 4, "some 194 s have gone by"
+
+
+def test_a_step_that_goes_well_ends_the_rest(clock: Clocked) -> None:
+    plan = iter([False, False, True, False, True])
+
+    def step() -> bool:
+        goes_well = next(plan, None)
+        if goes_well is None:
+            return False
+        if not goes_well:
+            raise ValueError
+        return True
+
+    threads.repeat(step)
+    assert clock.slept == [0.001, 0.004, 0.001]
+
+
+def test_the_error_for_whoever_waits_has_the_cause() -> None:
+    class Odd(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert threads.failed("it", ValueError("x" * 10_000)).detail == f"it failed: ValueError: {'x' * 2000}"
+    assert threads.failed("it", KeyError()).detail == "it failed: KeyError"
+    assert threads.failed("it", Odd()).detail == "it failed: Odd: (its message can't be made: RuntimeError)"
+
+
+def test_threads_of_many_connections_are_forgotten(clock: Clocked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_MOST_PLACES", 8)
+    for number in range(100):
+        threads.survives(boom, place=f"connection {number}")
+    assert len(threads._told) <= 8
+
+
+def test_a_socket_whose_callback_fails_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stays ready, so that looking at it at once would take a core; the loop does other things meanwhile."""
+    monkeypatch.setattr(loop, "_REST_S", 0.05)
+    made, (ours, theirs) = Loop("raycollect-test"), socket.socketpair()
+    calls, done, enough = list[int](), threading.Event(), threading.Event()
+
+    def ready(events: int) -> None:
+        calls.append(events)
+        if len(calls) == 3:
+            enough.set()
+            ours.recv(10)
+            return
+        raise ValueError("the cause")
+
+    try:
+        made.call_soon(lambda: made.watch(ours, loop.selectors.EVENT_READ, ready))
+        theirs.send(b"x")
+        assert enough.wait(WAIT_S)
+        made.call_soon(done.set)
+        assert done.wait(WAIT_S)
+        assert len(calls) == 3
+        assert len(told(caplog)) == 1
+    finally:
+        made.close()
+        ours.close()
+        theirs.close()
+
+
+def test_a_socket_that_was_closed_meanwhile_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_REST_S", 0.0)
+    made, (ours, theirs) = Loop("raycollect-test"), socket.socketpair()
+    failed, later = threading.Event(), threading.Event()
+
+    def ready(events: int) -> None:
+        ours.close()
+        failed.set()
+        raise ValueError("the cause")
+
+    made.call_soon(lambda: made.watch(ours, loop.selectors.EVENT_READ, ready))
+    theirs.send(b"x")
+    assert failed.wait(WAIT_S)
+    made.call_soon(lambda: made.call_later(0.01, later.set) and None)
+    assert later.wait(WAIT_S)
+    made.close()
+    theirs.close()
+
+
+# ---------------------------------------------------------------------------------------------- diagnostics
+
+
+def test_a_wait_outlives_its_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stall_report, "time", clock)
+    monkeypatch.setattr(stall_report, "QUIET_S", 2.0)
+    controller: Any = None
+    tracker: Any = Flying(5.0, clock=clock)
+    with fail_at(stall_report, "_warn"):
+        assert stall_report.wait(controller, tracker, 10.0)
+
+
+def test_a_look_for_those_who_hang_is_repeated_no_sooner_than_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(stall_report, "time", clock)
+    tracker: Any = Flying(200.0, clock=clock)
+    looks = list[float]()
+
+    class Broken:
+        def look(self, members: Any, timeout_s: float) -> Any:
+            looks.append(clock.now_s - 100.0)
+            raise TypeError("the cause")
+
+    monkeypatch.setattr(stall_report, "_warn", lambda *_: None)
+    monkeypatch.setattr(Flying, "member", lambda self, at: None, raising=False)
+    controller: Any = SimpleNamespace(participants=Broken())
+    assert stall_report.wait(controller, tracker, None)
+    assert looks == [60.0, 120.0, 180.0]
+
+
+def test_an_error_outlives_its_explanation() -> None:
+    error = CollectiveTimeoutError(group_name="g", missing=(1,))
+    tracker: Any = Flying()
+    controller: Any = None
+    with fail_at(stall_report, "reports"):
+        stall_report.explain_delay(controller, tracker, error)
+    assert error.reports == ()
+
+
+def test_a_member_s_call_that_is_late_says_so_without_reports() -> None:
+    desk = Desk()
+    with fail_at(desk.watchdog, "_ask"):
+        assert desk.asked([1, 2]) == ()
+
+
+def test_without_a_thread_that_looks_calls_go_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process may have no more threads to give."""
+
+    def start(name: str, *_: Any) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threads, "start", start)
+    with WaitMonitor().waiting(boom, boom):
+        pass
+    watchdog._Watcher().watch(Desk().watchdog)
+    assert len(told(caplog)) == 2

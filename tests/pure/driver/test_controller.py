@@ -1,0 +1,244 @@
+"""What a controller does with what its participants say, over links that refuse what is too long for the channel."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Store, Stored, encode
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core.model import Launch
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import send_plan
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import KernelError, PlanAbortedError, ProtocolError, from_wire
+from raycollect.group.coordinator import ALL
+from raycollect.group.membership import Membership
+from raycollect.member.rendezvous import ChannelExchange
+from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+
+WAIT_S = 20.0
+
+
+class Line:
+    """A link that sends what fits into a frame."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        nbytes = len(encode(message))
+        if nbytes > MAX_FRAME_NBYTES:
+            raise ProtocolError(detail=f"{type(message).__name__} has {nbytes} bytes, the limit is {MAX_FRAME_NBYTES}")
+        self.sent.append(message)
+
+
+@pytest.fixture
+def controller() -> Any:
+    made = Controller(object())
+    yield made
+    made.close()
+
+
+def lease(controller: Controller, *memberships: Membership) -> dict[str, ParticipantLink]:
+    """Leases all members, over lines; gives them by the names of their actors."""
+    found: dict[str, ParticipantLink] = {}
+    for membership in memberships:
+        for member in membership.members:
+            info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
+            peer = found.setdefault(
+                member.actor, ParticipantLink(controller.messages, info, None, lambda actor, payload: None)
+            )
+            peer.link = peer.link or Line()  # type: ignore[assignment]
+            controller.participants.add(peer)
+    return found
+
+
+def said(peer: ParticipantLink) -> list[Any]:
+    """What a participant was told since it was last asked."""
+    line: Any = peer.link
+    sent, line.sent = line.sent, []
+    return sent
+
+
+def registered(controller: Controller) -> PlanTracker:
+    """Actors 5, 6, 7 in one group and 7, 8 in another: no group has all, so that the controller keeps the door."""
+    left, right = group("left", (5, 6, 7)), group("right", (8, 7))
+    lease(controller, left, right)
+    tracker = flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3))))
+    return controller.register(lambda seq: renumbered(tracker, seq), tracker.plan.width)
+
+
+def crew(controller: Controller, tracker: PlanTracker) -> list[ParticipantLink]:
+    """The participants of a plan, by position."""
+    return [controller.participants.leased(actor_id, tracker.groups) for actor_id in tracker.plan.participants]
+
+
+def renumbered(tracker: PlanTracker, seq: int) -> PlanTracker:
+    return PlanTracker(seq, tracker.plan, tracker._memberships, dict(tracker.refs))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "parts"), [(0, 1), (1000, 1), (1 << 18, 2), ((1 << 18) + 1, 4), ((1 << 20) - 200, 4)]
+)
+def test_an_answer_at_the_door_comes_in_as_many_parts_as_frames_need(
+    controller: Controller, nbytes: int, parts: int
+) -> None:
+    tracker = registered(controller)
+    peers = crew(controller, tracker)
+    everybody = list(range(4))
+    for at, peer in enumerate(peers):
+        message = Arrive(group_id="", seq=tracker.seq, round=0, ranks=everybody, rank=at, blob=bytes([at]) * nbytes)
+        encode(message)
+        controller.messages.received(peer, message)
+    for peer in peers:
+        told = said(peer)
+        assert [one.more for one in told] == [True] * (parts - 1) + [False]
+        exchange = ChannelExchange("", 0, lambda message: None)
+        for one in told:
+            exchange.arrived(one.seq, one.round, one.blobs, more=one.more)
+        launch = Launch(seq=tracker.seq, ranks=tuple(everybody), timeout_s=WAIT_S)
+        assert exchange(launch, b"") == [bytes([at]) * nbytes for at in everybody]
+    for peer in peers:
+        controller.messages.received(peer, Done(seq=tracker.seq, ranks=[], error=None, story=[]))
+    assert tracker.has_ended
+    assert tracker.error is None
+    assert list(controller.trackers()) == []
+
+
+def test_a_reason_to_abort_is_cut_to_what_can_be_sent(controller: Controller) -> None:
+    tracker = registered(controller)
+    peers = crew(controller, tracker)
+    controller.send(tracker, tracker.fail(KernelError(detail="x" * 2 * MAX_FRAME_NBYTES)))
+    assert [[type(one) for one in said(peer)] for peer in peers] == [[Abort]] * 4
+
+
+@pytest.mark.parametrize(("nbytes", "fits"), [(1000, True), (1 << 19, False)])
+def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
+    controller: Controller, nbytes: int, fits: bool
+) -> None:
+    pair = group("pair", (5, 6))
+    peers = list(lease(controller, pair).values())
+    controller.groups.coordinators.open(pair)
+    for call, peer in enumerate(peers, start=3):
+        meet = Meet(group_id=pair.spec.group_id, lane=ALL, place="door", call=call, blob=bytes(nbytes))
+        controller.messages.received(peer, meet)
+    told = [said(peer) for peer in peers]
+    assert [[type(one) for one in mine] for mine in told] == [[Met if fits else Deny]] * 2
+    if not fits:
+        assert all("the limit" in str(from_wire(mine[0].error)) for mine in told)
+        assert all((mine[0].lane, mine[0].group_id) == (ALL, pair.spec.group_id) for mine in told)
+
+
+def test_what_is_too_long_and_answers_no_meeting_is_an_error(controller: Controller) -> None:
+    pair = group("pair", (5, 6))
+    lease(controller, pair)
+    with pytest.raises(ProtocolError, match="Abort has"):
+        controller.groups.coordinators.relay(pair, [(0, Abort(seq=1, reason="x" * MAX_FRAME_NBYTES))])
+
+
+def test_who_publishes_before_all_are_invited_is_heard_by_all(controller):
+    """Rank 0 is quick: what it publishes must not reach rank 1 before rank 1 knows of the group, and would drop it."""
+    membership = group("late", (5, 6))
+    peers = list(lease(controller, membership).values())
+    for peer in peers:
+        peer.group_ids.add(membership.spec.group_id)
+    published = Store(group_id=membership.spec.group_id, name="at.0", value=b"here")
+    hub = threading.Thread(target=lambda: controller.messages.received(peers[0], published))
+
+    class Quick(Line):
+        """Rank 0's, which answers at once."""
+
+        def send(self, message: Any) -> None:
+            super().send(message)
+            if isinstance(message, Join):
+                hub.start()
+                controller.messages.received(peers[0], Joined(request=message.request, error=None))
+
+    class Slow(Line):
+        """Rank 1's; the hub has time to overtake the invitation."""
+
+        def send(self, message: Any) -> None:
+            if isinstance(message, Join):
+                hub.join(0.2)
+                controller.messages.received(peers[1], Joined(request=message.request, error=None))
+            super().send(message)
+
+    peers[0].link, peers[1].link = Quick(), Slow()  # type: ignore[assignment]
+    controller.participants.join([membership], time.monotonic() + WAIT_S)
+    hub.join(WAIT_S)
+    assert [type(message) for message in said(peers[1])] == [Join, Stored]
+    assert [type(message) for message in said(peers[0])] == [Join]
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
+    """Those who may have it are told to abort, the interrupted one too; nobody waits at the door for the others."""
+    membership = group("team", (5, 6, 7))
+    controller.groups.add(membership)
+    peers = list(lease(controller, membership).values())
+
+    def submit(place: int) -> list[Any]:
+        if place == at:
+            raise KeyboardInterrupt
+        return []
+
+    for place, peer in enumerate(peers):
+        peer.submit = lambda payload, outputs, place=place: submit(place)  # type: ignore[method-assign]
+    refs = {key(place): object() for place in range(3)}
+    with pytest.raises(KeyboardInterrupt):
+        send_plan(controller, (asked(membership, (0, 1, 2)),), [membership], refs, 0)
+    told = [[type(message) for message in said(peer)] for peer in peers]
+    assert told == [[Abort] if place <= at else [] for place in range(3)]
+    for tracker in controller.trackers():
+        assert isinstance(tracker.error, PlanAbortedError)
+        for place in range(at):
+            tracker.done(place, PlanAbortedError(detail="told so"), [])
+    assert not controller.trackers()
+
+
+# ---------------------------------------------------------------------------------------------- what is let go of
+
+
+def test_a_participant_that_was_given_back_ends_what_it_had_under_way(controller):
+    """Nobody hears of it any more, so that the plan would hold its refs for good."""
+    membership = group("team", (5, 6, 7))
+    controller.groups.add(membership)
+    peers = list(lease(controller, membership).values())
+    for peer in peers:
+        peer.group_ids.add(membership.spec.group_id)
+        peer.link.close = lambda: None
+    tracker = controller.register(lambda seq: renumbered(flying((membership, asked(membership, (0, 1, 2)))), seq))
+    tracker.fail(KernelError(detail="no memory"))
+    assert controller.trackers()
+    controller.groups.destroy("team")
+    assert not controller.trackers()
+    assert tracker.has_ended
+    assert not tracker.refs
+    assert isinstance(tracker.error, KernelError)
+
+
+def test_a_group_that_is_gone_breaks_no_more(controller):
+    membership = group("team", (5, 6))
+    controller.groups.add(membership)
+    controller.groups.breaks(membership.spec.group_id, "a kernel failed")
+    assert controller.groups.why_broken(membership) == "a kernel failed"
+    controller.groups.destroy("team")
+    controller.groups.breaks(membership.spec.group_id, "a late word")
+    assert not controller.groups._broken
+
+
+def test_what_is_let_go_of_later_does_not_wait_for_a_derived_group(controller):
+    membership = group("team", (5, 6))
+    controller.groups.add(membership)
+    for _ in range(3):
+        controller.groups.hold(membership)
+        controller.groups.release_later([membership])
+    assert len(controller.groups._unheld) == 1
+    controller.groups.destroy("team")
+    assert not controller.groups._unheld
+    assert not controller.groups.in_use

@@ -1,0 +1,369 @@
+"""Collectives on overlapping groups from several threads, with methods in between: what one after the other would give.
+
+The controller, its dispatch and flights, the leases with their ledgers and orders, and the executor are the real ones;
+the actors' queues, the connections and the backend are threads of this process. What is compared with is numpy, run in
+the order of the plans' numbers, and on each participant in the order of its queue.
+
+``RAYCOLLECT_TEST_ORDER=20`` does twenty times as much.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import reduce
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.core.model import Key, OpKind, ReduceOp
+from raycollect.driver import dispatch
+from raycollect.driver.controller import Controller
+from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import MismatchError
+from raycollect.group.membership import DATA, PROGRAM, Membership
+from raycollect.member.rendezvous import ChannelExchange
+from raycollect.pos import Absence
+from tests.pure.driver.test_plan_tracker_batches import group
+from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, change, first_values
+
+MUCH = int(os.environ.get("RAYCOLLECT_TEST_ORDER", "1"))
+FOLDS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+KINDS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """A collective as the model sees it.
+
+    Attributes:
+        at: The group's members.
+        kind: What it does.
+        buffers: Of each rank the buffer; None: what a method makes for it, which is in `made`.
+        op: How it reduces.
+        root: Whence or whither.
+        peer: Of a send, whither.
+        makes: Whether what it gives is new.
+        made: What methods make, by rank.
+    """
+
+    at: tuple[int, ...]
+    kind: OpKind
+    buffers: tuple[int | None, ...]
+    op: ReduceOp
+    root: int
+    peer: int
+    makes: bool
+    made: tuple[Any, ...]
+
+    def apply(self, world: dict[int, list[Any]]) -> Any:
+        """Does it in a world of arrays; returns what is new."""
+        values = [
+            world[one][buffer] if buffer is not None else made.copy()
+            for one, buffer, made in zip(self.at, self.buffers, self.made, strict=True)
+        ]
+        total = reduce(FOLDS[self.op], values).copy()
+        if self.makes:
+            return total
+        given = total if self.kind in (OpKind.ALLREDUCE, OpKind.REDUCE) else values[self.root].copy()
+        takers = {OpKind.REDUCE: [self.root], OpKind.SEND: [self.peer]}.get(self.kind, range(len(values)))
+        for rank in takers:
+            values[rank][:] = given
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """A plan that was sent: its calls in order, and what becomes of it."""
+
+    calls: tuple[Call, ...]
+    tracker: PlanTracker
+    is_refused: bool
+
+
+class Fleet:
+    """A controller and its participants.
+
+    Args:
+        count: How many participants there are.
+        groups: For each group the participants, by rank, and what orders its plans.
+    """
+
+    def __init__(self, count: int, groups: Sequence[tuple[Sequence[int], str]]) -> None:
+        self.controller = Controller(object())
+        self.sites = [Site(number, self._heard, self.controller.messages) for number in range(count)]
+        self.memberships: list[Membership] = []
+        self.members: list[tuple[int, ...]] = []
+        self.sent: list[Sent] = []
+        self._made = [threading.Lock() for _ in groups]
+        for site in self.sites:
+            self.controller.participants.add(site.peer)
+        for members, ordering in groups:
+            self._declare(tuple(members), ordering)
+
+    def _declare(self, members: tuple[int, ...], ordering: str) -> None:
+        made = group(f"group {len(self.members)}", members, backend="local")
+        membership = replace(made, spec=replace(made.spec, ordering=ordering))
+        world = LocalWorld(len(members), membership.spec.name)
+        for rank, one in enumerate(members):
+            site = self.sites[one]
+            site.peer.group_ids.add(membership.spec.group_id)
+            site.lease._groups.by_id[membership.spec.group_id] = cast(
+                Any,
+                SimpleNamespace(
+                    spec=membership.spec,
+                    ordered=True,
+                    communicator=LocalCommunicator(world, rank),
+                    exchange=ChannelExchange(membership.spec.group_id, rank, site.lease._reporter.tell),
+                    close=lambda reason: None,
+                ),
+            )
+        self.controller.groups.add(membership)
+        self.memberships.append(membership)
+        self.members.append(members)
+
+    def _heard(self, peer: ParticipantLink, message: Any) -> None:
+        peer.received(cast(Any, peer.link), message)
+
+    def close(self) -> None:
+        for site in self.sites:
+            site.close()
+        self.controller.close()
+
+    @property
+    def may_change(self) -> bool:
+        """Whether methods may change what plans use: not where these overtake them."""
+        return all(one.spec.ordering == PROGRAM for one in self.memberships)
+
+    # ------------------------------------------------------------------------------------------ what threads do
+
+    def act(self, chance: random.Random, count: int) -> None:
+        """Some calls and methods, one after the other."""
+        for _ in range(count):
+            if chance.random() < 0.3:
+                self._call_method(chance)
+            else:
+                self._send(chance)
+
+    def _call_method(self, chance: random.Random) -> None:
+        site = chance.choice(self.sites)
+        takes_back = not self.may_change or chance.random() < 0.3
+        site.call(
+            Method(
+                buffer=chance.randrange(BUFFERS), factor=chance.randint(2, 5), summand=chance.randint(-9, 9),
+                takes_back=takes_back,
+            )
+        )  # fmt: skip
+
+    def _send(self, chance: random.Random) -> None:
+        """One call, or a batch of some; now and then one that is refused."""
+        numbers = [chance.randrange(len(self.members)) for _ in range(chance.choice((1, 1, 1, 2, 3)))]
+        is_refused = len(numbers) == 1 and len(self.members[numbers[0]]) > 1 and chance.random() < 0.08
+        calls, asked, refs = [], [], dict[Key, Any]()
+        for number in numbers:
+            call, operands = self._draw(chance, number, is_refused, refs)
+            calls.append(call)
+            is_reducing = call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE)
+            op = call.op if is_reducing else None
+            asked.append(
+                RequestKey(
+                    self.memberships[number].roster, call.kind, operands, op, call.root, call.peer, not call.makes,
+                    WAIT_S,
+                )
+            )  # fmt: skip
+        groups = [self.memberships[number] for number in numbers]
+        tracker = dispatch.send_plan(self.controller, tuple(asked), groups, refs, 1 << 20)
+        self.sent.append(Sent(calls=tuple(calls), tracker=tracker, is_refused=is_refused))
+        if chance.random() < 0.1:
+            assert tracker.wait(WAIT_S)
+
+    def _draw(
+        self, chance: random.Random, number: int, is_refused: bool, refs: dict[Key, Any]
+    ) -> tuple[Call, tuple[Any, ...]]:
+        members, kind = self.members[number], chance.choice(KINDS)
+        if is_refused or len(members) == 1:
+            kind = OpKind.ALLREDUCE
+        root, peer = chance.sample(range(len(members)), 2) if len(members) > 1 else (0, -1)
+        is_long = chance.random() < 0.3
+        buffers: list[int | None] = [BUFFERS - 1 if is_long else chance.randrange(BUFFERS - 1) for _ in members]
+        made: list[Any] = [None] * len(members)
+        if is_refused:
+            buffers[0], buffers[1] = BUFFERS - 1, 0
+        used = sorted({root, peer}) if kind is OpKind.SEND else list(range(len(members)))
+        if not is_refused and chance.random() < 0.2:
+            rank = chance.choice(used)
+            buffers[rank], made[rank] = None, np.arange(5 if is_long else 3) * chance.randint(1, 9)
+        places = {}
+        for rank in used:
+            site = self.sites[members[rank]]
+            buffer = buffers[rank]
+            ref = site.make(made[rank].copy()) if buffer is None else site.refs[buffer]
+            refs.setdefault(ref.key, ref)
+            places[rank] = list(refs).index(ref.key)
+        is_to_one = kind in (OpKind.BROADCAST, OpKind.SEND)
+        operands = tuple(
+            (rank, None, place) if is_to_one and rank != root else (rank, place, None) for rank, place in places.items()
+        )
+        call = Call(
+            at=members,
+            kind=kind,
+            buffers=tuple(buffers),
+            op=chance.choice(list(FOLDS)),
+            root=-1 if kind is OpKind.ALLREDUCE else root,
+            peer=peer if kind is OpKind.SEND else -1,
+            makes=kind is OpKind.ALLREDUCE and chance.random() < 0.2,
+            made=tuple(made),
+        )
+        return call, operands
+
+    # ------------------------------------------------------------------------------------------ what comes of it
+
+    def settle(self) -> None:
+        """Waits for all, and compares with the model."""
+        for one in self.sent:
+            assert one.tracker.wait(WAIT_S), f"plan {one.tracker.seq} hangs"
+            expected: Any = MismatchError if one.is_refused else type(None)
+            assert isinstance(one.tracker.error, expected), one.tracker.error
+        ends = [threading.Event() for _ in self.sites]
+        for site, end in zip(self.sites, ends, strict=True):
+            site._enter(Came(), end.set)
+        assert all(end.wait(WAIT_S) for end in ends)
+        until_s = time.monotonic() + WAIT_S
+        while list(self.controller.trackers()):  # one that was refused is known to be so before all have said it
+            assert time.monotonic() < until_s, "a plan never lands"
+            time.sleep(0.001)
+        self._compare()
+
+    def _compare(self) -> None:
+        world = {site.number: first_values(site.number) for site in self.sites}
+        queues = {site.number: iter(list(site.came)) for site in self.sites}
+        for one in sorted(self.sent, key=lambda sent: sent.tracker.seq):
+            self._run_methods(world, queues, one)
+            for number, call in enumerate(() if one.is_refused else one.calls):
+                new = call.apply(world)
+                if new is not None:
+                    self._assert_made(one.tracker, number, call, new)
+        for number, queue in queues.items():
+            for came in queue:
+                assert not came.seq, "a plan came twice, or out of order"
+                _apply_method(world[number], came)
+        for site in self.sites:
+            for found, expected in zip(site.values, world[site.number], strict=True):
+                np.testing.assert_array_equal(found, expected)
+
+    def _run_methods(self, world: dict[int, list[Any]], queues: dict[int, Any], sent: Sent) -> None:
+        """On each participant the methods that stand before a plan, which must be the next one in its queue."""
+        prepared = sent.tracker.plan
+        goes_by_queue = any(prepared.outputs(at) for at in range(len(prepared.participants))) or any(
+            one.spec.ordering == PROGRAM for one in sent.tracker.groups
+        )
+        for actor_id in prepared.participants if goes_by_queue else ():
+            number = int(actor_id, 16)
+            came = next(one for one in queues[number] if one.seq or _apply_method(world[number], one))
+            assert came.seq == sent.tracker.seq, "plans stand in a queue in another order than that of their numbers"
+
+    def _assert_made(self, tracker: PlanTracker, number: int, call: Call, expected: Any) -> None:
+        for rank, one in enumerate(call.at):
+            ref = tracker.made[(number, tracker.plan.positions[f"{one:032x}"])]
+            found = self.sites[one].store.look(ref.key)
+            assert not isinstance(found, Absence)
+            np.testing.assert_array_equal(found.tensors[0], expected, err_msg=f"rank {rank}")
+
+
+def _apply_method(values: list[Any], came: Came) -> bool:
+    if came.method is not None and not came.method.takes_back:
+        change(values[came.method.buffer], came.method)
+    return False
+
+
+@pytest.fixture(autouse=True)
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether operands are there, `dispatch` asks Ray; here, what stands for refs knows."""
+
+    def wait(refs: Sequence[Ref], **_: Any) -> tuple[list[Ref], list[Ref]]:
+        return [one for one in refs if one.made.is_set()], [one for one in refs if not one.made.is_set()]
+
+    monkeypatch.setattr(dispatch, "ray", SimpleNamespace(wait=wait))
+
+
+# ---------------------------------------------------------------------------------------------- the tests
+
+
+class Machine(RuleBasedStateMachine):
+    """Any groups, any calls; hypothesis looks for the smallest that go wrong."""
+
+    @initialize(
+        count=st.integers(2, 4), orderings=st.lists(st.sampled_from([PROGRAM, DATA]), min_size=1, max_size=3),
+        seed=st.integers(0, 2**16),
+    )  # fmt: skip
+    def begin(self, count: int, orderings: list[str], seed: int) -> None:
+        chance = random.Random(seed)
+        groups = [(chance.sample(range(count), chance.randint(1, count)), one) for one in orderings]
+        self.fleet = Fleet(count, groups)
+
+    @rule(seed=st.integers(0, 2**16), count=st.integers(1, 6))
+    def calls(self, seed: int, count: int) -> None:
+        self.fleet.act(random.Random(seed), count)
+
+    @rule(seeds=st.lists(st.integers(0, 2**16), min_size=2, max_size=4), count=st.integers(1, 12))
+    def calls_of_threads(self, seeds: list[int], count: int) -> None:
+        with ThreadPoolExecutor(len(seeds)) as threads:
+            for future in [threads.submit(self.fleet.act, random.Random(seed), count) for seed in seeds]:
+                future.result(WAIT_S)
+
+    @precondition(lambda self: self.fleet.sent)
+    @rule()
+    def waits(self) -> None:
+        self.fleet.settle()
+
+    def teardown(self) -> None:
+        if hasattr(self, "fleet"):
+            try:
+                self.fleet.settle()
+            finally:
+                self.fleet.close()
+
+
+def test_what_any_threads_call_is_as_if_one_after_the_other() -> None:
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            deadline=None,
+            max_examples=30 * MUCH,
+            stateful_step_count=8,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.parametrize("orderings", [(PROGRAM,) * 3, (DATA,) * 3, (PROGRAM, DATA, DATA)], ids="-".join)
+@pytest.mark.parametrize("seed", range(2))
+def test_hundreds_of_calls_from_three_threads(seed: int, orderings: tuple[str, ...]) -> None:
+    """Three groups of four participants, of which none has all, and each shares two with each other."""
+    fleet = Fleet(4, list(zip([(0, 1, 2), (3, 2, 1), (2, 0, 3)], orderings, strict=True)))
+    with ThreadPoolExecutor(3) as threads:
+        acts = [threads.submit(fleet.act, random.Random(100 * seed + one), 200 * MUCH) for one in range(3)]
+        for act in acts:
+            act.result(WAIT_S * MUCH)
+    fleet.settle()
+    assert len(fleet.sent) > 300 * MUCH
+    assert any(one.is_refused for one in fleet.sent)
+    assert any(len(one.calls) > 1 for one in fleet.sent)
+    fleet.close()

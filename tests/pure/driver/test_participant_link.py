@@ -1,0 +1,126 @@
+"""A leased participant, as its controller sees it: questions, and answers, over a link that may end at any time."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+
+from raycollect.channel.messages import Joined, Survey, Surveyed
+from raycollect.driver import participants as peers_module
+from raycollect.driver.participant_link import ParticipantLink
+from raycollect.driver.participants import Participants
+from raycollect.errors import ConnectionLostError, ProtocolError
+
+
+class Line:
+    """A link on which nothing answers by itself; broken, it refuses to send."""
+
+    def __init__(self):
+        self.sent = []
+        self.broken = False
+
+    def send(self, message):
+        if self.broken:
+            raise ConnectionLostError(detail="the link is closed")
+        self.sent.append(message)
+
+
+class Owner:
+    """What a peer tells its controller."""
+
+    def __init__(self):
+        self.heard = []
+
+    def received(self, peer, message):
+        self.heard.append(message)
+
+    def lost(self, peer, reason):
+        self.heard.append(reason)
+
+
+@pytest.fixture
+def peer():
+    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None, lambda actor, payload: None)
+    made.link = Line()
+    return made
+
+
+def answer(request):
+    """An answer whose fields are all different."""
+    return Surveyed(request=request, **{f.name: i for i, f in enumerate(fields(Surveyed)) if f.name != "request"})
+
+
+def test_each_answer_goes_to_its_question(peer):
+    first, second = peer.survey(), peer.survey()
+    asked = [message.request for message in peer.link.sent]
+    assert all(type(message) is Survey for message in peer.link.sent)
+    peer.received(peer.link, answer(asked[1]))
+    assert second.result(0) == answer(asked[1])
+    assert not first.done()
+    peer.received(peer.link, answer(asked[0]))
+    assert first.result(0) == answer(asked[0])
+    assert peer._owner.heard == []
+
+
+def test_an_answer_to_no_question_is_ignored_and_other_messages_are_passed_on(peer):
+    asked = peer.survey()
+    request = peer.link.sent[0].request
+    for number in (request, request, request + 7):
+        peer.received(peer.link, answer(number))
+    assert asked.result(0) == answer(request)
+    joined = Joined(request=request)
+    peer.received(peer.link, joined)
+    assert peer._owner.heard == [joined]
+
+
+def test_questions_end_with_the_connection(peer):
+    open_ones = [peer.survey(), peer.survey()]
+    peer.closed(peer.link, ConnectionLostError(detail="reset"))
+    assert [one.result(0) for one in open_ones] == [None, None]
+    assert peer._owner.heard == ["reset"]
+    assert peer.survey().result(0) is None
+
+
+def test_a_question_on_a_link_that_just_broke_ends_when_that_is_known(peer):
+    peer.link.broken = True
+    asked = peer.survey()
+    assert not asked.done()
+    peer.closed(peer.link, ConnectionLostError(detail="reset"))
+    assert asked.result(0) is None
+
+
+def test_a_connection_that_ends_while_the_question_is_sent(peer):
+    line = peer.link
+    line.send = lambda message: peer.closed(line, ConnectionLostError(detail="reset"))
+    assert peer.survey().result(0) is None
+
+
+def test_what_is_too_long_for_the_channel_is_told_to_the_sender(peer):
+    def refuse(message):
+        raise ProtocolError(detail="Survey has 1048577 bytes, the limit is 1048576")
+
+    peer.link.send = refuse
+    with pytest.raises(ProtocolError, match="the limit"):
+        peer.send(Survey(request=1))
+    peer.link.send = Line.send.__get__(peer.link)
+    peer.link.broken = True
+    peer.send(Survey(request=1))
+    assert peer.link.sent == []
+
+
+@pytest.mark.parametrize("all_joined", [True, False])
+def test_the_end_of_a_member_counts_for_those_who_join_until_all_have(all_joined):
+    peers = Participants(SimpleNamespace(), "me")
+    members = [SimpleNamespace(actor_id=f"actor {rank}") for rank in range(2)]
+    joining = {request: peers_module._Joining(member) for request, member in enumerate(members)}
+    peers._joining.update(joining)
+    try:
+        for request in range(1 + all_joined):
+            peers.joined(Joined(request=request))
+        peers.give_up(SimpleNamespace(info={"actor_id": "actor 1", "actor": "W(1)"}), "killed")
+        assert [one.error is None for one in joining.values()] == [all_joined] * 2
+        assert all(one.settled.is_set() for one in joining.values())
+    finally:
+        peers.close()

@@ -1,0 +1,525 @@
+"""Who is told of a wait that lasts, and what of those who are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from raycollect.captured.run_tracker import RunTracker
+from raycollect.captured.step_plan import StepPlan
+from raycollect.channel.messages import Seen
+from raycollect.driver import stall_report
+from raycollect.driver.plan_tracker import PlanTracker
+from raycollect.errors import CollectiveTimeoutError
+from raycollect.group import watchdog
+from raycollect.member import verbs as imperative
+from tests.pure.processes import Crew
+
+
+class Clock:
+    """Time that goes on where somebody waits."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class Flying:
+    """A flight of three participants whose outcome is known after some seconds; it is plan 7."""
+
+    def __init__(self, ends_s: float = math.inf, plan: Any = None, clock: Clock | None = None) -> None:
+        self.clock = clock or Clock()
+        self.ends_s = self.clock.now_s + ends_s
+        self.seq = 7
+        self.group_name = "g"
+        self.error: Any = None
+        self.pending = {0, 1}
+        members = [SimpleNamespace(rank=rank, actor=f"W({rank})", actor_id="abc"[rank]) for rank in range(3)]
+        self.groups = (SimpleNamespace(spec=SimpleNamespace(name="g"), members=members),)
+        self.plan = plan or SimpleNamespace(
+            name="allreduce", participants=("a", "b", "c"), positions={"a": 0, "b": 1, "c": 2}, timeout_s=60.0
+        )
+
+    def is_at(self, position: int, launch: int) -> bool:
+        kind: Any = RunTracker if isinstance(self.plan, StepPlan) else PlanTracker
+        found: bool = kind.is_at(self, position, launch)
+        return found
+
+    @property
+    def resolved(self) -> bool:
+        return self.error is not None or self.clock.now_s >= self.ends_s
+
+    def wait(self, timeout_s: float | None) -> bool:
+        left_s = 0.0 if self.resolved else math.inf if timeout_s is None else timeout_s
+        self.clock.now_s = min(self.clock.now_s + left_s, max(self.ends_s, self.clock.now_s))
+        return self.resolved
+
+    def fail(self, error: Any) -> list[Any]:
+        self.error = error
+        return []
+
+    def has(self, seq: int) -> bool:
+        return 7 <= seq < 12
+
+    def is_pending(self, position: int) -> bool:
+        return position in self.pending
+
+    def member(self, position: int) -> Any:
+        return self.groups[0].members[position]
+
+
+def seen(**said: Any) -> Seen:
+    """What a participant says: nothing but this."""
+    nothing = {"doing": "", "stack": [], "running": [], "steps": [], "doors": [], "doors_ms": [], "ended": 0}
+    return Seen(request=1, story=[], **{**nothing, **said})
+
+
+class Asked:
+    """A controller of which rank 0 is in the plan, for 2.5 seconds, rank 1 in a method, and rank 2 silent."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.asked: list[int] = []
+        self.clock = clock
+        self.participants = self
+
+    def send(self, tracker: Any, orders: Any) -> None:
+        """Carries out what a flight wants said: nothing."""
+
+    def look(self, members: Any, timeout_s: float) -> list[Seen | None]:
+        assert timeout_s == stall_report.LOOK_S
+        self.asked += [member.rank for member in members]
+        self.clock.now_s += 0.25  # they take their time
+        answers = {
+            0: seen(stack=["x"], running=[7], steps=["at the door"], doors=[6, 7], doors_ms=[9000, 2500], ended=6),
+            1: seen(doing="W.train (t.py:3)", stack=["t.py:3"], ended=5),
+        }
+        return [answers.get(member.rank) for member in members]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(stall_report, "time", made)
+    return made
+
+
+@pytest.fixture
+def controller(clock: Clock) -> Any:
+    return Asked(clock)
+
+
+@pytest.mark.parametrize(
+    ("ends_s", "timeout_s", "takes_s", "known", "warns"),
+    [
+        (0, None, 0, True, False),
+        (0.5, None, 0.5, True, False),
+        (9, None, 9, True, False),
+        (50, None, 50, True, True),
+        (9, 3, 3, False, False),
+        (50, 10, 10, False, False),
+        (12, 12.5, 12, True, True),
+        (50, 12.5, 12.5, False, True),
+        (50, 0, 0, False, False),
+    ],
+)
+def test_a_wait_is_warned_of_once_and_takes_no_longer(
+    controller: Any,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    ends_s: float,
+    timeout_s: float | None,
+    takes_s: float,
+    known: bool,
+    warns: bool,
+) -> None:
+    monkeypatch.setattr(stall_report, "QUIET_S", 10.0)
+    began_s, tracker = clock.now_s, Flying(ends_s, clock=clock)
+    assert stall_report.wait(controller, cast(Any, tracker), timeout_s) is known
+    assert clock.now_s - began_s == takes_s
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == warns
+    assert sorted(controller.asked) == ([0, 1, 2] if warned else []), "all: who waits knows since when"
+    for text in warned:
+        assert "allreduce on group 'g', plan 7, is still under way after 10 s" in text
+        assert "W.train (t.py:3); the last that it has ended is 5; awaited for 2.5 s\n" in text
+        first, second = "rank 1 (W(1)) has not begun it, and is in", "rank 0 (W(0)) is in it (at the door); the last"
+        assert 0 < text.index(first) < text.index(second)
+        assert "rank 2" not in text, "it has ended it"
+
+
+def test_no_warning_where_none_is_wanted(
+    controller: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stall_report, "QUIET_S", watchdog.warn_after_s({watchdog.WARNING_VARIABLE: "0"}))
+    tracker: Any = Flying(1000, plan=Stages(), clock=clock)
+    assert stall_report.wait(controller, tracker, None)
+    assert not controller.asked
+    assert not caplog.records
+
+
+DONE, INSIDE, BUSY = (seen(ended=7), seen(ended=6, running=[7], steps=["in a kernel"]), seen(ended=6))
+
+
+@pytest.mark.parametrize(
+    ("answers", "missing"),
+    [
+        ([(DONE, INSIDE, DONE)] * 2, (1,)),
+        ([(None, DONE, DONE)] * 2, (0,)),
+        ([(None, None, None)], ()),  # has anybody ended it?
+        ([(INSIDE, INSIDE, INSIDE)], ()),  # they wait for each other, with limits of their own
+        ([(INSIDE, BUSY, INSIDE)], ()),
+        ([(DONE, INSIDE, DONE), (DONE, DONE, DONE)], ()),  # it has come after all
+        ([(INSIDE, DONE, DONE), (DONE, INSIDE, DONE), (DONE, DONE, DONE)], ()),  # another one: they go on
+        ([(INSIDE, INSIDE, INSIDE), (INSIDE, INSIDE, DONE), (DONE, INSIDE, DONE)], (1,)),
+    ],
+)
+def test_who_stays_in_what_others_have_ended_is_given_up(
+    controller: Any,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[tuple[Seen | None, ...]],
+    missing: tuple[int, ...],
+) -> None:
+    """Nobody waits for it in a collective, so that no limit of a collective ends the wait."""
+    monkeypatch.setattr(stall_report, "QUIET_S", math.inf)
+    began_s, tracker = clock.now_s, Flying(1000, clock=clock)
+    tracker.pending = {0, 1, 2}
+    told = iter(answers)
+    last = list(answers[-1])
+
+    def look(members: Any, timeout_s: float) -> list[Seen | None]:
+        return list(next(told, last))
+
+    controller.look = look
+    assert stall_report.wait(controller, cast(Any, tracker), None)
+    if not missing:
+        assert tracker.error is None
+        assert clock.now_s - began_s == 1000
+        return
+    assert isinstance(tracker.error, CollectiveTimeoutError)
+    assert tracker.error.missing == missing
+    assert f"have not ended what others have: rank {missing[0]} (W({missing[0]}))" in tracker.error.detail
+    assert clock.now_s - began_s == len(answers) * 60
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", 10.0), ("2.5", 2.5), ("0", math.inf), ("-1", math.inf), ("x", 10.0)]
+)
+def test_the_environment_says_when(text: str, expected: float, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    assert watchdog.warn_after_s({watchdog.WARNING_VARIABLE: text}) == expected
+    assert bool(caplog.records) == (text == "x")
+
+
+@pytest.mark.parametrize(
+    ("missing", "group_name", "told"),
+    [((1,), "g", [1]), ((2, 0), "g", [2, 0]), ((), "g", [0, 1]), ((1,), "?", [0, 1])],
+)
+def test_an_error_says_what_those_do_whom_it_names(
+    controller: Any, missing: tuple[int, ...], group_name: str, told: list[int]
+) -> None:
+    tracker: Any = Flying(0)
+    error = CollectiveTimeoutError(op="allreduce", group_name=group_name, missing=missing, timeout_s=1.0)
+    stall_report.explain_delay(controller, tracker, error)
+    assert sorted(controller.asked) == [0, 1, 2]
+    assert sorted(report.rank for report in error.reports) == sorted(told)
+    by_rank = {report.rank: report for report in error.reports}
+    if 1 in by_rank:
+        one = by_rank[1]
+        assert (one.answers, one.has_begun, one.doing, one.stack, one.ended) == (
+            True,
+            False,
+            "W.train (t.py:3)",
+            ("t.py:3",),
+            5,
+        )
+        assert str(one) in str(error)
+        assert one.awaited_s == 2.5
+    if 0 in by_rank:
+        assert by_rank[0].has_begun
+        assert (by_rank[0].step, by_rank[0].awaited_s) == ("at the door", 0)
+    if 2 in by_rank:
+        assert not by_rank[2].answers
+        assert "rank 2 (W(2)) gives no answer" in str(error)
+        assert by_rank[2].awaited_s == 2.5, "nobody knows better"
+    stall_report.explain_delay(controller, tracker, error)
+    assert len(controller.asked) == 3, "once is enough"
+    assert str(error).rstrip(".").endswith(error.cure)
+
+
+# ---------------------------------------------------------------------------------------------- since when
+
+
+class Stages(StepPlan):
+    """Three plans of a captured step, of widths 2, 1 and 2; the second is of ranks 0 and 2 alone."""
+
+    def __init__(self) -> None:
+        pass
+
+    positions = {"a": 0, "b": 1, "c": 2}  # type: ignore[assignment]  # noqa: RUF012
+
+    def stage_of(self, launch: int) -> Any:
+        return SimpleNamespace(positions=(0, 2) if launch == 2 else (0, 1, 2))
+
+
+def awaited(tracker: Any, **said: Seen | None) -> list[float]:
+    return [stall_report.awaited_s(tracker, actor_id, said) for actor_id in "abc"]
+
+
+def at(*doors: int, ms: tuple[int, ...], ended: int = 0, running: tuple[int, ...] = (7,)) -> Seen:
+    return seen(doors=list(doors), doors_ms=list(ms), ended=ended, running=list(running), steps=["" for _ in running])
+
+
+@pytest.mark.parametrize("plan", [None, Stages()])
+def test_who_waits_knows_since_when(plan: Any) -> None:
+    tracker: Any = Flying(plan=plan)
+    first, second, nobody = at(7, ms=(3000,)), at(7, ms=(1000,)), seen(ended=6)
+    assert awaited(tracker, a=first, b=second, c=nobody) == [0, 0, 3], "from the first arrival on"
+    assert awaited(tracker, a=first, b=None, c=nobody) == [0, 3, 3]
+    assert awaited(tracker, a=nobody, b=nobody, c=nobody) == [0, 0, 0], "nobody waits"
+    after = at(7, ms=(3000,), ended=7, running=())
+    assert awaited(tracker, a=after, b=after, c=nobody) == [0, 0, 3], "the others have given up"
+    assert awaited(tracker, a=first, b=second, c=at(ms=())) == [0, 0, 3], "it has begun, and looks at its operands"
+
+
+def test_one_that_the_abort_ended_was_awaited_all_the_same(controller: Any) -> None:
+    tracker: Any = Flying()
+    tracker.error = error = CollectiveTimeoutError(op="allreduce", group_name="g", missing=(1,), timeout_s=1.0)
+    came, never = at(7, ms=(3000,), ended=7, running=()), at(6, ms=(4000,), ended=7, running=())
+    assert awaited(tracker, a=came, b=never, c=came) == [0, 3, 0]
+    controller.look = lambda members, timeout_s: [never if one.rank == 1 else came for one in members]
+    stall_report.explain_delay(controller, tracker, error)
+    (report,) = error.reports
+    assert (report.rank, report.has_begun, report.awaited_s) == (1, False, 3.0)
+
+
+def test_calls_of_a_members_own_have_numbers_too() -> None:
+    tracker: Any = Flying()
+    other = at(7, ms=(10,), ended=6, running=())
+    assert awaited(tracker, a=at(7, ms=(3000,)), b=other, c=other) == [0, 3, 3]
+    assert awaited(tracker, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "doors of other plans"
+
+
+def test_in_a_captured_step_a_rank_is_awaited_where_it_takes_part() -> None:
+    tracker: Any = Flying(plan=Stages())
+    far, middle = at(7, 9, 10, ms=(9000, 5000, 4000)), at(7, 9, ms=(9000, 6000))
+    assert awaited(tracker, a=far, b=at(7, ms=(8000,)), c=middle) == [0, 4, 4], "the second plan is none of rank 1's"
+    assert awaited(tracker, a=middle, b=at(7, ms=(8000,)), c=at(7, ms=(8000,))) == [0, 0, 6]
+    assert awaited(tracker, a=middle, b=None, c=None) == [0, 9, 9]
+
+
+# ---------------------------------------------------------------------------------------------- coroutines
+
+
+def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
+    controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stall_report, "QUIET_S", 0.01)
+    monkeypatch.setattr(stall_report, "time", time)
+    tracker: Any = Flying()
+    looked, answer = threading.Event(), threading.Event()
+
+    def look(members: Any, timeout_s: float) -> list[Seen | None]:
+        looked.set()
+        assert threading.current_thread() is not threading.main_thread()
+        assert answer.wait(20)
+        return [None for _ in members]
+
+    controller.look = look
+
+    async def wait() -> None:
+        end = stall_report.attend(controller, tracker)
+        while not looked.is_set():  # noqa: ASYNC110 - a thread's event
+            await asyncio.sleep(0)
+        assert not caplog.records, "the loop goes on while participants are asked"
+        answer.set()
+        while not caplog.records:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        end()
+
+    asyncio.run(wait())
+    (record,) = caplog.records
+    assert "still under way after 0.01 s" in record.getMessage()
+
+
+@pytest.mark.parametrize(("quiet_s", "ends_s"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
+def test_a_coroutine_that_does_not_wait_long_asks_nobody(
+    controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
+) -> None:
+    monkeypatch.setattr(stall_report, "QUIET_S", quiet_s)
+    tracker: Any = Flying(ends_s)
+
+    async def wait() -> list[Any]:
+        end = stall_report.attend(controller, tracker)
+        for _ in range(3):  # its time comes, if it has one
+            await asyncio.sleep(0)
+        end()
+        return [one for one in asyncio.all_tasks() if one is not asyncio.current_task()]
+
+    assert asyncio.run(wait()) == []
+    assert controller.asked == []
+
+
+# ---------------------------------------------------------------------------------------------- members' own calls
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    made = Crew()
+    path = tmp_path_factory.mktemp("rendezvous")
+    path.chmod(0o700)
+    made.rendezvous = f"file://{path}"
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pipes(tmp_path: Path) -> list[Path]:
+    """Files of which a reader waits for a writer."""
+    made = [tmp_path / name for name in ("hold", "warned")]
+    for path in made:
+        os.mkfifo(path)
+    return made
+
+
+class Writing(logging.Handler):
+    """Writes each warning into a pipe, and keeps it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(logging.WARNING)
+        self.path = path
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+        if len(self.texts) == 1:
+            self.path.write_text(self.texts[0])
+
+
+def warned(name: str, rank: int, verb: str, path: Path, quiet_s: float) -> list[str]:
+    """A call, and what is logged meanwhile."""
+    handler, before = Writing(path), watchdog.QUIET_S
+    logging.getLogger("raycollect").addHandler(handler)
+    watchdog.QUIET_S = quiet_s
+    watchdog.wake()  # it may sleep for as long as before
+    try:
+        called(name, rank, verb)
+    finally:
+        watchdog.QUIET_S = before
+        logging.getLogger("raycollect").removeHandler(handler)
+    return handler.texts
+
+
+def called(name: str, rank: int, verb: str) -> None:
+    x = np.full(3, rank + 1.0)
+    if verb == "async":
+        imperative.allreduce(x, name, async_op=True).wait()
+    elif verb == "send":
+        imperative.send(x, 1, name) if rank == 0 else imperative.recv(x, 0, name)
+    else:
+        imperative.allreduce(x, name)
+    if verb != "send":
+        assert (x == sum(range(1, imperative.get_collective_group_size(name) + 1))).all()
+
+
+def hold(name: str, rank: int, path: Path) -> None:
+    path.read_text()
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
+@pytest.mark.parametrize("verb", ["allreduce", "async", "send"])
+def test_a_members_call_that_lasts_is_warned_of_once(crew: Crew, pipes: list[Path], backend: str, verb: str) -> None:
+    """Rank 1 is held; rank 2 of three has come, or, where two are concerned, has nothing to do with it."""
+    group = crew.group(3, backend)
+    group.must(called, "allreduce")
+    others = [] if verb == "send" else [group.processes[2].start(called, group.name, 2, "allreduce")]
+    held = group.processes[1].start(hold, group.name, 1, pipes[0])
+    waiting = group.processes[0].start(warned, group.name, 0, verb, pipes[1], 0.3)
+    text = pipes[1].read_text()
+    pipes[0].write_text("go on")
+    held.result(60)
+    others.append(group.processes[1].start(called, group.name, 1, "send" if verb == "send" else "allreduce"))
+    texts = waiting.result(60)
+    for one in others:
+        one.result(60)
+    op = "send" if verb == "send" else "allreduce"
+    assert texts == [text], "once"
+    assert text.startswith(f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these have not")
+    late, *stack = text.splitlines()[1:]
+    assert late.startswith("  - rank 1 (")
+    assert " has not begun it, and is in " in late, "the process runs code that is not ours"
+    assert late.endswith(" s")
+    assert "; awaited for " in late
+    assert any(line.endswith(" in hold: path.read_text()") for line in stack)
+    assert not any(line.startswith("  - ") for line in stack), "nobody else"
+    crew.rest()
+
+
+def test_a_process_that_is_stopped_gives_no_answer(crew: Crew, pipes: list[Path]) -> None:
+    group = crew.group(2, "tcp")
+    pid = group.processes[1].process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waiting = group.processes[0].start(warned, group.name, 0, "allreduce", pipes[1], 0.1)
+        assert "rank 1" in (text := pipes[1].read_text())
+        assert " gives no answer: its process is stopped, or " in text
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    group.processes[1].start(called, group.name, 1, "allreduce").result(60)
+    assert waiting.result(60) == [text]
+    crew.rest()
+
+
+def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str], BaseException | None]:
+    """Rank 0 of a group of two; what is logged meanwhile, and why there is no group."""
+    handler, before = Writing(path), watchdog.QUIET_S
+    logging.getLogger("raycollect").addHandler(handler)
+    watchdog.QUIET_S = quiet_s
+    watchdog.wake()
+    try:
+        imperative.init_collective_group(2, 0, "tcp", "lonely", 2_000, rendezvous=rendezvous)
+    except CollectiveTimeoutError as exc:
+        return handler.texts, exc
+    finally:
+        watchdog.QUIET_S = before
+        logging.getLogger("raycollect").removeHandler(handler)
+    return handler.texts, None
+
+
+def test_who_has_never_come_to_the_group_has_not_joined(
+    crew: Crew, pipes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [leader] = crew.take(1)
+    leader.call(answer_within, 0.1)
+    try:
+        joining = leader.start(joined_warned, crew.rendezvous, pipes[1], 0.1)
+        text = pipes[1].read_text()
+        texts, error = joining.result(60)
+    finally:
+        leader.call(answer_within, watchdog.ANSWER_S)
+    assert texts == [text]
+    assert text.startswith("join on group 'lonely', here rank 0, is still under way after 0.1 s; these have not come")
+    assert text.splitlines()[1:] == ["  - rank 1 has not joined"]
+    assert isinstance(error, CollectiveTimeoutError)
+    assert (error.missing, error.reports) == ((1,), ()), "nobody is there to be asked"
+    crew.rest()
+
+
+def answer_within(seconds: float) -> None:
+    watchdog.ANSWER_S = seconds

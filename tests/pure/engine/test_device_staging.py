@@ -1,0 +1,173 @@
+"""Tensors that lie elsewhere than their group's backend works: every operation, on a fake of cupy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
+import numpy as np
+import pytest
+
+from raycollect.core.model import OpKind, ReduceOp
+from tests.pure.meaning import gives_of, meaning, takers
+from tests.pure.mixed import (
+    BACKENDS,
+    DTYPES,
+    HOMES,
+    KINDS,
+    PEER,
+    ROOT,
+    WORLD,
+    Mixed,
+    collective,
+    devices_of,
+    empty_like,
+    is_on_gpu,
+    named,
+    numbers,
+    same,
+    seeds,
+)
+
+# ---------------------------------------------------------------------------------------------- every operation
+
+
+@seeds
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_have_their_tensors_on_devices_of_different_kinds(
+    backend: str, kind: OpKind, mixed: Callable[[str], Mixed], request: pytest.FixtureRequest
+) -> None:
+    seed = request.node.callspec.params["fake"]
+    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    one = mixed(backend)
+    for turn, dtype in enumerate(random.Random(seed).sample(DTYPES, 3)):
+        given, expected = collective(kind, rng, dtype)
+        source = devices_of(10 * seed + turn, HOMES[backend])
+        target = [random.Random(seed + turn + rank).choice((None, rank)) for rank in range(WORLD)]
+        gaps = bool(turn % 2)
+        gives = {r: one.put(value, source[r], gaps=gaps) for r, value in enumerate(given) if value is not None}
+        takes = {r: one.put(empty_like(expected[r]), target[r], gaps=gaps) for r in takers(kind, WORLD, ROOT, PEER)}
+        keys = [{r: one.fleet.keep(r, value) for r, value in side.items()} for side in (gives, takes)]
+        one.fleet.must(kind, *keys, **named(kind))
+        assert one.fleet.dirty == [0] * WORLD
+        for r, value in gives.items():
+            in_place = kind in (OpKind.ALLREDUCE, OpKind.REDUCE) and expected[r] is not None
+            same(value, expected[r] if in_place else given[r])
+        for r, value in takes.items():
+            same(value, expected[r])
+            parts = value if type(value) is list else [value]
+            assert all(is_on_gpu(part) == (target[r] is not None) for part in parts)
+
+
+@seeds
+@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.REDUCESCATTER, OpKind.ALLTOALL])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_in_place_stays_in_place(
+    backend: str, kind: OpKind, mixed: Callable[[str], Mixed], request: pytest.FixtureRequest
+) -> None:
+    seed = request.node.callspec.params["fake"]
+    rng = np.random.default_rng([seed, 7, KINDS.index(kind)])
+    one, size = mixed(backend), 2 * seed + 3
+    make = numbers(rng, "float64")
+    given = gives_of(kind, WORLD, make, lambda *_: size)
+    expected = meaning(kind, given, op=ReduceOp.SUM)
+    devices = devices_of(seed, HOMES[backend])
+    gives, takes = [], []
+    for rank in range(WORLD):
+        row = given[rank] if type(given[rank]) is list else [make(size) for _ in range(WORLD)]
+        if kind is OpKind.ALLGATHER:
+            row[rank] = given[rank]
+        whole = one.put(np.concatenate(row), devices[rank])
+        pieces = [whole[at * size : (at + 1) * size] for at in range(WORLD)]
+        gives.append(pieces[rank] if kind is OpKind.ALLGATHER else pieces)
+        takes.append(pieces[rank] if kind is OpKind.REDUCESCATTER else pieces)
+    one.fleet.must(kind, one.fleet.keep_all(gives), one.fleet.keep_all(takes), **named(kind))
+    for rank in range(WORLD):
+        same(takes[rank], expected[rank])
+
+
+@seeds
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.BROADCAST])
+@pytest.mark.parametrize("backend", ["local", "nccl"])
+def test_outputs_are_made_where_the_rank_has_what_it_gives(
+    backend: str, kind: OpKind, mixed: Callable[[str], Mixed], request: pytest.FixtureRequest
+) -> None:
+    seed = request.node.callspec.params["fake"]
+    one = mixed(backend)
+    given, expected = collective(kind, np.random.default_rng([seed, 5]), "int32")
+    devices = devices_of(seed, HOMES[backend])
+    gives = {r: one.fleet.keep(r, one.put(v, devices[r])) for r, v in enumerate(given) if v is not None}
+    arguments = named(kind) | ({"inplace": False} if kind in (OpKind.ALLREDUCE, OpKind.REDUCE) else {})
+    takes: dict[int, Any] = dict.fromkeys(range(WORLD))
+    ranks = (ROOT, PEER) if kind is OpKind.SEND else range(WORLD)
+    made = dict(zip(ranks, one.fleet.must(kind, gives, takes, **arguments), strict=True))
+    found = {rank: outcome.outputs[0].value for rank, outcome in made.items() if outcome.outputs}
+    assert found
+    for rank, value in found.items():
+        same(value, expected[rank])
+        where = devices[rank] if rank in gives else devices[ROOT]
+        parts = value if isinstance(value, list) else [value]
+        assert all(is_on_gpu(part) == (where is not None) for part in parts)
+
+
+@seeds
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_list_may_hold_tensors_of_both_kinds_that_travel_packed_or_not(
+    backend: str, mixed: Callable[[str], Mixed], request: pytest.FixtureRequest
+) -> None:
+    seed = request.node.callspec.params["fake"]
+    rng, where = np.random.default_rng([seed, 3]), random.Random(seed)
+    one = mixed(backend)
+    sizes = [3, 17, 1, 20_000, 5, 30_000, 70_001, 0]  # some packed, some run together, some alone
+    values = [[numbers(rng, "float32")(size) for size in sizes] for _ in range(WORLD)]
+    tensors = [[one.put(value, where.choice((None, r))) for value in values[r]] for r in range(WORLD)]
+    one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
+    for rank in range(WORLD):
+        same(tensors[rank], [sum(values[r][at] for r in range(WORLD)) for at in range(len(sizes))])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_written_again_and_again_is_brought_again_each_time(
+    backend: str, mixed: Callable[[str], Mixed]
+) -> None:
+    one = mixed(backend)
+    tensors = [one.put(np.full(5, rank + 1.0), (None, 1, None)[rank]) for rank in range(WORLD)]
+    keys = one.fleet.keep_all(tensors)
+    expected = 0.0
+    for turn in range(4):
+        for rank, tensor in enumerate(tensors):
+            with one.cupy.cuda.Device(rank):
+                tensor[...] = float(rank + turn)
+        expected = sum(rank + turn for rank in range(WORLD))
+        one.fleet.must(OpKind.ALLREDUCE, keys)
+        for tensor in tensors:
+            same(tensor, np.full(5, expected))
+
+
+def test_imperative_calls_bring_their_tensors_too(mixed: Callable[[str], Mixed]) -> None:
+    for backend in BACKENDS:
+        one = mixed(backend)
+        tensors = [one.put(np.arange(7) + rank, (0, None, 2)[rank]) for rank in range(WORLD)]
+        for outcome in one.fleet.call(OpKind.ALLREDUCE, tensors):
+            assert outcome.error is None
+        for tensor in tensors:
+            same(tensor, 3 * np.arange(7) + 3)
+
+
+def test_a_list_may_hold_tensors_of_several_gpus(mixed: Callable[[str], Mixed]) -> None:
+    """Each is reduced with those at its place in the others' lists, on the GPU of its rank's group."""
+    one = mixed("nccl")
+    values = [[np.arange(size, dtype="float32") + rank for size in (5, 20_000, 3)] for rank in range(WORLD)]
+    tensors = [
+        [one.put(value, device) for value, device in zip(values[rank], (rank, (rank + 1) % WORLD, None), strict=True)]
+        for rank in range(WORLD)
+    ]
+    for _ in range(2):
+        expected = [sum(values[rank][at] for rank in range(WORLD)) for at in range(3)]
+        one.fleet.must(OpKind.ALLREDUCE, one.fleet.keep_all(tensors))
+        for row in tensors:
+            same(row, expected)
+        values = [expected] * WORLD

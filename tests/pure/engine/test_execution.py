@@ -1,0 +1,276 @@
+"""The executor: what each operation does to the operands of ranks in threads, over the backend `local`."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.engine.execution import Outcome
+from raycollect.planner import SUBSTITUTES
+from raycollect.pos import Container
+from tests.pure.fleet import WAIT_S, Fleet, HoldAt, MakeFleet, launched, numbers
+from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
+
+# ---------------------------------------------------------------------------------------------- what is meant
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_allreduce_in_place_writes_the_sum_into_every_operand(world: int, seed: int, fleet: MakeFleet) -> None:
+    one = fleet(world)
+    values = numbers(seed, world, (2, 3))
+    expected = sum(values)
+    outcomes = one.must(OpKind.ALLREDUCE, one.keep_all(values))
+    for value, outcome in zip(values, outcomes, strict=True):
+        np.testing.assert_array_equal(value, expected)
+        assert outcome.outputs == ()
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_allreduce_not_in_place_leaves_the_operands_and_gives_outputs(op: ReduceOp, fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(7, 3, dtype="float64" if op is ReduceOp.AVG else "int64")
+    before = [value.copy() for value in values]
+    outcomes = one.must(OpKind.ALLREDUCE, one.keep_all(values), inplace=False, op=op)
+    folded = {
+        ReduceOp.SUM: np.add.reduce,
+        ReduceOp.PRODUCT: np.multiply.reduce,
+        ReduceOp.MIN: np.minimum.reduce,
+        ReduceOp.MAX: np.maximum.reduce,
+        ReduceOp.AVG: lambda parts: np.add.reduce(parts) / 3,
+        ReduceOp.BAND: np.bitwise_and.reduce,
+        ReduceOp.BOR: np.bitwise_or.reduce,
+        ReduceOp.BXOR: np.bitwise_xor.reduce,
+    }[op](before)
+    for value, was, outcome in zip(values, before, outcomes, strict=True):
+        np.testing.assert_array_equal(value, was)
+        (made,) = outcome.outputs
+        np.testing.assert_array_equal(made.value, folded)
+        assert not np.shares_memory(made.value, value)
+
+
+@pytest.mark.parametrize("root", range(3))
+def test_broadcast_writes_the_roots_operand_into_the_others(root: int, fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(root, 3)
+    expected = values[root].copy()
+    one.must(OpKind.BROADCAST, one.keep_all(values), root=root)
+    for value in values:
+        np.testing.assert_array_equal(value, expected)
+
+
+def test_the_root_of_a_broadcast_may_be_read_only(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(1, 3)
+    values[1].flags.writeable = False
+    one.must(OpKind.BROADCAST, one.keep_all(values), root=1)
+    np.testing.assert_array_equal(values[0], values[1])
+
+
+@pytest.mark.parametrize(("root", "peer"), list(itertools.permutations(range(3), 2)))
+def test_send_writes_into_the_ref_that_was_given(root: int, peer: int, fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(root, 3)
+    expected = values[root].copy()
+    third = 3 - root - peer
+    bystander = values[third].copy()
+    keys = one.keep_all(values)
+    one.must(OpKind.SEND, {root: keys[root], peer: keys[peer]}, root=root, peer=peer)
+    np.testing.assert_array_equal(values[peer], expected)
+    np.testing.assert_array_equal(values[root], expected)
+    np.testing.assert_array_equal(values[third], bystander)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3),
+        np.array(7, "int16"),
+        np.zeros((0, 4), "float32"),
+        np.arange(6).reshape(2, 3).T,
+        [np.arange(3), np.ones((2, 2), "complex64")],
+        (np.arange(3),),
+        {"w": np.arange(4.0), "b": np.ones(1, bool), 3: np.zeros(2)},
+    ],
+    ids=["matrix", "scalar", "empty", "transposed", "list", "tuple", "dict"],
+)
+def test_send_to_nowhere_makes_an_output_as_the_source_has_it(value: Any, fleet: MakeFleet) -> None:
+    one = fleet(2)
+    outcomes = one.must(OpKind.SEND, {0: one.keep(0, value), 1: None}, root=0, peer=1)
+    assert outcomes[0].outputs == ()
+    (made,) = outcomes[1].outputs
+    source = Container.of(value, arrays.is_tensor)
+    assert source is not None
+    assert made.structure == source.structure
+    assert type(made.value) is type(value)
+    for got, sent in zip(made.tensors, source.tensors, strict=True):
+        np.testing.assert_array_equal(got, sent)
+        assert (got.dtype, got.shape) == (sent.dtype, sent.shape)
+        assert not np.shares_memory(got, sent)
+
+
+def test_a_barrier_lets_nobody_through_before_all_have_come(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    one.faults = hold = HoldAt(point="before_door", rank=2)
+    futures = one.start(OpKind.BARRIER, dict.fromkeys(range(3)))
+    assert hold.came.wait(WAIT_S)
+    assert not any(future.done() for future in futures)
+    hold.go.set()
+    assert [future.result(WAIT_S) for future in futures] == [Outcome()] * 3
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict"])
+def test_containers_are_reduced_tensor_by_tensor(kind: str, inplace: bool, fleet: MakeFleet) -> None:
+    one = fleet(3)
+    parts = [(np.full(3, rank + 1.0), np.full((2, 2), rank, "int32"), np.array(2.0**rank)) for rank in range(3)]
+    values: list[Any] = [
+        {"list": list, "tuple": tuple, "dict": lambda p: dict(zip("abc", p, strict=True))}[kind](part) for part in parts
+    ]
+    outcomes = one.must(OpKind.ALLREDUCE, one.keep_all(values), inplace=inplace)
+    for part, outcome in zip(parts, outcomes, strict=True):
+        tensors = part if inplace else outcome.outputs[0].tensors
+        np.testing.assert_array_equal(tensors[0], np.full(3, 6.0))
+        np.testing.assert_array_equal(tensors[1], np.full((2, 2), 3))
+        np.testing.assert_array_equal(tensors[2], 7.0)
+        if not inplace:
+            assert type(outcome.outputs[0].value) is type(values[0])
+
+
+def test_views_and_other_layouts_are_reduced_where_they_are(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    base = np.arange(12.0).reshape(3, 4)
+    one.must(OpKind.ALLREDUCE, [one.keep(0, base[:, 1]), one.keep(1, np.ones(3))])
+    np.testing.assert_array_equal(base[:, 1], [2.0, 6.0, 10.0])
+    np.testing.assert_array_equal(base[:, 0], [0.0, 4.0, 8.0])
+    np.testing.assert_array_equal(base[:, 2:], np.arange(12.0).reshape(3, 4)[:, 2:])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loop_over_the_same_and_other_operands_stays_right(seed: int, fleet: MakeFleet) -> None:
+    """What a program remembers about its operand must not outlive a change of it."""
+    rng, one = random.Random(seed), fleet(3)
+    values = numbers(seed, 3, (4,))
+    expected = [value.copy() for value in values]
+    keys = one.keep_all(values)
+    for _ in range(25):
+        root, op = rng.randrange(3), rng.choice([ReduceOp.SUM, ReduceOp.MAX, ReduceOp.AVG])
+        if rng.random() < 0.4:
+            one.must(OpKind.BROADCAST, keys, root=root)
+            expected = [expected[root].copy() for _ in range(3)]
+        else:
+            one.must(OpKind.ALLREDUCE, keys, op=op)
+            folded = np.maximum.reduce(expected) if op is ReduceOp.MAX else np.add.reduce(expected)
+            expected = [folded / (3 if op is ReduceOp.AVG else 1) for _ in range(3)]
+        changed = rng.randrange(3)
+        values[changed] += 1
+        expected[changed] += 1
+        for value, right in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(value, right)
+
+
+# ---------------------------------------------------------------------------------------------- every operation
+
+
+def _uneven(giver: int, taker: int) -> int:
+    return (3 * giver + 5 * taker + 1) % 7
+
+
+def _same(found: Any, expected: Any) -> None:
+    """Compares arrays, or lists of arrays."""
+    if isinstance(expected, list):
+        assert type(found) is list
+        assert len(found) == len(expected)
+        for one, right in zip(found, expected, strict=True):
+            _same(one, right)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+def _zeros(value: Any) -> Any:
+    return [np.zeros_like(piece) for piece in value] if isinstance(value, list) else np.zeros_like(value)
+
+
+def _check(one: Fleet, kind: OpKind, how: str, root: int, peer: int) -> None:
+    """Runs one operation and compares what each rank then has; `how`: outputs are made, given, or it is a call."""
+    rng = np.random.default_rng(root + 1)
+    gives = gives_of(kind, one.world, lambda n: rng.integers(0, 50, n), _uneven, root)
+    before = copy.deepcopy(gives)
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    expected = meaning(kind, before, root=root, peer=peer, op=op)
+    given = how != "made" or kind is OpKind.BROADCAST
+    takes = {rank: _zeros(expected[rank]) for rank in takers(kind, one.world, root, peer) if given}
+    arguments = {"root": root, "peer": peer, "op": op, "inplace": how != "made"}
+    if how == "call":
+        outcomes = one.call(kind, gives, takes, **arguments)
+    else:
+        keys = {rank: one.keep(rank, value) for rank, value in enumerate(gives) if value is not None}
+        outcomes = one.must(kind, keys, {rank: one.keep(rank, value) for rank, value in takes.items()}, **arguments)
+    ranks = sorted((root, peer)) if kind is OpKind.SEND else range(one.world)
+    for rank, outcome in zip(ranks, outcomes, strict=True):
+        assert outcome.error is None
+        in_place = kind is OpKind.ALLREDUCE or (kind is OpKind.REDUCE and rank == root)
+        makes = how == "made" and (in_place or rank in takers(kind, one.world, root, peer)) and rank not in takes
+        assert len(outcome.outputs) == makes, "what the user gets, and no scratch"
+        if expected[rank] is not None:
+            _same(outcome.outputs[0].value if makes else takes.get(rank, gives[rank]), expected[rank])
+        if gives[rank] is not None and (makes or not in_place):
+            _same(gives[rank], before[rank])
+
+
+def _roots(kind: OpKind, world: int) -> list[tuple[int, int]]:
+    """(root, peer) for all that make sense."""
+    if kind is OpKind.SEND:
+        return list(itertools.permutations(range(world), 2))
+    return [(root, -1) for root in range(world)] if kind in ROOTED else [(-1, -1)]
+
+
+@pytest.mark.parametrize("how", ["made", "given", "call"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_operation_means_what_it_should(kind: OpKind, world: int, how: str, fleet: MakeFleet) -> None:
+    one = fleet(world)
+    for root, peer in _roots(kind, world):
+        _check(one, kind, how, root, peer)
+
+
+@pytest.mark.parametrize("how", ["made", "given", "call"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", SUBSTITUTES)
+def test_what_a_backend_lacks_is_made_of_what_it_has(kind: OpKind, world: int, how: str, fleet: MakeFleet) -> None:
+    one = fleet(world)
+    one.spec = replace(one.spec, ops=tuple(other.value for other in SUBSTITUTES[kind][0]))
+    for root, peer in _roots(kind, world):
+        _check(one, kind, how, root, peer)
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND])
+def test_ranks_meet_twice_only_where_one_learns_its_output(kind: OpKind, fleet: MakeFleet) -> None:
+    one = fleet(2)
+    root, peer = _roots(kind, 2)[0]
+    for how, doors in (("made", 2), ("given", 1), ("call", 1)):
+        _check(one, kind, how, root, peer)
+        assert [one.story(rank).count("door") for rank in range(2)] == [doors, doors]
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL])
+def test_kernels_are_told_the_largest_piece_of_all_ranks(kind: OpKind, fleet: MakeFleet) -> None:
+    """Even those whose own pieces are small, or empty."""
+    one = fleet(3)
+    seen: list[int] = []
+    for rank in range(3):
+        inner = one.communicators[rank]
+        spied = launched(inner, lambda kernel: seen.append(kernel.most))
+        one.communicators[rank] = spied
+    _check(one, kind, "given", 0, -1)
+    gives = gives_of(kind, 3, lambda n: n, _uneven, 0)
+    sizes = [n for give in gives if give is not None for n in (give if isinstance(give, list) else [give])]
+    assert seen == [max(sizes)] * 3

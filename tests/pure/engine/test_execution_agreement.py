@@ -1,0 +1,302 @@
+"""The executor before and at the door: what is refused, on all ranks and touching nothing, and what is waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.core.model import Key, OpKind, ReduceOp
+from raycollect.errors import (
+    AliasError,
+    AllocationError,
+    CollectiveTimeoutError,
+    MismatchError,
+    NotATensorError,
+    PlanAbortedError,
+    ProducerFailedError,
+    ReadOnlyError,
+    RefusedError,
+    TensorDirtyError,
+    TensorFreedError,
+    TensorLostError,
+    UnsupportedError,
+)
+from raycollect.pos import Container
+from tests.pure.fleet import WAIT_S, Fleet, HoldAt, MakeFleet, numbers
+
+# ---------------------------------------------------------------------------------------------- refused
+
+Sabotage = Callable[[Fleet, int, Any], Key]
+"""(fleet, odd rank, its value) -> the key to use instead."""
+
+
+def _absent(one: Fleet, rank: int, value: Any) -> Key:
+    return one.new_key()
+
+
+def _failed(one: Fleet, rank: int, value: Any) -> Key:
+    key = one.new_key()
+    one.stores[rank].fail(key[:24], "ValueError: no luck")
+    return key
+
+
+def _by_value(one: Fleet, rank: int, value: Any) -> Key:
+    key = one.new_key()
+    one.stores[rank].pass_by(key[:24], "int")
+    return key
+
+
+def _freed(one: Fleet, rank: int, value: Any) -> Key:
+    key = one.keep(rank, value)
+    one.stores[rank].free([key])
+    return key
+
+
+def _dirty(one: Fleet, rank: int, value: Any) -> Key:
+    one.stores[rank].mark_dirty([arrays.byte_range(value)], [value])
+    return one.keep(rank, value)
+
+
+def _read_only(one: Fleet, rank: int, value: Any) -> Key:
+    view = value[:]
+    view.flags.writeable = False
+    return one.keep(rank, view)
+
+
+def _other_shape(one: Fleet, rank: int, value: Any) -> Key:
+    return one.keep(rank, np.zeros(7))
+
+
+def _other_dtype(one: Fleet, rank: int, value: Any) -> Key:
+    return one.keep(rank, value.astype("float32"))
+
+
+def _other_structure(one: Fleet, rank: int, value: Any) -> Key:
+    return one.keep(rank, [value])
+
+
+def _strides_of_a_broadcast(one: Fleet, rank: int, value: Any) -> Key:
+    view = np.lib.stride_tricks.as_strided(value, (5,), (0,))
+    return one.keep(rank, view)
+
+
+REFUSED: dict[str, tuple[Sabotage, type[RefusedError], str]] = {
+    "absent": (_absent, TensorLostError, "never ran here"),
+    "failed": (_failed, ProducerFailedError, "ValueError: no luck"),
+    "by value": (_by_value, NotATensorError, "int"),
+    "freed": (_freed, TensorFreedError, "freed"),
+    "dirty": (_dirty, TensorDirtyError, "half-written"),
+    "read-only": (_read_only, ReadOnlyError, "read-only"),
+    "another shape": (_other_shape, MismatchError, "[7]"),
+    "another dtype": (_other_dtype, MismatchError, "float32"),
+    "another structure": (_other_structure, MismatchError, "list"),
+    "overlapping itself": (_strides_of_a_broadcast, AliasError, "overlapping itself"),
+}
+
+
+@pytest.mark.parametrize("odd", range(3))
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_touches_nothing_on_any_rank_and_the_next_program_runs(name: str, odd: int, fleet: MakeFleet) -> None:
+    sabotage, cls, text = REFUSED[name]
+    one = fleet(3)
+    values = numbers(odd, 3)
+    before = [value.copy() for value in values]
+    keys = [sabotage(one, rank, v) if rank == odd else one.keep(rank, v) for rank, v in enumerate(values)]
+    outcomes = one.run(OpKind.ALLREDUCE, keys)
+    for outcome in outcomes:
+        assert type(outcome.error) is cls
+        assert {v.rank for v in outcome.error.violations} == {odd}
+        assert text in str(outcome.error)
+        assert keys[odd].hex() in str(outcome.error) or cls is MismatchError
+        assert outcome.outputs == ()
+    assert len({str(outcome.error) for outcome in outcomes}) == 1, "all ranks come to the same verdict"
+    for value, was in zip(values, before, strict=True):
+        np.testing.assert_array_equal(value, was)
+    assert [one.stores[rank].statistics().dirty for rank in range(3)] == [
+        int(name == "dirty" and rank == odd) for rank in range(3)
+    ]
+    one.works_on()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [("int32", ReduceOp.AVG), ("bool", ReduceOp.AVG), ("complex64", ReduceOp.MAX)]
+)
+def test_an_op_without_meaning_for_the_dtype_is_refused_on_every_rank(
+    dtype: str, op: ReduceOp, fleet: MakeFleet
+) -> None:
+    one = fleet(2)
+    values = numbers(3, 2, dtype=dtype)
+    before = [value.copy() for value in values]
+    for outcome in one.run(OpKind.ALLREDUCE, one.keep_all(values), op=op):
+        assert type(outcome.error) is UnsupportedError
+        assert [v.rank for v in outcome.error.violations] == [0, 1]
+        assert dtype in str(outcome.error)
+    for value, was in zip(values, before, strict=True):
+        np.testing.assert_array_equal(value, was)
+    one.works_on()
+
+
+def test_all_reasons_of_all_ranks_come_at_once(fleet: MakeFleet) -> None:
+    one = fleet(4)
+    values = numbers(0, 4)
+    keys = one.keep_all(values)
+    keys[0] = _freed(one, 0, values[0])
+    keys[2] = _read_only(one, 2, values[2])
+    keys[3] = _other_shape(one, 3, values[3])
+    for outcome in one.run(OpKind.ALLREDUCE, keys):
+        assert type(outcome.error) is RefusedError
+        assert [(v.kind, v.rank) for v in outcome.error.violations] == [
+            ("freed", 0),
+            ("read_only", 2),
+            ("mismatch", 3),
+        ]
+    one.works_on()
+
+
+def test_an_output_that_cannot_be_made_is_refused_on_all(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(info: Any) -> Any:
+        raise MemoryError("no memory for these tests")
+
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "allocate", no_memory)
+        for outcome in one.run(OpKind.ALLREDUCE, keys, inplace=False):
+            assert type(outcome.error) is AllocationError
+            assert ": output is too large for the memory that is left (" in str(outcome.error)
+            assert "40 bytes" in str(outcome.error)
+        for outcome in one.run(OpKind.SEND, {0: keys[0], 1: None}, root=0, peer=1):
+            assert type(outcome.error) is AllocationError
+            assert {v.rank for v in outcome.error.violations} == {1}, "only the destination had to make one"
+    one.works_on()
+
+
+def test_the_source_of_a_send_to_nowhere_may_be_refused(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    for outcome in one.run(OpKind.SEND, {0: one.new_key(), 1: None}, root=0, peer=1):
+        assert type(outcome.error) is TensorLostError
+        assert [v.rank for v in outcome.error.violations] == [0]
+    one.works_on()
+
+
+def test_an_operand_that_became_read_only_is_refused_the_next_time(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    one.must(OpKind.ALLREDUCE, keys)
+    values[1].flags.writeable = False
+    before = values[0].copy()
+    for outcome in one.run(OpKind.ALLREDUCE, keys):
+        assert type(outcome.error) is ReadOnlyError
+        assert [v.rank for v in outcome.error.violations] == [1]
+    np.testing.assert_array_equal(values[0], before)
+
+
+def test_an_operand_that_became_dirty_is_refused_the_next_time(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    one.must(OpKind.ALLREDUCE, keys)
+    one.stores[0].mark_dirty([arrays.byte_range(values[0])], [values[0]])
+    for outcome in one.run(OpKind.ALLREDUCE, keys):
+        assert type(outcome.error) is TensorDirtyError
+
+
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+def test_a_producer_that_comes_later_is_waited_for(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    asked: list[Key] = []
+    told = threading.Event()
+    one.waiting[1] = lambda key: (asked.append(key), told.set())  # type: ignore[func-returns-value, assignment]
+    late = one.new_key()
+    futures = one.start(OpKind.ALLREDUCE, [one.keep(0, first := np.ones(3)), late])
+    assert told.wait(WAIT_S)
+    assert asked == [late]
+    assert not futures[1].done()
+    container = Container.of(second := np.full(3, 2.0), arrays.is_tensor)
+    assert container is not None
+    one.stores[1].put(late, container)
+    assert [future.result(WAIT_S).error for future in futures] == [None, None]
+    np.testing.assert_array_equal(first, np.full(3, 3.0))
+    np.testing.assert_array_equal(second, np.full(3, 3.0))
+    assert one.story(1) == ["start", "waiting", "door", "agreed", "done"]
+
+
+@pytest.mark.parametrize(
+    ("event", "cls"),
+    [
+        (lambda store, key: store.fail(key[:24], "ValueError: late"), ProducerFailedError),
+        (lambda store, key: store.pass_by(key[:24], "int"), NotATensorError),
+        (lambda store, key: store.free([key]), TensorFreedError),
+    ],
+)
+def test_a_producer_that_fails_later_is_a_refusal_on_all(event: Any, cls: Any, fleet: MakeFleet) -> None:
+    one = fleet(2)
+    told = threading.Event()
+    one.waiting[1] = lambda key: told.set()
+    late = one.new_key()
+    futures = one.start(OpKind.ALLREDUCE, [one.keep(0, value := np.ones(3)), late])
+    assert told.wait(WAIT_S)
+    event(one.stores[1], late)
+    for future in futures:
+        assert type(future.result(WAIT_S).error) is cls
+    np.testing.assert_array_equal(value, np.ones(3))
+    one.works_on()
+
+
+def test_an_abort_ends_the_wait_for_a_producer(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    told = threading.Event()
+    one.waiting[1] = lambda key: told.set()
+    value = np.ones(3)
+    futures = one.start(OpKind.ALLREDUCE, [one.keep(0, value), one.new_key()])
+    assert told.wait(WAIT_S)
+    one.aborts[1][one.seq] = "cancelled by its caller"
+    one.stores[1].wake()
+    errors = [future.result(WAIT_S).error for future in futures]
+    assert all(isinstance(error, PlanAbortedError) for error in errors)
+    assert "cancelled by its caller" in str(errors[1])
+    assert "rank 1 has left" in str(errors[0]), "the others do not wait for it"
+    np.testing.assert_array_equal(value, np.ones(3))
+    assert one.stores[0].statistics().dirty == 0
+    one.works_on()
+
+
+def test_an_abort_ends_the_wait_at_the_door(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    one.faults = hold = HoldAt(point="before_door", rank=2)
+    values = numbers(0, 3)
+    before = [value.copy() for value in values]
+    futures = one.start(OpKind.ALLREDUCE, one.keep_all(values))
+    assert hold.came.wait(WAIT_S)
+    for rank in range(3):
+        one.communicators[rank].abort(one.seq)
+    errors = [futures[rank].result(WAIT_S).error for rank in (0, 1)]
+    hold.go.set()
+    errors.append(futures[2].result(WAIT_S).error)
+    assert all(isinstance(error, PlanAbortedError) for error in errors)
+    for value, was in zip(values, before, strict=True):
+        np.testing.assert_array_equal(value, was)
+    assert one.dirty == [0, 0, 0]
+    one.works_on()
+
+
+def test_who_does_not_come_to_the_door_is_named_when_time_is_up(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    one.faults = hold = HoldAt(point="before_door", rank=1)
+    futures = one.start(OpKind.ALLREDUCE, one.keep_all(numbers(0, 3)), timeout_s=0.05)
+    first = {rank: futures[rank].result(WAIT_S).error for rank in (0, 2)}
+    timeouts = [error for error in first.values() if isinstance(error, CollectiveTimeoutError)]
+    assert timeouts
+    assert all(1 in error.missing and error.timeout_s == 0.05 for error in timeouts)
+    hold.go.set()
+    assert isinstance(futures[1].result(WAIT_S).error, PlanAbortedError), "the others have gone home"
+    one.works_on()

@@ -1,0 +1,414 @@
+"""The executor when things go wrong after the door, and the story it tells."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.core.model import Kernel, Key, Launch, OpKind
+from raycollect.core.protocols import NoFaults
+from raycollect.engine.agreement import Arrival, Spec, encode_arrival
+from raycollect.engine.execution import POINTS
+from raycollect.errors import (
+    InternalError,
+    KernelError,
+    PlanAbortedError,
+    TensorDirtyError,
+)
+from raycollect.observe import Event, Recorder
+from raycollect.planner import Request, plan
+from tests.pure.fleet import WAIT_S, FailAt, Fleet, MakeFleet, Ticks, numbers
+
+IN_EVERY_PLAN = tuple(point for point in POINTS if not point.endswith("_commit"))
+"""The points that plans come to which do not commit; of those that do, see `test_commit`."""
+
+# ---------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("rank", range(3))
+@pytest.mark.parametrize("point", ["start", "before_door"])
+def test_a_failure_before_the_door_touches_nothing_and_nobody_hangs(point: str, rank: int, fleet: MakeFleet) -> None:
+    one = fleet(3)
+    one.faults = fault = FailAt(point=point, rank=rank)
+    values = numbers(rank, 3)
+    before = [value.copy() for value in values]
+    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
+    assert fault.consumed == 1
+    for at, outcome in enumerate(outcomes):
+        assert isinstance(outcome.error, KernelError if at == rank else PlanAbortedError)
+        assert outcome.error.op == "allreduce"
+        assert at == rank or "has left" in str(outcome.error)
+    for value, was in zip(values, before, strict=True):
+        np.testing.assert_array_equal(value, was)
+    assert one.dirty == [0, 0, 0]
+    one.works_on()
+
+
+def _fail_in_kernel(one: Fleet, values: list[Any], keys: list[Key], point: str = "before_kernel") -> None:
+    one.faults = fault = FailAt(point=point, rank=1)
+    outcomes = one.run(OpKind.ALLREDUCE, keys)
+    assert fault.consumed == 1
+    assert isinstance(outcomes[1].error, KernelError)
+    one.faults = NoFaults()
+
+
+def test_a_failure_in_the_kernel_leaves_the_tensors_dirty_and_the_others_are_told(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(0, 3)
+    keys = one.keep_all(values)
+    one.faults = fault = FailAt(point="before_kernel", rank=1)
+    outcomes = one.run(OpKind.ALLREDUCE, keys)
+    assert fault.consumed == 1
+    assert isinstance(outcomes[1].error, KernelError)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, PlanAbortedError)
+    for rank in range(3):
+        assert one.stores[rank].statistics().dirty == 1
+        assert one.stores[rank].is_dirty([arrays.byte_range(values[rank])])
+    one.works_on()
+
+
+def test_using_a_dirty_tensor_is_refused_on_all_naming_who_has_it(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(0, 3)
+    keys = one.keep_all(values)
+    _fail_in_kernel(one, values, keys)
+    for outcome in one.run(OpKind.ALLREDUCE, keys):
+        assert type(outcome.error) is TensorDirtyError
+        assert {v.rank for v in outcome.error.violations} == {0, 1, 2}
+    fresh = one.keep_all(numbers(1, 3))
+    for outcome in one.run(OpKind.ALLREDUCE, [fresh[0], keys[1], fresh[2]]):
+        assert type(outcome.error) is TensorDirtyError
+        assert {v.rank for v in outcome.error.violations} == {1}
+    one.works_on()
+
+
+def test_dirt_belongs_to_the_memory_not_to_the_key(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2, (6,))
+    _fail_in_kernel(one, values, one.keep_all([value[2:4] for value in values]))
+    for view, dirty in ((slice(0, 2), False), (slice(0, 3), True), (slice(3, 6), True), (slice(4, 6), False)):
+        outcomes = one.run(OpKind.ALLREDUCE, one.keep_all([value[view] for value in values]), inplace=False)
+        assert all((type(outcome.error) is TensorDirtyError) == dirty for outcome in outcomes)
+        assert dirty or all(outcome.error is None for outcome in outcomes)
+
+
+def test_a_broadcast_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(0, 3)
+    keys = one.keep_all(values)
+    _fail_in_kernel(one, values, keys)
+    for outcome in one.run(OpKind.BROADCAST, keys, root=1):
+        assert type(outcome.error) is TensorDirtyError
+        assert {v.rank for v in outcome.error.violations} == {1}, "only what is read has to be whole"
+    intact = np.arange(5.0)
+    one.must(OpKind.BROADCAST, [keys[0], one.keep(1, intact), keys[2]], root=1)
+    for rank in (0, 2):
+        np.testing.assert_array_equal(values[rank], intact)
+        assert one.stores[rank].statistics().dirty == 0
+    assert one.stores[1].statistics().dirty == 1
+    one.must(OpKind.BROADCAST, keys, root=0)
+    one.must(OpKind.ALLREDUCE, keys)
+    np.testing.assert_array_equal(values[1], 3 * intact)
+
+
+def test_a_receive_that_overwrites_a_dirty_tensor_whole_cleans_it(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    _fail_in_kernel(one, values, keys)
+    one.must(OpKind.SEND, {0: one.keep(0, np.arange(5.0)), 1: keys[1]}, root=0, peer=1)
+    assert one.stores[1].statistics().dirty == 0
+
+
+def test_mark_written_cleans_a_dirty_tensor(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    _fail_in_kernel(one, values, keys)
+    for rank, value in enumerate(values):
+        value[:] = rank
+        one.stores[rank].mark_written([arrays.byte_range(value)])
+    one.must(OpKind.ALLREDUCE, keys)
+    for value in values:
+        np.testing.assert_array_equal(value, np.ones(5))
+
+
+def test_a_write_of_every_other_element_does_not_clean_the_rest(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    _fail_in_kernel(one, values, keys)
+    one.must(OpKind.SEND, {0: one.keep(0, np.zeros(3)), 1: one.keep(1, values[1][::2])}, root=0, peer=1)
+    assert one.stores[1].is_dirty([arrays.byte_range(values[1][1::2])]), "elements 1 and 3 are still half-written"
+
+
+def test_an_operand_that_is_only_read_is_not_dirty_after_a_failure(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    before = [value.copy() for value in values]
+    keys = one.keep_all(values)
+    one.faults = fault = FailAt(point="before_kernel", rank=1)
+    outcomes = one.run(OpKind.ALLREDUCE, keys, inplace=False)
+    assert fault.consumed == 1
+    assert all(outcome.error is not None and outcome.outputs == () for outcome in outcomes)
+    for rank, value in enumerate(values):
+        assert not one.stores[rank].is_dirty([arrays.byte_range(value)])
+        np.testing.assert_array_equal(value, before[rank])
+    one.must(OpKind.ALLREDUCE, keys)
+
+
+def test_dirt_is_forgotten_with_the_tensor(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    values = numbers(0, 2)
+    keys = one.keep_all(values)
+    _fail_in_kernel(one, values, keys)
+    for rank in range(2):
+        one.stores[rank].free([keys[rank]])
+    del values
+    assert one.dirty == [0, 0]
+
+
+def test_a_failure_after_the_door_but_before_the_kernels_dirties_only_the_others(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(0, 3)
+    before = values[1].copy()
+    one.faults = fault = FailAt(point="after_door", rank=1)
+    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
+    assert fault.consumed == 1
+    assert all(outcome.error is not None for outcome in outcomes)
+    assert one.dirty == [1, 0, 1]
+    np.testing.assert_array_equal(values[1], before)
+    one.works_on()
+
+
+def test_a_failure_after_the_last_kernel_is_lopsided_and_leaves_nothing_dirty(fleet: MakeFleet) -> None:
+    one = fleet(3)
+    values = numbers(0, 3)
+    expected = sum(values)
+    one.faults = fault = FailAt(point="end", rank=2)
+    outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
+    assert fault.consumed == 1
+    assert [outcome.error is None for outcome in outcomes] == [True, True, False]
+    for value in values:
+        np.testing.assert_array_equal(value, expected)
+    assert one.dirty == [0, 0, 0]
+    one.works_on()
+
+
+def test_running_out_of_memory_in_a_kernel_is_a_kernel_error(fleet: MakeFleet) -> None:
+    one = fleet(1)
+    one.faults = fault = FailAt(point="before_kernel", rank=0, error=lambda: MemoryError("gone"))
+    (outcome,) = one.run(OpKind.ALLREDUCE, one.keep_all(numbers(0, 1)))
+    assert fault.consumed == 1
+    assert isinstance(outcome.error, KernelError)
+    assert "out of memory: gone" in str(outcome.error)
+
+
+class Counted:
+    """A communicator of one rank that writes down how it is used."""
+
+    rank, world_size = 0, 1
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._inner = LocalCommunicator(LocalWorld(1), 0)
+
+    def stage(self, launch: Launch, kernel: Kernel) -> None:
+        self.calls.append("stage")
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        self.calls.append("agree")
+        return self._inner.agree(launch, arrival)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Any:
+        self.calls.append("launch")
+        return self._inner.launch(launch, kernel)
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        self.calls.append(f"end {ok}")
+        return self._inner.end(launch, ok)
+
+    def abort(self, seq: int) -> None:
+        raise AssertionError("not the executor's business")
+
+    def close(self) -> None:
+        raise AssertionError("not the executor's business")
+
+
+@pytest.mark.parametrize("error", [KernelError(detail="ours"), MemoryError("none"), ZeroDivisionError("foreign")])
+@pytest.mark.parametrize("point", [None, *IN_EVERY_PLAN])
+def test_a_launch_is_always_closed_once(point: str | None, error: BaseException, fleet: MakeFleet) -> None:
+    one, counted = fleet(1), Counted()
+    one.communicators[0] = counted  # type: ignore[call-overload]
+    if point is not None:
+        one.faults = FailAt(point=point, rank=0, error=lambda: error)
+    (future,) = one.start(OpKind.ALLREDUCE, one.keep_all([np.ones(2)]))
+    if point is not None and isinstance(error, ZeroDivisionError):
+        assert future.exception(WAIT_S) is error, "a bug of ours goes to the runtime, which reports it as such"
+    else:
+        assert (future.result(WAIT_S).error is None) == (point is None)
+    assert counted.calls[-1] == f"end {point is None}"
+    assert sum(call.startswith("end") for call in counted.calls) == 1
+    one.communicators[0] = counted._inner
+
+
+def test_a_communicator_is_asked_to_agree_before_it_is_asked_to_launch(fleet: MakeFleet) -> None:
+    one, counted = fleet(1), Counted()
+    one.communicators[0] = counted  # type: ignore[call-overload]
+    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
+    assert [call for call in counted.calls if call != "stage"] == ["agree", "launch", "launch", "end True"]
+    assert "stage" not in counted.calls[1:]
+    one.communicators[0] = counted._inner
+
+
+def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) -> None:
+    """The destination learns from an arrival without tensors and without violations: no rank should send one."""
+    one = fleet(2)
+    silent = encode_arrival(Arrival(spec=Spec(op="send", root=0)))
+    launch = Launch(seq=1, ranks=(0, 1), timeout_s=WAIT_S)
+    with ThreadPoolExecutor(1) as threads:
+        peer = threads.submit(one.communicators[0].agree, launch, silent)
+        operands = ((0, one.new_key(), None), (1, None, None))
+        planned = plan([Request(kind=OpKind.SEND, group=one.spec, operands=operands, root=0, peer=1)])
+        outcome = one.run_one(planned, 1, 1)
+        peer.result(WAIT_S)
+    assert isinstance(outcome.error, InternalError)
+
+
+# ---------------------------------------------------------------------------------------------- what is garbled
+
+
+class Garbling(LocalCommunicator):
+    """Flips bits of one byte of what it brings to the door."""
+
+    at, mask, length = 0, 0xFF, 0
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        garbled = bytearray(arrival)
+        self.length = len(garbled)
+        garbled[self.at % self.length] ^= self.mask
+        return super().agree(launch, bytes(garbled))
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x10, 0xFF])
+def test_an_arrival_with_any_byte_garbled_is_refused_by_all_or_means_the_same(mask: int, fleet: MakeFleet) -> None:
+    """Nobody runs a kernel of which another has another idea, and all hear the same."""
+    one = fleet(2)
+    garbling = Garbling(one.communicators[0]._world, 1)  # type: ignore[attr-defined]
+    one.communicators[1] = garbling
+    garbling.mask, at = mask, 0
+    refused = 0
+    while at == 0 or at < garbling.length:
+        values = [np.full(3, rank + 1.0) for rank in range(2)]
+        garbling.at = at
+        outcomes = one.run(OpKind.ALLREDUCE, one.keep_all(values))
+        kinds = {type(outcome.error) for outcome in outcomes}
+        assert len(kinds) == 1, f"byte {at}: {kinds}"
+        refused += outcomes[0].error is not None
+        expected = [1.0, 2.0] if outcomes[0].error is not None else [3.0, 3.0]
+        for value, number in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(value, number)
+        assert one.dirty == [0, 0]
+        at += 1
+    assert refused > garbling.length / 2
+
+
+# ---------------------------------------------------------------------------------------------- the story
+
+
+def test_the_story_is_told_in_order_with_times_of_the_injected_clock(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    keys = one.keep_all(numbers(0, 2))
+    one.must(OpKind.ALLREDUCE, keys)
+    one.must(OpKind.SEND, {0: keys[0], 1: None}, root=0, peer=1)
+    for rank in range(2):
+        assert one.story(rank, 1) == ["start", "door", "agreed", "done"]
+        assert one.story(rank, 2) == ["start", "door", "door", "agreed", "done"], "two rounds"
+        events = one.recorders[rank].story()
+        assert [event.at_s for event in events] == [float(at + 1) for at in range(len(events))]
+        assert events[0].detail == "allreduce"
+
+
+def test_the_story_of_a_failure_names_it(fleet: MakeFleet) -> None:
+    one = fleet(2)
+    one.run(OpKind.ALLREDUCE, [one.keep(0, np.ones(2)), one.new_key()])
+    for rank in range(2):
+        assert one.story(rank) == ["start", "door", "failed"]
+        assert one.recorders[rank].story()[-1].detail == "TensorLostError"
+    one.faults = FailAt(point="before_kernel", rank=0)
+    one.run(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2)))
+    assert one.story(0) == ["start", "door", "agreed", "failed"]
+    assert one.recorders[0].story()[-1].detail == "KernelError"
+    assert one.recorders[1].story()[-1].detail == "PlanAbortedError"
+
+
+def test_faults_are_asked_at_every_point_in_order(fleet: MakeFleet) -> None:
+    class Asked:
+        def __init__(self) -> None:
+            self.points: list[tuple[str, int, int]] = []
+
+        def at(self, point: str, seq: int, rank: int) -> None:
+            self.points.append((point, seq, rank))
+
+    one = fleet(1)
+    one.faults = asked = Asked()
+    one.must(OpKind.ALLREDUCE, [one.keep(0, [np.ones(2), np.ones(3, "float32")])])
+    kernels = ["before_kernel", "after_kernel"] * 2
+    points = ["start", "before_door", "after_door", *kernels, "end"]
+    assert asked.points == [(point, 1, 0) for point in points]
+    assert set(points) == set(IN_EVERY_PLAN)
+
+
+def test_a_recorder_keeps_the_last_events_only() -> None:
+    recorder = Recorder(Ticks(), limit=5)
+    for number in range(1, 1001):
+        recorder.add("event", number, "x")
+    assert recorder.story() == tuple(Event(float(n), "event", n, "x") for n in range(996, 1001))
+    assert recorder.story(998) == (Event(998.0, "event", 998, "x"),)
+    assert recorder.story(1) == ()
+    assert recorder.tail(2) == ("999.000000 plan 999 event x", "1000.000000 plan 1000 event x")
+    assert len(recorder.tail()) == 5
+
+
+def test_an_event_of_no_plan_shows_no_plan() -> None:
+    recorder = Recorder(Ticks())
+    recorder.add("joined")
+    assert recorder.tail() == ("1.000000 joined",)
+
+
+# ---------------------------------------------------------------------------------------------- any story
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_sequence_of_faults_and_refusals_ends_on_all_ranks_and_never_silently(seed: int, fleet: MakeFleet) -> None:
+    """After each plan a tensor is as it was, holds the result, or counts as dirty."""
+    rng, world = random.Random(seed), 2 + seed % 3
+    one = fleet(world)
+    for turn in range(12):
+        values = [np.full(4, rank + 1.0 + turn) for rank in range(world)]
+        before, keys = [value.copy() for value in values], one.keep_all(values)
+        point, rank = rng.choice([None, *POINTS]), rng.randrange(world)
+        one.faults = NoFaults() if point is None else FailAt(point=point, rank=rank)
+        if rng.random() < 0.25:
+            keys[rng.randrange(world)] = one.new_key()
+        kind = rng.choice([OpKind.ALLREDUCE, OpKind.BROADCAST])
+        arguments = {"root": rank} if kind is OpKind.BROADCAST else {}
+        outcomes = one.run(kind, keys, **arguments)
+        result = before[rank] if kind is OpKind.BROADCAST else sum(before)
+        for at, outcome in enumerate(outcomes):
+            dirty = one.stores[at].is_dirty([arrays.byte_range(values[at])])
+            if outcome.error is None:
+                assert not dirty
+                np.testing.assert_array_equal(values[at], result)
+            elif not dirty:
+                same = np.array_equal(values[at], before[at])
+                assert same or np.array_equal(values[at], result)
+        one.works_on()

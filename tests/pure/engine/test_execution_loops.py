@@ -1,0 +1,107 @@
+"""What a loop's runs remember of each other, and what they must notice."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.errors import ReadOnlyError, TensorDirtyError
+from raycollect.planner import Made, Request, plan
+from tests.pure.fleet import WAIT_S, Convoy, NoFaults
+
+
+class Rebound:
+    """A tensor of a library that can put other memory under it, as torch's ``t.data = ...`` does."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __array_interface__(self) -> Any:
+        return self.array.__array_interface__
+
+
+@pytest.fixture
+def pair() -> Iterator[Convoy]:
+    made = Convoy([[0, 1]])
+    yield made
+    made.close()
+
+
+def _request(pair: Convoy, kind: OpKind, operands: Any, **arguments: Any) -> Request:
+    return Request(kind=kind, group=pair.rosters[0].spec, operands=operands, timeout_s=WAIT_S, **arguments)
+
+
+class LateFor:
+    """Rank 1 comes only when rank 0 has looked at its operands and something has been done to them."""
+
+    def __init__(self) -> None:
+        self.looked, self.go = threading.Event(), threading.Event()
+
+    def at(self, point: str, seq: int, rank: int) -> None:
+        if (point, rank) == ("before_door", 0):
+            self.looked.set()
+        if (point, rank) == ("start", 1):
+            assert self.go.wait(WAIT_S)
+
+
+def test_memory_that_changed_while_a_run_waited_at_the_door_is_not_remembered(pair: Convoy) -> None:
+    tensor, other = Rebound(np.ones(3)), np.ones(3)
+    keys = [pair.keep(0, tensor), pair.keep(1, other)]
+    request = _request(pair, OpKind.ALLREDUCE, ((0, keys[0], None), (1, keys[1], None)), op=ReduceOp.SUM)
+    planned = plan([request], pair.rosters)
+    pair.faults = late = LateFor()
+    running = pair.start(planned)
+    assert late.looked.wait(WAIT_S)
+    tensor.array = np.full(3, 100.0)
+    late.go.set()
+    assert all(future.result(WAIT_S).error is None for future in running.values())
+    pair.faults = NoFaults()
+    for _ in range(3):
+        tensor.array[:], other[:] = 10.0, 1.0
+        assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
+        np.testing.assert_array_equal(tensor.array, np.full(3, 11.0))
+        np.testing.assert_array_equal(other, np.full(3, 11.0))
+
+
+def test_memory_that_changed_before_a_second_look_is_an_error(pair: Convoy) -> None:
+    """The other rank brings something else than last time, so that what was remembered does not hold."""
+    tensor, other = Rebound(np.ones(3)), np.ones(3)
+    keys = [pair.keep(0, tensor), pair.keep(1, other)]
+    request = _request(pair, OpKind.BROADCAST, ((0, keys[0], None), (1, None, keys[1])), root=0)
+    planned = plan([request], pair.rosters)
+    assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
+    other.setflags(write=False)
+    pair.faults = late = LateFor()
+    running = pair.start(planned)
+    assert late.looked.wait(WAIT_S)
+    late.go.set()
+    found = {one: future.result(WAIT_S).error for one, future in running.items()}
+    assert all(isinstance(error, ReadOnlyError) for error in found.values())
+    other.setflags(write=True)
+    pair.faults = NoFaults()
+    assert all(future.result(WAIT_S).error is None for future in pair.start(planned).values())
+
+
+def test_dirt_is_excused_only_by_what_comes_before_in_the_batch(pair: Convoy) -> None:
+    """A call that is brought to a later round of the door reads what a later call will write whole."""
+    dirty, whole, scratch = np.full(3, -999.0), np.array([7.0, 8.0, 9.0]), np.zeros(3)
+    at, source, first = pair.keep(0, dirty), pair.keep(1, whole), pair.keep(0, scratch)
+    pair.stores[0].mark_dirty([arrays.byte_range(dirty)], [dirty])
+    makes = _request(pair, OpKind.SEND, ((0, first, None), (1, None, None)), root=0, peer=1)
+    reads = _request(pair, OpKind.BROADCAST, ((0, at, None), (1, None, Made(0))), root=0)
+    writes = _request(pair, OpKind.BROADCAST, ((0, None, at), (1, source, None)), root=1)
+    for requests in ([makes, reads], [makes, reads, writes]):
+        for outcome in pair.run(requests, pair.rosters * len(requests)).values():
+            assert isinstance(outcome.error, TensorDirtyError)
+            assert [violation.call for violation in outcome.error.violations] == [1]
+        np.testing.assert_array_equal(dirty, np.full(3, -999.0))
+    for outcome in pair.run([makes, writes, reads], pair.rosters * 3).values():
+        assert outcome.error is None
+    np.testing.assert_array_equal(dirty, whole)

@@ -1,0 +1,349 @@
+"""Fusion: what is put together, and that packed kernels leave the same bits as those of the tensors by themselves."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect import backends
+from raycollect.backends import arrays
+from raycollect.core.model import PIECES, Kernel, Launch, OpKind, ReduceOp, TensorInfo
+from raycollect.core.protocols import Communicator
+from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPool, Item, room, size_of
+from raycollect.planner import Request, plan
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
+from raycollect.pos import tensors
+from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
+from tests.pure.fleet import WAIT_S, Convoy, launched
+from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
+
+DTYPES = ("int8", "float16", "float32", "float64", "complex64", "bfloat16", ">f4")
+LAYOUTS: tuple[Callable[[Any], Any], ...] = (
+    lambda array: array,
+    lambda array: _into(np.zeros(2 * array.size, array.dtype)[::2], array),
+    lambda array: _into(np.zeros_like(array)[::-1], array),
+    lambda array: array.reshape(1, -1, 1),
+)
+
+
+def _into(target: Any, array: Any) -> Any:
+    target[...] = array
+    return target
+
+
+# ---------------------------------------------------------------------------------------------- what is put together
+
+
+def test_a_backend_is_offered_several_large_tensors_or_none() -> None:
+    large = TOGETHER_FROM_NBYTES
+    assert offered([1, large, large - 1, 10 * large, -1]) == [1, 3]
+    assert offered([1, large, large - 1, -1]) == []
+    assert offered([]) == []
+
+
+@settings(deadline=None)  # the machine's load is none of this test's business
+@given(
+    sizes=st.lists(
+        st.tuples(st.sampled_from("abc"), st.sampled_from([-1, 0, 1, 30, 64, 100, PACKED_UP_TO_NBYTES + 1])),
+        max_size=40,
+    ),
+    staging=st.sampled_from([0, 1, 64, 150, 32 << 20]),
+)
+def test_buckets_hold_each_tensor_once_of_one_dtype_and_within_the_staging(
+    sizes: list[tuple[str, int]], staging: int
+) -> None:
+    found = buckets(sizes, staging)
+    assert sorted(at for bucket in found for at in bucket) == list(range(len(sizes)))
+    assert all(one[0] < other[0] for one, other in pairwise(found)), "by their first tensors"
+    for bucket in found:
+        assert bucket == sorted(bucket)
+        if len(bucket) > 1:
+            assert len({sizes[at][0] for at in bucket}) == 1
+            assert all(0 <= sizes[at][1] <= PACKED_UP_TO_NBYTES for at in bucket)
+            assert sum(sizes[at][1] for at in bucket) <= staging
+    if not staging:
+        assert all(len(bucket) == 1 for bucket in found)
+
+
+def test_as_much_is_put_together_as_the_staging_holds() -> None:
+    assert buckets([("a", 40), ("b", 40), ("a", 60), ("a", 10), ("b", 60)], 100) == [[0, 2], [1, 4], [3]]
+
+
+def test_a_size_is_the_same_on_ranks_that_hold_unequal_pieces() -> None:
+    mine, theirs = (np.zeros(3), np.zeros(5)), (np.zeros(5), np.zeros(1))
+    for kind, nbytes in ((OpKind.SCATTER, 80), (OpKind.ALLTOALL, 160)):
+        sizes = {size_of(kind, Item(side, side[0], 5), 2) for side in (mine, theirs)}
+        assert sizes == {nbytes}
+    assert size_of(OpKind.ALLREDUCE, Item(np.zeros(3), np.zeros(3)), 2) == 24
+    assert size_of(OpKind.BARRIER, Item(None, None), 2) == -1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OpKind if kind is not OpKind.BARRIER])
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_what_a_rank_stages_fits_in_the_room_that_it_reserves(kind: OpKind, world: int) -> None:
+    rng = np.random.default_rng(world)
+    for me in range(world):
+        sizes = rng.integers(0, 9, (3, world, world))
+        items = [_item(kind, of_item, me) for of_item in sizes]
+        nbytes = sum(room(kind, item) for item in items)
+        agreed = sum(size_of(kind, item, world) for item in items)
+        assert nbytes <= agreed
+        block = FusionBuffer(np.zeros(nbytes, np.uint8))
+        packed = FusedKernel(kind, None, 0, items=items, me=me, block=block)
+        packed.load()
+        packed.unload()
+        assert packed.kernel.most == sum(item.most for item in items)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OpKind if kind is not OpKind.BARRIER])
+@pytest.mark.parametrize("empty_at", [0, 1])
+def test_tensors_without_elements_take_no_place_among_the_others(kind: OpKind, empty_at: int) -> None:
+    """An array without elements may say that it lies anywhere: numpy's empty slices are where their base begins."""
+    world = 3
+    for me in range(world):
+        item = _item(kind, np.full((world, world), 2), me)
+        empty = _item(kind, np.zeros((world, world), int), me)
+        for number, array in enumerate(_arrays(item.src)):
+            array[:] = [number + 1, -1]
+        loaded = []
+        for items in ([item], [item] * empty_at + [empty] + [item] * (1 - empty_at)):
+            nbytes = sum(room(kind, one) for one in items)
+            packed = FusedKernel(kind, None, 0, items=items, me=me, block=FusionBuffer(np.zeros(nbytes, np.uint8)))
+            packed.load()
+            loaded.append([row.tobytes() for row in _arrays(packed.kernel.src)])
+        assert loaded[0] == loaded[1] == [array.tobytes() for array in _arrays(item.src)]
+
+
+def _arrays(side: Any) -> list[Any]:
+    return [] if side is None else list(side) if type(side) is tuple else [side]
+
+
+def _item(kind: OpKind, sizes: Any, me: int) -> Item:
+    """Arrays of a rank where `sizes[giver][taker]` elements go; rank 0 is the root."""
+    most, row, column = int(sizes.max()), sizes[me], sizes[:, me]
+    each = [np.zeros(n) for n in row], [np.zeros(n) for n in column]
+    if kind in (OpKind.ALLGATHER, OpKind.GATHER):
+        src = np.zeros(sizes[me][0])
+        dst = tuple(np.zeros(n) for n in sizes[:, 0]) if kind is OpKind.ALLGATHER or me == 0 else None
+        return Item(src, dst, most)
+    if kind in (OpKind.SCATTER, OpKind.REDUCESCATTER):
+        src = tuple(np.zeros(n) for n in sizes[0]) if kind is OpKind.REDUCESCATTER or me == 0 else None
+        return Item(src, np.zeros(sizes[0][me]), most)
+    if kind is OpKind.ALLTOALL:
+        return Item(tuple(each[0]), tuple(each[1]), most)
+    array = np.zeros(sizes[0][0])
+    reads = kind is not OpKind.RECV and (kind is not OpKind.BROADCAST or me == 0)
+    writes = kind is not OpKind.SEND and (kind is not OpKind.REDUCE or me == 0) and (kind is not OpKind.BROADCAST or me)
+    return Item(array if reads else None, array if writes else None)
+
+
+# ---------------------------------------------------------------------------------------------- the same bits
+
+
+@contextmanager
+def _convoy(backend: str, world: int) -> Iterator[Convoy]:
+    team = ThreadTeam(backend, world)
+    made = Convoy([range(world)], lambda world_size: team.communicators)
+    made.allocate = tensors.allocate  # where kernels of shm work in place
+    try:
+        yield made
+    finally:
+        made.close()
+        team.close()
+
+
+def _scene(kind: OpKind, world: int, seed: int) -> list[tuple[list[Any], dict[int, Any]]]:
+    """What each of some calls gives, by rank, and takes into; several dtypes and layouts, uneven sizes."""
+    rng = np.random.default_rng(seed)
+    calls = []
+    for call in range(7):
+        dtype = DTYPES[rng.integers(len(DTYPES)) if call % 2 else seed % len(DTYPES)]
+        lay = LAYOUTS[rng.integers(len(LAYOUTS))]
+        real = np.dtype(getattr(ml_dtypes, dtype, dtype))
+
+        def make(size: int, real: Any = real, lay: Any = lay) -> Any:
+            return lay((rng.standard_normal(size) * 3).astype(real))
+
+        base, scale = int(rng.integers(0, 40)), 1 if seed < 2 else 300  # some of the large ones are not packed
+
+        def size(giver: int, taker: int, base: int = base, scale: int = scale) -> int:
+            return scale * ((base + 3 * giver + 5 * taker) % 41)
+
+        gives = gives_of(kind, world, make, size, 0)
+        takes = {}
+        if kind in (OpKind.BROADCAST, OpKind.SEND):
+            takes = {rank: np.zeros_like(gives[0]) for rank in takers(kind, world, 0, 1)}
+        calls.append((gives, takes))
+    return calls
+
+
+def _run(
+    convoy: Convoy, kind: OpKind, calls: Sequence[tuple[list[Any], dict[int, Any]]], staging: int, inplace: bool
+) -> list[bytes]:
+    """Runs a batch; gives the bytes of all operands and outputs."""
+    root = 0 if kind in ROOTED or kind is OpKind.SEND else -1
+    requests = []
+    for gives, takes in calls:
+        ranks = (0, 1) if kind is OpKind.SEND else range(len(gives))
+        requests.append(
+            Request(
+                kind=kind,
+                group=convoy.rosters[0].spec,
+                operands=tuple(
+                    (
+                        rank,
+                        None if gives[rank] is None else convoy.keep(rank, gives[rank]),
+                        convoy.keep(rank, takes[rank]) if rank in takes else None,
+                    )
+                    for rank in ranks
+                ),
+                op=ReduceOp.SUM if kind in REDUCTIONS else None,
+                root=root,
+                peer=1 if kind is OpKind.SEND else -1,
+                inplace=inplace,
+                timeout_s=WAIT_S,
+            )
+        )
+    planned = plan(requests, convoy.rosters * len(calls), staging=staging)
+    found = []
+    for _ in range(2):  # the second one as remembered, where nothing is made
+        outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
+        for _, outcome in sorted(outcomes.items()):
+            assert outcome.error is None, outcome.error
+            found += [tensor.tobytes() for made in outcome.outputs for tensor in made.tensors]
+        for gives, takes in calls:
+            for value in (*gives, *takes.values()):
+                found += [
+                    piece.tobytes() for piece in (value if isinstance(value, list) else [value]) if piece is not None
+                ]
+    return found
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.BARRIER])
+@pytest.mark.parametrize("backend", ["local", "shm", "tcp"])
+def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, backend: str) -> None:
+    with _convoy(backend, 3) as convoy:
+        for seed in range(3):
+            calls = _scene(kind, 3, seed)
+            inplace = bool(seed % 2)
+            alone = _run(convoy, kind, copy.deepcopy(calls), 0, inplace)
+            for staging in (256, 32 << 20):
+                assert _run(convoy, kind, copy.deepcopy(calls), staging, inplace) == alone
+
+
+def body_packed(communicator: Communicator, launch: Launch) -> list[str]:
+    """One packed kernel of each kind in pieces, of tensors whose largest pieces are on different ranks."""
+    rank, world, wrong = communicator.rank, communicator.world_size, []
+    for number, kind in enumerate(PIECES):
+        launch = Launch(seq=launch.seq + number, ranks=launch.ranks, timeout_s=launch.timeout_s)
+        calls = [gives_of(kind, world, _counted, lambda a, b, k=k: (3 * a + 5 * b + 7 * k) % 11, 0) for k in range(3)]
+        op = ReduceOp.SUM if kind in REDUCTIONS else None
+        meant = [meaning(kind, gives, root=0, op=op) for gives in calls]
+        takes = [
+            [np.zeros_like(piece) for piece in _listed(of[rank])] if of[rank] is not None else None for of in meant
+        ]
+        items = []
+        for gives, mine, of in zip(calls, takes, meant, strict=True):
+            dst = None if mine is None else tuple(mine) if isinstance(of[rank], list) else mine[0]
+            src = tuple(gives[rank]) if isinstance(gives[rank], list) else gives[rank]
+            items.append(Item(src, dst, max(piece.size for give in gives for piece in _listed(give))))
+        block = FusionBuffer(np.zeros(sum(room(kind, item) for item in items), np.uint8))
+        packed = FusedKernel(kind, op, 0 if kind in ROOTED else -1, items=items, me=rank, block=block)
+        communicator.agree(launch, b"")
+        packed.load()
+        communicator.launch(launch, packed.kernel).wait(WAIT_S)
+        packed.unload()
+        communicator.end(launch, True)
+        for mine, of in zip(takes, meant, strict=True):
+            if mine is not None and any((a != b).any() for a, b in zip(mine, _listed(of[rank]), strict=True)):
+                wrong.append(kind.value)
+    return wrong
+
+
+def _counted(size: int) -> Any:
+    return np.arange(size, dtype="float64") + size
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
+def test_libraries_take_a_bound_for_the_largest_piece(backend: str) -> None:
+    """That of a packed kernel is the sum of those of its tensors: no rank may hold as much."""
+    if not backends.is_available(backend):
+        pytest.skip(f"{backend} is not installed")
+    workers = [Worker() for _ in range(3)]
+    team = ProcessTeam(backend, 3, workers)
+    try:
+        assert team.must(body_packed, team.launch()) == [[], [], []]
+    finally:
+        team.close()
+        for worker in workers:
+            worker.close()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_tensors_of_one_list_travel_together(world: int) -> None:
+    with _convoy("local", world) as convoy:
+        kernels: list[Kernel] = []
+        (name,) = convoy.communicators[0]
+        convoy.communicators[0][name] = launched(convoy.communicators[0][name], kernels.append)
+        values = [
+            [np.full(3, 1.0 + rank), np.full((2, 2), 2.0), np.ones(2, "int32"), np.ones(1 << 15)]
+            for rank in range(world)
+        ]
+        expected = [sum(of) for of in zip(*copy.deepcopy(values), strict=True)]
+        keys = [convoy.keep(rank, value) for rank, value in enumerate(values)]
+        request = Request(
+            kind=OpKind.ALLREDUCE,
+            group=convoy.rosters[0].spec,
+            operands=tuple((rank, key, None) for rank, key in enumerate(keys)),
+            op=ReduceOp.SUM,
+            timeout_s=WAIT_S,
+        )
+        assert all(one.error is None for one in convoy.run([request], convoy.rosters).values())
+        assert [kernel.src.size for kernel in kernels] == [7, 2, 1 << 15]
+        for value in values:
+            for got, right in zip(value, expected, strict=True):
+                np.testing.assert_array_equal(got, right)
+
+
+# ---------------------------------------------------------------------------------------------- staging memory
+
+
+def test_a_block_is_used_by_one_at_a_time_and_lives_as_long_as_somebody_has_it() -> None:
+    pool, sizes = FusionPool(), list[int]()
+
+    def allocate(info: TensorInfo) -> Any:
+        sizes.append(info.nbytes)
+        return arrays.empty(info)
+
+    first = pool.take(100, 32 << 20, allocate)
+    second = pool.take(100, 32 << 20, allocate)
+    assert first is not second
+    first.give()
+    assert pool.take(1000, 32 << 20, allocate) is first
+    assert len(sizes) == 2
+    first.give()
+    del first, second
+    gc.collect()
+    assert pool.take(100, 32 << 20, allocate).memory.nbytes == sizes[-1]
+    assert len(sizes) == 3
+
+
+@pytest.mark.parametrize("nbytes", [1, 100, 65_537, 1 << 20, 3 << 20])
+@pytest.mark.parametrize("limit", [1, 1000, 1 << 20, 32 << 20])
+def test_a_block_is_at_least_what_is_needed_and_else_within_the_limit(nbytes: int, limit: int) -> None:
+    block = FusionPool().take(nbytes, limit, arrays.empty)
+    assert nbytes <= block.memory.nbytes <= max(nbytes, limit)

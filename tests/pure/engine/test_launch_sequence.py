@@ -1,0 +1,120 @@
+"""The launches of a program: opened in order, each ended once, with patience for what comes before, and an abort."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from raycollect.core.model import GroupSpec, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.engine.launch_sequence import LaunchSequence
+from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.planner import Request, Roster, Topology, plan
+
+TIMEOUT_S = 3.0
+
+
+class Noted:
+    """A communicator that notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.story: list[tuple[Any, ...]] = []
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        self.story.append(("agree", launch.seq, launch.timeout_s, arrival))
+        return [arrival] * len(launch.ranks)
+
+    def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
+        self.story.append(("end", launch.seq, ok))
+        return launch.ranks if ok else ()
+
+    def abort(self, seq: int) -> None:
+        self.story.append(("abort", seq))
+
+
+def _program(groups: int, position: int = 0) -> Any:
+    """Allreduces on several groups of two, all of which have participant 0; the others are different ones."""
+    requests, rosters = [], []
+    for at in range(groups):
+        spec = GroupSpec(name=f"g{at}", group_id=f"g{at}", backend="local", world_size=2)
+        rosters.append(Roster(spec=spec, members=("hub", f"other {at}"), topology=Topology(hosts=(0, 0))))
+        operands = ((0, f"a{at}", None), (1, f"b{at}", None))
+        requests.append(
+            Request(kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM, timeout_s=TIMEOUT_S)
+        )
+    return plan(requests, rosters).program(position)
+
+
+def _launches(program: Any, aborted: list[str], exchange: Any = None) -> tuple[LaunchSequence, dict[str, Noted]]:
+    communicators: dict[str, Noted] = {}
+
+    def find(group_id: str) -> Communicator:
+        return communicators.setdefault(group_id, Noted())  # type: ignore[return-value]
+
+    made = LaunchSequence(program, find, exchange, seq=50, aborted=lambda: aborted[0] if aborted else None)
+    return made, communicators
+
+
+def test_each_launch_is_ended_when_the_next_one_is_begun() -> None:
+    program = _program(1)
+    launches, communicators = _launches(program, [])
+    launches.begin()
+    launches.meet(b"here")
+    launches.at(0, "g0", (0, 1))
+    launches.at(2, "g0", (0, 1))
+    launches.at(2, "g0", (0, 1))
+    launches.at(3, "g1", (0, 1))
+    assert launches.end(ok=False) == ()
+    assert [one[:2] for one in communicators["g0"].story] == [("agree", 50), ("end", 50), ("agree", 52), ("end", 52)]
+    assert [one[0] for one in communicators["g1"].story] == ["agree", "end"]
+    assert communicators["g1"].story[-1] == ("end", 53, False)
+
+
+def test_who_waits_for_a_later_launch_leaves_time_for_all_that_comes_before() -> None:
+    program = _program(3)
+    launches, communicators = _launches(program, [], exchange=_Star())
+    launches.begin()
+    launches.meet(b"")
+    _, launch = launches.at(3, "g2", (0, 1))
+    assert launch.timeout_s == TIMEOUT_S, "for the kernels themselves"
+    assert communicators["g2"].story == [("agree", 53, TIMEOUT_S * (1 + 3 + 3), b"")]
+
+
+def test_an_abort_between_two_launches_is_not_lost() -> None:
+    aborted: list[str] = []
+    launches, communicators = _launches(_program(1), aborted)
+    launches.begin()
+    launches.meet(b"")
+    launches.abort()
+    assert communicators["g0"].story[-1] == ("abort", 50)
+    with pytest.raises(PlanAbortedError):
+        launches.at(1, "g1", (0, 1))
+    assert "g1" not in communicators or communicators["g1"].story == [], "nobody is waited for"
+    launches.end(ok=False)
+    assert [one for one in communicators["g0"].story if one[0] == "end"] == [("end", 50, True)]
+
+
+def test_a_reason_to_stop_is_asked_for_at_each_launch() -> None:
+    aborted: list[str] = []
+    launches, _ = _launches(_program(1), aborted)
+    launches.begin()
+    launches.meet(b"")
+    aborted.append("because")
+    with pytest.raises(PlanAbortedError, match="because"):
+        launches.at(1, "g1", (0, 1))
+
+
+def test_a_door_that_nobody_keeps_is_said_at_once() -> None:
+    launches, _ = _launches(_program(2), [])
+    with pytest.raises(GroupBrokenError):
+        launches.begin()
+
+
+class _Star:
+    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        return [arrival] * len(launch.ranks)
+
+    def abort(self, seq: int) -> None:
+        raise AssertionError("nobody aborts here")

@@ -1,0 +1,610 @@
+"""Runs of a routine: what is in the slots, what is remembered from run to run, and how a run ends."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.backends.local import LocalWorld
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.engine import fast_path, run_cache
+from raycollect.engine.method_errors import DETAIL_LENGTH
+from raycollect.engine.step_program import Collective
+from raycollect.engine.value_codec import pack_values, unpack_values
+from raycollect.errors import (
+    CaptureError,
+    MethodError,
+    MismatchError,
+    NotATensorError,
+    PlanAbortedError,
+    ProtocolError,
+    TensorDirtyError,
+)
+from raycollect.planner import decode_program, encode_program
+from raycollect.planner.program import Domain
+from raycollect.pos import Container
+from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Star, Team, full, given, pinned
+
+MakeTeam = Callable[..., Team]
+
+
+@pytest.fixture
+def team() -> Iterator[MakeTeam]:
+    made: list[Team] = []
+
+    def make(world: int, scripts: Any = None) -> Team:
+        made.append(Team(world, scripts))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for replay in one.replays:
+            replay.abort()
+        one.close()
+
+
+def every(slots: list[int]) -> dict[int, int]:
+    return dict(enumerate(slots))
+
+
+# ---------------------------------------------------------------------------------------------- slots
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_training_step_equals_a_plain_loop(team: MakeTeam, world: int, seed: int) -> None:
+    """Gradients of methods, summed in place, applied by methods with an argument of the run; losses come back."""
+    rng = np.random.default_rng(seed)
+    data = [rng.random(7) for _ in range(world)]
+    weights, plain = [np.zeros(7) for _ in range(world)], np.zeros(7)
+    one = team(world)
+    for rank, script in enumerate(one.scripts):
+
+        def gradient(rank: int = rank) -> Any:
+            return weights[rank] - data[rank]
+
+        def apply(grad: Any, *, rate: float, rank: int = rank) -> None:
+            weights[rank] -= rate * grad
+
+        def loss(rank: int = rank) -> float:
+            return float(weights[rank].sum())
+
+        one.actors[rank].methods = {"gradient": gradient, "apply": apply, "loss": loss}
+        script.argument()
+    slots = [script.call("gradient") for script in one.scripts]
+    one.collective(OpKind.ALLREDUCE, every(slots))
+    for script, slot in zip(one.scripts, slots, strict=True):
+        script.call("apply", slot, rate=script.arguments[0])
+        script.returns.append(script.call("loss"))
+    for rate in (0.1, 0.05, 0.2):
+        losses = one.run(rate)
+        total = np.zeros(7)
+        for values in data:
+            total += plain - values
+        plain -= rate * total
+        assert losses == [(float(plain.sum()),)] * world
+    for found in weights:
+        np.testing.assert_array_equal(found, plain)
+
+
+def test_constants_arguments_and_values_reach_methods(team: MakeTeam) -> None:
+    array, shared = np.arange(3.0), object()
+    script = Script(0, [pinned(array), shared])
+    argument = script.argument()
+    first = script.call("first", 0, 1, given(3), key=argument, other=given((1, "a")))
+    script.call("second", first, given([1]), given(np.ones(2)))
+    script.returns += [first, argument]
+    one = team(1, [script])
+    one.actors[0].methods = {"first": lambda *args, **kwargs: 42, "second": lambda *args: None}
+    for value in (0.5, [None, 7], (1, {2: "x"})):
+        assert one.run(value) == [(42, value)]
+        (_, args, kwargs), (_, others, _) = one.actors[0].calls[-2:]
+        assert args[0] is array, "the tensor itself"
+        assert args[1] is shared, "what was resolved when the step was captured"
+        assert args[2] == 3
+        assert kwargs == {"key": value, "other": (1, "a")}
+        assert others[:2] == (42, [1])
+        np.testing.assert_array_equal(others[2], np.ones(2))
+
+
+def test_a_method_that_changes_a_constant_gets_it_anew_in_the_next_run(team: MakeTeam) -> None:
+    script = Script(0)
+
+    def spoil(items: list[int], array: Any, table: dict[str, int]) -> float:
+        items.append(4)
+        array += 1
+        table["b"] = 2
+        return float(len(items) + array.sum() + len(table))
+
+    script.returns.append(script.call("spoil", given([1]), given(np.zeros(3)), table=given({"a": 1})))
+    one = team(1, [script])
+    one.actors[0].methods = {"spoil": spoil}
+    assert [one.run() for _ in range(3)] == [[(7.0,)]] * 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_outputs_of_collectives_are_made_anew_and_given_to_methods_and_collectives(team: MakeTeam, world: int) -> None:
+    tensors = [full(rank + 1) for rank in range(world)]
+    one = team(world, [Script(rank, [pinned(tensors[rank])]) for rank in range(world)])
+    gathered = one.collective(OpKind.ALLGATHER, every([0] * world))
+    summed = one.collective(OpKind.ALLREDUCE, every([slots[0] for slots in gathered]))
+    assert summed == [[]] * world, "in place"
+    seen: list[list[Any]] = [[] for _ in range(world)]
+    for rank, script in enumerate(one.scripts):
+        one.actors[rank].methods = {"take": seen[rank].append}
+        script.call("take", gathered[rank][0])
+        script.returns.append(gathered[rank][0])
+    for _ in range(3):
+        results = one.run()
+        for (rows,) in results:
+            assert [row[0] for row in rows] == [world * (rank + 1.0) for rank in range(world)]
+    for values in seen:
+        assert len({id(row) for rows in values for row in rows}) == 3 * world, "each run's own"
+
+
+def test_without_results_nothing_is_packed(team: MakeTeam) -> None:
+    script = Script(0)
+    script.call("note")
+    one = team(1, [script])
+    one.actors[0].methods = {"note": object}
+    assert one.capture()[0].run(1, b"", aborted=lambda: None) == b""
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, 3)])
+def test_the_arguments_are_counted(team: MakeTeam, arguments: tuple[int, ...]) -> None:
+    script = Script(0)
+    script.argument()
+    one = team(1, [script])
+    with pytest.raises(ProtocolError, match=f"{len(arguments)} arguments for a captured step that takes 1"):
+        one.capture()[0].run(1, pack_values(arguments), aborted=lambda: None)
+
+
+def test_the_values_of_refs_are_counted(team: MakeTeam) -> None:
+    script = Script(0, [1, 2])
+    one = team(1, [script])
+    script.values.pop()
+    script.keys.append(script.keys[0])
+    step_program = replace(script.step_program, refs=2)
+    with pytest.raises(ProtocolError, match="1 values for a routine of 2 refs"):
+        type(one.capture()[0])(step_program, [1], one.actors[0].invoke, one.replays[0].instruments, lambda _: None)  # type: ignore[arg-type,return-value]
+
+
+def test_keys_tell_the_run(team: MakeTeam) -> None:
+    """What is wrong with a method's result is told under another key in each run, a ref's under its own."""
+    script = Script(0, [pinned(full(1))])
+    slot = script.call("make")
+    one = team(1, [script])
+    one.actors[0].methods = {"make": lambda: "no tensor"}
+    one.collective(OpKind.ALLREDUCE, {0: slot})
+    refs = []
+    for _ in range(2):
+        (error,) = one.fail()
+        assert isinstance(error, NotATensorError)
+        refs.append(error.violations[0].ref)
+    step = script.keys[slot][-4:]
+    assert refs == [(CAPTURE + run.to_bytes(8, "little") + step).hex() for run in (1, 2)]
+
+
+def test_a_value_that_is_no_tensor_is_no_operand(team: MakeTeam) -> None:
+    """Also a tensor that went by value: nobody keeps it."""
+    for value in (3, np.ones(3)):
+        one = team(1, [Script(0, [value])])
+        one.collective(OpKind.ALLREDUCE, {0: 0})
+        (error,) = one.fail()
+        assert isinstance(error, NotATensorError)
+        assert "by value" in str(error)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_wrong_says_in_which_call_of_the_capture(team: MakeTeam, world: int) -> None:
+    """The second plan, itself of two calls, whose second is wrong: call 2 of all."""
+    tensors = [[full(1), full(2), full(3, (4 + rank,))] for rank in range(world)]
+    one = team(world, [Script(rank, [pinned(t) for t in tensors[rank]]) for rank in range(world)])
+    for script in one.scripts:
+        script.call("note")
+    for actor in one.actors:
+        actor.methods = {"note": lambda: None}
+    one.collective(OpKind.ALLREDUCE, every([0] * world))
+    for script in one.scripts:
+        script.call("note")
+    one.batch([(OpKind.ALLREDUCE, every([at] * world), {}, {}) for at in (1, 2)])
+    for error in one.fail():
+        assert isinstance(error, MismatchError)
+        assert {violation.call for violation in error.violations} == {2}
+        assert error.__traceback__ is None or error.op
+    single = team(world, [Script(rank, [pinned(tensors[rank][2])]) for rank in range(world)])
+    single.collective(OpKind.ALLREDUCE, every([0] * world))
+    for error in single.fail():
+        assert isinstance(error, MismatchError)
+        assert {violation.call for violation in error.violations} == {-1}, "there is but one"
+
+
+# ---------------------------------------------------------------------------------------------- from run to run
+
+
+@pytest.fixture
+def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each plan was recognised."""
+    found = []
+    recall = run_cache.RunCache.recall
+
+    def noted(*args: Any) -> Any:
+        known = recall(*args)
+        found.append(known is not None)
+        return known
+
+    monkeypatch.setattr(run_cache.RunCache, "recall", staticmethod(noted))
+    run = fast_path.FastPath.run
+    monkeypatch.setattr(fast_path.FastPath, "run", lambda *args: found.append(True) or run(*args))
+    return found
+
+
+def _summing(team: MakeTeam, make: Callable[[], Any]) -> Team:
+    script = Script(0)
+    slot = script.call("make")
+    one = team(1, [script])
+    one.actors[0].methods = {"make": make, "take": lambda value: None}
+    one.collective(OpKind.ALLREDUCE, {0: slot})
+    script.call("take", slot)
+    return one
+
+
+KEPT: dict[str, Callable[[Any, Any], Callable[[], Any]]] = {
+    "tensor": lambda a, b: lambda: a,
+    "list": lambda a, b: (lambda same: lambda: same)([a, b]),
+    "a new list of the same": lambda a, b: lambda: [a, b],
+    "a new dict of the same": lambda a, b: lambda: {"a": a, "b": [b]},
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_the_same_tensors_are_recognised(team: MakeTeam, recalled: list[bool], name: str) -> None:
+    made: list[Any] = []
+    make = KEPT[name](full(1), full(2))
+    one = _summing(team, lambda: made.append(make()) or made[-1])
+    for _ in range(5):
+        one.run()
+    assert recalled == [False, False, True, True, True]
+    taken = [args[0] for method, args, _ in one.actors[0].calls if method == "take"]
+    assert all(one is other for one, other in zip(taken, made, strict=True)), "what it returned in this very run"
+
+
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "new tensors": lambda run: full(run),
+    "another structure": lambda run: [_A, _B] if run % 2 else {"a": _A, "b": _B},
+    "another order": lambda run: [_A, _B] if run % 2 else [_B, _A],
+    "views": lambda run: _A[:3],
+}
+_A, _B = full(1), full(2)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_not(team: MakeTeam, recalled: list[bool], name: str) -> None:
+    runs = iter(range(10))
+    one = _summing(team, lambda: OTHERS[name](next(runs)))
+    for _ in range(6):
+        one.run()
+    assert recalled == [False] * 6
+
+
+def test_a_list_that_was_changed_is_taken_apart_anew(team: MakeTeam, recalled: list[bool]) -> None:
+    items, other = [full(1)], full(1, (3,))
+    one = _summing(team, lambda: items)
+    one.collective(OpKind.ALLREDUCE, {0: one.scripts[0].actions[0].slot}, op=ReduceOp.PRODUCT)  # type: ignore[union-attr]
+    for _ in range(3):
+        one.run()
+    assert recalled[-2:] == [True, True]
+    items.append(other)
+    one.run()
+    assert recalled[-2:] == [False, False]
+    assert len(one.replays[0].look()[0] or ()) == 2
+
+
+def test_what_is_new_in_each_run_goes_before_the_next_is_made(team: MakeTeam) -> None:
+    """Of results, and of outputs: a run needs no memory twice."""
+    alive: list[weakref.ref[Any]] = []
+    held: list[int] = []
+
+    def make() -> Any:
+        one.actors[0].calls.clear()
+        gc.collect()
+        held.append(sum(ref() is not None for ref in alive))
+        array = full(len(alive))
+        alive.append(weakref.ref(array))
+        return array
+
+    one = _summing(team, make)
+    for _ in range(5):
+        one.run()
+    assert held == [0] * 5
+    replay = one.replays[0]
+    assert alive[-1]() is not None, "the last run's, for whoever asks how it looks"
+    (infos, nothing) = replay.look()
+    assert infos is not None
+    assert nothing is None
+    assert [(info.shape, info.dtype) for info in infos] == [((5,), "float64")]
+    one.actors[0].calls.clear()
+    replay.close()
+    gc.collect()
+    assert alive[-1]() is None
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_outputs_go_before_new_ones_are_made(team: MakeTeam, world: int) -> None:
+    one = team(world, [Script(rank, [pinned(full(rank))]) for rank in range(world)])
+    one.collective(OpKind.ALLGATHER, every([0] * world))
+    alive: list[list[weakref.ref[Any]]] = [[] for _ in range(world)]
+    held: list[int] = []
+
+    def allocate(rank: int, runs: list[int], info: Any) -> Any:
+        if len(alive[rank]) == world * runs[0]:  # the first of a run
+            runs[0] += 1
+            held.append(sum(ref() is not None for ref in alive[rank]))
+        array = arrays.empty(info)
+        alive[rank].append(weakref.ref(array))
+        return array
+
+    for rank, replay in enumerate(one.capture()):
+        replay.instruments = replace(replay.instruments, allocate=functools.partial(allocate, rank, [0]))
+    for _ in range(4):
+        one.run()
+    assert held == [0] * 4 * world
+
+
+def test_dirt_is_noticed_from_run_to_run(team: MakeTeam) -> None:
+    tensor = full(1)
+    one = _summing(team, lambda: tensor)
+    for _ in range(3):
+        one.run()
+    one.stores[0].mark_dirty([arrays.byte_range(tensor)], [tensor])
+    (error,) = one.fail()
+    assert isinstance(error, TensorDirtyError)
+    one.stores[0].mark_written([arrays.byte_range(tensor)])
+    one.run()
+
+
+def test_looking_needs_no_run(team: MakeTeam) -> None:
+    one = team(1, [Script(0, [pinned([full(1), full(2, (2, 3))]), "by value"])])
+    one.scripts[0].call("make")
+    infos, *others = one.capture()[0].look()
+    assert others == [None, None]
+    assert [info.shape for info in infos or ()] == [(5,), (2, 3)]
+
+
+# ---------------------------------------------------------------------------------------------- failures
+
+
+class _OddError(ValueError):
+    def __str__(self) -> str:
+        raise KeyError("no message")
+
+
+def _name(value: object) -> str:
+    return type(value).__name__
+
+
+def _raise(exc: BaseException) -> Any:
+    raise exc
+
+
+@pytest.mark.parametrize("exc", [ValueError("bad " * 1000), SystemExit(3), _OddError(), KeyboardInterrupt()], ids=_name)
+def test_what_a_method_raises_ends_the_run(team: MakeTeam, exc: BaseException) -> None:
+    script = Script(0)
+    script.call("fine")
+    script.call("broken", given(1))
+    script.call("never")
+    one = team(1, [script])
+    one.actors[0].methods = {"fine": int, "broken": lambda _: _raise(exc), "never": int}
+    (error,) = one.fail()
+    assert isinstance(error, MethodError)
+    assert (error.op, error.call, error.raised) == ("broken", 1, type(exc).__name__)
+    assert len(error.detail) <= DETAIL_LENGTH
+    assert "in _raise" in error.trace
+    assert "raycollect/engine/step_runner.py" not in error.trace
+    assert [name for name, _, _ in one.actors[0].calls] == ["fine", "broken"]
+    assert error.__context__ is None
+    assert error.__cause__ is None
+
+
+def test_the_frames_of_a_method_that_raised_are_gone(team: MakeTeam) -> None:
+    kept: list[Any] = []
+
+    def broken() -> None:
+        large = full(1)
+        kept.append(weakref.ref(large))
+        raise ValueError("bad")
+
+    script = Script(0)
+    script.call("broken")
+    one = team(1, [script])
+    one.actors[0].methods = {"broken": broken}
+    (error,) = one.fail()
+    assert isinstance(error, MethodError)
+    gc.collect()
+    assert kept[0]() is None
+
+
+def test_a_result_that_cannot_be_given_back_is_the_fault_of_its_method(team: MakeTeam) -> None:
+    script = Script(0, [object()])
+    script.returns += [script.call("fine"), script.call("odd")]
+    one = team(1, [script])
+    one.actors[0].methods = {"fine": int, "odd": object}
+    (error,) = one.fail()
+    assert isinstance(error, MethodError)
+    assert (error.op, error.call) == ("odd", 1)
+    assert not error.raised
+    assert "call 1 of the step, odd" in str(error)
+    assert "returned a value of type object" in str(error)
+    assert "ordinary method" in str(error)
+    script.returns[:] = [0]
+    one.capture()
+    (error,) = one.fail()
+    assert isinstance(error, CaptureError)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_nothing_of_an_aborted_run_is_begun(team: MakeTeam, world: int) -> None:
+    one = team(world)
+    for script in one.scripts:
+        script.call("note")
+    for actor in one.actors:
+        actor.methods = {"note": lambda: None}
+    one.capture()
+    for aborts in one.aborts:
+        aborts[1] = "no more"
+    for error in one.fail():
+        assert isinstance(error, PlanAbortedError)
+        assert error.detail == "no more"
+    assert not any(actor.calls for actor in one.actors)
+    one.run()
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_an_abort_reaches_who_waits_at_the_door(team: MakeTeam, others: int) -> None:
+    """One is held in a method; the others wait for it in the plan, and are woken. Then the held one stops, too."""
+    one, gate = team(1 + others), Gate()
+    slots = [script.call("make") for script in one.scripts]
+    one.collective(OpKind.ALLREDUCE, every(slots))
+    for script in one.scripts:
+        script.call("after")
+    for rank, actor in enumerate(one.actors):
+        tensor = full(rank)
+        actor.methods = {"make": lambda tensor=tensor: tensor, "after": int}
+    tensor = full(7)
+    one.actors[0].methods["make"] = lambda: gate(tensor)
+    one.capture()
+    seq, futures = one.start()
+    assert gate.came.wait(WAIT_S)
+    for replay in one.replays[1:]:
+        replay.abort(seq + 1)  # another run: nothing happens
+        replay.abort(seq)
+    for future in futures[1:]:
+        assert isinstance(future.exception(WAIT_S), PlanAbortedError)
+    one.replays[0].abort()
+    gate.go.set()
+    error = futures[0].exception(WAIT_S)
+    assert isinstance(error, PlanAbortedError)
+    assert not any(name == "after" for actor in one.actors for name, _, _ in actor.calls)
+
+
+def test_an_abort_of_another_run_spares_this_one(team: MakeTeam) -> None:
+    one, gate = team(1), Gate()
+    one.scripts[0].call("hold")
+    one.scripts[0].call("after")
+    one.actors[0].methods = {"hold": gate, "after": int}
+    one.capture()[0].abort()
+    seq, futures = one.start()
+    assert gate.came.wait(WAIT_S)
+    one.replays[0].abort(seq + 1)
+    gate.go.set()
+    assert futures[0].result(WAIT_S) == ()
+    one.replays[0].abort(seq)
+    one.replays[0].abort()
+    one.run()
+    assert len(one.actors[0].calls) == 4
+
+
+def test_aborts_race_with_runs(team: MakeTeam) -> None:
+    """However they meet, a run ends well or aborted, and never hangs."""
+    one = team(2)
+    slots = [script.call("make") for script in one.scripts]
+    one.collective(OpKind.ALLREDUCE, every(slots))
+    for rank, actor in enumerate(one.actors):
+        actor.methods = {"make": lambda rank=rank: full(rank)}  # a new one: the last one may be half-written
+    one.capture()
+    stop = threading.Event()
+
+    def abort() -> None:
+        while not stop.is_set():
+            for replay in one.replays:
+                replay.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert {type(error) for error in one.fail()} <= {type(None), PlanAbortedError}
+    finally:
+        stop.set()
+        thread.join(WAIT_S)
+
+
+# ---------------------------------------------------------------------------------------------- doors, and pieces
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_door_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeTeam, world: int) -> None:
+    tensors = [full(rank + 1) for rank in range(world)]
+    one = team(world, [Script(rank, [pinned(tensors[rank])]) for rank in range(world)])
+    one.collective(OpKind.ALLREDUCE, every([0] * world))
+    first = one.width
+    one.collective(OpKind.ALLREDUCE, every([0] * world))
+    for rank, script in enumerate(one.scripts):
+        action = script.actions[1]
+        assert isinstance(action, Collective)
+        door = Domain(group_id="", rank=rank, ranks=tuple(range(world)))
+        script.actions[1] = replace(action, program=encode_program(replace(decode_program(action.program), door=door)))
+    star = LocalWorld(world, "star")
+    stars = [Star(star, rank) for rank in range(world)]
+    asked: list[tuple[int, int]] = []
+
+    def exchange(rank: int, program: Any, seq: int) -> Any:
+        asked.append((rank, seq))
+        return stars[rank]
+
+    one.exchanges = exchange
+    seq, futures = one.start()
+    assert [future.result(WAIT_S) for future in futures] == [()] * world
+    assert sorted(asked) == [(rank, seq + first) for rank in range(world)]
+    assert [one.seqs for one in stars] == [[seq + first]] * world
+    for tensor in tensors:
+        np.testing.assert_array_equal(tensor, full(world * world * (world + 1) / 2))
+
+
+def test_an_abort_just_before_a_plan_begins_is_seen(team: MakeTeam) -> None:
+    one = team(2, [Script(rank, [pinned(full(1))]) for rank in range(2)])
+    one.collective(OpKind.ALLREDUCE, every([0, 0]))
+    action = one.scripts[0].actions[0]
+    assert isinstance(action, Collective)
+    door = Domain(group_id="", rank=0, ranks=(0, 1))
+    program = encode_program(replace(decode_program(action.program), door=door))
+    one.scripts[0].actions[0] = replace(action, program=program)
+    star = Star(LocalWorld(2, "star"), 0)
+    replay = one.capture()[0]
+
+    def exchange(program: Any, seq: int) -> Any:
+        replay.abort()
+        return star
+
+    with pytest.raises(PlanAbortedError):
+        replay.run(1, b"", aborted=lambda: None, exchange=exchange)
+    assert star.seqs == [], "the other never comes there"
+
+
+def test_a_program_has_as_many_operands_as_keys(team: MakeTeam) -> None:
+    one = team(1, [Script(0, [pinned(full(1))])])
+    one.collective(OpKind.ALLREDUCE, {0: 0})
+    action = one.scripts[0].actions[0]
+    assert isinstance(action, Collective)
+    one.scripts[0].actions[0] = replace(action, inputs=())
+    with pytest.raises(ProtocolError, match="0 operands for a program of 1"):
+        one.capture()
+
+
+def test_plans_are_decoded_once(team: MakeTeam, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = team(1, [Script(0, [pinned(full(1))])])
+    one.collective(OpKind.ALLREDUCE, {0: 0})
+    (replay,) = one.capture()
+    monkeypatch.setattr("raycollect.engine.step_actions.decode_program", None)
+    for seq in (1, 2, 3):
+        assert unpack_values(replay.run(seq, b"", aborted=lambda: None)) == ()
+    assert type(replay.slots[0]) is Container

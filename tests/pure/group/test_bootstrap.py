@@ -1,0 +1,298 @@
+"""How groups form that processes make themselves: leaders and followers in threads, a directory and real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycollect.channel import Hub, protocol
+from raycollect.channel.messages import Refused
+from raycollect.core.model import Address
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    GroupExistsError,
+    InvalidGroupError,
+    ProtocolError,
+)
+from raycollect.group import bootstrap
+from raycollect.group.bootstrap import BootstrapRequest, FailureNotice, follow, lead
+from raycollect.group.bootstrap_store import DirectoryBulletin, Record
+from raycollect.group.coordinator_server import CoordinatorServer
+from raycollect.group.process_group import ProcessGroup
+from tests.pure.watched import WAIT_S
+
+NAME = "g"
+
+
+class Place:
+    """Where some members meet."""
+
+    def __init__(self, path: Path) -> None:
+        self.board = DirectoryBulletin(path)
+        self.hub = Hub()
+        self.fading: list[FailureNotice] = []
+        self.threads = ThreadPoolExecutor(8)
+        self.process_groups: list[ProcessGroup] = []
+
+    def claim(self, rank: int, **changes: Any) -> BootstrapRequest:
+        fields = {"name": NAME, "world_size": 2, "rank": rank, "backend": "tcp", "who": f"process {rank}"}
+        return BootstrapRequest(**{**fields, "machine": "here", "timeout_s": WAIT_S, **changes})
+
+    def lead(self, **changes: Any) -> ProcessGroup:
+        process_group, error, fading = lead(self.claim(0, **changes), self.board, self.hub)
+        if fading is not None:
+            self.fading.append(fading)
+        if process_group is None:
+            assert error is not None
+            raise error
+        self.process_groups.append(process_group)
+        return process_group
+
+    def follow(self, rank: int = 1, **changes: Any) -> ProcessGroup:
+        process_group = follow(self.claim(rank, **changes), self.board, self.hub)
+        self.process_groups.append(process_group)
+        return process_group
+
+    def start(self, what: Any, *args: Any, **changes: Any) -> Future[Any]:
+        return self.threads.submit(what, *args, **changes)
+
+    def end_fading(self) -> None:
+        """What rank 0 does before it leads another group of that name."""
+        while self.fading:
+            self.fading.pop().end()
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        for process_group in self.process_groups:
+            process_group.close()
+        self.end_fading()
+        self.hub.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "job").mkdir(mode=0o700)
+    made = Place(tmp_path / "job")
+    yield made
+    made.close()
+    assert made.board.read(NAME) is None, "a record stayed behind"
+
+
+def _file(place: Place) -> Path:
+    return Path(place.board.where(NAME))
+
+
+GARBAGE = {
+    "empty": b"",
+    "object": b"{}",
+    "list": b"[1,2]",
+    "secret": b'{"host":"127.0.0.1","port":9,"secret":"00","who":"w"}',
+    "digits": b"1" * 5000,
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_a_leader_replaces_what_is_no_record(place: Place, case: str) -> None:
+    _file(place).write_bytes(GARBAGE[case])
+    following = place.start(place.follow)
+    assert place.lead().world_size == following.result(WAIT_S).world_size == 2
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_a_follower_says_which_file_is_no_record_once_its_time_is_over(place: Place, case: str) -> None:
+    _file(place).write_bytes(GARBAGE[case])
+    with pytest.raises(CollectiveTimeoutError, match="no record of rank 0") as caught:
+        place.follow(timeout_s=0.05)
+    assert f"Delete {_file(place)}" in caught.value.detail
+    assert caught.value.missing == (0,)
+    _file(place).unlink()
+
+
+def test_what_can_not_be_replaced_is_a_typed_error(place: Place) -> None:
+    _file(place).mkdir()
+    with pytest.raises(InvalidGroupError, match="rendezvous directory"):
+        place.lead()
+    _file(place).rmdir()
+
+
+def test_a_record_of_nobody_is_waited_out_and_replaced(place: Place) -> None:
+    dead = Record(address=Address(host="127.0.0.1", port=9, secret=bytes(32)), who="process 77")
+    place.board.post(NAME, dead.to_bytes())
+    with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
+        place.follow(timeout_s=0.05)
+    following = place.start(place.follow)
+    place.lead()
+    following.result(WAIT_S)
+
+
+def test_a_port_that_is_anothers_now_is_as_good_as_nobody(place: Place) -> None:
+    """What answers there is no endpoint of this protocol."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        over = threading.Event()
+
+        def serve() -> None:
+            while not over.is_set():
+                sock, _ = other.accept()
+                with sock:
+                    sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64))
+
+        serving = place.start(serve)
+        address = Address(host="127.0.0.1", port=other.getsockname()[1], secret=bytes(32))
+        place.board.post(NAME, Record(address=address, who="process 77").to_bytes())
+        with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
+            place.follow(timeout_s=0.05)
+        following = place.start(place.follow)
+        place.lead()
+        following.result(WAIT_S)
+        over.set()
+        socket.create_connection(other.getsockname()).close()
+        serving.result(WAIT_S)
+
+
+class _Older:
+    """What a leader of an earlier release sends first."""
+
+    def __init__(self, form: Any) -> None:
+        self.unpack, self.size = form.unpack, form.size
+        self.pack = lambda magic, version, nonce: form.pack(magic, version - 1, nonce)
+
+
+def test_what_can_not_be_said_is_told_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    leading = place.start(place.lead, options=(("x", "y" * 100_000),))
+    while place.board.read(NAME) is None:
+        time.sleep(0.01)  # polls for what another thread does
+    with pytest.raises(ProtocolError, match="hello"):
+        place.follow(options=(("x", "y" * 100_000),))
+    send = protocol._CHALLENGE
+    monkeypatch.setattr(protocol, "_CHALLENGE", _Older(send))
+    with pytest.raises(ProtocolError, match="speaks version"):
+        place.follow()
+    monkeypatch.setattr(protocol, "_CHALLENGE", send)
+    place.start(place.follow, world_size=3).exception(WAIT_S)
+    assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
+    place.end_fading()
+
+
+def test_what_a_member_says_of_itself_is_checked() -> None:
+    for word in (b"", b"7", b"{}", b'{"who": 1, "machine": 2, "gpu": {"a": 1}}', b"[" * 5000):
+        with pytest.raises(ProtocolError, match="rank 3"):
+            bootstrap._said(3, word)
+
+
+# ---------------------------------------------------------------------------------------------- one after the other
+
+
+def test_groups_of_one_name_follow_each_other_at_any_pace(place: Place) -> None:
+    """Each member forms the next group as soon as it has left; who is faster waits there for those who are not."""
+    rounds, world = 60, 3
+
+    def live(rank: int) -> list[str]:
+        ids = []
+        for number in range(rounds):
+            changes = {"world_size": world, "backend": "shm"}
+            role = (rank + number) % world  # each leads in turn
+            process_group = place.lead(**changes) if role == 0 else place.follow(role, **changes)
+            ids.append(process_group.spec.group_id)
+            if (number + rank) % 4 == 0:
+                time.sleep(0.002 * rank)  # a member that has something else to do
+            process_group.part()
+        return ids
+
+    found = [one.result(60) for one in [place.start(live, rank) for rank in range(world)]]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == rounds
+
+
+@pytest.mark.parametrize("fading", [True, False])
+def test_who_knows_that_a_group_failed_waits_for_the_next_one(
+    place: Place, fading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its leader stays for a while, to tell others; who has been told, and comes again, does not mean that group."""
+    monkeypatch.setattr(bootstrap, "FADING_S", WAIT_S)
+    leading = place.start(place.lead, world_size=3)
+    with pytest.raises(InvalidGroupError):
+        place.follow(1, world_size=3, backend="shm")
+    assert isinstance(leading.exception(WAIT_S), InvalidGroupError)
+    again = place.start(place.follow, 1, world_size=3)
+    late = place.start(place.follow, 2, world_size=3)
+    assert isinstance(late.exception(WAIT_S), InvalidGroupError), "it had not been told"
+    assert not again.done()
+    late = place.start(place.follow, 2, world_size=3)
+    if not fading:
+        place.end_fading()
+    process_group = place.lead(world_size=3)  # another process may lead: the old one makes room
+    assert {again.result(WAIT_S).spec.group_id, late.result(WAIT_S).spec.group_id} == {process_group.spec.group_id}
+    place.end_fading()
+
+
+def test_a_leader_that_waits_is_not_replaced(place: Place) -> None:
+    leading = place.start(place.lead)
+    while place.board.read(NAME) is None:
+        time.sleep(0.01)  # polls for what another thread does
+    with pytest.raises(GroupExistsError, match="process 0"):
+        place.lead()
+    place.follow()
+    leading.result(WAIT_S)
+
+
+class _Caller:
+    """One end of a connection to a star."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.over = threading.Event()
+
+    def received(self, link: Any, message: Any) -> None:
+        self.heard.append(message)
+
+    def closed(self, link: Any, reason: Any) -> None:
+        self.over.set()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_star_turns_away_who_comes_for_the_next_group(place: Place, complete: bool) -> None:
+    """Without a word: who comes reads the record again, where the next leader will post."""
+    star = CoordinatorServer(
+        "127.0.0.1", NAME, {"rank": 0, "world_size": 2, "backend": "tcp", "who": "w", "options": ""}
+    )
+    hello = place.claim(1).hello
+    try:
+        star.complete = complete
+        if not complete:
+            star.fail(GroupBrokenError(group_name=NAME, detail="why"))
+        for turn in range(3):
+            caller = _Caller()
+            place.hub.connect(star.address, hello, caller, WAIT_S)
+            if turn or complete:
+                assert caller.over.wait(WAIT_S)
+                assert caller.heard == []
+            else:
+                deadline_s = time.monotonic() + WAIT_S
+                while not caller.heard and time.monotonic() < deadline_s:
+                    time.sleep(0.01)  # polls for what another thread does
+                assert isinstance(caller.heard[0], Refused)
+        assert not bootstrap._is_alive(star.address, place.hub), "and makes room for another leader"
+    finally:
+        star.close()
+
+
+def test_a_record_that_goes_and_comes_leads_to_the_one_that_is_there(place: Place) -> None:
+    """A follower that was turned away tries a new record at once."""
+    star = CoordinatorServer(
+        "127.0.0.1", NAME, {"rank": 0, "world_size": 2, "backend": "tcp", "who": "w", "options": ""}
+    )
+    star.complete = True
+    place.board.post(NAME, Record(address=star.address, who="w").to_bytes())
+    try:
+        following = place.start(place.follow)
+        assert place.lead().spec.group_id == following.result(WAIT_S).spec.group_id
+    finally:
+        star.close()

@@ -1,0 +1,218 @@
+"""Records of rank 0 in a directory: what counts as one, and what others can do there."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raycollect.core.model import Address
+from raycollect.errors import InvalidGroupError
+from raycollect.group import bootstrap_store
+from raycollect.group.bootstrap_store import MOST_RECORD_NBYTES, DirectoryBulletin, Record, store_at
+
+RECORD = Record(address=Address(host="127.0.0.1", port=9, secret=bytes(range(32))), who="process 5")
+NAMES = ("g", "a/b", "..", "group-g", "ü" * 20, "x" * 1000, "x" * 999 + "y", "ü" * 300)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    made = tmp_path / "job"
+    made.mkdir(mode=0o700)
+    return made
+
+
+@pytest.fixture
+def board(path: Path) -> DirectoryBulletin:
+    return DirectoryBulletin(path)
+
+
+def test_a_record_is_posted_once_replaced_and_taken_away(board: DirectoryBulletin, path: Path) -> None:
+    assert board.read("g") is None
+    assert board.post("g", b"one")
+    assert not board.post("g", b"two")
+    assert board.read("g") == b"one"
+    board.replace("g", b"three")
+    board.remove("g", b"one")
+    assert board.read("g") == b"three"
+    assert Path(board.where("g")).read_bytes() == b"three"
+    assert stat.S_IMODE(Path(board.where("g")).stat().st_mode) == 0o600
+    board.remove("g", b"three")
+    board.remove("g", b"three")
+    assert list(path.iterdir()) == [], "nothing stays behind"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_has_a_record_of_its_own(board: DirectoryBulletin, path: Path, name: str) -> None:
+    """Also those that no file system takes: they are told apart by a hash."""
+    assert board.post(name, name.encode())
+    assert {other: board.read(other) for other in NAMES if board.read(other) is not None} == {name: name.encode()}
+    (file,) = path.iterdir()
+    assert len(os.fsencode(file.name)) <= 143
+
+
+def test_no_short_name_has_the_file_of_a_long_one() -> None:
+    hashed = bootstrap_store._file_name("x" * 1000)
+    for taken in (hashed, hashed.removeprefix("group"), hashed.removeprefix("group+")):
+        assert bootstrap_store._file_name(taken) != hashed
+
+
+def test_another_process_opens_the_directory_for_itself(board: DirectoryBulletin) -> None:
+    board.post("g", b"one")
+    again = pickle.loads(pickle.dumps(board))
+    assert (again.read("g"), again.host) == (b"one", board.host)
+
+
+def test_no_descriptor_stays_open(path: Path) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(5):
+        board = DirectoryBulletin(path)
+        board.post("g", b"one")
+        board.read("g")
+        board.replace("g", b"two")
+        board.remove("g", b"two")
+    del board
+    path.chmod(0o755)
+    for _ in range(5):
+        with pytest.raises(InvalidGroupError, match="chmod 700"):
+            DirectoryBulletin(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# ---------------------------------------------------------------------------------------------- others
+
+
+def _swap(path: Path) -> None:
+    """Who may rename above the directory puts another one in its place, with a record."""
+    path.rename(path.with_name("was"))
+    path.mkdir(mode=0o755)
+    (path / "group-g").write_bytes(b"planted")
+
+
+def test_a_directory_that_takes_its_place_is_not_looked_at(board: DirectoryBulletin, path: Path) -> None:
+    _swap(path)
+    assert board.read("g") is None
+    assert board.post("g", b"mine")
+    assert board.read("g") == b"mine"
+    board.replace("g", b"new")
+    board.remove("g", b"new")
+    assert (path / "group-g").read_bytes() == b"planted"
+    assert list(path.with_name("was").iterdir()) == []
+
+
+def test_a_directory_that_is_a_link_or_none_is_refused(board: DirectoryBulletin, path: Path) -> None:
+    link = path.with_name("link")
+    link.symlink_to(path)
+    (path / "file").write_bytes(b"")
+    for place in (link, path / "file", path / "file" / "under"):
+        with pytest.raises(InvalidGroupError, match="can't be used"):
+            DirectoryBulletin(place)
+
+
+def test_what_the_system_says_is_a_typed_error(board: DirectoryBulletin, path: Path) -> None:
+    path.rmdir()
+    for act in (board.post, board.replace):
+        with pytest.raises(InvalidGroupError, match="No such file") as caught:
+            act("g", b"one")
+        assert str(path) in str(caught.value)
+    board.remove("g", b"one")
+
+
+def _link(path: Path) -> None:
+    (path / "elsewhere").write_bytes(RECORD.to_bytes())
+    (path / "group-g").symlink_to(path / "elsewhere")
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path / "group-g")
+
+
+@pytest.mark.parametrize("make", [_link, _fifo, lambda path: (path / "group-g").mkdir()], ids=["link", "fifo", "dir"])
+def test_what_is_no_regular_file_is_no_record(board: DirectoryBulletin, path: Path, make: Any) -> None:
+    make(path)
+    with pytest.raises(InvalidGroupError, match="no record of rank 0"):
+        board.read("g")
+
+
+def test_a_file_of_another_user_is_no_record(
+    board: DirectoryBulletin, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is judged by its descriptor: what lies under its name may change meanwhile."""
+    board.post("g", b"one")
+    fstat = os.fstat
+
+    def of_another(fd: int) -> os.stat_result:
+        values = list(fstat(fd))
+        values[stat.ST_UID] += 1
+        return os.stat_result(values)
+
+    monkeypatch.setattr(bootstrap_store.os, "fstat", of_another)
+    with pytest.raises(InvalidGroupError, match=f"a file of user {os.geteuid() + 1}"):
+        board.read("g")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_that_was_given_to_another_user_is_no_record(board: DirectoryBulletin, path: Path) -> None:
+    board.post("g", b"one")
+    os.chown(path / "group-g", 12345, 12345)
+    with pytest.raises(InvalidGroupError, match="a file of user 12345"):
+        board.read("g")
+    os.chown(path, 12345, 12345)
+    with pytest.raises(InvalidGroupError, match="open to other users"):
+        store_at(f"file://{path}")
+
+
+# ---------------------------------------------------------------------------------------------- what is a record
+
+
+def test_a_record_is_read_as_it_was_written() -> None:
+    assert Record.from_bytes(RECORD.to_bytes()) == RECORD
+    long = Record(address=RECORD.address, who="W" * 10_000)
+    assert len(long.to_bytes()) < MOST_RECORD_NBYTES
+    assert long.who.startswith(Record.from_bytes(long.to_bytes()).who)
+
+
+def _changed(**changes: Any) -> bytes:
+    fields = {**json.loads(RECORD.to_bytes()), **changes}
+    return json.dumps({name: value for name, value in fields.items() if value is not ...}).encode()
+
+
+MALFORMED = {
+    "empty": b"",
+    "cut": RECORD.to_bytes()[:-1],
+    "bytes": b"\xff\xfe\x00",
+    "number": b"7",
+    "list": b"[1, 2]",
+    "deep": b"[" * 4000,
+    "digits": b"1" * 4096,
+    "long": RECORD.to_bytes() + b" " * MOST_RECORD_NBYTES,
+    "nothing in it": b"{}",
+    "a field is missing": _changed(who=...),
+    "a field too many": _changed(more=1),
+    "no host": _changed(host=""),
+    "host is a number": _changed(host=7),
+    "host is long": _changed(host="h" * 256),
+    "port is 0": _changed(port=0),
+    "port is beyond": _changed(port=1 << 16),
+    "port is True": _changed(port=True),
+    "port is text": _changed(port="9"),
+    "port is a fraction": _changed(port=9.5),
+    "port has 5,000 digits": _changed(port=...).replace(b"}", b', "port": ' + b"1" * 3900 + b"}"),
+    "secret is short": _changed(secret="00"),
+    "secret is no hexadecimal": _changed(secret="x" * 64),
+    "secret is null": _changed(secret=None),
+    "who is a list": _changed(who=[]),
+    "who is long": _changed(who="w" * 201),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_is_no_record_is_said_to_be_none(case: str) -> None:
+    with pytest.raises(InvalidGroupError, match="no record of rank 0") as caught:
+        Record.from_bytes(MALFORMED[case])
+    assert len(str(caught.value)) < 300

@@ -1,0 +1,286 @@
+"""Several threads of a rank on one group: what is called at once is refused on all ranks, what is handed over works."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from raycollect.errors import ConcurrentCallError, FaultError
+from raycollect.group.call_queue import Callers
+from raycollect.member import verbs as col
+
+WAIT_S = 30.0
+BACKENDS = ("shm", "tcp", "gloo")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.param
+
+
+# ---------------------------------------------------------------------------------------------- the threads
+
+
+def test_the_calls_of_one_thread_are_no_contest():
+    callers = Callers(3)
+    me = threading.get_ident()
+    assert [callers.come("allreduce"), callers.come("barrier")] == [False, False]
+    callers.go(me)
+    assert callers.contest is None
+    callers.go(me)
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
+        assert pool.submit(callers.come, "allreduce").result(WAIT_S) is False
+    assert callers.contest is None
+
+
+def test_a_second_thread_begins_a_contest_that_lasts_until_all_have_ended():
+    callers = Callers(3)
+    me = threading.get_ident()
+    callers.come("allreduce")
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as pool:
+        assert pool.submit(callers.come, "barrier").result(WAIT_S) is True
+        other = pool.submit(threading.get_ident).result(WAIT_S)
+    found = callers.contest
+    assert (found.kind, found.rank) == ("concurrent", 3)
+    assert "'other_0', which calls barrier while a call of 'MainThread'" in str(found)
+    assert callers.come("broadcast") is False
+    callers.go(me)
+    callers.go(me)
+    assert callers.contest is found
+    assert callers.come("reduce") is False, "it goes on, as another thread's has not ended"
+    callers.go(other)
+    assert callers.contest is found
+    callers.go(me)
+    assert callers.contest is None
+
+
+# ---------------------------------------------------------------------------------------------- in groups
+
+
+def _until(condition):
+    """Waits for what another thread does; there is nothing that would tell."""
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def _communicator(name, ranks="all"):
+    return col.get_group_handle(name).communicator(ranks)
+
+
+def _is_at_door(name):
+    return lambda: _communicator(name).call and _communicator(name).hub.place.startswith("door")
+
+
+def _summed(name, value, **options):
+    """What a call gives: its sum, or what it raises; a tensor of a refused call is as it was."""
+    x = np.full(3, float(value))
+    try:
+        work = col.allreduce(x, name, **options)
+        if work is not None:
+            work.wait()
+    except ConcurrentCallError as exc:
+        assert (x == value).all(), "it was touched"
+        return str(exc)
+    return x[0]
+
+
+def _in_thread(name, thread, function, *args, **options):
+    """Runs a function in a thread of that name; gives its future."""
+    pool = ThreadPoolExecutor(1, initializer=lambda: setattr(threading.current_thread(), "name", thread))
+    future = pool.submit(function, name, *args, **options)
+    pool.shutdown(wait=False)
+    return future
+
+
+def _is_told(said):
+    return "thread is 'second', which calls allreduce while a call of 'first' has not ended" in said
+
+
+def _two_at_once(name, rank):
+    """On rank 0 a second thread comes while the first one's call is at the door, where rank 2 is missing."""
+    col.barrier(name)
+    if rank == 0:
+        first = _in_thread(name, "first", _summed, 1)
+        _until(_is_at_door(name))
+        second = _in_thread(name, "second", _summed, 2)
+        _until(lambda: _communicator(name)._objecting is not None)
+        _tell(name)
+        return [one.result(WAIT_S) for one in (first, second)]
+    if rank == 2:
+        _hear(name)
+    return [_summed(name, 10), _summed(name, 20)]
+
+
+def _tell(name):
+    """Rank 0 says so to rank 2."""
+    col.send(np.zeros(1), 2, name)
+
+
+def _hear(name):
+    col.recv(np.zeros(1), 0, name)
+
+
+def _sum(name, rank):
+    return _summed(name, rank + 1)
+
+
+def test_calls_of_two_threads_at_once_are_refused_on_all_ranks(crew, backend):
+    group = crew.group(3, backend)
+    results = group.must(_two_at_once)
+    assert all(_is_told(said) for rank in results for said in rank), results
+    assert group.must(_sum) == [6.0] * 3
+
+
+def _second_past_the_door(name, rank, barrier=None):
+    """On rank 0 a second thread comes while the first one's call is in its kernel."""
+    col.barrier(name)
+    if rank:
+        return [_summed(name, 10), _summed(name, 20)]
+    communicator = _communicator(name)._communicator
+    begun, go_on, launch = threading.Event(), threading.Event(), communicator.launch
+
+    def held(*args):
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return launch(*args)
+
+    communicator.launch = held
+    first = _in_thread(name, "first", _summed, 1)
+    assert begun.wait(WAIT_S)
+    second = _in_thread(name, "second", _summed, 2)
+    _until(lambda: _communicator(name)._callers.contest is not None)
+    del communicator.launch
+    go_on.set()
+    return [first.result(WAIT_S), second.result(WAIT_S)]
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+def test_a_call_that_has_passed_the_door_goes_on(crew, backend):
+    group = crew.group(2, backend)
+    for first, second in group.must(_second_past_the_door):
+        assert first == 11
+        assert _is_told(second)
+    assert group.must(_sum) == [3.0] * 2
+
+
+def _second_while_queued(name, rank):
+    """On rank 0 a second thread comes while calls of the first one are queued."""
+    if rank:
+        _hear_one(name)
+        return [_summed(name, 10) for _ in range(4)]
+    arrays = [np.ones(3) for _ in range(3)]
+    works = []
+
+    def start(name):
+        works.extend(col.allreduce(one, name, async_op=True) for one in arrays)
+
+    thread = _in_thread(name, "first", _hold, start)
+    _until(lambda: len(works) == 3)
+    second = _in_thread(name, "second", _summed, 2)
+    _until(lambda: _communicator(name)._objecting is not None)
+    col.send(np.zeros(1), 1, name)
+    said = [second.result(WAIT_S)]
+    for work, array in zip(works, arrays, strict=True):
+        with pytest.raises(ConcurrentCallError) as raised:
+            work.wait()
+        said.append(str(raised.value))
+        assert (array == 1).all()
+    thread.result(WAIT_S)
+    return said
+
+
+def _hear_one(name):
+    col.recv(np.zeros(1), 0, name)
+
+
+def _hold(name, start):
+    start(name)
+    _until(lambda: _communicator(name)._callers.contest is not None)  # else its name could not be told
+
+
+def test_calls_that_are_queued_are_refused_as_well(crew, backend):
+    group = crew.group(2, backend)
+    results = group.must(_second_while_queued)
+    assert all(_is_told(said) for rank in results for said in rank), results
+    assert group.must(_sum) == [3.0] * 2
+
+
+def _nobody_comes(name, rank):
+    first = _in_thread(name, "first", _summed, 1, timeout_s=0.3)
+    _until(_is_at_door(name))
+    return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
+
+
+def test_they_are_refused_where_nobody_else_comes(crew):
+    group = crew.group(2)
+    group.must(_sum)
+    [said] = group.must(_nobody_comes, ranks=[0])
+    assert all(map(_is_told, said)), said
+    assert group.must(_sum) == [3.0] * 2
+
+
+def _handed_over(name, rank):
+    """Each call in another thread than the one before, and not in the same ones on all ranks."""
+    found = []
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        for turn in range(20):
+            pool = (one, other)[(turn if rank else turn // 2) % 2]
+            found.append(pool.submit(_summed, name, turn, async_op=turn % 3 == 0).result(WAIT_S))
+            found.append(_summed(name, turn))
+    return found
+
+
+def test_a_thread_may_follow_another(crew, backend):
+    group = crew.group(2, backend)
+    expected = [2.0 * turn for turn in range(20) for _ in range(2)]
+    assert group.must(_handed_over) == [expected] * 2
+
+
+def _beside(name, rank):
+    """A thread waits in a collective of all, while another one sends."""
+    if rank == 0:
+        waiting = _in_thread(name, "first", _summed, 1)
+        _until(lambda: _communicator(name).call)
+        col.send(np.full(2, 7.0), 1, name)
+        return waiting.result(WAIT_S)
+    x = np.zeros(2)
+    col.recv(x, 0, name)
+    assert (x == 7).all()
+    return _summed(name, 2)
+
+
+def test_calls_between_other_ranks_are_no_concern(crew, backend):
+    assert crew.group(2, backend).must(_beside) == [3.0] * 2
+
+
+def _summed_or_failed(name, value):
+    try:
+        return _summed(name, value, timeout_s=2)
+    except FaultError as exc:  # luck decided otherwise as it was refused here: when it had passed the door elsewhere
+        return str(exc)
+
+
+def _four_threads(name, rank):
+    """All of them begin at once, on all ranks; what each call gives."""
+    col.barrier(name)
+    begin = threading.Barrier(4)
+
+    def work(name, number):
+        begin.wait(WAIT_S)
+        return [_summed_or_failed(name, 10**number) for _ in range(20)]
+
+    return [one.result(WAIT_S) for one in [_in_thread(name, f"thread-{number}", work, number) for number in range(4)]]
+
+
+def test_threads_that_keep_no_order_are_told_so(crew, backend):
+    """Which calls have met in the end only luck knows; but all end, and the threads have heard of it."""
+    group = crew.group(2, backend)
+    for results in group.must(_four_threads):
+        assert any("while a call of 'thread-" in str(one) for thread in results for one in thread)
+    assert group.must(_sum) == [3.0] * 2

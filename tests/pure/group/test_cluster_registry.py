@@ -1,0 +1,274 @@
+"""What a cluster is told about groups, how it is read, and how `raycollect status` shows it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+import pytest
+from click.testing import CliRunner, Result
+from ray.exceptions import RpcError
+
+from raycollect.cli.commands import main
+from raycollect.errors import UnknownGroupError
+from raycollect.group import cluster_registry
+from raycollect.group.cluster_registry import GroupRecord, MemberRecord
+
+
+def _run(*args: str) -> Result:
+    result = CliRunner().invoke(main, list(args))
+    assert result.exception is None or isinstance(result.exception, SystemExit), "a traceback"
+    return result
+
+
+def _group(name: str = "g", **changes: Any) -> GroupRecord:
+    members = tuple(
+        MemberRecord(rank=rank, actor=f"Worker({rank})", actor_id=f"{rank}" * 32, node_id="n" * 56, pid=100 + rank)
+        for rank in range(3)
+    )
+    one = GroupRecord(
+        name=name,
+        group_id=name * 8,
+        backend="shm",
+        ordering="program",
+        epoch=0,
+        job_id="01000000",
+        actor_id="",
+        host="10.0.0.1",
+        pid=7,
+        since=1.0,
+        members=members,
+    )
+    return replace(one, **changes)
+
+
+_CLUSTER = cluster_registry.ClusterReader  # a test puts something else in its place
+
+
+class _Store:
+    """Ray's key-value store and tables, as far as a reader asks them."""
+
+    def __init__(self, *groups: GroupRecord) -> None:
+        self.records = {b"posted/" + one.group_id.encode(): one.to_bytes() for one in groups}
+        self.ended: set[str] = set()
+        self.actors = {f"{rank}" * 32: {"State": "ALIVE", "Pid": 100 + rank, "NumRestarts": 0} for rank in range(3)}
+
+    def internal_kv_keys(self, prefix: bytes, namespace: bytes, timeout: float) -> list[bytes]:
+        return [key for key in self.records if key.startswith(prefix)]
+
+    def internal_kv_get(self, key: bytes, namespace: bytes, timeout: float) -> bytes | None:
+        return self.records.get(key)
+
+    def internal_kv_del(self, key: bytes, by_prefix: bool, namespace: bytes, timeout: float) -> int:
+        assert not by_prefix
+        del self.records[key]
+        return 1
+
+    def job_table(self) -> list[dict[str, Any]]:
+        return [{"JobID": job, "IsDead": job in self.ended} for job in ("01000000", "02000000")]
+
+    def actor_table(self, actor_id: str) -> dict[str, Any]:
+        return self.actors.get(actor_id, {})
+
+    def cluster(self) -> cluster_registry.ClusterReader:
+        made = object.__new__(_CLUSTER)
+        made.address, made._client, made._state = "10.0.0.1:6379", self, self  # type: ignore[assignment]
+        return made
+
+
+def test_a_record_survives_its_way() -> None:
+    one = _group(since=1.5)
+    assert GroupRecord.from_bytes(one.to_bytes()) == one
+
+
+def test_a_record_beyond_all_bounds_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write to the store can post: what is read is bounded."""
+    record = _group().to_bytes()
+    fields = msgpack.unpackb(record)
+    for broken in (
+        msgpack.packb({**fields, "name": "x" * (cluster_registry.MOST_TEXT + 1)}),
+        msgpack.packb({**fields, "since": float("nan")}),
+        msgpack.packb({**fields, "since": float("inf")}),
+        b"\x91" * 10_000,
+    ):
+        assert GroupRecord.from_bytes(broken) is None
+    monkeypatch.setattr(cluster_registry, "MOST_RECORD_NBYTES", len(record) - 1)
+    assert GroupRecord.from_bytes(record) is None
+
+
+def test_an_error_does_not_list_all_the_groups_of_a_cluster() -> None:
+    store = _Store(*(replace(_group(f"group {at}"), group_id=f"id {at}") for at in range(500)))
+    with pytest.raises(UnknownGroupError, match="and 480 more"):
+        store.cluster().groups("another")
+
+
+@pytest.mark.parametrize("at", range(0, 60, 7))
+def test_what_is_no_record_is_none(at: int) -> None:
+    record = _group().to_bytes()
+    fields = msgpack.unpackb(record)
+    name = sorted(fields)[at % len(fields)]
+    for broken in (
+        record[:at],
+        msgpack.packb({**fields, "version": 2}),
+        msgpack.packb({**fields, name: None}),
+        msgpack.packb({key: value for key, value in fields.items() if key != name}),
+        msgpack.packb({**fields, "more": 1}),
+        msgpack.packb([fields]),
+        b"\xc1",
+    ):
+        assert GroupRecord.from_bytes(broken) is None
+
+
+def test_groups_come_with_the_states_of_their_members_the_oldest_first() -> None:
+    store = _Store(_group("b", since=2), _group("a", since=1))
+    store.actors["1" * 32] |= {"Pid": 999, "NumRestarts": 1}
+    del store.actors["2" * 32]
+    first, second = store.cluster().groups()
+    assert (first.name, second.name) == ("a", "b")
+    assert [one.state for one in first.members] == ["ALIVE", "RESTARTED", "UNKNOWN"]
+    assert [one.restarts for one in first.members] == [0, 1, 0]
+    assert cluster_registry.summary(first.members) == "broken: rank 1, 2 gone"
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [("ALIVE", "all members alive"), ("RESTARTING", "rank 1 not alive"), ("DEAD", "broken: rank 1 gone")],
+)
+def test_a_group_is_as_well_as_its_members(state: str, says: str) -> None:
+    store = _Store(_group())
+    store.actors["1" * 32]["State"] = state
+    [found] = store.cluster().groups("g")
+    assert cluster_registry.summary(found.members) == says
+
+
+def test_records_of_processes_that_are_gone_are_removed() -> None:
+    ended = _group("ended", job_id="02000000")
+    driver = _group("driven", actor_id="3" * 32, pid=50)
+    again = _group("again", actor_id="0" * 32, pid=99)
+    alive = _group("alive", actor_id="0" * 32, pid=100)
+    store = _Store(ended, driver, again, alive)
+    store.ended = {"02000000"}
+    assert [one.name for one in store.cluster().groups()] == ["alive"]
+    assert list(store.records) == [b"posted/" + alive.group_id.encode()]
+
+
+def test_a_strange_record_is_left_alone() -> None:
+    store = _Store()
+    store.records[b"posted/x"] = b"from another version"
+    assert store.cluster().groups() == ()
+    assert store.records
+
+
+def test_a_group_that_nobody_declared_is_unknown() -> None:
+    with pytest.raises(UnknownGroupError, match=r"there are \['g'\]"):
+        _Store(_group()).cluster().groups("h")
+
+
+def test_a_store_that_does_not_answer_is_a_connection_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = _Store(_group())
+
+    def fail() -> list[dict[str, Any]]:
+        raise RpcError("unavailable")
+
+    monkeypatch.setattr(store, "job_table", fail)
+    with pytest.raises(ConnectionError, match=r"10.0.0.1:6379 does not answer: unavailable"):
+        store.cluster().groups()
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> _Store:
+    """What `raycollect status` finds."""
+    store = _Store(_group(epoch=2), replace(_group("h"), members=()))
+    monkeypatch.setattr(cluster_registry, "find_cluster", lambda address: address or "auto")
+    monkeypatch.setattr(cluster_registry, "ClusterReader", lambda address: store.cluster())
+    return store
+
+
+def test_status_is_a_table(shown: _Store) -> None:
+    shown.actors["1" * 32]["State"] = "DEAD"
+    result = _run("status", "g")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[:4] == [
+        "Ray cluster at 10.0.0.1:6379: 1 declared group",
+        "",
+        "g: broken: rank 1 gone",
+        "  3 ranks over shm, program order, rebuilt 2 times",
+    ]
+    assert lines[5:9] == [
+        "    rank  actor      state  node      pid  restarts",
+        "    0     Worker(0)  ALIVE  nnnnnnnn  100  0",
+        "    1     Worker(1)  DEAD   nnnnnnnn  101  0",
+        "    2     Worker(2)  ALIVE  nnnnnnnn  102  0",
+    ]
+    assert "group.status()" in lines[-1]
+
+
+def test_status_as_json_has_everything(shown: _Store) -> None:
+    told = json.loads(_run("status", "--json").stdout)
+    assert [one["name"] for one in told] == ["g", "h"]
+    assert told[0]["members"][2]["state"] == "ALIVE"
+    assert told[0]["summary"] == "all members alive"
+
+
+def test_status_of_no_group_is_told(shown: _Store) -> None:
+    shown.records.clear()
+    assert _run("status").stdout == "Ray cluster at 10.0.0.1:6379: no declared groups\n"
+
+
+def test_status_is_watched_until_it_is_stopped(shown: _Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("raycollect.cli.commands.time", SimpleNamespace(sleep=sleep, time=lambda: 60.0))
+    result = _run("status", "--watch", "2", "--json")
+    assert (result.exit_code, waited) == (130, [2.0, 2.0, 2.0])
+    assert [len(json.loads(line)) for line in result.stdout.splitlines()] == [2, 2, 2]
+
+
+def test_an_address_where_nobody_is_is_refused_at_once() -> None:
+    with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
+        cluster_registry.ClusterReader("127.0.0.1:1")
+    with pytest.raises(ConnectionError, match="no Ray cluster answers at nonsense"):
+        cluster_registry.ClusterReader("nonsense")
+
+
+def test_nothing_is_posted_where_no_ray_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.experimental.internal_kv.internal_kv_get_gcs_client", lambda: None)
+    membership: Any = SimpleNamespace(is_derived=False)  # nothing else of it is looked at
+    cluster_registry.post(membership)
+    cluster_registry.remove(membership)
+
+
+def test_a_store_that_is_away_does_not_keep_a_group_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def delete(*args: object, timeout: float) -> None:
+        asked.append((args, timeout))
+        if len(asked) < 2:
+            raise RpcError("unavailable")
+
+    store = SimpleNamespace(internal_kv_del=delete)
+    monkeypatch.setattr("ray.experimental.internal_kv.internal_kv_get_gcs_client", lambda: store)
+
+    def remove(group_id: str) -> None:
+        membership: Any = SimpleNamespace(is_derived=False, spec=SimpleNamespace(name="g", group_id=group_id))
+        cluster_registry.remove(membership)
+        cluster_registry._posting.submit(int).result()  # after what was to be removed
+
+    first, second = [
+        ((b"posted/" + key, False, b"raycollect"), cluster_registry.POST_TIMEOUT_S) for key in (b"77", b"78")
+    ]
+    remove("77")
+    assert asked == [first]
+    remove("78")
+    assert asked == [first, second, first], "what was left is taken away with the next"
+    remove("79")
+    assert len(asked) == 4

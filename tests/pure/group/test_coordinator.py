@@ -1,0 +1,148 @@
+"""The hub's gate: who meets whom, and who hears of what."""
+
+from __future__ import annotations
+
+import pytest
+
+from raycollect.channel.messages import Deny, Depart, Done, Drop, Gone, Meet, Met, Missed, Publish, Stuck, Withdraw
+from raycollect.errors import MismatchError, ProtocolError, from_wire
+from raycollect.group.coordinator import Coordinator, name_of_ranks, ranks_of
+
+
+def meet(place="form", call=1, blob=b"", lane="all"):
+    return Meet(group_id="g", lane=lane, place=place, call=call, blob=blob)
+
+
+def withdraw(call=1, *, timed_out=True, lane="all"):
+    return Withdraw(group_id="g", lane=lane, call=call, timed_out=timed_out)
+
+
+def stuck(lane="all", call=1, seq=0, ranks=(0, 1), begun=0):
+    return Stuck(group_id="g", lane=lane, call=call, seq=seq, op="allreduce", ranks=list(ranks), begun=begun)
+
+
+@pytest.fixture
+def gate():
+    return Coordinator("g", 3, "team")
+
+
+def test_all_get_what_all_brought_when_the_last_comes(gate):
+    assert gate.receive(2, meet(call=7, blob=b"c")) == []
+    assert gate.receive(0, meet(call=5, blob=b"a")) == []
+    orders = gate.receive(1, meet(call=6, blob=b"b"))
+    assert orders == [
+        (rank, Met(group_id="g", lane="all", call=call, blobs=[b"a", b"b", b"c"]))
+        for rank, call in ((0, 5), (1, 6), (2, 7))
+    ]
+
+
+def test_ranks_at_different_places_do_not_meet(gate):
+    gate.receive(0, meet("form"))
+    gate.receive(1, meet("door x/1/0"))
+    assert gate.receive(2, meet("form")) == []
+    assert [rank for rank, _ in gate.receive(1, meet("form", call=2))] == [0, 1, 2]
+
+
+def test_lanes_do_not_meet(gate):
+    gate.receive(0, meet(lane="0>1"))
+    assert gate.receive(1, meet(lane="1>0")) == []
+    assert [rank for rank, _ in gate.receive(1, meet(lane="0>1"))] == [0, 1]
+
+
+def test_who_gives_up_ends_the_meeting_for_all_who_wait_there(gate):
+    gate.receive(0, meet(call=4))
+    gate.receive(2, meet(call=9))
+    missed = {rank: Missed(group_id="g", lane="all", call=call, missing=[1]) for rank, call in ((0, 4), (2, 9))}
+    assert dict(gate.receive(2, withdraw(9))) == missed
+    assert gate.receive(1, meet()) == []  # the late one waits for what they do next
+    gate.receive(0, meet(call=5))
+    assert [rank for rank, _ in gate.receive(2, meet(call=10))] == [0, 1, 2]
+
+
+def test_who_is_called_away_leaves_alone(gate):
+    gate.receive(0, meet(call=4))
+    gate.receive(2, meet(call=9))
+    assert [rank for rank, _ in gate.receive(2, withdraw(9, timed_out=False))] == [2]
+    gate.receive(1, meet())
+    assert [rank for rank, _ in gate.receive(2, meet(call=10))] == [0, 1, 2]
+
+
+def test_a_withdrawal_that_comes_too_late_changes_nothing(gate):
+    for rank in range(3):
+        gate.receive(rank, meet())
+    gate.receive(0, meet(call=2))
+    assert gate.receive(0, withdraw(1)) == []
+    gate.receive(1, meet(call=2))
+    assert [rank for rank, _ in gate.receive(2, meet(call=2))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("lane", "others"), [("all", [0, 2]), ("1>2", [2]), ("0>1", [0])])
+def test_what_is_said_on_a_lane_reaches_its_other_ranks(gate, lane, others):
+    drop = Drop(group_id="g", lane=lane, generation="x", seq=3, rank=1, error={})
+    publish = Publish(group_id="g", lane=lane, generation="x", name="n", value=b"v")
+    assert gate.receive(1, drop) == [(rank, drop) for rank in others]
+    assert gate.receive(1, publish) == [(rank, publish) for rank in others]
+
+
+@pytest.mark.parametrize(("leave", "died"), [(lambda g: g.lost(1, "why"), True), (None, False)])
+def test_all_hear_of_a_rank_that_is_gone_and_again_when_they_come(gate, leave, died):
+    gate.receive(0, meet())
+    orders = leave(gate) if leave else gate.receive(1, Depart(group_id="g"))
+    assert [rank for rank, _ in orders] == [0, 2]
+    assert all(isinstance(m, Gone) and (m.rank, m.died) == (1, died) for _, m in orders)
+    assert gate.lost(1, "again") == []
+    assert gate.receive(0, withdraw(1)) == []  # nothing to withdraw: it was told
+    [(rank, message)] = gate.receive(2, meet())
+    assert rank == 2
+    assert isinstance(message, Gone)
+    gate.receive(0, meet(lane="0>2"))
+    assert [type(m) for _, m in gate.receive(2, meet(lane="0>2"))] == [Met, Met]
+
+
+def test_a_call_for_a_rank_in_a_plan_that_waits_for_the_caller_is_denied(gate):
+    assert gate.receive(1, stuck(lane="", seq=8)) == []
+    [(rank, denial)] = gate.receive(0, stuck(call=3, begun=7))
+    assert rank == 0
+    assert isinstance(denial, Deny)
+    assert denial.call == 3
+    error = from_wire(denial.error)
+    assert isinstance(error, MismatchError)
+    assert [violation.rank for violation in error.violations] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "plan"),
+    [
+        (stuck(begun=8), stuck(lane="", seq=8)),  # the caller has begun that plan
+        (stuck(lane="0>2", ranks=(0, 2)), stuck(lane="", seq=8)),  # the call waits for another
+        (stuck(), stuck(lane="", seq=8, ranks=(1, 2))),  # the plan waits for another
+    ],
+)
+def test_a_call_that_can_come_about_is_left_alone(gate, call, plan):
+    assert gate.receive(1, plan) == []
+    assert gate.receive(0, call) == []
+
+
+def test_a_wait_that_is_over_denies_nothing(gate):
+    gate.receive(1, stuck(lane="", seq=8))
+    gate.receive(1, stuck(lane="", seq=0))
+    assert gate.receive(0, stuck()) == []
+
+
+@pytest.mark.parametrize("lane", ["", "0>0", "0>3", "-1>0", "0>1>2", "none"])
+def test_a_lane_that_is_none_breaks_the_protocol(gate, lane):
+    with pytest.raises(ProtocolError):
+        gate.receive(0, meet(lane=lane))
+
+
+def test_a_stranger_to_a_lane_and_to_the_hub_breaks_the_protocol(gate):
+    with pytest.raises(ProtocolError):
+        gate.receive(2, meet(lane="0>1"))
+    with pytest.raises(ProtocolError):
+        gate.receive(0, Done(seq=1, ranks=[], error=None, story=[]))
+
+
+def test_lanes_by_name():
+    assert ranks_of("all", 4) == (0, 1, 2, 3)
+    assert ranks_of(name_of_ranks(3, 1), 4) == (1, 3)
+    assert name_of_ranks(3, 1) != name_of_ranks(1, 3)

@@ -1,0 +1,61 @@
+"""What a user passes through to a backend becomes plain values, or is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from raycollect.channel import packing
+from raycollect.core.model import GroupSpec
+from raycollect.group import pg_options
+
+
+class Vendor:
+    """Options as a vendor's package has them."""
+
+    def __init__(self):
+        self.chip_map = [1, 0]
+        self._timeout = object()
+
+    @property
+    def backend(self):
+        return "computed"
+
+    def merge(self):
+        """No option."""
+
+
+def test_plain_values_are_sorted_and_frozen():
+    pairs, problems = pg_options.read({"b": [1, [2.5, None]], "a": {"z": True, "y": "text"}, "c": ()})
+    assert not problems
+    assert pairs == (("a", (("y", "text"), ("z", True))), ("b", (1, (2.5, None))), ("c", ()))
+    assert hash(pairs)
+    spec = GroupSpec(name="g", group_id="1", backend="shm", world_size=1, options=packing.unpack(packing.pack(pairs)))
+    assert spec.options == pairs
+    assert hash(spec) == hash(GroupSpec(name="g", group_id="1", backend="shm", world_size=1, options=pairs))
+
+
+@pytest.mark.parametrize("nothing", [None, {}])
+def test_nothing_is_nothing(nothing):
+    assert pg_options.read(nothing) == ((), ())
+
+
+def test_an_object_gives_the_attributes_that_can_be_set():
+    assert pg_options.read(Vendor()) == ((("chip_map", (1, 0)),), ())
+
+
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ({"a": object()}, ["pg_options.a"]),
+        ({"a": [1, {"b": b"raw"}], "c": 1j}, ["pg_options.a[1].b", "pg_options.c"]),
+        ({"a": {1: 2}}, ["pg_options.a"]),
+        ({1: 2}, ["pg_options"]),
+        ({"a": {2, 3}}, ["pg_options.a"]),
+        (3.5, ["pg_options"]),
+        (object(), ["pg_options"]),
+    ],
+)
+def test_anything_else_is_refused_by_name(given, where):
+    pairs, problems = pg_options.read(given)
+    assert pairs == ()
+    assert [problem.split(" is ", 1)[0] for problem in problems] == where

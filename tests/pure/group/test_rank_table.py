@@ -1,0 +1,508 @@
+"""Rank tables: the vendor's form both ways, every mistake named with its place, and ranks by node and device."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.errors import InvalidGroupError
+from raycollect.group import rank_table
+from raycollect.group.rank_table import Device, Place, RankTable, assign
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
+
+DOCUMENTED = """
+{
+    "version":"1.0",
+    "node_list":[
+        {"device_list":[{"device_id":"0", "rank":"0"}, {"device_id":"1", "rank":"1"}]}
+    ]
+}
+"""
+"""The template of the vendor's document."""
+
+
+def _document(*nodes: list[tuple[Any, Any]]) -> dict[str, Any]:
+    lists = [[{"device_id": device_id, "rank": rank} for device_id, rank in node] for node in nodes]
+    return {"version": "1.0", "node_list": [{"device_list": devices} for devices in lists]}
+
+
+def _problems(document: Any) -> list[str]:
+    with pytest.raises(InvalidGroupError) as caught:
+        RankTable.from_dict(document, source="table.json")
+    first, *problems = caught.value.detail.split("\n  - ")
+    assert first == "table.json is refused:"
+    return problems
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> RankTable:
+    """Up to four nodes of up to four devices; any device ids, any order of the ranks."""
+    ids = draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True), min_size=1, max_size=4))
+    ranks = iter(draw(st.permutations(range(sum(map(len, ids))))))
+    return RankTable(nodes=tuple(tuple(Device(device_id=d, rank=next(ranks)) for d in node) for node in ids))
+
+
+# ---------------------------------------------------------------------------------------------- reading and writing
+
+
+def test_the_documented_file_is_read_and_written_back(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(DOCUMENTED)
+    table = RankTable.read(path)
+    assert table.nodes == ((Device(device_id=0, rank=0), Device(device_id=1, rank=1)),)
+    assert (table.world_size, table.chip_map, str(table)) == (2, (0, 1), "2 ranks on 1 node")
+    table.write(tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text()) == json.loads(DOCUMENTED)
+
+
+@CALM
+@given(tables())
+def test_a_table_survives_its_json(table: RankTable) -> None:
+    assert RankTable.from_dict(json.loads(table.to_json())) == table
+    assert pickle.loads(pickle.dumps(table)) == table
+    for devices in table.to_dict()["node_list"]:
+        assert all(type(value) is str for device in devices["device_list"] for value in device.values())
+
+
+@CALM
+@given(tables())
+def test_rank_by_rank_it_says_node_and_device(table: RankTable) -> None:
+    for node, devices in enumerate(table.nodes):
+        for device in devices:
+            assert table.node_of(device.rank) == node
+            assert table.device_of(device.rank) == table.chip_map[device.rank] == device.device_id
+    assert len(table.chip_map) == table.world_size
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
+    table = RankTable.of_device_ids([[4, 5]])
+    for ask in (table.node_of, table.device_of):
+        with pytest.raises(ValueError, match=rf"no rank {rank}; there are 0 to 1"):
+            ask(rank)
+
+
+def test_numbers_may_be_integers_and_the_version_a_number() -> None:
+    document = _document([(1, "0"), ("0", 1)])
+    document["version"] = 1.0
+    assert RankTable.from_dict(document).chip_map == (1, 0)
+
+
+def test_what_vendors_add_is_ignored() -> None:
+    document = _document([("0", "0")])
+    document["status"] = "completed"
+    document["node_list"][0]["server_id"] = "10.0.0.1"
+    document["node_list"][0]["device_list"][0].update(device_ip="127.0.0.1", local_rank="0")
+    assert RankTable.from_dict(document) == RankTable.of_device_ids([[0]])
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(DOCUMENTED, encoding="utf-8-sig")
+    assert RankTable.read(str(path)) == RankTable.of_device_ids([[0, 1]])
+
+
+def test_ranks_are_counted_through_the_device_ids() -> None:
+    table = RankTable.of_device_ids([[3, 0], ["1"], (0, 7)])
+    assert table.chip_map == (3, 0, 1, 0, 7)
+    assert [table.node_of(rank) for rank in range(5)] == [0, 0, 1, 2, 2]
+
+
+def test_coerce_takes_a_table_a_path_and_a_dict(tmp_path: Path) -> None:
+    table = RankTable.of_device_ids([[0, 1]])
+    table.write(tmp_path / "t.json")
+    assert RankTable.coerce(table) is table
+    assert RankTable.coerce(tmp_path / "t.json") == RankTable.coerce(str(tmp_path / "t.json")) == table
+    assert RankTable.coerce(table.to_dict()) == table
+    with pytest.raises(
+        InvalidGroupError, match=r"group 'g': rank_table is refused:\n  - it is \[0, 1\], expected the path of a file"
+    ) as e:
+        RankTable.coerce([0, 1], group_name="g")
+    assert e.value.group_name == "g"
+
+
+def test_the_environment_names_a_file_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    RankTable.of_device_ids([[0, 1]]).write(path)
+    assert RankTable.from_environment({}) is None
+    assert RankTable.from_environment({"RANK_TABLE_FILE": ""}) is None
+    assert RankTable.from_environment({"RANK_TABLE_FILE": str(path)}) == RankTable.of_device_ids([[0, 1]])
+    with pytest.raises(InvalidGroupError, match=r"absent.json' \(from RANK_TABLE_FILE\) is refused:\n.*No such file"):
+        RankTable.from_environment({"RANK_TABLE_FILE": str(tmp_path / "absent.json")})
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON in UTF-8"),
+        (b"[" * 100_000, "not JSON"),
+        (b"9" * 5_000, "not JSON"),
+        (b"null", "the whole is None, expected an object with version and node_list"),
+        (b"[]", "the whole is [], expected an object with version and node_list"),
+        (b"{}", "version is missing; what is there: nothing"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidGroupError) as caught:
+        RankTable.read(path, group_name="g")
+    assert str(caught.value).startswith(f"group 'g': rank table {str(path)!r} is refused:\n")
+    assert says in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "absent.json", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(InvalidGroupError) as caught:
+            RankTable.read(path)
+        assert str(path) in caught.value.detail
+        assert reason in caught.value.detail
+        assert isinstance(caught.value.__cause__, OSError)
+
+
+BROKEN: list[tuple[str, Any, Any, str]] = [
+    ("rank of 5,000 digits", "node_list.0.device_list.0.rank", "1" * 5_000, "device_list[0].rank is '1111"),
+    ("version", "version", "2.0", "version is '2.0', expected '1.0'"),
+    ("version as whole number", "version", 1, "version is 1, expected '1.0'"),
+    ("node_list is text", "node_list", "abc", "node_list is 'abc', expected a list of at least one node"),
+    ("no node", "node_list", [], "node_list is [], expected a list of at least one node"),
+    ("node is text", "node_list.1", "abc", "node_list[1] is 'abc', expected an object with device_list"),
+    (
+        "no device",
+        "node_list.1.device_list",
+        [],
+        "node_list[1].device_list is [], expected a list of at least one device",
+    ),
+    ("devices by name", "node_list.1.device_list", {}, "node_list[1].device_list is {}, expected a list"),
+    (
+        "device is a list",
+        "node_list.1.device_list.0",
+        [2],
+        "node_list[1].device_list[0] is [2], expected an object with",
+    ),
+    *(
+        (
+            f"{name} {value!r}",
+            f"node_list.0.device_list.1.{name}",
+            value,
+            f"device_list[1].{name} is {value!r}, expected a",
+        )
+        for name in ("device_id", "rank")
+        for value in ("x", "", "-1", " 1", "+1", "1.0", "٣", "1_0", "1" * 10, -1, 1.0, True, 10**9, [1], {})
+    ),
+    (
+        "rank too high",
+        "node_list.1.device_list.0.rank",
+        "3",
+        "node_list[1].device_list[0].rank is 3, expected each of 0 to 2",
+    ),
+    (
+        "rank twice",
+        "node_list.1.device_list.0.rank",
+        "0",
+        "rank is 0, as in node_list[0].device_list[0], expected each of",
+    ),
+    (
+        "device twice",
+        "node_list.0.device_list.1.device_id",
+        "0",
+        "device_id is 0, as in node_list[0].device_list[0], exp",
+    ),
+]
+
+
+def _put(document: Any, at: str, value: Any) -> None:
+    *path, last = (int(step) if step.isdecimal() else step for step in at.split("."))
+    for step in path:
+        document = document[step]
+    document[last] = value
+
+
+@pytest.mark.parametrize(("at", "value", "says"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
+def test_one_mistake_is_one_problem_with_its_place(at: str, value: Any, says: str) -> None:
+    document = _document([("0", "0"), ("1", "1")], [("0", "2")])
+    RankTable.from_dict(document)
+    _put(document, at, value)
+    (problem,) = _problems(document)
+    assert says in problem
+
+
+@pytest.mark.parametrize("at", ["version", "node_list", "node_list.0.device_list", "node_list.0.device_list.0.rank"])
+@pytest.mark.parametrize("instead", [None, "misspelled"])
+def test_a_missing_field_is_named_beside_those_that_are_there(at: str, instead: str | None) -> None:
+    document = _document([("0", "0"), ("1", "1")])
+    holder: Any = document
+    *path, name = (int(step) if step.isdecimal() else step for step in at.split("."))
+    for step in path:
+        holder = holder[step]
+    value = holder.pop(name)
+    if instead:
+        holder[instead] = value
+    (problem,) = _problems(document)
+    assert f"{name} is missing; what is there: " in problem
+    assert problem.startswith(at.replace(".0", "[0]"))
+    assert all(str(left) in problem.partition("there: ")[2] for left in holder)
+
+
+def test_a_field_that_is_null_is_missing() -> None:
+    (problem,) = _problems(_document([(None, "0")]))
+    assert problem.startswith("node_list[0].device_list[0].device_id is missing")
+
+
+HUGE = 10**5000  # which Python does not write
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"version": HUGE, "node_list": HUGE},
+        {"version": [[HUGE]], "node_list": [HUGE, [HUGE], {"device_list": HUGE}]},
+        {"version": "1.0", "node_list": [{"device_list": [{"device_id": HUGE, "rank": -HUGE}]}]},
+        {"version": "1.0", "node_list": [{"device_list": [{f"field {at}": 0 for at in range(10_000)}]}]},
+        {"x" * 10_000: 1, HUGE: 2},
+        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}] * 50_000}]},
+        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "x" * 1000, "rank": "y" * 1000}] * 50_000}]},
+        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}]}] * 50_000},
+        {"version": "1.0", "node_list": [{"device_list": []}] * 50_000},
+        {"version": "1.0", "node_list": [{"device_list": [{"device_id": "0", "rank": "0"}] * 100_001}]},
+        {"version": "1.0", "node_list": [{}] * 100_001},
+    ],
+    ids=range(11),
+)
+def test_whatever_is_wrong_its_error_is_typed_and_short(document: Any) -> None:
+    with pytest.raises(InvalidGroupError) as caught:
+        RankTable.from_dict(document)
+    assert len(str(caught.value)) < 10_000
+
+
+def test_a_table_of_as_many_devices_as_there_may_be_is_read() -> None:
+    count = rank_table.MOST_DEVICES
+    assert RankTable.of_device_ids([range_of(1000) for _ in range(count // 1000)]).world_size == count
+    with pytest.raises(InvalidGroupError, match="more than 100000"):
+        RankTable.of_device_ids([range_of(1000) for _ in range(count // 1000 + 1)])
+    with pytest.raises(InvalidGroupError, match="expected one list per node"):
+        RankTable.of_device_ids([HUGE])
+
+
+def range_of(count: int) -> list[int]:
+    return list(range(count))
+
+
+def test_a_file_that_is_too_long_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_table, "MOST_NBYTES", 1000)
+    path = tmp_path / "table.json"
+    RankTable.of_device_ids([[0]]).write(path)
+    RankTable.read(path)
+    path.write_text(" " * 1001)
+    with pytest.raises(InvalidGroupError, match="longer than 1000 bytes"):
+        RankTable.read(path)
+    with pytest.raises(InvalidGroupError, match="longer than 1000 bytes"):
+        RankTable.read("/dev/zero")
+
+
+def test_a_table_that_does_not_fit_thousands_of_actors_is_told_in_short() -> None:
+    places = [Place(node_id=f"node {at}", actor="W" * 100) for at in range(5000)]
+    with pytest.raises(InvalidGroupError, match="expected as many actors") as caught:
+        assign(RankTable.of_device_ids([[0, 1]]), places)
+    assert len(str(caught.value)) < 10_000
+
+
+def test_all_mistakes_come_in_one_error() -> None:
+    document = _document([("0", "0"), ("0", "x")], [("a", "0"), ("1", "9")])
+    document["version"] = "0.9"
+    found = [problem.partition(" is ")[0] for problem in _problems(document)]
+    assert sorted(found) == [
+        "node_list[0].device_list[1].rank",
+        "node_list[1].device_list[0].device_id",
+        "node_list[1].device_list[1].rank",
+        "version",
+    ]
+
+
+@CALM
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=3), min_size=1, max_size=3)
+)
+def test_a_table_is_refused_exactly_where_ranks_or_devices_collide(nodes: list[list[tuple[int, int]]]) -> None:
+    ranks = sorted(rank for node in nodes for _, rank in node)
+    good = ranks == list(range(len(ranks))) and all(len({d for d, _ in node}) == len(node) for node in nodes)
+    devices = tuple(tuple(Device(device_id=d, rank=r) for d, r in node) for node in nodes)
+    if good:
+        assert RankTable.from_dict(_document(*nodes)) == RankTable(nodes=devices)
+    else:
+        assert _problems(_document(*nodes))
+        with pytest.raises(InvalidGroupError, match=r"as in|expected each"):
+            RankTable(nodes=devices)
+
+
+def test_a_table_is_valid_from_birth() -> None:
+    with pytest.raises(InvalidGroupError, match="node_list is empty"):
+        RankTable(nodes=())
+    with pytest.raises(InvalidGroupError, match=r"node_list\[1\].device_list is empty"):
+        RankTable(nodes=((Device(device_id=0, rank=0),), ()))
+    for bad in (-1, "0", True, None):
+        with pytest.raises(ValueError, match="expected each a whole number"):
+            Device(device_id=0, rank=bad)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        RankTable.of_device_ids([[0]]).nodes = ()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("device_ids", [[0, 1], 3, "01", None, {"0": [0]}, [[0], "1"]])
+def test_device_ids_are_lists_in_a_list(device_ids: Any) -> None:
+    with pytest.raises(InvalidGroupError, match=r"expected one list per node, such as \[\[0, 1\], \[0, 1\]\]"):
+        RankTable.of_device_ids(device_ids)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "says"),
+    [
+        ([], "node_list is []"),
+        ([[]], "node_list[0].device_list is []"),
+        ([[0, 0]], "device_list[1].device_id is 0, as in"),
+        ([[0], [-1]], "node_list[1].device_list[0].device_id is -1"),
+        ([[[0]]], "device_id is [0]"),
+    ],
+)
+def test_device_ids_that_make_no_table_are_refused(device_ids: Any, says: str) -> None:
+    with pytest.raises(InvalidGroupError) as caught:
+        RankTable.of_device_ids(device_ids)
+    assert says in caught.value.detail
+
+
+# ---------------------------------------------------------------------------------------------- assignment
+
+
+def _actors(table: RankTable, seed: int) -> list[tuple[int, Device]]:
+    """(node, device) of one actor per device, shuffled so that the nodes first appear in the table's order."""
+    rng = random.Random(seed)
+    waiting = [[(at, device) for device in rng.sample(node, len(node))] for at, node in enumerate(table.nodes)]
+    seen, order = 0, []
+    while any(waiting):
+        at = rng.choice([at for at, left in enumerate(waiting) if left and at <= seen])
+        order.append(waiting[at].pop())
+        seen = max(seen, at + 1)
+    return order
+
+
+@CALM
+@given(tables(), st.integers(0, 10**6))
+def test_actors_get_the_ranks_of_the_devices_they_own(table: RankTable, seed: int) -> None:
+    actors = _actors(table, seed)
+    places = [Place(node_id=f"n{node}", devices=(device.device_id,)) for node, device in actors]
+    assert assign(table, places) == tuple(device.rank for _, device in actors)
+
+
+@CALM
+@given(tables(), st.integers(0, 10**6), st.sampled_from([(), (0, 1), (10**6,), (5,)]))
+def test_otherwise_they_get_their_nodes_ranks_in_the_files_order(
+    table: RankTable, seed: int, devices: tuple[int, ...]
+) -> None:
+    """No device, several, one that is not in the table, or one that all share."""
+    nodes = [node for node, _ in _actors(table, seed)]
+    ranks = assign(table, [Place(node_id=f"n{node}", devices=devices) for node in nodes])
+    assert sorted(ranks) == list(range(table.world_size))
+    for at, node in enumerate(table.nodes):
+        got = [rank for rank, where in zip(ranks, nodes, strict=True) if where == at]
+        assert got == [device.rank for device in node]
+
+
+def test_owning_all_devices_of_a_node_is_not_owning_one_each() -> None:
+    table = RankTable.from_dict(_document([(1, 0), (0, 1)]))
+    places = [Place(node_id="a", devices=(0, 1)), Place(node_id="a")]
+    assert assign(table, places) == (0, 1)
+    assert RankTable.of_places([Place(node_id="a", devices=(8, 9)), Place(node_id="a")]).chip_map == (0, 1)
+
+
+def test_one_node_goes_by_device_and_another_by_order() -> None:
+    table = RankTable.from_dict(_document([(4, 3), (2, 0)], [(0, 2), (1, 1)]))
+    places = [
+        Place(node_id="a", devices=(2,)),
+        Place(node_id="b", devices=(1,)),
+        Place(node_id="a", devices=(4,)),
+        Place(node_id="b", devices=(1,)),
+    ]
+    assert assign(table, places) == (0, 2, 3, 1)
+
+
+@CALM
+@given(tables(), st.integers(0, 10**6), st.booleans())
+def test_the_table_of_a_group_gives_its_members_the_same_ranks(table: RankTable, seed: int, owning: bool) -> None:
+    order = _actors(table, seed)
+    places = [Place(node_id=f"n{node}", devices=(d.device_id,) if owning else ()) for node, d in order]
+    made = RankTable.of_places(places)
+    assert assign(made, places) == tuple(range(len(places)))
+    for rank, (node, device) in enumerate(order):
+        assert places[rank].node_id == f"n{made.node_of(rank)}" == f"n{node}"
+        if owning:
+            assert made.device_of(rank) == device.device_id
+    if not owning:
+        assert all([d.device_id for d in node] == list(range(len(node))) for node in made.nodes)
+
+
+def test_actors_that_share_a_device_are_counted_through() -> None:
+    shared = [Place(node_id="a", devices=(0,)), Place(node_id="a", devices=(0,))]
+    assert RankTable.of_places(shared) == RankTable.of_device_ids([[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ("", ["node_list[0] has 2 devices; no actor is left for it", "node_list[1] has 1 device; no actor"]),
+        ("aa", ["node_list[0] has 2 devices; Ray node a has 2 actors (W0, W1)", "node_list[1] has 1 device; no actor"]),
+        ("aaa", ["Ray node a has 3 actors (W0, W1, W2)", "node_list[1] has 1 device; no actor is left for it"]),
+        (
+            "abb",
+            ["node_list[0] has 2 devices; Ray node a has 1 actor (W0)", "node_list[1] has 1 device; Ray node b has 2"],
+        ),
+        ("abc", ["Ray node a has 1 actor (W0)", "no node of the table is left; Ray node c has 1 actor (W2)"]),
+        ("aabb", ["node_list[1] has 1 device; Ray node b has 2 actors (W2, W3)"]),
+    ],
+)
+def test_a_table_that_does_not_fit_says_what_is_where(nodes: str, says: list[str]) -> None:
+    table = RankTable.from_dict(_document([(0, 0), (1, 1)], [(0, 2)]), source="rank table t.json")
+    places = [Place(node_id=node, actor=f"W{at}") for at, node in enumerate(nodes)]
+    with pytest.raises(InvalidGroupError) as caught:
+        assign(table, places, group_name="g")
+    assert str(caught.value).startswith("group 'g': rank table t.json, 3 ranks on 2 nodes, does not fit the actors:")
+    assert all(one in caught.value.detail for one in says)
+    assert "expected as many actors on each node" in caught.value.detail
+
+
+def test_an_actor_without_a_name_is_named_by_its_position() -> None:
+    with pytest.raises(InvalidGroupError, match=r"Ray node a has 2 actors \(actors\[0\], actors\[1\]\)"):
+        assign(RankTable.of_device_ids([[0]]), [Place(node_id="a"), Place(node_id="a")])
+
+
+@pytest.mark.parametrize(
+    ("accelerator_ids", "devices"),
+    [
+        ({}, ()),
+        ({"GPU": [], "TPU": []}, ()),
+        ({"GPU": ["3"], "TPU": []}, (3,)),
+        ({"GPU": ["0", "1"]}, (0, 1)),
+        ({"GPU": ["GPU-8f2c"], "NPU": ["5"]}, (5,)),
+    ],
+)
+def test_a_place_is_read_from_what_ray_tells(accelerator_ids: dict[str, list[str]], devices: tuple[int, ...]) -> None:
+    assert Place.of("n", accelerator_ids, "W(1)") == Place(node_id="n", devices=devices, actor="W(1)")
+
+
+def test_reading_leaves_the_document_as_it_was() -> None:
+    document = _document([(0, "0"), ("1", 1)])
+    before = copy.deepcopy(document)
+    RankTable.from_dict(document)
+    assert document == before

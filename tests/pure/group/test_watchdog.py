@@ -1,0 +1,166 @@
+"""What a member asks of the others where its own call is late, and what it answers: without processes."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycollect.channel.messages import Message, Publish
+from raycollect.channel.packing import pack, unpack
+from raycollect.errors import ConnectionLostError, ProtocolError
+from raycollect.group import watchdog
+from raycollect.group.member_communicator import Standing
+from raycollect.group.watchdog import Watchdog
+from tests.pure.watched import WAIT_S
+
+HERE = Standing("generation", 4)
+
+
+class Desk:
+    """A process group: rank 0 of three, or another one."""
+
+    def __init__(self, rank: int = 0) -> None:
+        self.spec: Any = SimpleNamespace(name="g", group_id="id", world_size=3)
+        self.rank = rank
+        self.members: tuple[str, ...] = ("W(0)", "W(1)", "W(2)")
+        self.sent: list[Publish] = []
+        self.on_send: Callable[[Publish], None] = lambda message: None
+        ranks = (0, 1, 2)
+        self.the_communicator: Any = SimpleNamespace(
+            name="all", ranks=ranks, op="allreduce", call=5, since_s=time.monotonic() - 2.5, standing=HERE
+        )
+        self.watchdog = Watchdog(self)
+
+    def send(self, message: Message) -> None:
+        assert isinstance(message, Publish)
+        self.sent.append(message)
+        self.on_send(message)
+
+    def communicator(self, name: str) -> Any:
+        assert name == "all"
+        return self.the_communicator
+
+    @property
+    def communicators(self) -> list[Any]:
+        return [self.the_communicator]
+
+    def actor(self, rank: int) -> str:
+        return self.members[rank] if self.members else ""
+
+    def asked(self, ranks: list[int]) -> tuple[Any, ...]:
+        """What `reports` gives where these are late."""
+        return self.watchdog.reports(self.the_communicator, ranks, HERE)
+
+
+@pytest.fixture(autouse=True)
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the process that answers: here the test does."""
+    monkeypatch.setattr(watchdog._watcher, "watch", lambda watchdog: None)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LATE_ANSWER_S", WAIT_S)
+
+
+def said(name: str, value: list[Any]) -> Publish:
+    return Publish(group_id="id", lane="all", generation="", name=name, value=pack(value))
+
+
+def answer(rank: int, standing: Standing, what: str = "W.train (t.py:3)") -> Publish:
+    return said("!standing", [rank, *standing, what, ["t.py:3 in W.train: go()"]])
+
+
+@pytest.mark.usefixtures("patient")
+def test_who_is_late_is_asked_and_reported() -> None:
+    """One has not come; another one has, and stays in it. The end of the wait is the last answer."""
+    desk = Desk()
+
+    def all_answer(question: Publish) -> None:
+        assert (question.name, unpack(question.value)) == ("?standing", [1, 2])
+        for one in (answer(2, HERE, ""), answer(1, Standing("generation", 3))):
+            threading.Thread(target=desk.watchdog.received, args=(one,)).start()
+
+    desk.on_send = all_answer
+    began_s = time.monotonic()
+    first, second = desk.asked([1, 2])
+    assert time.monotonic() - began_s < WAIT_S, "nobody waited for the limit"
+    assert (first.rank, first.actor, first.answers, first.has_begun) == (1, "W(1)", True, False)
+    assert (first.doing, first.stack) == ("W.train (t.py:3)", ("t.py:3 in W.train: go()",))
+    assert 2.5 <= first.awaited_s < WAIT_S
+    assert (second.rank, second.answers, second.has_begun, second.doing) == (2, True, True, "")
+    assert len(desk.sent) == 1
+
+
+def test_who_gives_no_answer_in_time_is_reported_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LATE_ANSWER_S", 0.01)
+    desk = Desk()
+    desk.on_send = lambda question: desk.watchdog.received(answer(1, HERE)) and None
+    one, other = desk.asked([1, 2])
+    assert (one.answers, other.answers, other.has_begun, other.stack) == (True, False, False, ())
+    desk.watchdog.received(answer(2, HERE))  # too late, and of no harm
+    desk.on_send = lambda question: None
+    assert [report.answers for report in desk.asked([1, 2])] == [False, False], "each call asks anew"
+
+
+@pytest.mark.usefixtures("patient")
+@pytest.mark.parametrize("case", ["nobody", "itself", "strangers", "joining"])
+def test_where_nobody_can_be_asked_nobody_is(case: str) -> None:
+    desk = Desk()
+    if case == "joining":
+        desk.members = ()
+    late = {"nobody": [], "itself": [0], "strangers": [3, -1], "joining": [1]}[case]
+    assert desk.asked(late) == ()
+    assert desk.sent == []
+
+
+def test_where_the_hub_is_gone_nothing_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LATE_ANSWER_S", math.inf)  # a wait would raise
+
+    def gone(message: Publish) -> None:
+        raise ConnectionLostError(detail="gone")
+
+    desk = Desk()
+    desk.on_send = gone
+    (report,) = desk.asked([1])
+    assert not report.answers
+
+
+@pytest.mark.parametrize(("rank", "answers"), [(1, 1), (2, 0)])
+def test_who_is_asked_answers_and_nobody_else(rank: int, answers: int) -> None:
+    desk = Desk(rank)
+    desk.the_communicator.call = 0
+    for _ in range(2):  # at once: one answer is enough
+        assert desk.watchdog.received(said("?standing", [1]))
+    assert desk.watchdog.look(time.monotonic()) == math.inf
+    assert len(desk.sent) == answers
+    for message in desk.sent:
+        mine, place, seq, what, stack = unpack(message.value)
+        assert (message.name, mine, place, seq) == ("!standing", rank, *HERE)
+        assert what, "the test's runner"
+        assert stack
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        said("?standing", ["x"]),
+        Publish(group_id="id", lane="all", generation="", name="?standing", value=pack(3)),
+        said("!standing", [1]),
+        said("!standing", [1, "place", 2, "doing", 3]),
+        said("!standing", [1, "place", math.inf, "doing", []]),
+    ],
+)
+def test_what_is_no_question_and_no_answer_is_refused(message: Publish) -> None:
+    with pytest.raises(ProtocolError):
+        Desk(1).watchdog.received(message)
+
+
+def test_a_value_of_the_rendezvous_is_somebody_elses() -> None:
+    assert not Desk().watchdog.received(said("address", [1]))

@@ -1,0 +1,350 @@
+"""What a participant makes of a program that came."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgpack
+import pytest
+
+from raycollect import backends, pos
+from raycollect.channel.messages import Done, Gone, Join, Leave, Message, Store
+from raycollect.channel.protocol import MAX_FRAME_NBYTES
+from raycollect.core import ray_internals, threads
+from raycollect.core.model import GroupSpec
+from raycollect.core.protocols import NoFaults
+from raycollect.engine.execution import Outcome
+from raycollect.errors import (
+    GroupBrokenError,
+    MismatchError,
+    PlanAbortedError,
+    ProtocolError,
+    Violation,
+    from_wire,
+    refusal,
+    to_wire,
+)
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import lease, reporter
+from raycollect.member.lease import Lease
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.observe import Recorder, Tracer
+from raycollect.planner import Ticket, encode_order, encode_program
+from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
+
+WAIT_S = 10.0
+
+
+class Run:
+    """An `Execution` that runs nothing."""
+
+    made: Sequence[dict[str, Any]] = ()
+
+    def __init__(self, program: Any, *args: Any, **given: Any) -> None:
+        Run.made = [*Run.made, given]
+
+    def run(self) -> Outcome:
+        return Outcome()
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
+    """Runs a program of a member of several groups, each of which says whether its methods come in order.
+
+    Gives what the program does where an operand is not there: None, or how it tells that it waits.
+    """
+    monkeypatch.setattr(lease, "Execution", Run)
+
+    def run(ordered: Sequence[bool]) -> Any:
+        groups = [group(f"group {at}", (5, 6 + at)) for at in range(len(ordered))]
+        tracker = flying(*((one, asked(one, (2 * at, 2 * at + 1))) for at, one in enumerate(groups)))
+        program = tracker.plan.program(tracker.plan.positions[f"{5:032x}"])
+        assert len({share.group_id for share in program.shares}) == len(ordered)
+        link = SimpleNamespace(send=lambda message: None)
+        premises = SimpleNamespace(
+            instruments=SimpleNamespace(store=pos.Store()),
+            method_lock=threading.Lock(),
+            watch=WaitMonitor(),
+            is_ordered=False,
+        )
+        here = Lease("me", "a test", cast(Any, link), cast(Any, premises))
+        here._groups.by_id = {
+            one.spec.group_id: cast(Any, SimpleNamespace(ordered=says))
+            for one, says in zip(groups, ordered, strict=True)
+        }
+        keys = [key(at) for at in range(program.keys)]
+        Run.made = ()
+        assert here.run_program(encode_order(Ticket(1, 0), keys, encode_program(program)), None) is None
+        (given,) = Run.made
+        return given["waiting"]
+
+    return run
+
+
+@pytest.mark.parametrize("ordered", [one for n in (1, 2, 3, 5) for one in itertools.product((True, False), repeat=n)])
+def test_methods_come_in_order_where_all_groups_of_a_program_say_so(
+    waiting: Callable[[Sequence[bool]], Any], ordered: tuple[bool, ...]
+) -> None:
+    assert (waiting(ordered) is None) == all(ordered)
+
+
+@pytest.mark.parametrize("count", [1, reporter.MOST_VIOLATIONS, reporter.MOST_VIOLATIONS + 1, 20_000])
+def test_a_refusal_is_told_with_as_many_reasons_as_a_message_holds(count: int) -> None:
+    reasons = tuple(
+        Violation(kind="mismatch", rank=1, field="shape", found="x" * 400, expected="y" * 400, call=at)
+        for at in range(count)
+    )
+    told = reporter._shortened(refusal("batch", "", reasons))
+    assert isinstance(told, MismatchError)
+    assert told.violations == reasons[: reporter.MOST_VIOLATIONS]
+    assert len(msgpack.packb(to_wire(told))) < MAX_FRAME_NBYTES
+
+
+# ---------------------------------------------------------------------------------------------- groups
+
+
+class Heard:
+    """A controller's link."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+
+def _join(**changes: Any) -> Join:
+    spec = asdict(GroupSpec(name="g", group_id="id of g", backend="shm", world_size=2))
+    members = [{"actor": f"W{rank}", "ordered": True} for rank in range(2)]
+    fields: dict[str, Any] = {"group": spec, "rank": 0, "members": members}
+    for name, value in changes.items():
+        if name in fields:
+            fields[name] = value
+        else:
+            spec[name] = value
+    return Join(request=1, **fields)
+
+
+def _leased(premises: Any) -> tuple[Lease, Heard]:
+    heard = Heard()
+    return Lease("me", "a test", cast(Any, heard), premises), heard
+
+
+@pytest.fixture
+def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(ray_internals, "node_address", lambda: "127.0.0.1")
+    return SimpleNamespace(
+        instruments=SimpleNamespace(store=pos.Store()),
+        method_lock=threading.Lock(),
+        watch=WaitMonitor(),
+        is_ordered=True,
+        process_groups=ProcessGroups(),
+    )
+
+
+def test_who_joins_late_tells_nobody_but_the_controller_that_asked(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """A later controller would not know the group, and end the link over it."""
+    began, over = threading.Event(), threading.Event()
+
+    def create(spec: Any, rank: int, rendezvous: Any, exchange: Any, **_: Any) -> Any:
+        began.set()
+        assert over.wait(WAIT_S)
+        rendezvous.put("late", b"")
+        return SimpleNamespace(close=lambda: None)
+
+    monkeypatch.setattr(backends, "load", lambda backend, name: create)
+    first, heard = _leased(premises)
+    first.received(_join())
+    assert began.wait(WAIT_S)
+    joining = [thread for thread in threading.enumerate() if thread.name == "raycollect-join"]
+    first.end("the controller is gone")
+    second, other = _leased(premises)
+    second.received(_join(group_id="another id"))  # the name is free again
+    over.set()
+    for thread in joining:
+        thread.join(WAIT_S)
+    assert [message for message in heard.messages if isinstance(message, Store)] == [
+        Store(group_id="id of g", name="late", value=b"")
+    ]
+    assert all(getattr(message, "group_id", "another id") == "another id" for message in other.messages)
+    second.end("the test is over")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group": {}},
+        {"more": 1},
+        {"group_id": -1},
+        {"group_id": ["x"]},
+        {"name": None},
+        {"world_size": 0},
+        {"world_size": "2"},
+        {"timeout_s": "soon"},
+        {"rank": -1},
+        {"rank": 2},
+        {"members": []},
+        {"members": [{}, {}]},
+        {"members": [{"actor": "W0", "ordered": True}]},
+    ],
+    ids=str,
+)
+def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: dict[str, Any]) -> None:
+    made, heard = _leased(premises)
+    with pytest.raises(ProtocolError):
+        made.received(_join(**changes))
+    assert heard.messages == []
+    assert premises.process_groups._process_groups == {}
+    made.end("the test is over")
+
+
+def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(
+    monkeypatch: pytest.MonkeyPatch, premises: Any
+) -> None:
+    """Another group may hold the lease for days: what the destroyed ones held must not pile up."""
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    premises.instruments = SimpleNamespace(
+        store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
+    )
+    here, heard = _leased(premises)
+    for number in range(3):
+        left = group(f"left {number}", (5, 6))
+        here.received(_join(name=left.spec.name, group_id=left.spec.group_id))
+        here.received(Leave(group_id=left.spec.group_id))
+        assert not here._groups.by_id
+        tracker = flying((left, asked(left, (0, 1))))
+        order = encode_order(Ticket(number + 1, number), [key(0)], encode_program(tracker.plan.program(0)))
+        assert here.run_program(order, None) is None
+        done = [one for one in heard.messages if isinstance(one, Done)][-1]
+        error = from_wire(done.error or {})
+        assert isinstance(error, GroupBrokenError)
+        assert "destroyed" in error.detail
+    assert here._sequencer.last == 3
+    here.end("the test is over")
+
+
+@pytest.fixture
+def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]:
+    """A member of a group of two whose communicator has these methods; it runs a plan by a function."""
+    both = group("both", (5, 6))
+    told: list[Any] = []
+
+    def make(run: Callable[[Lease, Gone], Outcome], *, died: bool = True, **methods: Any) -> Any:
+        made = SimpleNamespace(close=lambda: told.append("closed"), **methods)
+        monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: made)
+        premises.instruments = SimpleNamespace(
+            store=pos.Store(), recorder=Recorder(time.monotonic), faults=NoFaults(), tracer=Tracer()
+        )
+        here, heard = _leased(premises)
+        members = [{"actor": f"W{rank}", "actor_id": f"actor {rank}", "ordered": True} for rank in range(2)]
+        here.received(_join(name=both.spec.name, group_id=both.spec.group_id, members=members))
+        for thread in threading.enumerate():
+            if thread.name == "raycollect-join":  # there is a communicator behind it
+                thread.join(WAIT_S)
+        gone = Gone(group_id=both.spec.group_id, rank=1, died=died, detail="its connection has ended")
+
+        class Interrupted(Run):
+            def run(self) -> Outcome:
+                return run(here, gone)
+
+            def abort(self) -> None:
+                told.append("aborted")
+
+        monkeypatch.setattr(lease, "Execution", Interrupted)
+        tracker = flying((both, asked(both, (0, 1))))
+        order = encode_order(Ticket(1, 0), [key(0)], encode_program(tracker.plan.program(0)))
+        assert here.run_program(order, None) is None
+        (done,) = [one for one in heard.messages if isinstance(one, Done)]
+        here._sequencer.settle(WAIT_S)
+        here.end("the test is over")
+        return None if done.error is None else from_wire(done.error)
+
+    make.told = told  # type: ignore[attr-defined]
+    return make
+
+
+@pytest.mark.parametrize("died", [True, False])
+def test_a_plan_that_the_death_of_a_member_ends_says_who_has_died(
+    monkeypatch: pytest.MonkeyPatch, member: Any, died: bool
+) -> None:
+    """Its communicator does not see how far the dead came, and is closed under it, which explains nothing."""
+    begun: list[Any] = []
+
+    def later(name: str, delay_s: float, call: Callable[[], None]) -> None:
+        assert name == "raycollect-last"
+        begun.append((delay_s, call))
+
+    def run(here: Lease, gone: Gone) -> Outcome:
+        here.received(gone)
+        assert member.told == [], "it may yet end well"
+        for delay_s, call in begun:
+            assert delay_s <= 1
+            call()
+        return Outcome(error=GroupBrokenError(group_name="both", detail="the communicator was closed"))
+
+    monkeypatch.setattr(threads, "later", later)
+    error = member(run, died=died)
+    assert member.told[:2] == (["aborted", "closed"] if died else ["closed"]), "it is woken before that goes"
+    assert len(begun) == died
+    assert isinstance(error, PlanAbortedError if died else GroupBrokenError)
+    if died:
+        assert error.detail.startswith("rank 1 (")
+        assert error.detail.endswith("died: its connection has ended")
+
+
+def test_a_plan_for_which_the_dead_have_done_their_part_ends_well(member: Any) -> None:
+    """A member that has ended the plan dies, while this one is still in it: the memory of the dead goes after it."""
+
+    def run(here: Lease, gone: Gone) -> Outcome:
+        here.received(gone)
+        assert member.told == [1], "its communicator has heard which rank has died, and nothing else has happened"
+        return Outcome()
+
+    assert member(run, lost=member.told.append) is None
+    assert member.told[:2] == [1, "closed"]
+
+
+# ---------------------------------------------------------------------------------------------- in other threads
+
+
+def _plan(ticket: Ticket) -> bytes:
+    one = group("g", (5, 6))
+    program = flying((one, asked(one, (0, 1)))).plan.program(0)
+    return encode_order(ticket, [key(at) for at in range(program.keys)], encode_program(program))
+
+
+@pytest.mark.parametrize("ordered", [(), (True,), (True, False)])
+@pytest.mark.parametrize("is_ordered", [True, False])
+def test_plans_are_handed_over_where_methods_may_overlap(premises: Any, is_ordered: bool, ordered: Any) -> None:
+    """Also those of groups that were destroyed: they come all the same, and no event loop may wait for their turn."""
+    premises.is_ordered = is_ordered
+    made, _ = _leased(premises)
+    made._groups.by_id = {str(at): cast(Any, SimpleNamespace(ordered=says)) for at, says in enumerate(ordered)}
+    handed = list[Any]()
+    assert made.hand_over(_plan(Ticket(1, 0)), lambda *call: handed.append(call)) == bool(handed)
+    assert bool(handed) != (is_ordered and all(ordered))
+
+
+def test_a_plan_that_was_handed_over_takes_no_place_among_those_of_a_later_controller(premises: Any) -> None:
+    premises.is_ordered = False
+    premises.instruments.recorder = Recorder(clock=time.monotonic)
+    first, _ = _leased(premises)
+    handed = list[Any]()
+    for seq in (1, 2):
+        assert first.hand_over(_plan(Ticket(seq, seq - 1)), lambda *call: handed.append(call))
+    assert len(handed) == 1, "the second waits for the first"
+    first.end("the controller is gone")
+    second, heard = _leased(premises)
+    for run, *given in handed:
+        assert run(*given) is None
+    assert len(handed) == 1
+    assert not second._sequencer.has_ended(1)
+    assert heard.messages == []

@@ -1,0 +1,337 @@
+"""The ledger: plans start after their predecessors, and an aborted plan never runs."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.member.sequencer import ARRIVALS, PlanSequencer, arrivals
+from raycollect.observe import Recorder, Tracer
+from raycollect.observe.trace import WAIT
+from tests.pure.watched import WAIT_S, WatchedCondition
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as pool:
+        yield pool
+
+
+def _sequencer() -> tuple[PlanSequencer, WatchedCondition]:
+    sequencer, watched = PlanSequencer(), WatchedCondition()
+    sequencer._changed = sequencer._lock = watched
+    return sequencer, watched
+
+
+def test_the_first_plan_starts_at_once() -> None:
+    sequencer = PlanSequencer()
+    assert sequencer.start(1, 0) is None
+    assert sequencer.running() == (1,)
+    sequencer.end(1)
+    assert sequencer.running() == ()
+
+
+def test_numbers_of_plans_that_went_elsewhere_are_skipped() -> None:
+    sequencer = PlanSequencer()
+    for seq, predecessor in ((5, 0), (9, 5), (40, 9)):
+        assert sequencer.start(seq, predecessor) is None
+        sequencer.end(seq)
+
+
+def test_a_plan_waits_for_its_predecessor(threads: ThreadPoolExecutor) -> None:
+    sequencer, watched = _sequencer()
+    sequencer.start(1, 0)
+    second = threads.submit(sequencer.start, 2, 1)
+    assert watched.someone_waits()
+    assert not second.done()
+    assert sequencer.running() == (1,)
+    sequencer.end(1)
+    assert second.result(WAIT_S) is None
+    assert sequencer.running() == (2,)
+
+
+def test_a_plan_waits_for_a_predecessor_that_has_not_come(threads: ThreadPoolExecutor) -> None:
+    sequencer, watched = _sequencer()
+    second = threads.submit(sequencer.start, 2, 1)
+    assert watched.someone_waits()
+    assert sequencer.start(1, 0) is None
+    assert not second.done()
+    sequencer.end(1)
+    assert second.result(WAIT_S) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_plans_that_come_in_any_order_run_in_theirs(seed: int, threads: ThreadPoolExecutor) -> None:
+    sequencer = PlanSequencer()
+    seqs = sorted(random.Random(seed).sample(range(1, 100), 12))
+    chain = list(zip(seqs, [0, *seqs[:-1]], strict=True))
+    random.Random(seed + 1).shuffle(chain)
+    ran: list[int] = []
+
+    def run(seq: int, predecessor: int) -> None:
+        assert sequencer.start(seq, predecessor) is None
+        assert sequencer.running() == (seq,), "one at a time"
+        ran.append(seq)
+        sequencer.end(seq)
+
+    for future in [threads.submit(run, *link) for link in chain]:
+        future.result(WAIT_S)
+    assert ran == seqs
+
+
+# ---------------------------------------------------------------------------------------------- abort
+
+
+def test_a_plan_aborted_before_it_comes_does_not_run() -> None:
+    sequencer = PlanSequencer()
+    assert sequencer.abort(1, "rank 2 died") is False, "it has not ended"
+    assert sequencer.reason(1) == "rank 2 died"
+    assert sequencer.start(1, 0) == "rank 2 died"
+    assert sequencer.running() == ()
+    sequencer.end(1)
+    assert sequencer.reason(1) is None
+
+
+def test_a_tombstone_takes_its_turn(threads: ThreadPoolExecutor) -> None:
+    """Plan 1 is on its way, 2 was cancelled, 3 comes first: on other ranks 1 runs before 3."""
+    sequencer, watched = _sequencer()
+    sequencer.abort(2, "cancelled")
+    third = threads.submit(sequencer.start, 3, 2)
+    assert watched.someone_waits()
+    second = threads.submit(sequencer.start, 2, 1)
+    sequencer.start(1, 0)
+    assert not second.done()
+    assert not third.done()
+    sequencer.end(1)
+    assert second.result(WAIT_S) == "cancelled"
+    assert not third.done()
+    sequencer.end(2)
+    assert third.result(WAIT_S) is None
+    assert sequencer.running() == (3,)
+
+
+def test_aborting_a_running_plan_lets_it_end_by_itself(threads: ThreadPoolExecutor) -> None:
+    sequencer, watched = _sequencer()
+    sequencer.start(1, 0)
+    assert sequencer.abort(1, "cancelled") is False
+    assert sequencer.reason(1) == "cancelled"
+    assert sequencer.running() == (1,), "until it has ended, however"
+    second = threads.submit(sequencer.start, 2, 1)
+    assert watched.someone_waits()
+    assert not second.done()
+    sequencer.end(1)
+    assert second.result(WAIT_S) is None
+    assert sequencer.reason(1) is None
+
+
+def test_aborting_a_plan_that_has_ended_says_so() -> None:
+    sequencer = PlanSequencer()
+    sequencer.start(1, 0)
+    sequencer.end(1)
+    assert sequencer.abort(1, "too late") is True
+    assert sequencer.reason(1) is None
+    sequencer.start(2, 1)
+    sequencer.end(2)
+    assert sequencer.abort(1, "much too late") is True
+
+
+def test_the_last_reason_of_an_abort_is_told() -> None:
+    sequencer = PlanSequencer()
+    sequencer.abort(1, "first")
+    sequencer.abort(1, "second")
+    assert sequencer.start(1, 0) == "second"
+
+
+def test_closing_wakes_whoever_waits_and_refuses_whoever_comes(threads: ThreadPoolExecutor) -> None:
+    sequencer, watched = _sequencer()
+    sequencer.start(1, 0)
+    third = threads.submit(sequencer.start, 3, 2)
+    assert watched.someone_waits()
+    assert sequencer.close("the controller is gone") == (1,)
+    assert third.result(WAIT_S) == "the controller is gone"
+    assert sequencer.reason(1) == "the controller is gone"
+    assert sequencer.start(4, 3) == "the controller is gone"
+
+
+def test_ending_a_plan_that_never_started_ends_it() -> None:
+    """The runtime ends every plan that came, also one that it refused before it asked the ledger."""
+    sequencer = PlanSequencer()
+    sequencer.end(1)
+    assert sequencer.start(2, 1) is None
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+def _nbytes(sequencer: PlanSequencer) -> int:
+    return sum(sys.getsizeof(value) for value in vars(sequencer).values() if isinstance(value, (dict, set, list)))
+
+
+@pytest.mark.parametrize("stride", [1, 7])
+def test_memory_stays_bounded_over_ten_thousand_plans(stride: int) -> None:
+    sequencer, before = PlanSequencer(), 0
+    for seq in range(stride, 10_000 * stride + 1, stride):
+        assert sequencer.start(seq, before) is None
+        sequencer.end(seq)
+        before = seq
+        assert len(sequencer._ended) <= 2
+    assert _nbytes(sequencer) < 2_000
+
+
+def test_memory_stays_bounded_when_every_other_plan_is_aborted() -> None:
+    sequencer = PlanSequencer()
+    for seq in range(1, 10_001):
+        if seq % 2:
+            sequencer.abort(seq, "cancelled")
+            assert sequencer.start(seq, seq - 1) == "cancelled"
+        else:
+            assert sequencer.start(seq, seq - 1) is None
+        sequencer.end(seq)
+        assert len(sequencer._ended) <= 3
+    assert sequencer._aborted == {}
+    assert _nbytes(sequencer) < 2_000
+
+
+# ---------------------------------------------------------------------------------------------- any story
+
+
+@CALM
+@given(st.lists(st.tuples(st.sampled_from(["come", "end", "abort"]), st.integers(1, 8)), max_size=40))
+def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tuple[str, int]]) -> None:
+    """One thread plays all: a plan comes only where `start` would not wait."""
+    sequencer = PlanSequencer()
+    ended: set[int] = {0}
+    aborted: set[int] = set()
+    running: set[int] = set()
+    for event, seq in events:
+        if event == "come" and seq not in ended | running and seq - 1 in ended:
+            reason = sequencer.start(seq, seq - 1)
+            assert (reason is not None) == (seq in aborted)
+            if reason is None:
+                running.add(seq)
+            else:
+                sequencer.end(seq)
+                aborted.discard(seq)
+                ended.add(seq)
+        elif event == "end" and seq in running:
+            sequencer.end(seq)
+            running.discard(seq)
+            aborted.discard(seq)
+            ended.add(seq)
+        elif event == "abort":
+            assert sequencer.abort(seq, "because") == (seq in ended)
+            if seq not in ended:
+                aborted.add(seq)
+        assert sequencer.running() == tuple(sorted(running))
+        for other in aborted:
+            assert sequencer.reason(other) == "because"
+
+
+def test_many_threads_and_an_abort_at_any_moment_leave_nobody_waiting(threads: ThreadPoolExecutor) -> None:
+    for seed in range(20):
+        sequencer = PlanSequencer()
+        barrier = threading.Barrier(9)
+        rng = random.Random(seed)
+        doomed = set(rng.sample(range(1, 9), 3))
+
+        def run(seq: int, sequencer: PlanSequencer = sequencer, barrier: threading.Barrier = barrier) -> str | None:
+            barrier.wait(WAIT_S)
+            reason = sequencer.start(seq, seq - 1)
+            sequencer.end(seq)
+            return reason
+
+        futures: dict[int, Future[str | None]] = {seq: threads.submit(run, seq) for seq in range(8, 0, -1)}
+        barrier.wait(WAIT_S)
+        for seq in doomed:
+            sequencer.abort(seq, "doomed")
+        reasons = {seq: future.result(WAIT_S) for seq, future in futures.items()}
+        assert {seq for seq, reason in reasons.items() if reason} <= doomed
+        assert sequencer.running() == ()
+
+
+# ---------------------------------------------------------------------------------------------- doors
+
+
+def test_the_story_knows_when_one_came_to_which_door() -> None:
+    now_s = iter(range(100))
+    recorder = Recorder(lambda: float(next(now_s)))
+    for what, seq in [("start", 3), ("door", 3), ("door", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
+        recorder.add(what, seq)
+    recorder.add("door", 3)  # the second round
+    assert arrivals(recorder.story(), 10.0) == {4: 6.0, 3: 3.0}
+    assert arrivals(recorder.story(), 6.5) == {4: 2.5, 3: 0.0}, "what came since it was asked is no time in the future"
+    assert arrivals((), 1.0) == {}
+
+
+def test_of_many_doors_the_last_are_known() -> None:
+    recorder = Recorder(lambda: 0.0)
+    for seq in [*range(1, 3 * ARRIVALS), 5]:
+        recorder.add("again", seq)
+    found = list(arrivals(recorder.story(), 1.0))
+    assert found == [*range(2 * ARRIVALS + 1, 3 * ARRIVALS), 5]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_that_wait_without_a_thread_go_on_in_their_order(seed: int) -> None:
+    count, sequencer, went = 37, PlanSequencer(), list[int]()
+    coming = list(range(1, count + 1))
+    random.Random(seed).shuffle(coming)
+
+    def go(seq: int) -> None:
+        assert sequencer.start(seq, seq - 1) is None  # would wait for ever, were it too early
+        went.append(seq)
+
+    for seq in coming:
+        sequencer.after(seq, seq - 1, lambda seq=seq: go(seq))  # type: ignore[misc]
+        while sequencer.running():  # as the thread of each does
+            sequencer.end(sequencer.running()[0])
+    assert went == list(range(1, count + 1))
+    assert not sequencer._later
+
+
+def test_two_plans_may_wait_for_the_same_one() -> None:
+    """The driver was interrupted while it sent the first, and does not know whether it did."""
+    sequencer, went = PlanSequencer(), list[int]()
+    sequencer.start(1, 0)
+    for seq in (2, 3):
+        sequencer.after(seq, 1, lambda seq=seq: went.append(seq))  # type: ignore[misc]
+    assert went == []
+    sequencer.end(1)
+    assert went == [2, 3]
+
+
+def test_nothing_goes_on_after_the_close() -> None:
+    sequencer, went = PlanSequencer(), list[int]()
+    sequencer.start(1, 0)
+    sequencer.after(2, 1, lambda: went.append(2))
+    sequencer.close("the controller is gone")
+    sequencer.end(1)
+    sequencer.after(3, 2, lambda: went.append(3))
+    sequencer.after(4, 0, lambda: went.append(4))
+    assert went == []
+
+
+def test_a_wait_without_a_thread_is_in_the_timeline() -> None:
+    tracer = Tracer.current()
+    ring = tracer.begin("a test")
+    assert ring is not None
+    try:
+        sequencer, times = PlanSequencer(), iter([5.0, 8.0])
+        ring.clock = lambda: next(times)
+        sequencer.start(1, 0)
+        sequencer.after(2, 1, lambda: sequencer.start(2, 1))
+        sequencer.end(1)
+    finally:
+        tracer.end("a test")
+    (span,) = ring.read().spans
+    assert (span.kind, span.name, span.begin_s, span.end_s, span.seq) == (WAIT, "earlier plans", 5.0, 8.0, 2)
+    assert not sequencer._came

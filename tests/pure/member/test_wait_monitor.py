@@ -1,0 +1,47 @@
+"""What is told of waits: those that last, on the main thread, and their end."""
+
+from __future__ import annotations
+
+import threading
+
+from raycollect.member.wait_monitor import WaitMonitor
+
+
+def test_a_wait_that_lasts_is_told_of_once_and_so_is_its_end():
+    told, events = threading.Event(), []
+
+    def tell():
+        events.append("told")
+        told.set()
+
+    watch = WaitMonitor(0.01)
+    for _ in range(2):
+        told.clear()
+        with watch.waiting(tell, lambda: events.append("over")):
+            assert told.wait(10)
+    assert events == ["told", "over"] * 2
+
+
+def test_a_short_wait_is_never_told_of():
+    events = []
+    watch = WaitMonitor(60)
+    for _ in range(100):
+        with watch.waiting(lambda: events.append("told"), lambda: events.append("over")):
+            pass
+    assert events == []
+
+
+def test_other_threads_may_wait_as_long_as_they_like():
+    events, main_told = [], threading.Event()
+    watch = WaitMonitor(0.01)
+
+    def elsewhere():
+        with watch.waiting(lambda: events.append("told"), lambda: events.append("over")):
+            # As long as it takes to tell of the main thread's wait, which began later.
+            assert main_told.wait(10)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    with watch.waiting(main_told.set, lambda: None):
+        thread.join()
+    assert events == []

@@ -1,0 +1,142 @@
+"""At which step a plan, or a run of a captured step, says that it is."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.local import LocalCommunicator, LocalWorld
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Completion
+from raycollect.observe import run_steps
+from raycollect.observe.run_steps import steps
+from tests.pure.fleet import WAIT_S, Fleet, MakeFleet
+from tests.pure.teams import Script, Team, full, pinned
+
+
+class Asking(LocalCommunicator):
+    """Asks where plans are at each door and in each kernel."""
+
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.told: list[dict[int, str]] = []
+
+    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
+        self.told.append(steps())
+        return super().agree(launch, arrival)
+
+    def launch(self, launch: Launch, kernel: Kernel) -> Completion:
+        self.told.append(steps())
+        return super().launch(launch, kernel)
+
+
+def within(number: int, run: Callable[[], Any]) -> Any:
+    """Does something as the plan, or run, of this number."""
+    step = run_steps.here()
+    step.begin(number)
+    try:
+        return run()
+    finally:
+        step.number = 0
+
+
+def a_plan(fleet: Fleet, run: Callable[[Callable[[], Any]], Any]) -> list[dict[int, str]]:
+    """What rank 0 says of an allreduce, which it runs by `run`."""
+    asking = fleet.communicators[0] = Asking(fleet.communicators[0]._world, 0)  # type: ignore[attr-defined]
+    planned = fleet.plan(OpKind.ALLREDUCE, fleet.keep_all([np.ones(3), np.ones(3)]))
+    other = fleet._threads.submit(fleet.run_one, planned, 1, 4)
+    assert run(lambda: fleet.run_one(planned, 0, 4)).error is None
+    assert other.result(WAIT_S).error is None
+    return asking.told
+
+
+def test_a_plan_is_at_its_door_and_then_in_its_kernels(fleet: MakeFleet) -> None:
+    told = a_plan(fleet(2), lambda run: within(41, run))
+    assert told == [{41: "at the door"}, {41: "in its kernels (allreduce)"}]
+
+
+def test_an_imperative_call_is_no_plan(fleet: MakeFleet) -> None:
+    assert a_plan(fleet(2), lambda run: run()) == [{}, {}]
+
+
+def test_a_run_tells_its_actions_and_bundles() -> None:
+    """A batch of three collectives in two bundles, a method, and a collective that is done the short way at last."""
+    team = Team(2, [Script(rank, [pinned(full(rank)), pinned(full(rank)), pinned(full(rank))]) for rank in range(2)])
+    asking = team.communicators[0] = Asking(team.communicators[0]._world, 0)
+    own, both = {0: 0, 1: 0}, {0: 1, 1: 1}
+    team.batch(
+        [
+            (OpKind.ALLREDUCE, own, {}, {}),
+            (OpKind.ALLREDUCE, both, {}, {"op": ReduceOp.MAX}),
+            (OpKind.ALLREDUCE, {0: 2, 1: 2}, {}, {}),
+        ]
+    )
+    told: list[dict[int, str]] = []
+    for script, actor in zip(team.scripts, team.actors, strict=True):
+        script.call("update")
+        actor.methods["update"] = lambda: None
+    team.actors[0].methods["update"] = lambda: told.append(steps())
+    team.collective(OpKind.ALLREDUCE, own)
+    runs = []
+    for _ in range(4):
+        seq, asking.told = team._seq, []
+        team.capture() if not team.replays else None
+        team._seq += team.width
+        other = team._threads.submit(team.run_one, 1, seq)
+        within(seq, lambda seq=seq: team.run_one(0, seq))
+        other.result(WAIT_S)
+        runs.append((seq, asking.told))
+    team.close()
+    for seq, found in runs:
+        batch, last = "calls 0, 1, 2 of the step, batch", "call 4 of the step, allreduce"
+        expected = [
+            f"{batch}, at the door",
+            f"{batch}, in bundle 1 of 2: allreduce of calls 0, 2",
+            f"{batch}, in bundle 2 of 2: allreduce of call 1",
+            f"{last}, at the door",
+            f"{last}, in its kernels",
+        ]
+        words = [one[seq] for one in found if list(one) == [seq]]
+        assert len(words) == len(found)
+        words[-1] = words[-1].removesuffix(" (allreduce)")  # its name is told there where it is done the long way
+        assert list(dict.fromkeys(words)) == expected
+    assert told == [{seq: "call 3 of the step, method update"} for seq, _ in runs]
+
+
+def test_a_run_that_waits_for_another_one_or_a_method_says_so() -> None:
+    """What goes on meanwhile is told as nothing, or as it is now."""
+    step = run_steps.here()
+
+    def go_on(first: int, is_named: bool) -> str:
+        step.begin(4)
+        return "elsewhere"
+
+    step.begin(3)
+    assert steps() == {3: "begins"}
+    step.at = "waits for the one before it"
+    assert steps() == {3: "waits for the one before it"}
+    step.at = go_on
+    assert steps() == {}
+    step.number = 0
+    assert steps() == {}
+
+
+def test_a_thread_that_has_ended_leaves_nothing() -> None:
+    kept = []
+    thread = threading.Thread(target=lambda: kept.append(weakref.ref(run_steps.here())))
+    thread.start()
+    thread.join(WAIT_S)
+    assert kept[0]() is None
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([3], "call 3"), ([2, 1], "calls 1, 2"), (list(range(9)), "calls 0, 1, 2, 3, 4, 5 and 3 more")],
+)
+def test_many_calls_are_counted(numbers: list[int], text: str) -> None:
+    assert run_steps.calls(numbers) == text

@@ -1,0 +1,199 @@
+"""What a process says that it is doing."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+from raycollect.observe import stacks
+from raycollect.observe.stacks import Doing, is_on_the_way, what_runs
+from tests.pure.fleet import WAIT_S
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    made = threading.Event()
+    yield made
+    made.set()
+
+
+def test_the_main_thread_is_told_from_the_users_outermost_call_on() -> None:
+    """Asked by a thread of its own, as in a participant."""
+    found: list[Doing] = []
+
+    def inner(depth: int) -> None:
+        if depth:
+            inner(depth - 1)
+            return
+        asking = threading.Thread(target=lambda: found.append(what_runs()))
+        asking.start()
+        asking.join(WAIT_S)
+
+    inner(3)
+    (doing,) = found
+    assert len(doing.stack) == stacks.LINES, "the test's runner is deep enough"
+    mine = [line for line in doing.stack if __file__ in line]
+    assert [line.partition(": ")[0].rpartition(" ")[2].rpartition(".")[2] for line in mine] == [
+        "test_the_main_thread_is_told_from_the_users_outermost_call_on",
+        *["inner"] * 4,
+    ]
+    assert mine[-1].endswith(("asking.start()", "asking.join(WAIT_S)"))
+    assert all(len(line) <= stacks.LINE_LENGTH for line in doing.stack)
+
+
+def framed(files: list[str]) -> Doing:
+    """What would be told of a thread whose frames lie in these files, the outermost first; each calls the next."""
+    names: dict[str, Any] = {"ask": lambda: found.append(stacks._doing(sys._getframe(1)))}
+    found: list[Doing] = []
+    calls = ["ask", *(f"call{at}" for at in range(len(files)))]
+    for at, file in enumerate(reversed(files)):
+        exec(compile(f"def {calls[at + 1]}(): {calls[at]}()", file, "exec"), names)
+    thread = threading.Thread(target=names[calls[-1]])
+    thread.start()
+    thread.join(WAIT_S)
+    return found[0]
+
+
+RAY = "/site/ray/_private/workers/default_worker.py"
+THREAD = "/usr/lib/python3.11/threading.py"
+LOOP = "/usr/lib/python3.11/asyncio/base_events.py"
+SELECTORS = "/usr/lib/python3.11/selectors.py"
+SOCKET = "/usr/lib/python3.11/socket.py"
+OURS = str(Path(stacks.__file__).with_name("participant.py"))
+USERS = "/home/me/train.py"
+
+
+@pytest.mark.parametrize(
+    ("files", "what", "lines"),
+    [
+        ([RAY], "", 0),
+        ([RAY, RAY], "", 0),
+        ([RAY, OURS, USERS], USERS, 1),
+        ([RAY, OURS, USERS, OURS], USERS, 2),
+        ([RAY, OURS, USERS, "/site/torch/nn.py", RAY], USERS, 3),
+        ([RAY, OURS, OURS], "", 2),
+        ([RAY, "/site/ray/util/tracing/helper.py", OURS], "", 1),
+        ([RAY, OURS, *[USERS] * 40], USERS, stacks.LINES),
+        ([THREAD, OURS, SELECTORS], "", 2),
+        ([THREAD, OURS, SOCKET], "", 2),
+        ([RAY, LOOP, SELECTORS], "", 0),
+        ([RAY, OURS, USERS, LOOP, SELECTORS], USERS, 3),
+        ([THREAD, LOOP, USERS, SELECTORS], USERS, 2),
+    ],
+)
+def test_what_is_the_users_begins_after_the_way_there(files: list[str], what: str, lines: int) -> None:
+    doing = framed(files)
+    assert (f"({what}:1)" in doing.what) if what else doing.what == ""
+    assert len(doing.stack) == lines
+    assert not any(line.startswith(RAY) for line in doing.stack[:1])
+    assert not any(line.rstrip().endswith(":") for line in doing.stack), "what has no source ends with its name"
+
+
+def stepping(code: CodeType) -> Iterator[FrameType]:
+    """The frame of what is run, at each of its bytecodes."""
+    seen: queue.SimpleQueue[FrameType | None] = queue.SimpleQueue()
+    go = threading.Semaphore(0)
+
+    def traced(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code is not code:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            seen.put(frame)
+            go.acquire(timeout=WAIT_S)
+        return traced
+
+    def run() -> None:
+        sys.settrace(traced)
+        try:
+            exec(code, {})
+        finally:
+            sys.settrace(None)
+            seen.put(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        while (frame := seen.get(timeout=WAIT_S)) is not None:
+            yield frame
+            go.release()
+    finally:
+        go.release(10_000)
+        thread.join(WAIT_S)
+
+
+LOOPS = "for i in range(2):\n  for j in 1, 2:\n    if j:\n      break\n"
+
+
+def unlined(code: CodeType) -> CodeType:
+    """The same bytecodes, none of which has a line."""
+    units = len(code.co_code) // 2
+    table = bytes([254, 128]) if sys.version_info < (3, 11) else bytes([0x80 | 15 << 3 | 7])
+    return code.replace(co_linetable=table * (units // (127 if len(table) == 2 else 8) + 1))
+
+
+@pytest.mark.parametrize("change", [lambda code: code, unlined])
+def test_where_there_is_no_line_that_before_it_is_told(change: Callable[[CodeType], CodeType]) -> None:
+    """From Python 3.11 on the jumps back from a `break` have none; threads take turns right there."""
+    code = change(compile(LOOPS, USERS, "exec"))
+    found = [(frame.f_lineno, stacks._doing(frame)) for frame in stepping(code)]
+    lines = [int(doing.stack[-1].partition(" in ")[0].rpartition(":")[2]) for _, doing in found]
+    assert set(lines) == ({1} if change is unlined else {1, 2, 3, 4})
+    assert all(line in (told, None) for (line, _), told in zip(found, lines, strict=True))
+    if change is unlined or sys.version_info[:2] == (3, 11):
+        assert None in [line for line, _ in found], "or it shows nothing"
+
+
+def test_where_the_main_thread_does_nothing_of_the_users_another_one_is_told(
+    monkeypatch: pytest.MonkeyPatch, gate: threading.Event
+) -> None:
+    began = threading.Event()
+
+    def method() -> None:
+        began.set()
+        gate.wait(WAIT_S)
+
+    thread = threading.Thread(target=method)
+    thread.start()
+    assert began.wait(WAIT_S)
+    frames = sys._current_frames()
+    idle = threading.Event()
+    names: dict[str, Any] = {"wait": idle.wait}
+    exec(compile("def loop(): wait()", RAY, "exec"), names)
+    looping = threading.Thread(target=names["loop"])
+    looping.start()
+    frames = {looping.ident: sys._current_frames()[looping.ident], thread.ident: frames[thread.ident]}
+    monkeypatch.setattr(threading, "main_thread", lambda: looping)
+    monkeypatch.setattr(sys, "_current_frames", lambda: frames)
+    doing = what_runs()
+    assert doing.what.startswith("test_where_the_main_thread_does_nothing") or doing.what.startswith("method")
+    del frames[thread.ident]
+    assert what_runs().what == ""
+    monkeypatch.undo()
+    idle.set()
+    gate.set()
+    for one in (thread, looping):
+        one.join(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        (stacks.__file__, True),
+        ("/usr/lib/python3.11/concurrent/futures/thread.py", True),
+        ("/usr/lib/python3.11/asyncio/events.py", True),
+        ("/site-packages/ray/util/tracing/tracing_helper.py", True),
+        ("/venv-of-the-driver/site-packages/raycollect/member/participant.py", True),
+        ("/home/me/train.py", False),
+        (__file__, False),
+    ],
+)
+def test_what_lies_on_the_way(file: str, expected: bool) -> None:
+    assert is_on_the_way(file) is expected

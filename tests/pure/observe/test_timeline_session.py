@@ -1,0 +1,364 @@
+"""A timeline over participants: who answers, who does not, whose clock is another one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycollect.channel.messages import Collect, Collected, Message, Record, Tick, Ticked
+from raycollect.driver.participant_link import MOST_COLLECTED_NBYTES, ParticipantLink
+from raycollect.errors import ConnectionLostError, ProtocolError, TimelineError
+from raycollect.member.recording_agent import PART_NBYTES
+from raycollect.observe import Label, Place, Ring, Tracer, timeline_session
+from raycollect.observe.clocks import clock_id
+from raycollect.observe.metrics import CALLS, DOOR_SECONDS, NBYTES, SECONDS, Publisher
+from raycollect.observe.timeline_session import TimelineSession, round_trips
+from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL, METHOD, PART, PLAN, encode_recorded
+
+LABEL = Label(op="allreduce", group_id="g1", rank=0, ranks=2, nbytes=64, calls=1)
+
+
+class Participant:
+    """The other end of a link: it answers at once, unless it is told otherwise.
+
+    Attributes:
+        ahead_s: How far its clock is ahead.
+        clock: What names its clock.
+        mute: The messages that it does not answer.
+    """
+
+    def __init__(self, ahead_s: float = 0.0, clock: str = "") -> None:
+        self.ahead_s, self.clock = ahead_s, clock or clock_id()
+        self.mute: tuple[type[Message], ...] = ()
+        self.refusal = ""
+        self.payload: bytes | None = None
+        self.ring: Ring | None = None
+        self.heard: list[Message] = []
+        self.limit = 0
+        self.peer: Any = None
+        self.is_gone = False
+
+    def now_s(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def end(self) -> None:
+        """Its process ends, and the connection with it."""
+        self.is_gone = True
+        self.peer.closed(self, ConnectionLostError(detail="reset"))
+
+    def send(self, message: Any) -> None:
+        if self.is_gone:
+            raise ConnectionLostError(detail="the link is closed")
+        self.heard.append(message)
+        if isinstance(message, self.mute):
+            return
+        if isinstance(message, (Record, Tick)):
+            if isinstance(message, Record) and not self.refusal:
+                self.ring, self.limit = Ring(message.limit, self.now_s), message.limit
+            answer = Ticked(request=message.request, at_s=self.now_s(), clock=self.clock, refusal=self.refusal)
+            self.peer.received(self, answer)
+        elif isinstance(message, Collect):
+            ring, self.ring = self.ring, None if message.ends else self.ring
+            packed = self.payload
+            if packed is None:
+                packed = b"" if ring is None else encode_recorded(ring.read())
+            cut = len(packed) // 2
+            for part, more in ((packed[:cut], True), (packed[cut:], False)):
+                self.peer.received(self, Collected(request=message.request, payload=part, more=more))
+
+    def work(self, seq: int, took_s: float = 0.001) -> None:
+        """Records one collective."""
+        assert self.ring is not None
+        begin_s = self.now_s()
+        self.ring.groups["g1"] = Place("default", "shm", 0, 2)
+        self.ring.add(PART, "allreduce", begin_s, begin_s + took_s, seq, LABEL._replace(calls=0))
+        self.ring.add(KERNEL, "allreduce", begin_s, begin_s + took_s, seq, LABEL)
+
+
+class Owner:
+    def received(self, peer: ParticipantLink, message: Message) -> None:
+        raise AssertionError(f"{message} is no question's answer")
+
+    def lost(self, peer: ParticipantLink, reason: str) -> None:
+        pass
+
+    def parted(self, peer: ParticipantLink) -> None:
+        pass
+
+
+def joined(participant: Participant, name: str = "W", pid: int = 7) -> ParticipantLink:
+    info = {"participant": True, "actor": name, "address": SimpleNamespace(host="10.0.0.2"), "pid": pid}
+    peer = participant.peer = ParticipantLink(Owner(), info, None, lambda actor, payload: None)
+    peer.link = participant  # type: ignore[assignment]
+    return peer
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., TimelineSession]]:
+    """Begins timelines, and ends those that were not."""
+    begun: list[TimelineSession] = []
+
+    def make(**options: Any) -> TimelineSession:
+        begun.append(TimelineSession.begin("a test", dict, **options))
+        return begun[-1]
+
+    yield make
+    for one in begun:
+        one.end(0.0)
+    assert Tracer.current().ring is None
+    TimelineSession.last = None
+
+
+def test_what_participants_record_comes_together(begin: Callable[..., TimelineSession]) -> None:
+    line, first, late = begin(limit=100), Participant(), Participant()
+    line.leased(joined(first, "A", 1))
+    first.work(5)
+    line.leased(joined(late, "B", 2))
+    late.work(5)
+    ring = Tracer.current().ring
+    assert ring is not None
+    ring.add(PLAN, "allreduce", line.began_s, time.monotonic(), 5, Label(op="allreduce", group_id="g1"))
+    trace = line.end()
+    assert [(one.name, one.host, one.pid, one.leads) for one in trace.processes[1:]] == [
+        ("A", "10.0.0.2", 1, False),
+        ("B", "10.0.0.2", 2, False),
+    ]
+    assert trace.processes[0].slices[0].nbytes == 64, "the controller learns how much it was"
+    assert {one.leader for one in trace.processes} == {line.leader}
+    assert [len(one.slices) for one in trace.processes] == [1, 2, 2]
+    assert (first.limit, trace.missing, first.ring) == (100, (), None)
+    assert not any(isinstance(one, Tick) for one in first.heard), "it has the same clock"
+    assert TimelineSession.last is trace
+    assert line.end() is trace
+
+
+def test_looking_in_between_ends_nothing(begin: Callable[..., TimelineSession]) -> None:
+    line, one = begin(), Participant()
+    line.leased(joined(one))
+    one.work(1)
+    assert len(line.peek().processes[1].slices) == 2
+    one.work(2)
+    assert len(line.end().processes[1].slices) == 4
+
+
+def test_who_is_gone_silent_or_strange_is_named_and_the_others_are_there(begin: Callable[..., TimelineSession]) -> None:
+    line = begin()
+    made = {name: Participant() for name in ("good", "gone", "silent", "own", "junk", "new", "clockless")}
+    made["own"].refusal = "it records a timeline of its own"
+    made["clockless"].clock, made["clockless"].mute = "another", (Tick,)
+    for name, one in made.items():
+        line.leased(joined(one, name))
+    made["good"].work(1)
+    made["gone"].end()
+    made["silent"].mute = (Collect,)
+    made["junk"].payload = b"junk"
+    made["new"].ring = None
+    began_s = time.monotonic()
+    trace = line.end(0.2)
+    assert time.monotonic() - began_s < 5
+    assert [one.name for one in trace.processes[1:]] == ["good"]
+    why = {one.name: one.why for one in trace.missing}
+    assert set(why) == set(made) - {"good"}
+    assert "has ended" in why["gone"]
+    assert "in time" in why["silent"]
+    assert why["own"] == "it records a timeline of its own"
+    assert "malformed" in why["junk"]
+    assert "no more" in why["new"]
+    assert "clock" in why["clockless"]
+
+
+def test_who_does_not_answer_at_the_beginning_may_do_so_at_the_end(begin: Callable[..., TimelineSession]) -> None:
+    line, one = begin(), Participant()
+    one.mute = (Record,)
+    line.leased(joined(one))
+    line.begun(0.01)
+    one.mute, one.ring = (), Ring()
+    one.work(1)
+    request = next(message.request for message in one.heard if isinstance(message, Record))
+    one.peer.received(one, Ticked(request=request, at_s=one.now_s(), clock=one.clock, refusal=""))
+    assert line.end().missing == ()
+
+
+def test_the_clock_of_another_host_is_compared_at_both_ends(begin: Callable[..., TimelineSession]) -> None:
+    line, one = begin(), Participant(ahead_s=5000.0, clock="another host's")
+    line.leased(joined(one))
+    before_s = time.monotonic()
+    one.work(1)
+    after_s = time.monotonic()
+    found = line.end().processes[1]
+    assert 0 < found.uncertainty_s < 1
+    assert before_s - found.uncertainty_s <= found.slices[0].begin_s <= after_s + found.uncertainty_s
+    assert sum(isinstance(message, Tick) for message in one.heard) == 2 * timeline_session.ROUND_TRIPS
+
+
+def test_round_trips_end_with_the_connection() -> None:
+    one = Participant()
+    one.mute = (Tick,)
+    peer = joined(one)
+    asked = round_trips(peer)
+    one.end()
+    assert asked.result(0) is None
+
+
+def test_round_trips_are_timed_when_the_answer_is_there() -> None:
+    """By an injected clock, with a way back that is longer than the way there."""
+    one, now = Participant(), [100.0]
+    peer = joined(one)
+
+    def send(message: Any) -> None:
+        now[0] += 0.001
+        answer = Ticked(request=message.request, at_s=now[0] + 7.0, clock="x", refusal="")
+        now[0] += 0.003
+        peer.received(one, answer)  # type: ignore[arg-type]
+
+    one.send = send  # type: ignore[method-assign]
+    found = round_trips(peer, lambda: now[0], 3).result(0)
+    assert found is not None
+    assert found.uncertainty_s == pytest.approx(0.002)
+    assert found.offset_s == pytest.approx(7.0 - 0.001)
+
+
+def test_who_is_given_back_has_told_what_it_recorded(begin: Callable[..., TimelineSession]) -> None:
+    line, one = begin(), Participant()
+    peer = joined(one)
+    line.leased(peer)
+    one.work(1)
+    line.leaving(peer)
+    one.end()
+    line.leaving(joined(Participant()))  # which was never asked
+    trace = line.end()
+    assert (trace.missing, len(trace.processes[1].slices)) == ((), 2)
+
+
+def test_before_ray_ends_all_have_told(begin: Callable[..., TimelineSession]) -> None:
+    line, some = begin(), [Participant() for _ in range(3)]
+    for one in some:
+        line.leased(joined(one))
+        one.work(1)
+    line.drain()
+    for one in some:
+        one.end()
+    assert [len(one.slices) for one in line.end().processes[1:]] == [2, 2, 2]
+
+
+def test_one_timeline_at_a_time(begin: Callable[..., TimelineSession]) -> None:
+    line = begin()
+    with pytest.raises(TimelineError, match="recorded already, begun by a test: stop that first"):
+        TimelineSession.begin("another", dict)
+    line.end()
+    begin().end()
+    Tracer.current().begin("a controller")
+    try:
+        with pytest.raises(TimelineError, match="the controller that drives this process"):
+            TimelineSession.begin("another", dict)
+    finally:
+        Tracer.current().end("a controller")
+
+
+def test_answers_without_an_end_are_a_broken_rule() -> None:
+    one = Participant()
+    one.mute = (Collect,)
+    peer = joined(one)
+    asked = peer.collect(ends=True)
+    (request,) = (message.request for message in one.heard if isinstance(message, Collect))
+    part = bytes(8 << 20)
+    with pytest.raises(ProtocolError, match="more than"):
+        for _ in range(MOST_COLLECTED_NBYTES // len(part) + 1):
+            peer.received(one, Collected(request=request, payload=part, more=True))  # type: ignore[arg-type]
+    one.end()
+    assert asked.result(0) is None
+    assert not peer._collected
+    peer.received(one, Collected(request=request, payload=part, more=True))  # type: ignore[arg-type]
+    assert not peer._collected, "nobody asks any more"
+
+
+def test_parts_fit_into_frames() -> None:
+    from raycollect.channel.messages import encode
+    from raycollect.channel.protocol import MAX_FRAME_NBYTES
+
+    assert len(encode(Collected(request=2**40, payload=bytes(PART_NBYTES), more=True))) <= MAX_FRAME_NBYTES
+
+
+# ---------------------------------------------------------------------------------------------- metrics
+
+
+class Numbers:
+    """Meters that only remember."""
+
+    def __init__(self) -> None:
+        self.counted: dict[tuple[str, str], float] = {}
+        self.observed: list[tuple[str, float, dict[str, str]]] = []
+        self.broken = False
+        self.asked = threading.Event()
+
+    def count(self, name: str, value: float, tags: Any) -> None:
+        if self.broken:
+            self.asked.set()
+            raise RuntimeError("no agent")
+        key = name, "/".join(tags.values())
+        self.counted[key] = self.counted.get(key, 0) + value
+
+    def observe(self, name: str, value: float, tags: Any) -> None:
+        self.observed.append((name, value, dict(tags)))
+
+
+def test_what_is_recorded_is_published_once() -> None:
+    ring, meters = Ring(), Numbers()
+    publisher = Publisher(ring, lambda: {"g1": Place("default", "shm", 0, 2)}, meters)
+    ring.add(METHOD, "get", 0, 1)
+    ring.add(DOOR, "door", 1, 1.5, 1, LABEL._replace(calls=0, nbytes=0))
+    ring.add(KERNEL, "allreduce", 1.5, 3.5, 1, LABEL)
+    ring.add(KERNEL, "allreduce", 3, 4, 2, LABEL, "KernelError")
+    ring.add(COLLECTIVE, "broadcast", 5, 6, 3, Label("broadcast", "g2", 1, 2, 100, 3))
+    ring.add(KERNEL, "broadcast", 5, 6, 3, Label("broadcast", "g2", 1, 2, 100, 0))
+    publisher.close()
+    assert publisher.join(20)
+    mine, other = "default/allreduce/shm/0", "g2/broadcast//1"
+    assert meters.counted == {(CALLS, mine): 1, (NBYTES, mine): 64, (CALLS, other): 3, (NBYTES, other): 100}
+    assert [(name, value) for name, value, _ in meters.observed] == [(DOOR_SECONDS, 0.5), (SECONDS, 2.0), (SECONDS, 1)]
+    assert meters.observed[0][2] == {"group": "default", "op": "allreduce", "backend": "shm", "rank": "0"}
+
+
+def test_meters_that_fail_are_logged_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    ring, meters = Ring(), Numbers()
+    meters.broken = True
+    publisher = Publisher(ring, dict, meters)
+    ring.add(KERNEL, "allreduce", 1.5, 3.5, 1, LABEL)
+    publisher.close()
+    assert publisher.join(20)
+    assert meters.asked.is_set()
+    assert "publishing metrics failed" in caplog.text
+
+
+def test_rays_metrics_get_the_tags_that_were_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray refuses an unknown or a missing tag; what it would export is seen where it hands a value on."""
+    from raycollect.observe import metrics
+
+    meters, seen = metrics.RayMeters(), list[tuple[str, float, dict[str, str]]]()
+    monkeypatch.setattr(metrics.Counter, "inc", _noting(metrics.Counter.inc, seen))
+    monkeypatch.setattr(metrics.Histogram, "observe", _noting(metrics.Histogram.observe, seen))
+    ring = Ring()
+    publisher = Publisher(ring, lambda: {"g1": Place("default", "shm", 0, 2)}, meters)
+    ring.add(DOOR, "door", 1, 1.5, 1, LABEL)
+    ring.add(KERNEL, "barrier", 1.5, 3.5, 1, LABEL._replace(op="barrier", nbytes=0))
+    publisher.close()
+    assert publisher.join(20)
+    tags = {"group": "default", "backend": "shm", "rank": "0"}
+    assert seen == [
+        (DOOR_SECONDS, 0.5, {**tags, "op": "allreduce"}),
+        (CALLS, 1, {**tags, "op": "barrier"}),
+        (SECONDS, 2.0, {**tags, "op": "barrier"}),
+    ]
+
+
+def _noting(real: Callable[..., None], seen: list[Any]) -> Callable[..., None]:
+    def noted(self: Any, value: float, tags: dict[str, str]) -> None:
+        real(self, value, tags=tags)
+        seen.append((self.info["name"], value, tags))
+
+    return noted

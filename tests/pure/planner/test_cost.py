@@ -1,0 +1,234 @@
+"""The cost model: lines, and bytes in closed form against bytes counted pair by pair."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.planner import BETWEEN, INSIDE, Cluster, Layout, Line, Link, Topology, native, predict
+from raycollect.planner.algorithms import envelope
+from raycollect.planner.cost import FREE, Cost, beside, launch, priced
+from tests.pure.counting import counted
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
+
+COLLECTIVES = tuple(kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV))
+_PLACES = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+def test_a_line_is_latency_and_bandwidth() -> None:
+    line = Line(2e-3, 1e-9)
+    assert line.time_s(0) == 2e-3
+    assert line.time_s(1_000_000) == pytest.approx(3e-3)
+    assert (line + line).time_s(500) == pytest.approx(2 * line.time_s(500))
+
+
+def test_costs_add_up_one_after_the_other_and_side_by_side() -> None:
+    slow, wide = Cost(line=Line(5, 1), inside=2, between=0.5), Cost(line=Line(1, 3), inside=1, between=1)
+    assert slow + wide == Cost(line=Line(6, 4), inside=3, between=1.5)
+    assert slow.times(3) == slow + slow + slow
+    assert beside([(slow, 2), (wide, 1)]) == Cost(line=Line(5, 3), inside=5, between=2)
+    assert beside([]) == FREE
+    assert slow.traffic(10) == (20, 5)
+
+
+_LINES = st.lists(
+    st.builds(Line, st.floats(0, 1, allow_subnormal=False), st.floats(0, 1e-3, allow_subnormal=False)),
+    min_size=1,
+    max_size=6,
+)
+
+
+@CALM
+@given(lines=_LINES, sizes=st.lists(st.integers(0, 1 << 40), max_size=20))
+def test_the_envelope_is_the_minimum_at_every_size(lines: list[Line], sizes: list[int]) -> None:
+    found = envelope(lines)
+    starts = [start for _, start in found]
+    assert starts[0] == 0
+    assert starts == sorted(set(starts))
+    slopes = [lines[at].per_byte_s for at, _ in found]
+    assert slopes == sorted(set(slopes), reverse=True), "each one is better for larger sizes only"
+    for nbytes in {*sizes, *starts, *(max(0, start - 1) for start in starts)}:
+        taken = next(at for at, start in reversed(found) if start <= nbytes)
+        best = min(line.time_s(nbytes) for line in lines)
+        assert lines[taken].time_s(nbytes) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+def test_of_equal_lines_one_is_taken() -> None:
+    assert envelope([Line(1, 1), Line(1, 1)]) == [(0, 0)]
+    assert envelope([Line(1, 2), Line(1, 1), Line(0, 3)]) == [(2, 0), (1, 1)]
+    assert envelope([Line(0, 1), Line(1e30, 0)]) == [(0, 0)], "nobody gives so many bytes"
+
+
+# ---------------------------------------------------------------------------------------------- layouts
+
+
+@CALM
+@given(_PLACES)
+def test_a_layout_says_of_a_topology_what_counting_says(places: list[int]) -> None:
+    topology = Topology.of(places)
+    layout = Layout.of(topology, len(places) - 1)
+    hosts, ranks = topology.hosts, range(len(places))
+    assert (layout.world, layout.host_count) == (len(places), len(set(places)))
+    assert layout.largest == max(places.count(one) for one in places)
+    assert layout.root_size == places.count(places[-1])
+    pairs = [(a, b) for a in ranks for b in ranks if a != b]
+    assert layout.inside_pairs == sum(hosts[a] == hosts[b] for a, b in pairs)
+    assert layout.between_pairs == sum(hosts[a] != hosts[b] for a, b in pairs)
+    assert layout.crossings == sum(hosts[a] != hosts[(a + 1) % len(places)] for a in ranks)
+    assert layout.contiguous == topology.is_contiguous
+    assert tuple(rank for group in topology.groups() for rank in group) == tuple(sorted(ranks, key=lambda r: hosts[r]))
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 3, 7])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_a_uniform_layout_is_that_of_its_topology(hosts: int, ranks: int) -> None:
+    topology = Topology.of([host for host in range(hosts) for _ in range(ranks)])
+    assert Layout.uniform(hosts, ranks) == Layout.of(topology)
+
+
+# ---------------------------------------------------------------------------------------------- backends
+
+
+@CALM
+@given(places=_PLACES, backend=st.sampled_from(["tcp", "gloo", "torch:nccl"]), data=st.data())
+def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
+    places: list[int], backend: str, data: st.DataObject
+) -> None:
+    topology = Topology.of(places)
+    for kind in COLLECTIVES:
+        root = data.draw(st.integers(0, len(places) - 1))
+        if kind is OpKind.BROADCAST and backend != "tcp":
+            continue  # a tree, which see below
+        cost = priced(kind, backend, Layout.of(topology, root))
+        inside, between = counted(kind, backend, topology.hosts, root)
+        assert (cost.inside, cost.between) == pytest.approx((inside, between))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("hosts", [1, 2, 3, 5])
+def test_a_broadcast_by_tree_enters_each_host_once(hosts: int, ranks: int) -> None:
+    layout = Layout.uniform(hosts, ranks)
+    cost = priced(OpKind.BROADCAST, "gloo", layout)
+    assert counted(OpKind.BROADCAST, "gloo", [rank // ranks for rank in range(hosts * ranks)], 0) == (
+        cost.inside,
+        cost.between,
+    )
+    assert cost.between == hosts - 1
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_the_bytes_of_shared_memory_are_those_counted_pair_by_pair(kind: OpKind, world: int) -> None:
+    cost = priced(kind, "shm", Topology(hosts=(0,) * world))
+    assert (cost.inside, cost.between) == pytest.approx(counted(kind, "shm", (0,) * world, 0))
+
+
+@pytest.mark.parametrize("backend", ["local", "shm", "tcp", "gloo", "torch:gloo", "nobody knows it"])
+def test_one_rank_moves_nothing_and_waits_for_nobody(backend: str) -> None:
+    alone = Layout.uniform(1, 1)
+    for kind in OpKind:
+        assert priced(kind, backend, alone) == FREE
+    assert launch(backend, alone) == FREE
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo"])
+@pytest.mark.parametrize("kind", [kind for kind in COLLECTIVES if kind is not OpKind.BARRIER])
+def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> None:
+    layout = Layout.uniform(3, 4)
+    line = native(kind, backend, layout)
+    assert line.per_byte_s > 0
+    slower = native(kind, backend, replace(layout, between=Link(latency_s=1, bandwidth=BETWEEN.bandwidth / 10)))
+    assert slower.per_byte_s > line.per_byte_s
+    assert slower.fixed_s > line.fixed_s
+
+
+def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
+    """Two hosts: all that each rank of one has for the ranks of the other goes over one link."""
+    for ranks in (1, 2, 4, 8):
+        line = native(OpKind.ALLGATHER, "tcp", Layout.uniform(2, ranks))
+        assert line.per_byte_s == pytest.approx(ranks * ranks / BETWEEN.bandwidth)
+
+
+def test_a_topology_may_stand_for_its_layout() -> None:
+    topology = Topology.of("aabbb", inside=Link(latency_s=1e-6, bandwidth=1e9))
+    for kind in COLLECTIVES:
+        assert native(kind, "tcp", topology) == native(kind, "tcp", Layout.of(topology))
+
+
+# ---------------------------------------------------------------------------------------------- predictions
+
+
+def _names(kind: OpKind | str, cluster: Cluster, nbytes: int = 1 << 20) -> set[str]:
+    return {one.name for one in predict(kind, nbytes, cluster)}
+
+
+def test_predictions_name_the_algorithms_that_there_are_the_fastest_first() -> None:
+    cluster = Cluster(hosts=64, ranks_per_host=8)
+    assert _names("allreduce", cluster) == {"native", "hierarchical"}
+    assert _names(OpKind.BROADCAST, cluster) == {"native", "hierarchical", "tree"}
+    assert _names("allgather", cluster) == {"native", "ring"}
+    for kind in ("alltoall", "gather", "scatter"):
+        assert _names(kind, cluster) == {"native", "pairwise"}
+    for kind in ("reduce", "reducescatter", "barrier", "send"):
+        assert _names(kind, cluster) == {"native"}
+    for kind in COLLECTIVES:
+        times = [one.time_s for one in predict(kind, 1 << 24, cluster)]
+        assert times == sorted(times)
+
+
+def test_no_levels_on_one_host_or_of_one_rank_each_and_no_average_of_averages() -> None:
+    for hosts, ranks in ((1, 8), (8, 1)):
+        assert _names("allreduce", Cluster(hosts=hosts, ranks_per_host=ranks)) == {"native"}
+    found = predict("allreduce", 1 << 20, Cluster(hosts=4, ranks_per_host=4), op=ReduceOp.AVG)
+    assert [one.name for one in found] == ["native"]
+
+
+def test_hierarchies_send_less_between_hosts() -> None:
+    for hosts, ranks in ((2, 8), (4, 4), (64, 8)):
+        for bitwise in (True, False):
+            cluster = Cluster(hosts=hosts, ranks_per_host=ranks, bitwise=bitwise)
+            for kind in ("allreduce", "broadcast"):
+                found = {one.name: one for one in predict(kind, 1 << 24, cluster)}
+                assert found["hierarchical"].nbytes_between * 2 <= found["native"].nbytes_between
+
+
+def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
+    for backend, bitwise in (("tcp", True), ("gloo", False), ("nccl", False)):
+        by_default = predict("allreduce", 4 << 20, Cluster(hosts=64, ranks_per_host=8, backend=backend))
+        told = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=bitwise)
+        other = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=not bitwise)
+        assert by_default == predict("allreduce", 4 << 20, told) != predict("allreduce", 4 << 20, other)
+
+
+def test_an_unknown_operation_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"no operation 'allredcue'.* allreduce"):
+        predict("allredcue", 8, Cluster(hosts=2, ranks_per_host=2))
+
+
+def test_no_prediction_looks_at_each_rank() -> None:
+    """Or it would not end."""
+    cluster = Cluster(hosts=10**12, ranks_per_host=10**6)
+    for kind in COLLECTIVES:
+        for one in predict(kind, 1 << 20, cluster):
+            assert one.time_s > 0
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 hosts"):
+        Cluster(hosts=0, ranks_per_host=8)
+    with pytest.raises(ValueError, match="one host"):
+        Cluster(hosts=2, ranks_per_host=8, backend="shm")
+    with pytest.raises(ValueError, match="nothing"):
+        predict("nothing", 1, Cluster(hosts=1, ranks_per_host=1))
+    with pytest.raises(ValueError, match="-1 bytes"):
+        predict("allreduce", -1, Cluster(hosts=1, ranks_per_host=1))
+    with pytest.raises(ValueError, match="no such link"):
+        replace(INSIDE, bandwidth=0.0)

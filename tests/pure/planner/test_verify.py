@@ -1,0 +1,119 @@
+"""Verification: what algorithms must not do, and that it is caught in each of a part's ways."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.errors import InternalError
+from raycollect.planner import ALGORITHMS, Local, Part, Step, plan_part
+from raycollect.planner.algorithms import build
+from raycollect.planner.verify import verify
+from tests.pure.rosters import MADE, built, names, own, request, roster
+
+
+def test_folding_in_another_grouping_is_caught_where_bits_count() -> None:
+    of = roster("aabb", bitwise=False)
+    part = built("hierarchical", of, request(OpKind.ALLREDUCE, of))
+    assert part is not None
+    verify(part, bitwise=False)
+    with pytest.raises(InternalError, match="leaves"):
+        verify(part, bitwise=True)
+
+
+def test_folding_in_another_order_is_caught_where_bits_count() -> None:
+    """A chain over hosts whose ranks alternate."""
+    of = roster("abab")
+    part = build(own(of, request(OpKind.ALLREDUCE, of)), of, ALGORITHMS["hierarchical"])
+    verify(part, bitwise=False)
+    with pytest.raises(InternalError, match="leaves"):
+        verify(part, bitwise=True)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+def test_an_average_of_averages_is_caught(bitwise: bool) -> None:
+    of = roster("aabb", bitwise=bitwise)
+    part = build(own(of, request(OpKind.ALLREDUCE, of, op=ReduceOp.AVG)), of, ALGORITHMS["hierarchical"])
+    with pytest.raises(InternalError):
+        verify(part, bitwise=bitwise)
+
+
+def _changed(part: Part, rank: int, at: int, **fields: Any) -> Part:
+    """The part with one step of one rank changed."""
+    template = part.template(rank)
+    steps = list(template.steps)
+    steps[at] = replace(steps[at], **fields)
+    return _with(part, rank, tuple(steps))
+
+
+def _with(part: Part, rank: int, steps: tuple[Step, ...]) -> Part:
+    parts = list(part.parts)
+    parts[rank] = len(part.templates)
+    template = replace(part.template(rank), steps=steps)
+    return replace(part, templates=(*part.templates, template), parts=tuple(parts))
+
+
+@pytest.mark.parametrize(("name", "kind"), MADE)
+@pytest.mark.parametrize("places", ["aabb", "aaabb"])
+def test_every_broken_step_is_caught(name: str, kind: OpKind, places: str) -> None:
+    of = roster(places)
+    part = built(name, of, request(kind, of, 1))
+    assert part is not None
+    verify(part)
+    for rank in part.ranks:
+        steps = part.template(rank).steps
+        for at, step in enumerate(steps):
+            broken = [_with(part, rank, steps[:at] + steps[at + 1 :])]
+            if step.kind is not Local.COPY:
+                broken.append(_changed(part, rank, at, level=3))
+                broken.append(_changed(part, rank, at, ranks=(rank,)))
+            if step.kind is not Local.COPY and step.peer >= 0:
+                broken.append(_changed(part, rank, at, peer=(step.peer + 1) % len(places)))
+            if step.src_piece >= 0:
+                broken.append(_changed(part, rank, at, src_piece=(step.src_piece + 1) % len(places)))
+            if step.dst_piece >= 0:
+                broken.append(_changed(part, rank, at, dst_piece=(step.dst_piece + 1) % len(places)))
+                broken.append(_changed(part, rank, at, dst_piece=len(places)))
+            for number, wrong in enumerate(broken):
+                with pytest.raises(InternalError):
+                    verify(wrong)
+                    pytest.fail(f"{name} for {kind}, rank {rank}, step {at}: change {number} was not caught")
+
+
+def test_a_rank_in_two_launches_at_once_is_caught() -> None:
+    of = roster("aaaa")
+    part = built("tree", of, request(OpKind.BROADCAST, of))
+    assert part is not None
+    flat = tuple(
+        replace(template, steps=tuple(replace(step, at=0) for step in template.steps)) for template in part.templates
+    )
+    with pytest.raises(InternalError, match="two launches at once"):
+        verify(replace(part, templates=flat))
+
+
+def test_launches_that_go_back_or_beyond_the_last_are_caught() -> None:
+    of = roster("aaaa")
+    part = built("tree", of, request(OpKind.BROADCAST, of))
+    assert part is not None
+    (choice,) = part.choices
+    with pytest.raises(InternalError, match="in launches"):
+        verify(replace(part, choices=(replace(choice, width=1),)))
+    steps = part.template(0).steps
+    with pytest.raises(InternalError, match="in launches"):
+        verify(_with(part, 0, (replace(steps[0], at=1), replace(steps[1], at=0))))
+    with pytest.raises(InternalError, match="1 ways for 2 choices"):
+        verify(replace(part, choices=(choice, choice)))
+
+
+def test_every_way_is_verified() -> None:
+    of = roster("aaaaaaaabbbbbbbb")
+    part = plan_part(request(OpKind.ALLREDUCE, of), of)
+    assert names(part) == ["native", "hierarchical"]
+    for at, template in enumerate(part.templates):
+        (other,) = template.others
+        broken = replace(template, others=(other[:-1],))
+        with pytest.raises(InternalError):
+            verify(replace(part, templates=(*part.templates[:at], broken, *part.templates[at + 1 :])))

@@ -1,0 +1,291 @@
+"""Containers: what is kept as tensors, what goes by value, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict
+from typing import Any, NamedTuple
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.backends.arrays import is_tensor, told
+from raycollect.core.model import TENSOR, Structure
+from raycollect.pos import Container, obstacle, unkept
+from raycollect.pos.container import DEEPEST
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
+
+
+class T:
+    """A tensor of these tests."""
+
+    def __repr__(self) -> str:
+        return "T"  # the same in every process that collects the tests
+
+
+A, B, C = T(), T(), T()
+
+
+def _is_t(value: Any) -> bool:
+    return isinstance(value, T)
+
+
+def _of(value: Any) -> Container | None:
+    return Container.of(value, _is_t)
+
+
+KEPT: dict[str, tuple[Any, str, tuple[Any, ...], tuple[Any, ...]]] = {
+    "tensor": (A, "tensor", (), (A,)),
+    "list": ([A, B], "list", (), (A, B)),
+    "list of one": ([A], "list", (), (A,)),
+    "tuple": ((B, A), "tuple", (), (B, A)),
+    "dict": ({"x": A, "y": B}, "dict", ("x", "y"), (A, B)),
+    "dict by number": ({7: A, 1: B}, "dict", (7, 1), (A, B)),
+    "dict by both": ({"7": A, 7: B}, "dict", ("7", 7), (A, B)),
+    "ordered dict": (OrderedDict(b=A, a=B), "dict", ("b", "a"), (A, B)),
+    "another mapping": (UserDict(a=A), "dict", ("a",), (A,)),
+    "the same tensor twice": ([A, A], "list", (), (A, A)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_is_kept(name: str) -> None:
+    value, kind, names, tensors = KEPT[name]
+    container = _of(value)
+    assert container is not None
+    items = () if kind == "tensor" else (TENSOR,) * len(tensors)
+    assert container.structure == Structure(kind, names, items)
+    assert [id(t) for t in container.tensors] == [id(t) for t in tensors]
+    assert container.value is value, "the very object that the method returned"
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class MyList(list):  # type: ignore[type-arg]
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        3,
+        "text",
+        b"bytes",
+        [],
+        (),
+        {},
+        [A, 1],
+        [1, A],
+        (A, None),
+        {"x": A, "y": 2},
+        {("a", 1): A},
+        {True: A},
+        {1.5: A},
+        {b"a": A},
+        {None: A},
+        [[A], []],
+        [[A], [1]],
+        {"x": [A, (B, {"y": {}})]},
+        {"x": {1.5: A}},
+        [MyList([A])],
+        {A},
+        pytest.param(iter([A]), id="iterator"),
+        Pair(A, B),
+        MyList([A]),
+    ],
+    ids=repr,
+)
+def test_goes_by_value(value: Any) -> None:
+    assert _of(value) is None
+
+
+UNKEPT: list[tuple[Any, str]] = [
+    (np.array(2.5), "a numpy.ndarray without dimensions (return np.array([x]) or x.reshape(1), and it is kept)"),
+    (np.float32(2.5), "a numpy.float32 (return np.array([x]) or x.reshape(1), and it is kept)"),
+    (2.5, "a float (return np.array([x]) or x.reshape(1), and it is kept)"),
+    (np.ones(3), "a numpy.ndarray"),
+    ("text", "a str"),
+    ([np.ones(3), 1], "a list ([1] is an int)"),
+    (OrderedDict(), "a collections.OrderedDict (it is empty)"),
+    (MyList([A]), f"a {__name__}.MyList"),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), UNKEPT, ids=[text for _, text in UNKEPT])
+def test_what_is_not_kept_is_told_with_the_cure_where_it_is_a_number(value: Any, text: str) -> None:
+    assert unkept(value, is_tensor, told) == text
+
+
+@CALM
+@given(
+    kind=st.sampled_from(["list", "tuple", "dict", "tensor"]),
+    names=st.lists(st.text(max_size=4) | st.integers(-5, 5), min_size=1, max_size=5, unique=True),
+)
+def test_what_was_taken_apart_is_put_together_again(kind: str, names: list[Any]) -> None:
+    tensors = [T() for _ in names]
+    value: Any = {"list": tensors, "tuple": tuple(tensors), "dict": dict(zip(names, tensors, strict=True))}.get(
+        kind, tensors[0]
+    )
+    container = _of(value)
+    assert container is not None
+    again = Container.build(container.structure, container.tensors)
+    assert again.value == value
+    assert type(again.value) is type(value)
+    assert again.structure == container.structure
+    assert again.tensors == container.tensors
+    if kind == "dict":
+        assert list(again.value) == list(value), "in the same order"
+
+
+NESTED: dict[str, tuple[Any, str]] = {
+    "lists": ([[A, B], [C]], "list[2] of list[2], list[1]"),
+    "mixed": ({"w": [A, (B,)], 3: C}, "dict['w', 3] of list[2] of tensor, tuple[1], tensor"),
+    "deep": ((((A,),),), "tuple[1] of tuple[1] of tuple[1]"),
+    "a list used twice": ([[A], [A]], "list[2] of list[1], list[1]"),
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_nested_values_are_kept_whole(name: str) -> None:
+    value, text = NESTED[name]
+    container = _of(value)
+    assert container is not None
+    assert str(container.structure) == text
+    assert container.structure.count == len(container.tensors)
+    again = Container.build(container.structure, container.tensors)
+    assert again.value == value
+    assert again.value is not value
+
+
+def test_tensors_of_nested_values_come_in_the_order_of_the_value() -> None:
+    container = _of({"b": [A, (B,)], "a": C})
+    assert container is not None
+    assert container.tensors == (A, B, C)
+
+
+def test_what_is_nested_too_deep_goes_by_value() -> None:
+    deep: Any = A
+    for _ in range(DEEPEST):
+        deep = [deep]
+    container = _of(deep)
+    assert container is not None
+    assert Structure.from_plain(msgpack.unpackb(msgpack.packb(container.structure.to_plain()))) == container.structure
+    assert str(container.structure).count("list") == DEEPEST
+    assert _of([deep]) is None
+
+
+def test_a_list_that_holds_itself_goes_by_value() -> None:
+    value: list[Any] = [A]
+    value.append({"x": (value,)})
+    assert _of(value) is None
+    both: list[Any] = []
+    both += [both, both]
+    assert _of(both) is None
+
+
+_TREES: st.SearchStrategy[Any] = st.recursive(
+    st.builds(T),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.lists(inner, min_size=1, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(-3, 3), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@CALM
+@given(_TREES, _TREES)
+def test_any_tree_is_put_together_again_travels_and_is_told_from_any_other(one: Any, other: Any) -> None:
+    first, second = _of(one), _of(other)
+    assert first is not None
+    assert second is not None
+    assert first.structure.build(first.tensors) == one
+    plain = msgpack.unpackb(msgpack.packb(first.structure.to_plain()), strict_map_key=False)
+    assert Structure.from_plain(plain) == first.structure
+    assert hash(Structure.from_plain(plain)) == hash(first.structure)
+    assert (first.structure == second.structure) == (str(first.structure) == str(second.structure))
+
+
+def test_building_with_new_tensors_keeps_the_form() -> None:
+    two = (TENSOR, TENSOR)
+    assert Structure("dict", ("w", "b"), two).build([A, B]) == {"w": A, "b": B}
+    assert Structure("list", (), two).build((A, B)) == [A, B]
+    assert Structure("tuple", (), two).build([A, B]) == (A, B)
+    assert TENSOR.build([A]) is A
+
+
+def test_a_structure_with_too_few_tensors_or_names_is_not_built() -> None:
+    with pytest.raises(IndexError):
+        Structure("dict", ("w", "b"), (TENSOR, TENSOR)).build([A])
+    with pytest.raises(ValueError, match="zip"):
+        Structure("dict", ("w",), (TENSOR, TENSOR)).build([A, B])
+
+
+def test_a_later_change_of_the_callers_list_does_not_change_the_container() -> None:
+    value = [A, B]
+    container = _of(value)
+    assert container is not None
+    value.append(C)
+    assert container.tensors == (A, B)
+
+
+def test_structures_are_shown_with_their_names() -> None:
+    assert str(TENSOR) == "tensor"
+    assert str(Structure("list", (), (TENSOR, TENSOR))) == "list[2]"
+    assert str(Structure("dict", ("a", 1), (TENSOR, TENSOR))) == "dict['a', 1]"
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (np.zeros(3), True),
+        (np.zeros(()), True),
+        ([np.zeros(1), np.zeros(2)], True),
+        (np.float32(1), False),
+        (np.array(["a"]), False),
+        (np.array([None]), False),
+        (np.ma.masked_array([1.0]), False),
+        ([np.zeros(1), np.float32(1)], False),
+    ],
+)
+def test_numpy_arrays_of_numbers_are_tensors(value: Any, kept: bool) -> None:
+    assert (Container.of(value, is_tensor) is not None) == kept
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({"w": A, "b": None}, "['b'] is a NoneType"),
+        ({"layers": [A, (B, 3)]}, "['layers'][1][1] is an int"),
+        ([A, []], "[1] is empty"),
+        ({}, "it is empty"),
+        ({"w": A, (1, 2): B}, "it has the key (1, 2), and keys are strings or integers"),
+        ([A, {"x": {2.5: A}}], "[1]['x'] has the key 2.5, and keys are strings or integers"),
+        ([{"state": {0: {"step": 1, "exp_avg": A}}}], "[0]['state'][0]['step'] is an int"),
+    ],
+)
+def test_what_keeps_a_value_from_being_kept_is_named(value: Any, text: str) -> None:
+    assert _of(value) is None
+    assert obstacle(value, _is_t) == text
+
+
+def test_what_is_nested_too_deep_is_named() -> None:
+    value: Any = A
+    for _ in range(DEEPEST + 1):
+        value = [value]
+    assert _of(value) is None
+    assert obstacle(value, _is_t) == "[0]" * DEEPEST + f" is nested more than {DEEPEST} deep"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_is_kept_has_no_obstacle(name: str) -> None:
+    value = KEPT[name][0]
+    assert isinstance(value, T) or obstacle(value, _is_t) == ""

@@ -1,0 +1,263 @@
+"""Fetching: what a holder describes and sends is what the other end builds; nothing else is believed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import msgpack
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched
+from raycollect.core.model import Key, task_key
+from raycollect.core.ray_internals import memory_domain
+from raycollect.errors import ProtocolError, RefusedError, TensorDirtyError, from_wire
+from raycollect.pos import Store, tensors
+from raycollect.pos import fetch as fetching
+from raycollect.pos.fetch import _OutOfReach, _read_value, find, lending_s, serve
+from tests.pure.fleet import contain
+from tests.pure.watched import WAIT_S, WatchedCondition
+
+KEY = task_key(bytes(24), 1)
+
+
+class Wire:
+    """Both ends of a data connection: the holder's reads requests and keeps what it sends, the other's reads that."""
+
+    def __init__(self, *requests: Any) -> None:
+        self._requests = list(requests)
+        self.answers: list[Any] = []
+        self.blob = b""
+
+    @property
+    def sent(self) -> int:
+        return len(self.answers)
+
+    def receive(self, timeout_s: float | None = None) -> Any:
+        """The next request; where there is a limit it waits for what was lent, and the client is gone."""
+        return self._requests.pop(0) if self._requests and timeout_s is None else None
+
+    def tell(self, message: Any) -> None:
+        self.answers.append(message)
+
+    def send(self, message: Any, blobs: Any = ()) -> None:
+        self.answers.append(message)
+        self.blob += b"".join(bytes(blob) for blob in blobs)
+
+    def receive_blob(self, into: memoryview) -> None:
+        into[:], self.blob = self.blob[: into.nbytes], self.blob[into.nbytes :]
+
+
+def _fetched(value: Any, domain: str = "") -> Any:
+    """What another process gets of a value; of its own machine, where it names that."""
+    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0, domain=domain))
+    store.put(KEY, contain(value))
+    serve(wire, store)  # type: ignore[arg-type]
+    answer, *_ = wire.answers
+    found = msgpack.unpackb(msgpack.packb(answer.found))
+    return _read_value(wire, Fetched(found=found, blob_nbytes=answer.blob_nbytes), time.monotonic())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_near", [False, True], ids=["sent", "lent"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.arange(6.0).reshape(2, 3).T,
+        np.array(7, "int16"),
+        np.zeros((0, 4), "float32"),
+        np.arange(5, dtype=">i4")[::-2],
+        np.ones(3, ml_dtypes.bfloat16),
+        np.ones(3, ml_dtypes.float8_e4m3fn),
+        [np.ones(1, bool), np.ones(3, "complex128"), np.ones(1, "int8"), np.arange(2.0)],
+        {"layers": [(np.ones(3), np.zeros((2, 2), "int32"))], 7: np.ones(1, "float16")},
+        [np.zeros(0), np.arange(3.0), np.arange(4.0)[2:2], np.array(1.0), np.arange(5)[5:], np.arange(2)],
+    ],
+    ids=["transposed", "scalar", "empty", "big-endian", "bfloat16", "float8", "unaligned", "nested", "several empty"],
+)
+def test_a_value_arrives_as_it_was(monkeypatch: pytest.MonkeyPatch, value: Any, is_near: bool) -> None:
+    monkeypatch.setattr(fetching, "LENT_FROM_NBYTES", 0)
+    found = contain(_fetched(value, memory_domain() if is_near else ""))
+    assert found.structure == contain(value).structure
+    for got, sent in zip(found.tensors, contain(value).tensors, strict=True):
+        assert (got.shape, got.dtype) == (sent.shape, sent.dtype.newbyteorder("="))
+        np.testing.assert_array_equal(got, sent)
+        assert got.flags.aligned
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+def test_a_torch_tensor_arrives_as_one(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    value = torch.arange(4).to(getattr(torch, dtype))[::2]
+    found = _fetched([value, np.ones(2)])
+    assert torch.equal(found[0], value)
+    assert type(found[1]) is np.ndarray
+
+
+@contextmanager
+def served_while_a_plan_writes() -> Iterator[tuple[Wire, Store, np.ndarray]]:
+    """A fetch that waits for a plan, which the body is; afterwards the fetch has been answered."""
+    store, value = Store(), np.zeros(4)
+    store._changed = store._lock = watched = WatchedCondition()
+    store.put(KEY, contain(value))
+    wire = Wire(Fetch(key=KEY, timeout_s=1.0))
+    with store.writing([arrays.byte_range(value)]):
+        thread = threading.Thread(target=serve, args=(wire, store))
+        thread.start()
+        assert watched.someone_waits()
+        yield wire, store, value
+    thread.join(WAIT_S)
+
+
+def test_a_fetch_waits_for_the_plan_that_writes_it() -> None:
+    with served_while_a_plan_writes() as (wire, _, value):
+        value[:] = 1
+    assert wire.blob == np.ones(4).tobytes()
+
+
+def test_a_fetch_that_waited_for_a_plan_which_failed_is_refused() -> None:
+    with served_while_a_plan_writes() as (wire, store, value):
+        store.mark_dirty([arrays.byte_range(value)], [value])
+    (answer,) = wire.answers
+    assert isinstance(answer, Failed)
+    assert isinstance(from_wire(answer.error), TensorDirtyError)
+
+
+def test_a_half_written_or_missing_value_is_refused_on_the_wire() -> None:
+    store, value = Store(), np.zeros(4)
+    store.put(KEY, contain([np.ones(1), value]))
+    store.mark_dirty([arrays.byte_range(value[1:2])], [value])
+    other = Key(bytes(28))
+    wire = Wire(Fetch(key=KEY, timeout_s=1.0), Fetch(key=other, timeout_s=1.0))
+    serve(wire, store)  # type: ignore[arg-type]
+    kinds = []
+    for answer in wire.answers:
+        assert isinstance(answer, Failed)
+        error = from_wire(answer.error)
+        assert isinstance(error, RefusedError)
+        kinds += [violation.kind for violation in error.violations]
+    assert kinds == ["dirty", "lost"]
+    with pytest.raises(RefusedError):
+        find(store, KEY)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {},
+        {"structure": None},
+        {"structure": None, "infos": 3},
+        {"structure": None, "infos": []},
+        {"structure": None, "infos": [[[1], "float64", 8]]},
+        {"structure": None, "infos": [[["1"], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"], [[0], "float64", 8, "numpy"]]},
+        {"structure": ["list", []], "infos": [[[1], "float64", 8, "numpy"]]},
+        {"structure": ["list", [], [None, None]], "infos": [[[1], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[2], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[1], "float65", 8, "numpy"]]},
+        {"structure": None, "infos": [[[2], "float64", 4, "numpy"]]},
+        {"structure": None, "infos": [[[1], "object", 8, "numpy"]]},
+        {"structure": None, "infos": [[[-1, -1], "float64", 8, "numpy"]]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "offsets": []},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "offsets": ["0"]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2, b"", 12], "offsets": [8]},
+        {"structure": None, "infos": [[[1], "float64", 8, "numpy"]], "segment": [1, 2, b"", 12], "offsets": [-8]},
+    ],
+    ids=repr,
+)
+def test_a_description_that_makes_no_sense_is_a_protocol_error(found: Any) -> None:
+    infos = found.get("infos")
+    count = len(infos) if isinstance(infos, list) else 0
+    if found:
+        found = {"segment": [0, 0, b"", 0], "offsets": [None] * count, **found}
+    wire = Wire()
+    wire.blob = bytes(8)
+    with pytest.raises(ProtocolError):
+        _read_value(wire, Fetched(found=found, blob_nbytes=8), time.monotonic())  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------ reading where it lies
+
+
+def lent(value: Any) -> tuple[Wire, Store]:
+    """What the holder answers to a client of its own machine, which then reads nothing."""
+    store, wire = Store(), Wire(Fetch(key=KEY, timeout_s=1.0, domain=memory_domain()))
+    store.put(KEY, contain(value))
+    serve(wire, store)  # type: ignore[arg-type]
+    return wire, store
+
+
+def test_what_lies_in_the_arena_is_not_sent_but_read_where_it_is() -> None:
+    value = tensors.full(100_001, 7, "float32")
+    wire, _ = lent([value, np.ones(30_000)])
+    (answer,) = wire.answers
+    assert answer.blob_nbytes == 0
+    value[:] = 8  # nobody was asked again: it is the holder's memory that is read, and a copy of the other
+    first, second = _read_value(wire, answer, time.monotonic())  # type: ignore[arg-type]
+    np.testing.assert_array_equal(first, np.full(100_001, 8, "float32"))
+    np.testing.assert_array_equal(second, np.ones(30_000))
+    assert wire.answers == [answer, Copied()]
+    first[:] = 9
+    assert value[0] == 8
+
+
+def test_small_values_are_sent() -> None:
+    wire, _ = lent(tensors.ones(5, "float32"))
+    assert wire.blob == np.ones(5, "float32").tobytes()
+
+
+def test_a_plan_waits_until_what_it_writes_was_read() -> None:
+    value = tensors.zeros(100_000)
+    spans = [arrays.byte_range(value)]
+    store = Store()
+    store.put(KEY, contain(value))
+    store._changed = store._lock = watched = WatchedCondition()
+    written = threading.Event()
+
+    def write() -> None:
+        with store.writing(spans):
+            written.set()
+
+    class Slow(Wire):
+        def receive(self, timeout_s: float | None = None) -> Any:
+            if timeout_s is None:
+                return super().receive()
+            assert timeout_s == lending_s(value.nbytes)
+            writer.start()
+            assert watched.someone_waits()
+            assert not written.is_set()
+            return Copied()
+
+    writer = threading.Thread(target=write)
+    serve(Slow(Fetch(key=KEY, timeout_s=1.0, domain=memory_domain())), store)  # type: ignore[arg-type]
+    assert written.wait(WAIT_S)
+    writer.join(WAIT_S)
+
+
+def test_a_client_that_went_away_or_was_too_slow_holds_up_no_plan() -> None:
+    value = tensors.zeros(100_000)
+    _, store = lent(value)
+    with store.writing([arrays.byte_range(value)]):
+        pass
+
+
+def test_what_was_read_too_late_is_not_believed() -> None:
+    wire, _ = lent(tensors.zeros(100_000))
+    with pytest.raises(_OutOfReach):
+        _read_value(wire, wire.answers[0], time.monotonic() - lending_s(800_000) - 1)  # type: ignore[arg-type]
+    assert wire.answers[1:] == []
+
+
+def test_memory_that_is_not_there_any_more_is_out_of_reach() -> None:
+    wire, _ = lent(tensors.zeros(100_000))
+    answer = wire.answers[0]
+    pid, fd, _, nbytes = answer.found["segment"]
+    gone = {**answer.found, "segment": [pid, fd, bytes(32), nbytes]}
+    with pytest.raises(_OutOfReach):
+        _read_value(wire, Fetched(found=gone), time.monotonic())  # type: ignore[arg-type]

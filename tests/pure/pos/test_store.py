@@ -1,0 +1,501 @@
+"""The Python Object Store: a table of states per key, and claims and dirt per memory range."""
+
+from __future__ import annotations
+
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.core.model import TENSOR, Key, task_key
+from raycollect.errors import StoreFullError
+from raycollect.pos import Absence, Container, Range, State, Store, StoreStatistics
+from raycollect.pos.store import _NEXT
+from tests.pure.watched import WAIT_S, WatchedCondition
+
+CALM = settings(deadline=None)  # the machine's load is none of these tests' business
+
+
+class Owner:
+    """Something that owns memory."""
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def _task(number: int) -> bytes:
+    return number.to_bytes(24, "little")
+
+
+def _key(number: int, index: int = 1) -> Key:
+    return task_key(_task(number), index)
+
+
+def _container(value: Any = None) -> Container:
+    return Container(TENSOR, (value,), value)
+
+
+def _watched() -> tuple[Store, WatchedCondition]:
+    store, watched = Store(), WatchedCondition()
+    store._changed = store._lock = watched
+    return store, watched
+
+
+def _state(store: Store, key: Key) -> State:
+    found = store.look(key)
+    return State.HELD if isinstance(found, Container) else found.state
+
+
+# ---------------------------------------------------------------------------------------------- entries
+
+
+def test_what_was_put_is_found_itself() -> None:
+    store, container = Store(), _container()
+    assert store.put(_key(1), container) is True
+    assert store.look(_key(1)) is container
+    assert store.look(_key(2)) == Absence(State.ABSENT)
+    assert store.look(_key(1, 2)) == Absence(State.ABSENT)
+
+
+def test_the_first_write_of_a_key_wins() -> None:
+    store, first = Store(), _container("first")
+    store.put(_key(1), first)
+    assert store.put(_key(1), _container("a retried method")) is True
+    assert store.look(_key(1)) is first
+
+
+def test_a_task_that_raised_fails_all_of_its_returns() -> None:
+    store = Store()
+    store.fail(_task(1), "ValueError: no")
+    for index in (1, 2, 300):
+        assert store.look(_key(1, index)) == Absence(State.FAILED, "ValueError: no")
+    assert _state(store, _key(2)) is State.ABSENT
+
+
+def test_a_value_that_is_not_kept_is_known_by_its_type() -> None:
+    store = Store()
+    store.pass_by(_task(1), "int")
+    assert store.look(_key(1)) == Absence(State.BY_VALUE, "int")
+
+
+def test_a_retry_that_succeeds_replaces_the_failure() -> None:
+    store, container = Store(), _container()
+    store.fail(_task(1), "first attempt")
+    assert store.put(_key(1), container)
+    assert store.look(_key(1)) is container
+
+
+def test_a_retry_that_succeeds_is_still_to_bring_its_other_returns() -> None:
+    store = Store()
+    store.fail(_task(1), "first attempt")
+    store.put(_key(1, 1), _container())
+    assert store.look(_key(1, 2)) == Absence(State.ABSENT)
+
+
+def test_a_failure_after_the_value_changes_nothing() -> None:
+    store, container = Store(), _container()
+    store.put(_key(1), container)
+    store.fail(_task(1), "a retry that raised")
+    store.pass_by(_task(1), "int")
+    assert store.look(_key(1)) is container
+
+
+def test_a_failure_after_a_value_that_is_not_kept_keeps_its_type() -> None:
+    store = Store()
+    store.pass_by(_task(1), "int")
+    store.fail(_task(1), "a retry that raised")
+    assert store.look(_key(1)) == Absence(State.BY_VALUE, "int")
+
+
+def test_what_was_freed_is_gone_and_stays_gone() -> None:
+    store = Store()
+    store.put(_key(1), _container())
+    assert store.free([_key(1)]) == 1
+    assert store.look(_key(1)) == Absence(State.FREED)
+    assert store.put(_key(1), _container()) is False
+    assert store.look(_key(1)) == Absence(State.FREED)
+    assert store.free([_key(1)]) == 0
+
+
+def test_a_key_freed_before_its_value_came_never_holds_it() -> None:
+    store = Store()
+    assert store.free([_key(1)]) == 0
+    assert store.put(_key(1), _container()) is False
+    assert store.statistics().held == 0
+
+
+def test_freeing_gives_back_the_value() -> None:
+    store, owner = Store(), Owner()
+    store.put(_key(1), _container(owner))
+    gone = weakref.ref(owner)
+    del owner
+    assert gone() is not None
+    store.free([_key(1)])
+    assert gone() is None
+
+
+def test_freeing_counts_what_was_held_once() -> None:
+    store = Store()
+    for number in range(3):
+        store.put(_key(number), _container())
+    assert store.free([_key(0), _key(0), _key(1), _key(9)]) == 2
+    assert store.statistics() == StoreStatistics(held=1, dirty=0, freed=2)
+
+
+def test_freeing_one_return_leaves_the_others() -> None:
+    store, other = Store(), _container()
+    store.put(_key(1, 1), _container())
+    store.put(_key(1, 2), other)
+    store.free([_key(1, 1)])
+    assert store.look(_key(1, 2)) is other
+
+
+def test_a_full_store_refuses_until_something_is_freed() -> None:
+    store = Store(limit=2)
+    store.put(_key(1), _container())
+    store.put(_key(2), _container())
+    with pytest.raises(StoreFullError, match="holds 2 tensors"):
+        store.put(_key(3), _container())
+    assert _state(store, _key(3)) is State.ABSENT
+    assert store.put(_key(2), _container()) is True, "what is held already takes no more room"
+    store.free([_key(1)])
+    assert store.put(_key(3), _container()) is True
+
+
+def test_only_so_many_absences_are_remembered_the_latest() -> None:
+    store = Store(memory=10)
+    for number in range(1000):
+        store.fail(_task(number), "no")
+        assert len(store._absent) <= 10
+    known = [number for number in range(1000) if _state(store, _key(number)) is State.FAILED]
+    assert known == list(range(990, 1000))
+
+
+EVENTS = ("put", "fail", "pass", "free")
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("state", State)
+def test_the_table_has_a_move_for_every_state_and_event(state: State, event: str) -> None:
+    assert (state, event) in _NEXT
+    assert _NEXT[state, event] is not State.ABSENT, "what is known is not unknown again"
+
+
+class Model:
+    """What a store should say of one key: the table of states, and which event set the state."""
+
+    def __init__(self) -> None:
+        self.state = State.ABSENT
+        self.found: Any = Absence(State.ABSENT)
+
+    def on(self, event: str, detail: Any) -> None:
+        after = _NEXT[self.state, event]
+        if after is not self.state or (event == "fail" and after is State.FAILED):
+            self.found = {"put": detail, "free": Absence(State.FREED)}.get(event, Absence(after, str(detail)))
+        elif event == "pass" and after is State.BY_VALUE:
+            self.found = Absence(after, str(detail))
+        self.state = after
+
+
+def _apply(store: Store, event: str, number: int, detail: Any) -> None:
+    if event == "put":
+        store.put(_key(number), detail)
+    elif event == "fail":
+        store.fail(_task(number), str(detail))
+    elif event == "pass":
+        store.pass_by(_task(number), str(detail))
+    else:
+        store.free([_key(number)])
+
+
+@CALM
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(1, 3)), max_size=25))
+def test_every_story_of_a_key_follows_the_table(story: list[tuple[str, int]]) -> None:
+    store, models = Store(), {number: Model() for number in (1, 2, 3)}
+    freed = 0
+    for at, (event, number) in enumerate(story):
+        detail: Any = _container(at) if event == "put" else f"event {at}"
+        freed += event == "free" and models[number].state is State.HELD
+        models[number].on(event, detail)
+        _apply(store, event, number, detail)
+        for other, model in models.items():
+            assert store.look(_key(other)) == model.found
+        held = sum(model.state is State.HELD for model in models.values())
+        assert store.statistics() == StoreStatistics(held=held, dirty=0, freed=freed)
+
+
+# ---------------------------------------------------------------------------------------------- waiting
+
+
+def _never() -> bool:
+    return False
+
+
+def test_waiting_for_what_is_there_does_not_wait() -> None:
+    store, watched = _watched()
+    store.put(_key(1), _container())
+    store.fail(_task(2), "no")
+    store.pass_by(_task(3), "int")
+    store.free([_key(4)])
+    states = [State.HELD, State.FAILED, State.BY_VALUE, State.FREED]
+    for number, state in enumerate(states, start=1):
+        found = store.wait(_key(number), _never)
+        assert (State.HELD if isinstance(found, Container) else found.state) is state
+    assert watched.nobody_waited
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_whatever_ends_the_method_ends_the_wait(event: str, threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    waiter = threads.submit(store.wait, _key(1), _never)
+    assert watched.someone_waits()
+    _apply(store, "put", 2, _container())  # something else
+    assert watched.someone_waits(), "it looked, and waits again"
+    detail = _container("late") if event == "put" else "late"
+    _apply(store, event, 1, detail)
+    assert waiter.result(WAIT_S) == store.look(_key(1))
+    assert _state(store, _key(1)) is _NEXT[State.ABSENT, event]
+
+
+def test_a_wait_is_given_up_when_woken(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    aborted = threading.Event()
+    waiter = threads.submit(store.wait, _key(1), aborted.is_set)
+    assert watched.someone_waits()
+    store.wake()
+    assert watched.someone_waits(), "no reason yet to give up"
+    aborted.set()
+    store.wake()
+    assert waiter.result(WAIT_S) == Absence(State.ABSENT)
+
+
+def test_a_wait_given_up_before_it_began_does_not_wait() -> None:
+    store, watched = _watched()
+    assert store.wait(_key(1), lambda: True) == Absence(State.ABSENT)
+    assert watched.nobody_waited
+
+
+def test_many_wait_for_one_value(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    waiters = [threads.submit(store.wait, _key(1), _never) for _ in range(5)]
+    for _ in waiters:
+        assert watched.someone_waits()
+    container = _container()
+    store.put(_key(1), container)
+    assert all(waiter.result(WAIT_S) is container for waiter in waiters)
+
+
+# ---------------------------------------------------------------------------------------------- claims
+
+HERE: list[Range] = [(100, 200)]
+MIXED: list[Range] = [(0, 10), (150, 151)]
+BESIDE: list[Range] = [(0, 100), (200, 300), (150, 150)]
+
+
+@pytest.mark.parametrize(("first", "second"), [("writing", "reading"), ("reading", "writing"), ("writing", "writing")])
+def test_overlapping_claims_wait_for_each_other(first: str, second: str, threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    entered = threading.Event()
+
+    def claim() -> None:
+        with getattr(store, second)(MIXED):
+            entered.set()
+
+    with getattr(store, first)(HERE):
+        other = threads.submit(claim)
+        assert watched.someone_waits()
+        assert not entered.is_set()
+    other.result(WAIT_S)
+    assert entered.is_set()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ranges"),
+    [
+        ("reading", "reading", HERE),
+        ("writing", "reading", BESIDE),
+        ("reading", "writing", BESIDE),
+        ("writing", "writing", BESIDE),
+        ("writing", "writing", []),
+    ],
+)
+def test_other_claims_do_not_wait(first: str, second: str, ranges: list[Range]) -> None:
+    store, watched = _watched()
+    with getattr(store, first)(HERE), getattr(store, second)(ranges):
+        pass
+    assert watched.nobody_waited
+
+
+def test_a_claim_ends_with_an_exception() -> None:
+    store, watched = _watched()
+    with pytest.raises(ZeroDivisionError), store.writing(HERE):
+        _ = 1 / 0
+    with store.writing(HERE):
+        pass
+    assert watched.nobody_waited
+
+
+def test_equal_claims_end_one_by_one(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    one, other = store.reading(list(HERE)), store.reading(list(HERE))
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+
+    def write() -> str:
+        with store.writing(HERE):
+            return "written"
+
+    writer = threads.submit(write)
+    assert watched.someone_waits(), "the second reader is still at it"
+    other.__exit__(None, None, None)
+    assert writer.result(WAIT_S) == "written"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reader_never_sees_a_half_done_write(seed: int, threads: ThreadPoolExecutor) -> None:
+    store, memory = Store(), [0] * 20
+    barrier = threading.Barrier(8)
+
+    def work(worker: int) -> int:
+        rng, seen = random.Random(seed * 100 + worker), 0
+        barrier.wait(WAIT_S)
+        for turn in range(30):
+            lo = rng.randrange(0, 15)
+            ranges = [(lo, lo + 5)]
+            if worker % 2:
+                with store.writing(ranges):
+                    for at in range(lo, lo + 5):
+                        memory[at] += 1
+                    for at in range(lo, lo + 5):
+                        memory[at] -= 1
+            else:
+                with store.reading(ranges):
+                    assert memory[lo : lo + 5] == [0] * 5
+                    seen += 1
+            assert turn < 30
+        return seen
+
+    futures = [threads.submit(work, worker) for worker in range(8)]
+    assert sum(future.result(WAIT_S) for future in futures) == 4 * 30
+    assert memory == [0] * 20
+
+
+# ---------------------------------------------------------------------------------------------- dirt
+
+
+def test_a_half_written_range_is_dirty_wherever_it_is_touched() -> None:
+    store, owner = Store(), Owner()
+    assert not store.is_dirty([(0, 1000)])
+    store.mark_dirty([(100, 200)], [owner])
+    for lo, hi in ((100, 200), (0, 101), (199, 300), (150, 151), (0, 1000)):
+        assert store.is_dirty([(lo, hi)])
+    for lo, hi in ((0, 100), (200, 300), (150, 150)):
+        assert not store.is_dirty([(lo, hi)])
+    assert store.statistics().dirty == 1
+
+
+def test_only_a_whole_overwrite_cleans() -> None:
+    store, owner = Store(), Owner()
+    store.mark_dirty([(100, 200)], [owner])
+    for part in ((100, 199), (101, 200), (0, 150)):
+        store.mark_written([part])
+        assert store.is_dirty([(100, 200)])
+    store.mark_written([(0, 5), (90, 210)])
+    assert not store.is_dirty([(0, 1000)])
+    assert store.statistics().dirty == 0
+
+
+def test_dirt_goes_with_the_memory_it_was_in() -> None:
+    store, owner, other = Store(), Owner(), Owner()
+    store.mark_dirty([(0, 10), (20, 30)], [owner, other])
+    del owner
+    assert not store.is_dirty([(0, 10)]), "the address may belong to something new"
+    assert store.is_dirty([(20, 30)])
+    assert store.statistics().dirty == 1
+
+
+def test_memory_without_bytes_is_never_dirty() -> None:
+    store, owner = Store(), Owner()
+    store.mark_dirty([(5, 5)], [owner])
+    assert store.statistics().dirty == 0
+
+
+def test_an_owner_that_cannot_be_asked_keeps_its_dirt() -> None:
+    store = Store()
+    store.mark_dirty([(0, 10)], [bytearray(10)])  # can't be weakly referenced
+    assert store.is_dirty([(0, 1)])
+    store.mark_written([(0, 10)])
+    assert not store.is_dirty([(0, 1)])
+
+
+_RANGES = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+
+
+@CALM
+@given(st.lists(st.tuples(st.sampled_from(["dirty", "written"]), _RANGES), max_size=20), _RANGES)
+def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Range]], asked: Range) -> None:
+    """Dirt is kept by whole ranges: more may count as dirty than is, never less."""
+    store, owner, dirty = Store(), Owner(), set[int]()
+    for event, (lo, hi) in story:
+        if event == "dirty":
+            store.mark_dirty([(lo, hi)], [owner])
+            dirty |= set(range(lo, hi))
+        else:
+            store.mark_written([(lo, hi)])
+            dirty -= set(range(lo, hi))
+    if dirty & set(range(*asked)):
+        assert store.is_dirty([asked])
+    store.mark_written([(0, 100)])
+    assert not store.is_dirty([asked])
+
+
+def test_readers_in_turn_do_not_hold_a_plan_off(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    span: list[Range] = [(0, 10)]
+    order = []
+
+    def claim(name: str, context: Any) -> None:
+        with context:
+            order.append(name)
+
+    with store.reading(span):
+        writer = threads.submit(claim, "plan", store.writing(span))
+        assert watched.someone_waits()
+        reader = threads.submit(claim, "reader", store.reading(span))
+        assert watched.someone_waits()
+        assert order == []
+    writer.result(WAIT_S)
+    reader.result(WAIT_S)
+    assert order == ["plan", "reader"]
+
+
+def test_a_plan_gives_up_waiting_for_readers_and_nothing_of_it_stays(threads: ThreadPoolExecutor) -> None:
+    store, watched = _watched()
+    span: list[Range] = [(0, 10)]
+    given_up: list[Exception] = []
+
+    def write() -> None:
+        with store.writing(span, lambda: given_up[0] if given_up else None):
+            raise AssertionError("somebody reads it")
+
+    with store.reading(span):
+        writer = threads.submit(write)
+        assert watched.someone_waits()
+        given_up.append(KeyError("aborted"))
+        store.wake()
+        with pytest.raises(KeyError, match="aborted"):
+            writer.result(WAIT_S)
+        with store.reading(span):  # it is not held off by a plan that has gone
+            pass
+    with store.writing(span):
+        pass

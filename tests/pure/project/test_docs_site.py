@@ -1,0 +1,236 @@
+"""The site builds without a warning and without a network, every page is found, and every public name is on one."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import textwrap
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import pytest
+
+import raycollect
+from raycollect import errors
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("material")
+pytest.importorskip("mkdocstrings_handlers.python")
+
+ROOT = Path(__file__).parents[3]
+DOCS = ROOT / "docs"
+
+NOT_BY_THEMSELVES = {"__version__", "errors"}
+"""Public names without an entry of their own: a number, and a module whose names are all on the page of errors."""
+
+ALLOWED_ELSEWHERE = re.compile(r"^https?://")
+"""Where links may lead besides; only what a reader clicks on."""
+
+
+class Page(HTMLParser):
+    """What a page has and loads.
+
+    Attributes:
+        ids: The anchors.
+        loaded: What a browser fetches by itself: scripts, styles, fonts, pictures.
+        text: What is read.
+    """
+
+    LOADS: ClassVar = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src"}
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.loaded: list[str] = []
+        self.text: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if found.get("id"):
+            self.ids.add(found["id"] or "")
+        place = found.get(self.LOADS.get(tag, ""))
+        if place and found.get("rel") not in ("canonical", "prev", "next"):
+            self.loaded.append(place)
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+@pytest.fixture(scope="module")
+def tools() -> Iterator[dict[str, ModuleType]]:
+    """The modules of docs/, which is no package."""
+    sys.path.insert(0, str(DOCS))
+    try:
+        import hooks
+        import results
+
+        yield {"hooks": hooks, "results": results}
+    finally:
+        sys.path.remove(str(DOCS))
+        for name in ("hooks", "results"):
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from mkdocs.config import load_config
+
+    return load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path_factory.mktemp("site")))
+
+
+@pytest.fixture(scope="module")
+def warned(config: Any) -> list[str]:
+    """What building the site has warned of. Ends with an error where a page or the build is wrong altogether."""
+    from mkdocs.commands.build import build
+    from mkdocs.exceptions import Abort
+
+    told: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.append(record.getMessage())
+
+    listener, log = Listener(logging.WARNING), logging.getLogger("mkdocs")
+    log.addHandler(listener)
+    try:
+        build(config)
+    except Abort as exc:
+        told.append(str(exc))
+    finally:
+        log.removeHandler(listener)
+    return told
+
+
+@pytest.fixture(scope="module")
+def pages(config: Any, warned: list[str]) -> dict[str, Page]:
+    site = Path(config.site_dir)
+    found = {path.relative_to(site).as_posix(): path for path in site.rglob("*.html")}
+    return {name: Page(path.read_text(encoding="utf-8")) for name, path in found.items()}
+
+
+def test_the_site_builds_without_a_warning(warned):
+    """Links, anchors, and pages that the navigation lacks or has too many are warnings: see mkdocs.yml."""
+    assert warned == []
+
+
+def test_a_wrong_link_is_a_warning(tools, caplog):
+    hooks = tools["hooks"]
+    text = "[a](concepts/order.md) [b](../setup.cfg)\n\n```text\n[c](../nothing)\n```\n"
+
+    class Here:
+        class file:
+            src_uri = "index.md"
+
+    with caplog.at_level(logging.WARNING, "mkdocs.hooks.raycollect"):
+        assert hooks.on_page_markdown(text, Here, None, None) == text
+    assert [record.getMessage() for record in caplog.records] == [
+        "index.md links to ../setup.cfg, which is not on the site"
+    ]
+
+
+def test_every_page_of_the_folder_is_on_the_site(pages):
+    wanted = {path.relative_to(DOCS).with_suffix(".html").as_posix() for path in DOCS.rglob("*.md")}
+    wanted = {name.replace("README.html", "index.html") for name in wanted}
+    assert wanted <= set(pages)
+    assert {"repository/ARCHITECTURE.html", "repository/CHANGELOG.html", "repository/examples/digits.html"} <= set(
+        pages
+    )
+
+
+def test_nothing_is_loaded_from_elsewhere(pages):
+    elsewhere = {
+        name: away
+        for name, page in pages.items()
+        if (away := [one for one in page.loaded if one.startswith("//") or ALLOWED_ELSEWHERE.match(one)])
+    }
+    assert elsewhere == {}
+
+
+def test_every_picture_is_there(config, pages):
+    site = Path(config.site_dir)
+    missing = [
+        (name, place)
+        for name, page in pages.items()
+        if name != "404.html"  # its places are those of a server's root
+        for place in page.loaded
+        if not place.startswith("data:") and not (site / name).parent.joinpath(place.partition("?")[0]).is_file()
+    ]
+    assert missing == []
+
+
+def test_every_public_name_has_an_entry(pages):
+    there = {one for name, page in pages.items() if name.startswith("reference/") for one in page.ids}
+    public = {f"raycollect.{name}" for name in set(raycollect.__all__) - NOT_BY_THEMSELVES}
+    shown = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+    assert public | {f"raycollect.errors.{name}" for name in shown} <= there
+
+
+def test_every_error_is_in_the_tree(tools):
+    words = set(re.findall(r"\w+", tools["hooks"].tree_of_errors()))
+    raised = {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+    assert raised - {"RankReport", "Violation"} <= words
+
+
+def variables(*folders: str) -> set[str]:
+    """The variables of the environment that are named there."""
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {name for path in files for name in re.findall(r"\bRAYCOLLECT_[A-Z_]+\b", path.read_text(encoding="utf-8"))}
+
+
+def test_every_variable_of_the_environment_is_on_its_page():
+    page = (DOCS / "reference" / "environment.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"\bRAYCOLLECT_[A-Z_]+\b", page))
+
+    assert variables("raycollect") - told == set()
+    assert told - variables("raycollect", "tests", "benchmarks") == set()
+
+
+def test_the_tables_of_measurements_are_those_of_the_results(tools):
+    results = tools["results"]
+    text = results.PAGE.read_text(encoding="utf-8")
+    assert results.fill(text) == text, "python docs/results.py --write"
+
+
+def test_a_number_that_was_changed_by_hand_is_found(tools):
+    results = tools["results"]
+    text = results.PAGE.read_text(encoding="utf-8")
+    table = text[text.index("<!-- results: driver") :]
+    number = re.search(r"\| (\d+\.\d+) \|", table)
+    assert number
+    assert results.fill(text.replace(table, table.replace(number[1], "0.001", 1))) == text
+    with pytest.raises(LookupError, match="no operation 'dance'"):
+        results.fill("<!-- results: driver | dance -->\n<!-- end of results -->")
+
+
+def test_pictures_read_in_light_and_dark():
+    drawn = sorted(path for path in (DOCS / "images").glob("*.svg"))
+    assert drawn
+    for path in drawn:
+        text = path.read_text(encoding="utf-8")
+        assert "prefers-color-scheme: dark" in text, path.name
+        assert re.search(r'<rect class="ground"', text), path.name  # a ground of its own, whatever the page's is
+        assert "<title>" in text, path.name
+
+
+def test_every_page_has_its_own_title(pages):
+    """Else the navigation has the name of the file, or two entries that look alike."""
+    titles = [re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) for path in DOCS.rglob("*.md")]
+    assert all(titles)
+    said = [title[1] for title in titles if title]
+    assert len(said) == len(set(said))
+    assert "Quick start" in "".join(pages["index.html"].text)
+
+
+def test_examples_in_docstrings_are_code():
+    """There is one; an example that is to be run belongs into a document, where it is."""
+    found = {path for path in (ROOT / "raycollect").rglob("*.py") if ">>> " in path.read_text(encoding="utf-8")}
+    assert found == set(), "nothing runs these: show them in a document instead"
+    example = re.search(r"^::\n\n(.*?)\n\n(?=\S)", raycollect.__doc__ or "", re.DOTALL | re.MULTILINE)
+    assert example
+    compile(textwrap.dedent(example[1]), "the docstring of raycollect", "exec")
+    assert all(name in raycollect.__all__ for name in re.findall(r"\bcol\.(\w+)", example[1]))

@@ -1,0 +1,148 @@
+"""The package itself: names come on first use, and the pure rooms import where there is no Ray."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raycollect
+from raycollect import backends
+
+ROOT = Path(raycollect.__file__).parents[1]
+
+BLOCKED = """
+import sys
+
+class Wall:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {walled!r}:
+            raise ImportError(f"{{name}} is behind the wall")
+
+sys.meta_path.insert(0, Wall())
+"""
+
+
+def _python(code: str, *walled: str) -> str:
+    """Runs code in a fresh interpreter in which some packages can't be imported; gives what it printed."""
+    source = BLOCKED.format(walled=walled) + code
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_no_cluster_is_started_for_what_can_not_be() -> None:
+    code = """
+import ray
+import raycollect as col
+
+for call in (
+    lambda: col.allreduce_refs([]),
+    lambda: col.allreduce_refs([3], op="avg"),
+    lambda: col.reduce_refs([], timeout_s=0),
+    lambda: col.scatter_refs(None, None),
+    lambda: col.declare_collective_group([]),
+):
+    try:
+        call()
+    except (col.errors.RefusedError, col.errors.InvalidGroupError) as exc:
+        print(type(exc).__name__, ray.is_initialized())
+"""
+    expected = ["MissingMember", "ForeignRef", "Refused", "ForeignRef", "InvalidGroup"]
+    assert _python(code).splitlines() == [f"{name}Error False" for name in expected]
+
+
+def test_the_wall_of_these_tests_stands() -> None:
+    assert _python("try:\n    import ray\nexcept ImportError as exc:\n    print(exc)", "ray").endswith("the wall")
+
+
+def test_the_pure_rooms_import_without_ray() -> None:
+    rooms = "backends, backends.local, channel, engine.execution, errors, member.sequencer, observe, planner, pos"
+    imports = "\n".join(f"import raycollect.{room.strip()}" for room in rooms.split(","))
+    assert _python(f"import raycollect\n{imports}\nprint('ray' in sys.modules)", "ray") == "False"
+
+
+def test_the_planner_door_and_channel_import_without_an_array_library() -> None:
+    rooms = ("channel", "engine.agreement", "errors", "member.sequencer", "core.model", "observe", "planner", "pos")
+    imports = "\n".join(f"import raycollect.{room}" for room in rooms)
+    assert _python(f"{imports}\nprint('numpy' in sys.modules)", "ray", "numpy", "torch", "cupy") == "False"
+
+
+def test_a_request_is_planned_without_ray() -> None:
+    code = """
+from raycollect import ReduceOp, planner
+from raycollect.core.model import GroupSpec, OpKind, task_key
+group = GroupSpec(name="g", group_id="1", backend="local", world_size=2)
+keys = tuple((rank, task_key(bytes([rank] * 24), 1), None) for rank in range(2))
+request = planner.Request(kind=OpKind.ALLREDUCE, group=group, operands=keys, op=ReduceOp.SUM)
+program = planner.plan([request]).program(1)
+assert planner.decode_program(planner.encode_program(program)) == program
+print(program.name, program.door.rank)
+"""
+    assert _python(code, "ray") == "allreduce 1"
+
+
+def test_importing_the_package_loads_nothing_of_it() -> None:
+    code = "import raycollect\nprint([n for n in sys.modules if n.startswith('raycollect.') or n == 'numpy'])"
+    assert _python(code) == "[]"
+
+
+def test_a_name_that_needs_ray_says_that_ray_is_missing() -> None:
+    code = """
+import raycollect
+from raycollect import backends
+try:
+    raycollect.allreduce_refs
+except ImportError as exc:
+    print(exc)
+"""
+    assert "ray" in _python(code, "ray")
+
+
+def test_an_unknown_name_is_an_attribute_error_naming_it() -> None:
+    with pytest.raises(AttributeError, match="module 'raycollect' has no attribute 'alreduce_refs'"):
+        raycollect.alreduce_refs  # noqa: B018
+    assert not hasattr(raycollect, "alreduce_refs")
+
+
+def test_dir_lists_the_public_names_before_their_first_use() -> None:
+    code = "import raycollect\nprint(sorted(set(raycollect.__all__) - set(dir(raycollect))))"
+    assert _python(code, "ray") == "[]"
+    assert dir(raycollect) == sorted(set(dir(raycollect)))
+
+
+@pytest.mark.parametrize("name", raycollect.__all__)
+def test_every_name_resolves_and_is_what_it_is_called(name: str) -> None:
+    value = getattr(raycollect, name)
+    if inspect.isclass(value) or inspect.isfunction(value):
+        assert value.__module__.startswith("raycollect.")
+        aliases = {
+            "create_collective_group": "declare_collective_group",
+            "destroy_group": "destroy_collective_group",
+        }
+        assert value.__name__ in (name, aliases.get(name))
+    else:
+        assert name in ("errors", "types", "__version__")
+    assert vars(raycollect)[name] is value, "kept after the first use"
+
+
+def test_the_type_checker_sees_the_names_that_exist() -> None:
+    source = inspect.getsource(raycollect).split("if TYPE_CHECKING:", 1)[1].split("__version__", 1)[0]
+    typed = {line.rpartition(" as ")[2] for line in source.splitlines() if " as " in line}
+    assert typed == set(raycollect.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("old", ["contracts", "model"])
+def test_an_old_path_leads_to_the_same_and_says_where_it_is_now(old: str) -> None:
+    sys.modules.pop(f"raycollect.{old}", None)
+    with pytest.warns(DeprecationWarning, match=r"import its names from raycollect\.backends"):
+        found = importlib.import_module(f"raycollect.{old}")
+    same = [name for name in backends.__all__ if hasattr(found, name)]
+    assert len(same) > 5
+    assert all(getattr(found, name) is getattr(backends, name) for name in same)

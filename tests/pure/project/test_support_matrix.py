@@ -1,0 +1,101 @@
+"""The tables of the documents: made from the capability table, and up to date."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+import raycollect
+from raycollect import backends
+from raycollect.core.model import OpKind
+
+ROOT = Path(raycollect.__file__).parents[1]
+_SPEC = importlib.util.spec_from_file_location("support_matrix", ROOT / "docs" / "support_matrix.py")
+assert _SPEC is not None
+assert _SPEC.loader is not None
+matrix = importlib.util.module_from_spec(_SPEC)  # docs/ is no package
+_SPEC.loader.exec_module(matrix)
+DOCUMENTS = [ROOT / "README.md", ROOT / "docs" / "backends.md"]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    cells = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    return {first: rest for first, *rest in cells}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_the_documents_are_up_to_date(path: Path) -> None:
+    pytest.importorskip("torch", reason="the line of torch:gloo asks torch's adapter")
+    assert not matrix.write(path, check=True), "python docs/support_matrix.py --write README.md docs/backends.md"
+
+
+def test_each_backend_and_device_has_a_column_and_each_operation_a_row() -> None:
+    table = rows(matrix.support_matrix())
+    assert table["Backend"] == list(backends.BACKENDS)
+    assert dict(zip(table["Backend"], table["Device"], strict=True))["torch:sccl"] == "TPU"
+    assert [name for name in table if name in {kind.value for kind in OpKind}] == [kind.value for kind in OpKind]
+    many = dataclasses.replace(backends.BACKENDS["torch:gloo"], devices=frozenset({"cpu", "cuda"}))
+    assert rows(matrix.support_matrix([many]))["Device"] == ["CPU", "CUDA"]
+
+
+def test_what_a_vendor_lacks_is_made_or_refused() -> None:
+    text = matrix.support_matrix()
+    table = rows(text)
+    at = table["Backend"].index("torch:sccl")
+    assert {name: cells[at] for name, cells in table.items() if cells[at] not in ("✔", ":-:")} == {
+        "Backend": "torch:sccl",
+        "Device": "TPU",
+        "reducescatter": "✔ (1)",
+        "send": "✘",
+        "recv": "✘",
+    }
+    assert "(1) made by the planner, as `reduce` and `scatter`." in text
+    assert "for want of the hardware or the library: `nccl`, `torch:mpi`" in text
+
+
+def test_marks_follow_the_table() -> None:
+    one = dataclasses.replace(
+        backends.BACKENDS["shm"], name="poor", ops=frozenset({OpKind.ALLGATHER, OpKind.REDUCE}), tested=False
+    )
+    table = {name: cells[0] for name, cells in rows(matrix.support_matrix([one])).items()}
+    assert table["allgather"] == table["reduce"] == "✔"
+    assert table["gather"].startswith("✔ (")
+    assert table["barrier"].startswith("✔ (")
+    for lacking in ("allreduce", "reducescatter", "broadcast", "scatter", "alltoall", "send", "recv"):
+        assert table[lacking] == "✘", lacking
+
+
+def test_reductions_are_native_folded_or_refused() -> None:
+    def marks(backend: str) -> dict[str, list[str]]:
+        table = rows(matrix.reduction_table([backends.BACKENDS[backend]]))
+        return {dtype: cells for names, cells in table.items() for dtype in names.split(", ")}
+
+    ours, gloo = marks("shm"), marks("gloo")
+    ops = ours["dtype"]
+    assert ops == ["SUM", "PRODUCT", "MIN", "MAX", "AVG", "BAND", "BOR", "BXOR"]
+    assert {mark for dtype in matrix.DTYPES for mark in ours[dtype]} == {"F", "✘"}
+    for backend in (ours, gloo):
+        assert backend["int32"][ops.index("AVG")] == "✘"
+        assert backend["complex64"][ops.index("MIN")] == "✘"
+        assert backend["bfloat16"][ops.index("SUM")] == "F"
+        assert backend["float32"][ops.index("BXOR")] == "✘"
+    assert gloo["float32"][ops.index("SUM")] == "N"
+    assert gloo["int16"][ops.index("SUM")] == "F"
+
+
+def test_only_what_is_between_the_markers_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    begin, end = "<!-- support matrix: written by python docs/support_matrix.py -->", "<!-- end of support matrix -->"
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{begin}\nold \\1\n{end}\nafter\n", encoding="utf-8")
+    assert matrix.main(["--check", str(path)]) == 1
+    assert "old" in path.read_text(encoding="utf-8")
+    assert matrix.main(["--write", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == f"before\n{begin}\n\n{matrix.support_matrix()}\n{end}\nafter\n"
+    assert matrix.main(["--check", str(path)]) == 0
+    assert "was written" in capsys.readouterr().out
+    path.write_text("no markers", encoding="utf-8")
+    with pytest.raises(ValueError, match="no marker"):
+        matrix.main(["--write", str(path)])

@@ -1,0 +1,80 @@
+"""What pyright sees: a user's programs are clean, and every public symbol has a known type."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PYRIGHT = (sys.executable, "-m", "pyright")
+
+pytestmark = pytest.mark.timeout(300)  # it reads all of torch's and scikit-learn's types, too
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(ROOT),
+    "PYRIGHT_PYTHON_GLOBAL_NODE": "1",
+    "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What pyright says of the examples, and of the package; both are asked at the same time."""
+    pytest.importorskip("pyright")
+    if shutil.which("node") is None:
+        pytest.skip("pyright needs node")
+    asked = subprocess.run([*PYRIGHT, "--version"], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    if asked.returncode:  # it is fetched from npm when it is used first
+        pytest.skip(f"pyright does not run here: {(asked.stderr.strip() or asked.stdout.strip())[-300:]}")
+    folder = tmp_path_factory.mktemp("pyright")
+    examples = os.path.relpath(ROOT / "examples", folder)  # it takes no absolute paths there
+    project = {
+        "include": [examples],
+        "strict": [f"{examples}/quickstart.py"],
+        "typeCheckingMode": "basic",
+        "extraPaths": [os.path.relpath(ROOT, folder)],
+    }
+    (folder / "pyrightconfig.json").write_text(json.dumps(project), encoding="utf-8")
+    running = {
+        "examples": _start("-p", str(folder)),
+        "package": _start("--verifytypes", "raycollect", "--ignoreexternal"),
+    }
+    try:
+        return {name: json.loads(process.communicate()[0]) for name, process in running.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def _start(*args):
+    command = [*PYRIGHT, "--pythonpath", sys.executable, "--outputjson", *args]
+    return subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+
+def test_the_examples_are_clean(reports):
+    report = reports["examples"]
+    assert report["summary"]["filesAnalyzed"] >= len(list((ROOT / "examples").rglob("*.py")))
+    found = [
+        f"{one['file']}:{one['range']['start']['line'] + 1}: {one['message']}" for one in report["generalDiagnostics"]
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_every_public_symbol_has_a_known_type(reports):
+    symbols = reports["package"]["typeCompleteness"]["symbols"]
+    assert "raycollect.allreduce_refs" in {one["name"] for one in symbols}
+    unknown = [
+        f"{one['name']}: {'; '.join(told['message'] for told in one['diagnostics'])}"
+        for one in symbols
+        if one["isExported"] and not one["isTypeKnown"]
+    ]
+    assert not unknown, "\n".join(unknown)
