@@ -18,7 +18,6 @@ from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
 from raycollect.backends.tcp.communicator import TcpCommunicator
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Completion
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError
 
 SMALL_NBYTES = 4 << 20  # Up to this size arrays travel on the mesh, as measured against torch's gloo and xoscar's
@@ -69,16 +68,15 @@ class Meshed(Exchanged):
         """Closes the connections of the mesh."""
         self._mesh.close()
 
-    def _on_mesh(self, launch: Launch, kernel: Kernel) -> Completion | None:
-        # None: the kernel is for the library.
+    def _is_for_library(self, launch: Launch, kernel: Kernel) -> bool:
+        # The same on all ranks of the launch; what is not for the library is for the mesh.
         sample = kernel.sample
         if isinstance(sample, DeviceArray):
-            return None
-        if kernel.kind in self._native and len(launch.ranks) == self.world_size and sample.nbytes > SMALL_NBYTES:
-            op = kernel.op
-            if kernel.kind not in _REDUCTIONS or op is None or self._is_native(op, sample.dtype.name):
-                return None
-        return self._mesh.launch(launch, kernel)
+            return True
+        if kernel.kind not in self._native or len(launch.ranks) < self.world_size or sample.nbytes <= SMALL_NBYTES:
+            return False
+        op = kernel.op
+        return kernel.kind not in _REDUCTIONS or op is None or self._is_native(op, sample.dtype.name)
 
     def _failed(self, exc: BaseException, launch: Launch, kernel: Kernel) -> BaseException:
         # The error to raise for a failed kernel of the library, which is unusable now.

@@ -192,8 +192,8 @@ class Together(Protocol):
 class Forsaking(Protocol):
     """An option of a `Communicator` whose ranks can't be interrupted in a kernel."""
 
-    def forsake(self, launch: Launch) -> None:
-        """Releases those who wait in a kernel of a launch for this rank, which has agreed to it, and will not come."""
+    def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Releases those who wait for this rank in one of these kernels, which it has agreed to and will not end."""
         ...
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
-from raycollect.core.model import Key, Launch
+from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, Exchange, NoFaults, Together
 from raycollect.engine.batch_agreement import BatchAgreement
 from raycollect.engine.device_staging import Patience, transfer
@@ -168,8 +168,8 @@ class Execution:
             return Outcome(error=self._located(KernelError(detail=f"out of memory: {exc}")))
         finally:
             self._step.at = ""  # else it would keep what this object holds
-            if not ok and self._is_owing():
-                self._launches.forsake()
+            if not ok:
+                self._launches.forsake(self._owed())
             ended = self._launches.end(ok=ok)
             buffer = self._preparation.buffer
             if buffer is not None and (ok or not self._packs):
@@ -364,16 +364,18 @@ class Execution:
             self._kernel_progress.clear()
         self._left = left
 
-    def _is_owing(self) -> bool:
-        """Whether others may wait in a kernel of the open launch that this rank will not run."""
+    def _owed(self) -> list[Kernel]:
+        """The kernels of the open launch that this rank has not ended; others may wait in them."""
         if self._schedule is None:
-            return False
+            return []
         moves = [
             one for scheduled in self._schedule.bundles for move in scheduled.moves for one in (move, *move.instead)
         ]
-        number = 0 if self._move is None else self._move.number
-        at = next((at for at, move in enumerate(moves) if move is self._move), -1)
-        return self._left > 0 or any(move.kernels and move.number == number for move in moves[at + 1 :])
+        latest = self._move
+        number = 0 if latest is None else latest.number
+        at = next((at for at, move in enumerate(moves) if move is latest), -1)
+        begun = () if latest is None else latest.kernels[len(latest.kernels) - self._left :]
+        return [*begun, *(kernel for move in moves[at + 1 :] if move.number == number for kernel in move.kernels)]
 
     def _given_up(self) -> RaycollectError | None:
         now_s, limit_s = self._instruments.clock(), self._program.timeout_s

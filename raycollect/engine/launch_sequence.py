@@ -155,11 +155,11 @@ class LaunchSequence:
         with self._lock:
             self._wakes = wake
 
-    def forsake(self) -> None:
-        """Tells the backend that others may wait in a kernel of the open launch that this rank will not run."""
+    def forsake(self, kernels: Sequence[Kernel]) -> None:
+        """Tells the backend that others may wait in kernels of the open launch that this rank will not end."""
         opened = self._open
-        if opened is not None and isinstance(opened[0], Forsaking):
-            opened[0].forsake(opened[1])
+        if kernels and opened is not None and isinstance(opened[0], Forsaking):
+            opened[0].forsake(opened[1], kernels)
 
     def end(self, *, ok: bool) -> tuple[int, ...]:
         """Ends the open launch.

@@ -16,7 +16,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.faults.inject import IN_KERNEL, PHASES, Fault, Folder
+from tests.faults.inject import IN_KERNEL, Fault, Folder
 from tests.ray.test_store import wait_until
 
 GROUP = "faulty"
@@ -68,8 +68,7 @@ class Row:
         other: What is raised instead of `error`, where somebody else may be the first to tell.
         blamed: The ranks of which one is named; empty: the rank.
         leaves: What the tensors of the other ranks may be afterwards; see `Seen.tensors`.
-        works: Whether the very group can be used again; by all, where nobody has died. None: only where the abort comes
-            before the others have begun a kernel that can't be interrupted.
+        works: Whether the very group can be used again; by all, where nobody has died.
         timeout_s: The time limit of the collective.
     """
 
@@ -84,7 +83,7 @@ class Row:
     other: type[BaseException] | None = None
     blamed: tuple[int, ...] = ()
     leaves: tuple[str, ...]
-    works: bool | None
+    works: bool
     timeout_s: float = 60.0
 
     @property
@@ -412,21 +411,19 @@ TABLE: tuple[Row, ...] = (
     # a participant fails
     _rows("before_door", ALL, "raises", _FAILED, UNTOUCHED),
     _rows("after_door", ("shm",), "raises", _FAILED, NOT_TORN),
-    _rows("after_door", ("tcp",), "raises", _FAILED, NOT_DONE),
-    _rows("after_door", ("gloo",), "raises", _FAILED, NOT_DONE, works=False),
+    _rows("after_door", ("tcp", "gloo"), "raises", _FAILED, NOT_DONE),
     _rows("before_kernel", ("shm",), "raises", _FAILED, NOT_TORN),
-    _rows("before_kernel", ("tcp",), "raises", _FAILED, NOT_DONE),
-    _rows("before_kernel", ("gloo",), "raises", _FAILED, NOT_DONE, works=False),
+    _rows("before_kernel", ("tcp", "gloo"), "raises", _FAILED, NOT_DONE),
     _rows("in_kernel", MESH, "raises", _FAILED, DIRTY),
     _rows("in_kernel", ("gloo",), "raises", _FAILED, DIRTY, works=False),
     _rows("after_kernel", ("shm",), "raises", _FAILED, NOT_TORN),
     _rows("after_kernel", ("tcp", "gloo"), "raises", _FAILED, DONE_OR_DIRTY),
     # a participant stays away
     _rows("before_door", ALL, "is held", _LATE, UNTOUCHED, **_SHORT),
-    _rows("after_door", ("tcp",), "is held", _LATE, DIRTY, **_SHORT),
-    _rows("before_kernel", ("tcp",), "is held", _LATE, DIRTY, **_SHORT),
+    _rows("after_door", ("tcp", "gloo"), "is held", _LATE, DIRTY, **_SHORT),
+    _rows("before_kernel", ("tcp", "gloo"), "is held", _LATE, DIRTY, **_SHORT),
     _rows("in_kernel", MESH, "is held", _LATE, DIRTY, **_SHORT),
-    *(_rows(at, ("gloo",), "is held", _LATE, DIRTY, works=False, **_SHORT) for at in PHASES[1:4]),
+    _rows("in_kernel", ("gloo",), "is held", _LATE, DIRTY, works=False, **_SHORT),
     _rows("after_door", ("shm",), "is held", _LATE, DONE, **_GOES_ON),
     _rows("before_kernel", ("shm",), "is held", _LATE, DONE, **_GOES_ON),
     _rows("after_kernel", ALL, "is held", _LATE, DONE, **_GOES_ON),
@@ -439,8 +436,7 @@ TABLE: tuple[Row, ...] = (
         for on in ("tcp", "gloo")
     ),
     _rows("before_door", ("shm",), "garbles its arrival", _GARBLED, UNTOUCHED),
-    _rows("before_door", ("tcp",), "garbles its arrival", _GARBLED, NOT_DONE),
-    _rows("before_door", ("gloo",), "garbles its arrival", _GARBLED, NOT_DONE, works=None),
+    _rows("before_door", ("tcp", "gloo"), "garbles its arrival", _GARBLED, NOT_DONE),
     _rows("after_kernel", ("tcp", "gloo"), "loses a frame", _LATE, DONE, works=False, later=_DIED, **_GOES_ON),
     _rows("after_kernel", ("tcp", "gloo"), "garbles a frame", _DIED, DONE_OR_DIRTY, works=False),
     # where outputs are made

@@ -69,7 +69,7 @@ def assert_right(row: Row, seen: Seen) -> None:
     assert set(seen.tensors) <= set(row.leaves)
     assert seen.survivors is None, seen.survivors
     if seen.group is None:
-        assert row.works is not False
+        assert row.works
     else:
         assert isinstance(seen.group, errors.GroupBrokenError)
         assert not row.works, seen.group
@@ -141,6 +141,6 @@ def _cells(row: Row, runs: list[Seen]) -> tuple[str, ...]:
         f"{statistics.median(seconds) * 1000:.0f} ms",
         f"{max(seconds) * 1000:.0f} ms",
         " or ".join(state for state in row.leaves if state in found),
-        {True: "works on", False: "is broken", None: "works on or is broken"}[row.works],
+        "works on" if row.works else "is broken",
         "live, work on",
     )

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -123,19 +123,19 @@ class GlooCommunicator(Meshed):
         """Runs a kernel in the caller's thread."""
         with self._lock:  # `close` releases the link only when no thread is in a kernel
             self._check_whole()
-            done = self._on_mesh(launch, kernel)
-            if done is not None:
-                return done
+            if not self._is_for_library(launch, kernel):
+                return self._mesh.launch(launch, kernel)
             if self._link is None:
                 raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
             with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
                 _Run(self, self._link, launch).run(kernel)
         return DONE
 
-    def forsake(self, launch: Launch) -> None:
-        """Closes the connections: others may be inside the library, where nothing else wakes them."""
-        with self._lock:
-            self._break(f"rank {self.rank} left launch {launch.seq} before its kernels")
+    def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
+        """Closes the library's connections if others may be inside it, where nothing else wakes them."""
+        if any(self._is_for_library(launch, kernel) for kernel in kernels):
+            with self._lock:
+                self._break(f"rank {self.rank} left launch {launch.seq} before it had run its kernels")
 
     def _break(self, reason: str) -> None:
         # Called under the lock, so that nobody waits for this rank inside the library.

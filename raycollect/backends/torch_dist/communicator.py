@@ -104,7 +104,8 @@ class TorchCommunicator(Meshed):
         """Runs a kernel in the caller's thread."""
         with self._lock:  # `close` releases the library only when no thread is in a kernel
             self._check_whole()
-            return self._on_mesh(launch, kernel) or self._run(launch, kernel)
+            run = self._run if self._is_for_library(launch, kernel) else self._mesh.launch
+            return run(launch, kernel)
 
     def _run(self, launch: Launch, kernel: Kernel) -> Completion:
         if self._library is None:

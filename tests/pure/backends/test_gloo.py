@@ -19,7 +19,7 @@ from raycollect.backends.gloo import communicator as gloo
 from raycollect.backends.gloo import link as _gloo_link
 from raycollect.backends.meshed import ANSWER_S, SMALL_NBYTES
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
-from raycollect.core.protocols import Communicator
+from raycollect.core.protocols import Communicator, Forsaking
 from raycollect.errors import (
     BackendNotInstalledError,
     BackendUnavailableError,
@@ -170,6 +170,35 @@ def body_aborted(communicator: Communicator, launch: Launch) -> None:
 def test_an_abort_before_the_first_chunk_is_seen(team: ProcessTeam) -> None:
     for result in team.run(body_aborted, team.launch()):
         assert isinstance(result, PlanAbortedError)
+
+
+def body_forsake_or_run(communicator: Communicator, launch: Launch, size: int) -> None:
+    """Rank 1 leaves before its kernel, in which the others may be."""
+    array = np.ones(size, np.float32)
+    kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
+    communicator.agree(launch, b"")
+    ok = False
+    try:
+        if communicator.rank == 1:
+            assert isinstance(communicator, Forsaking)
+            communicator.forsake(launch, [kernel])
+        else:
+            communicator.launch(launch, kernel)
+            ok = True
+    finally:
+        communicator.end(launch, ok)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_who_leaves_before_a_kernel_breaks_the_group_only_if_the_library_runs_it(
+    team: ProcessTeam, is_large: bool
+) -> None:
+    results = team.run(body_forsake_or_run, team.launch(), SMALL_NBYTES // 4 + is_large)
+    assert all(isinstance(one, PlanAbortedError) for rank, one in enumerate(results) if rank != 1), results
+    if is_large:
+        assert all(isinstance(one, GroupBrokenError) for one in team.run(body_arrive, team.launch()))
+    else:
+        check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
 def body_door_and_kernel(communicator: Communicator, launch: Launch) -> None:
