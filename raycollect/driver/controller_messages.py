@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from raycollect.channel.messages import (
     Arrive,
+    Behind,
     Depart,
     Done,
     Drop,
@@ -59,7 +60,7 @@ class ControllerMessages:
         controller = self._controller
         if isinstance(message, (Joined, Store)):
             controller.participants.fail_join(error)
-        elif isinstance(message, (Arrive, Done, Ran, Ready, Waiting)):
+        elif isinstance(message, (Arrive, Behind, Done, Ran, Ready, Waiting)):
             tracker = self._tracker_of(message.seq)
             if tracker is not None:
                 controller.send(tracker, tracker.fail(error))
@@ -151,6 +152,11 @@ class ControllerMessages:
         if tracker is not None and (position := _position(tracker, peer)) >= 0:
             tracker.answered(position, message.payload)
 
+    def _behind(self, peer: ParticipantLink, message: Behind) -> None:
+        """A participant can't tell when a call has ended: an actor task, which is behind all calls so far, will."""
+        if self._controller.tracker(message.seq) is not None:
+            peer.fence(message.seq)
+
     def _waiting(self, peer: ParticipantLink, message: Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
         tracker = self._controller.tracker(message.seq)
@@ -179,6 +185,7 @@ _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]
     Joined: ControllerMessages._joined,
     Store: ControllerMessages._store,
     Arrive: ControllerMessages._arrive,
+    Behind: ControllerMessages._behind,
     Depart: ControllerMessages._depart,
     Done: ControllerMessages._done,
     Ran: ControllerMessages._ran,

@@ -157,7 +157,9 @@ def send_plan(
             made: Sequence[Any] = ()
             try:
                 if by_channel:
-                    peer.order(Order(payload=order, together=together))
+                    peer.order(Order(payload=order, together=together, in_order=False, after=b""))
+                elif prepared.fits_channel:
+                    peer.submit_in_order(order, tracker, at)
                 else:
                     made = peer.submit(order, len(outputs))
             except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from raycollect import backends
-from raycollect.core import ray_internals
+from raycollect.core import ray_internals, submitted_calls
 from raycollect.core.model import Member
 from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
@@ -223,7 +223,8 @@ class Groups:
         self._settle()
         deadline_s = monotonic() + declaration.timeout_s
         member_discovery.check(declaration)
-        infos = member_discovery.describe(declaration, deadline_s)
+        calls = {actor._actor_id.hex(): submitted_calls.watch(actor) for actor in declaration.actors}
+        infos = member_discovery.describe(declaration, deadline_s)  # all calls before have ended by then
         members = declaration.ranked(infos)
         choice = _choose_backend(declaration, members, deadline_s)
         spec = declaration.spec(secrets.token_hex(8), choice.backend)
@@ -241,7 +242,8 @@ class Groups:
         try:
             for info in infos:
                 member = members[membership.rank_of(info["actor_id"])]
-                peer = self._peers.lease(member, actors[member.actor_id], info, deadline_s)
+                actor_id = member.actor_id
+                peer = self._peers.lease(member, actors[actor_id], info, calls[actor_id], deadline_s)
                 peer.group_ids.add(spec.group_id)
             self._peers.join([membership], deadline_s)
             membership = self._with_inner(membership, deadline_s)

@@ -6,7 +6,9 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
+from weakref import ref
 
 from raycollect.channel import Link
 from raycollect.channel.messages import (
@@ -30,6 +32,8 @@ from raycollect.channel.messages import (
     Welcome,
 )
 from raycollect.core import threads
+from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
+from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     ChannelError,
     CollectiveTimeoutError,
@@ -104,9 +108,21 @@ class StartBarrier:
 class ParticipantLink:
     """One leased participant."""
 
-    def __init__(self, owner: LinkOwner, info: dict[str, Any], actor: Any, run: Callable[[Any, bytes], None]) -> None:
+    def __init__(
+        self,
+        owner: LinkOwner,
+        info: dict[str, Any],
+        actor: Any,
+        run: Callable[[Any, bytes], None],
+        *,
+        controller_id: str = "",
+        calls: SubmittedCalls | None = None,
+    ) -> None:
         self.info = info
         self.actor = actor
+        # None: plans in program order have to be actor tasks
+        self._calls = calls if info["participant"] and info["ordered"] else None
+        self._controller_id = controller_id
         self.last_seq = 0
         self.group_ids: set[str] = set()
         self.link: Link | None = None
@@ -130,8 +146,41 @@ class ParticipantLink:
             method = self.actor.__ray_call__ if self._run else self.actor._raycollect_run
             method = method.options(num_returns=outputs, max_task_retries=0, enable_task_events=False)
             self._submits[outputs] = method
-        refs = method.remote(*self._run, payload)
+        calls = self._calls
+        if calls is None:
+            refs = method.remote(*self._run, payload)
+        else:
+            with calls.lock:
+                refs = method.remote(payload)
+                calls.last, calls.before = NOTHING, None  # the plans after it wait for it, and methods are behind it
         return [] if refs is None else refs if isinstance(refs, list) else [refs]
+
+    def submit_in_order(self, payload: bytes, tracker: PlanTracker, position: int) -> None:
+        """Sends a program without outputs by the channel, to run where an actor task would; else as an actor task."""
+        calls = self._calls
+        if calls is None:
+            self.submit(payload, 0)
+            return
+        with calls.lock:
+            if calls.last is None:
+                self.submit(payload, 0)
+                return
+            self.order(Order(payload=payload, together=False, in_order=True, after=calls.last))
+            calls.before = partial(self._fence, tracker.seq, ref(tracker), position)
+
+    def _fence(self, seq: int, tracker: ref[PlanTracker], position: int) -> None:
+        """Keeps the methods that are submitted from now on behind a plan, as long as it is under way there."""
+        found = tracker()
+        if found is not None and found.is_pending(position):
+            self.fence(seq)
+
+    def fence(self, seq: int) -> None:
+        """Submits an actor task that lets a plan begin, and ends with it."""
+        method = self._submits.get(-1)
+        if method is None:
+            method = self.actor._raycollect_fence.options(num_returns=0, max_task_retries=0, enable_task_events=False)
+            self._submits[-1] = method
+        method.remote(self._controller_id, seq)
 
     def order(self, message: Order) -> None:
         """Sends a program by the channel, past the methods that wait in the actor's queue."""

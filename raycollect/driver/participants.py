@@ -15,6 +15,7 @@ from raycollect.channel import Hub
 from raycollect.channel.messages import Bye, Join, Joined, Leave, Measured, Seen, Store, Stored, Surveyed, Unable
 from raycollect.core import ray_internals
 from raycollect.core.model import Member
+from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.participant_link import LinkOwner, ParticipantLink
 from raycollect.errors import (
     ActorGoneError,
@@ -99,13 +100,16 @@ class Participants:
 
     # ------------------------------------------------------------------------------------------ leases
 
-    def lease(self, member: Member, actor: Any, info: dict[str, Any], deadline_s: float) -> ParticipantLink:
-        """Leases a member, unless it is leased already."""
+    def lease(
+        self, member: Member, actor: Any, info: dict[str, Any], calls: SubmittedCalls | None, deadline_s: float
+    ) -> ParticipantLink:
+        """Leases a member, unless it is leased already; `calls`: its calls since before it said who it is."""
         peer = self._peers.get(member.actor_id)
         if peer is not None and peer.info["incarnation"] == member.incarnation:
             return peer
-        peer = ParticipantLink(self._owner, info, actor, runtime.run_program)
-        hello = {"controller": self._controller_id, "description": ray_internals.describe_process()}
+        controller_id = self._controller_id
+        peer = ParticipantLink(self._owner, info, actor, runtime.run_program, controller_id=controller_id, calls=calls)
+        hello = {"controller": controller_id, "description": ray_internals.describe_process()}
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))

@@ -106,7 +106,9 @@ class Lease:
         self._captures = CapturedSteps()
         self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
-        self._plan_queue = PlanQueue(self._store, self._sequencer, self._reporter, runtime.method_lock)
+        self._plan_queue = PlanQueue(
+            self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock
+        )
 
     def end(self, reason: str) -> None:
         """Ends all that the controller drives, even if a part of that fails. Never waits."""
@@ -156,6 +158,8 @@ class Lease:
             RaycollectError: The plan failed and had outputs here, so that users of their refs get the error.
         """
         ticket, keys, program = decode_order(payload)
+        if order is None:
+            self._plan_queue.reached(ticket.seq)
         handles, step = [], run_steps.here()
         step.begin(ticket.seq)
         try:
@@ -189,6 +193,11 @@ class Lease:
         if outcome.error is not None and program.makes:
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
+
+    def pass_fence(self, seq: int) -> None:
+        """An actor task came that is behind all calls before a plan, and keeps those after it behind the plan."""
+        self._plan_queue.reached(seq)
+        self._sequencer.wait(seq)
 
     def _run_ordered(self, order: Order) -> None:
         try:
@@ -270,6 +279,7 @@ class Lease:
     def run_fenced(self, payload: bytes) -> None:
         """Does a run that comes as an actor task; CaptureError: no such step."""
         capture, seq, predecessor, arguments = decode_fenced(payload)
+        self._plan_queue.reached(seq)
 
         def watched() -> AbstractContextManager[None]:
             return self._reporter.waiting("", "", "a captured step", (), seq=seq, call=lambda: 0)

@@ -18,6 +18,7 @@ from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
 from raycollect.errors import RefusedError, Violation, refusal
 from raycollect.errors.text import a_type, listed
+from raycollect.member.finished_calls import is_inert
 from raycollect.member.runtime import Runtime, describe
 from raycollect.observe import Tracer
 from raycollect.observe.trace import METHOD
@@ -69,8 +70,10 @@ class CollectiveParticipant:
     def _raycollect_run(self, payload: bytes) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
 
-    def _raycollect_fence(self) -> None:
-        """Does nothing: when it ends, all that was submitted before it has ended."""
+    def _raycollect_fence(self, controller: str = "", seq: int = 0) -> None:
+        """When it ends, all that was submitted before it has ended, and that plan of that controller."""
+        if seq:
+            Runtime.current().pass_fence(controller, seq)
 
     def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
         return Runtime.current().capture(payload, values, functools.partial(_invoker, self, None))
@@ -125,11 +128,18 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         task = _outermost(name)
         if task is None:
             return method(self, *args, **kwargs)
-        with _called_by_ray(task, name):
-            args, kwargs = _resolve(args, kwargs)
-            with Runtime.method_guard():
-                value = method(self, *args, **kwargs)
-        return _keep(method, task, value)
+        try:
+            with _called_by_ray(task, name):
+                args, kwargs = _resolve(args, kwargs)
+                with Runtime.method_guard():
+                    value = method(self, *args, **kwargs)
+            found = _keep(method, task, value)
+        except BaseException:
+            Runtime.note_end(task, is_over=False)
+            raise
+        if type(found) is not _Returns:
+            Runtime.note_end(task, is_over=_is_inert(found))
+        return found
 
     return held
 
@@ -159,15 +169,20 @@ def _hold_generator(method: Callable[..., Any], name: str) -> Callable[..., Any]
             args, kwargs = _resolve(args, kwargs)
             items = method(self, *args, **kwargs)
         index = _first_index(method, sys._getframe())
-        with Runtime.method_guard():
-            while True:
-                with _called_by_ray(task, name):
-                    try:
-                        value = next(items)
-                    except StopIteration:
-                        return
-                yield _keep_one(method, task, index, value, streamed=True)
-                index += bool(index)
+        is_over = False
+        try:
+            with Runtime.method_guard():
+                while True:
+                    with _called_by_ray(task, name):
+                        try:
+                            value = next(items)
+                        except StopIteration:
+                            is_over = True
+                            return
+                    yield _keep_one(method, task, index, value, streamed=True)
+                    index += bool(index)
+        finally:
+            Runtime.note_end(task, is_over=is_over)
 
     return held
 
@@ -337,6 +352,7 @@ class _Returns:
     def __init__(self, task: bytes, value: Any) -> None:
         self._task = task
         self._value = value
+        self._is_inert = True
 
     def __len__(self) -> int:
         return len(self._value)
@@ -345,10 +361,21 @@ class _Returns:
         return (self[i] for i in range(len(self._value)))
 
     def __getitem__(self, i: int) -> Any:
-        return _keep_one(_Returns, self._task, i + 1, self._value[i])
+        found = _keep_one(_Returns, self._task, i + 1, self._value[i])
+        self._is_inert = self._is_inert and _is_inert(found)
+        if i == len(self._value) - 1:
+            Runtime.note_end(self._task, is_over=self._is_inert)
+        return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _same, (_keep_one(_Returns, self._task, 1, self._value),)
+        found = _keep_one(_Returns, self._task, 1, self._value)
+        Runtime.note_end(self._task, is_over=_is_inert(found))
+        return _same, (found,)
+
+
+def _is_inert(found: Any) -> bool:
+    """Whether Ray reads no tensor here to tell what a method has returned."""
+    return type(found) is direct_transport.Returned or is_inert(found)
 
 
 def _same(value: Any) -> Any:

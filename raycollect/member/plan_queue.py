@@ -14,10 +14,11 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-from raycollect.channel.messages import Go, Order, Ready, Waiting
+from raycollect.channel.messages import Behind, Go, Order, Ready, Waiting
 from raycollect.core import threads
 from raycollect.core.model import Key
 from raycollect.errors import PlanAbortedError
+from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import run_steps
@@ -26,6 +27,9 @@ from raycollect.pos import Absence, State, Store
 
 __all__ = ["PlanQueue"]
 
+ASK_S = 0.01
+"""How long a plan waits for a call that has not ended, though no method runs, before it asks the controller."""
+
 
 class PlanQueue:
     """The plans that have come to this participant. Any thread may call it.
@@ -33,8 +37,16 @@ class PlanQueue:
     Methods that Ray calls hold `method_lock` if they come one by one.
     """
 
-    def __init__(self, store: Store, sequencer: PlanSequencer, reporter: Reporter, method_lock: threading.Lock) -> None:
+    def __init__(
+        self,
+        store: Store,
+        sequencer: PlanSequencer,
+        reporter: Reporter,
+        finished_calls: FinishedCalls,
+        method_lock: threading.Lock,
+    ) -> None:
         self._store = store
+        self._finished_calls = finished_calls
         self._sequencer = sequencer
         self._reporter = reporter
         self._method_lock = method_lock
@@ -42,6 +54,7 @@ class PlanQueue:
         self._thread: threading.Thread | None = None
         self._going = threading.Condition()
         self._cleared = 0  # the plan of the latest `Go`
+        self._reached = 0  # the latest plan that an actor task has told to be behind no call any more
 
     def received(self, message: Order, run: Callable[[Order], object]) -> None:
         """A plan came, which `run` carries out; on the channel's thread. ProtocolError: it is malformed."""
@@ -56,10 +69,16 @@ class PlanQueue:
             self._cleared = message.seq
             self._going.notify_all()
 
+    def reached(self, seq: int) -> None:
+        """All calls before a plan in program order have ended."""
+        self._reached = max(self._reached, seq)
+        self._finished_calls.wake()
+
     def wake(self) -> None:
         """A plan was aborted: whoever waits looks whether it is the one."""
         with self._going:
             self._going.notify_all()
+        self._finished_calls.wake()
 
     def close(self) -> None:
         """Ends the thread after what has come, which the sequencer has refused by now."""
@@ -83,6 +102,9 @@ class PlanQueue:
         """
         sequencer, tell = self._sequencer, self._reporter.tell
         step = run_steps.here()
+        if order.in_order:
+            self._wait_for_call(order.after, seq)
+            keys = ()  # those that are not there will never be
         for key in keys:
             found = self._store.look(key)
             if isinstance(found, Absence) and found.state is State.ABSENT:
@@ -102,6 +124,27 @@ class PlanQueue:
         if reason is not None:
             raise PlanAbortedError(detail=reason)
         return self._method_lock if is_ordered else nullcontext()
+
+    def _wait_for_call(self, task: bytes, seq: int) -> None:
+        """Waits until a call and all before it have ended, or the plan was aborted."""
+        finished_calls = self._finished_calls
+        if not task or finished_calls.is_over(task):
+            return
+        run_steps.here().at = "waits for the methods before it"
+
+        def goes_on() -> bool:
+            return self._reached >= seq or self._sequencer.reason(seq) is not None
+
+        def is_told() -> bool:
+            return finished_calls.is_over(task) is not None or goes_on()
+
+        while not finished_calls.wait_for(is_told, ASK_S):
+            if not self._method_lock.locked():
+                break
+        if not goes_on() and not finished_calls.is_over(task):
+            # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
+            self._reporter.tell(Behind(seq=seq))
+            finished_calls.wait_for(lambda: bool(finished_calls.is_over(task)) or goes_on(), None)
 
     def _may_go(self, seq: int) -> bool:
         return self._cleared == seq or self._sequencer.reason(seq) is not None

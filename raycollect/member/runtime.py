@@ -35,6 +35,7 @@ from raycollect.errors import (
     to_wire,
 )
 from raycollect.group.process_groups import ProcessGroups
+from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder
@@ -89,6 +90,13 @@ class Runtime:
         return here.method_lock if here is not None and here.is_ordered else _OVERLAP
 
     @classmethod
+    def note_end(cls, task: bytes, *, is_over: bool) -> None:
+        """`FinishedCalls.note`, where plans may wait for it."""
+        here = cls._current
+        if here is not None and here.is_ordered:
+            here.finished_calls.note(task, is_over=is_over)
+
+    @classmethod
     def exits(cls) -> None:
         """This process is about to end (`sys.exit`, `ray.actor.exit_actor`): tells the controller.
 
@@ -115,6 +123,7 @@ class Runtime:
         self.is_ordered: bool = False  # whether methods of this actor come one by one; known when it is described
         # If methods come one by one, held by a method that Ray calls, or by what must not run beside one.
         self.method_lock: threading.Lock = threading.Lock()
+        self.finished_calls: FinishedCalls = FinishedCalls()
         self.watch: WaitMonitor = WaitMonitor()
         self._lease: Lease | None = None
         self._lock = threading.Lock()  # guards it
@@ -215,6 +224,12 @@ class Runtime:
         lease = self._leased()
         if not lease.hand_over_fenced(payload, self._in_thread):
             lease.run_fenced(payload)
+
+    def pass_fence(self, controller: str, seq: int) -> None:
+        """`Lease.pass_fence`, if that controller still has the lease."""
+        lease = self._lease
+        if lease is not None and lease.controller == controller:
+            lease.pass_fence(seq)
 
     def look(self, capture: bytes) -> list[Any]:
         """How the tensors of a captured step look, slot by slot; ConnectionLostError: the controller is gone."""

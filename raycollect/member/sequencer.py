@@ -121,6 +121,13 @@ class PlanSequencer:
         if ring is not None:
             ring.waited(_EARLIER, began_s, seq)
 
+    def wait(self, seq: int) -> None:
+        """Waits until a plan has ended, however, or `close` was called."""
+        with self._lock:
+            self._waiting += 1
+            self._changed.wait_for(lambda: self._has_ended(seq) or self._closed)
+            self._waiting -= 1
+
     def end(self, seq: int) -> None:
         """Notes that a plan has ended, however."""
         with self._lock:

@@ -27,6 +27,7 @@ from raycollect.channel.messages.coordination import (
 from raycollect.channel.messages.data import Copied, Failed, Fetch, Fetched, Free, Freed
 from raycollect.channel.messages.to_controller import (
     Arrive,
+    Behind,
     Broken,
     Collected,
     Done,
@@ -66,6 +67,7 @@ __all__ = [
     "Abort",
     "Arrivals",
     "Arrive",
+    "Behind",
     "Broken",
     "Bye",
     "Collect",

@@ -76,6 +76,13 @@ class Ready(Message):
 
 
 @message
+class Behind(Message):
+    """Plan `seq` is behind a call whose end this participant can't tell: an actor task has to tell it."""
+
+    seq: int
+
+
+@message
 class Store(Message):
     """Publishes a value to all members of a group."""
 

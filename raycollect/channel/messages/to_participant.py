@@ -108,12 +108,15 @@ class Collect(Message):
 class Order(Message):
     """Run your half of a plan: what `planner.encode_order` made, where it does not come as an actor task.
 
-    `together`: somebody may have to wait for an operand, or for another plan; say `Ready` when you have both, and begin
-    at `Go`.
+    `in_order`: as if it did, behind the task `after` and all before it (empty: there are none). Else when its operands
+    are there, and `together` with the others if somebody may have to wait for an operand or another plan: say `Ready`
+    when you have both, and begin at `Go`.
     """
 
     payload: bytes
     together: bool
+    in_order: bool
+    after: bytes
 
 
 @message

@@ -1,0 +1,91 @@
+"""What this process has submitted last to actors that it drives, in the order in which Ray runs it.
+
+Ray has no hook for all calls of an actor's methods, so the function through which `ActorHandle` submits each of them is
+replaced. It sees private methods and ``__ray_call__`` too, which no decorator of the class would. What is used of Ray,
+and why it holds, stands in docs/adr/0002-ray-internals.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ray.actor import ActorHandle
+
+from raycollect.core import threads
+
+__all__ = ["NOTHING", "SubmittedCalls", "watch"]
+
+_FUNNEL = "_actor_method_call"
+_TASK_NBYTES = 24  # an ObjectRef is the id of its task and the index of the return
+_OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
+
+NOTHING = b""
+"""In place of a call where plans need not wait for any."""
+
+
+class SubmittedCalls:
+    """The calls of one actor that this process submits.
+
+    Attributes:
+        lock: Held while a call is submitted, so that calls of several threads are noted in Ray's order. Held by who uses
+            the other attributes.
+        last: The task of the latest call, `NOTHING`, or None where the actor does not note when the call has ended.
+        before: Called before the next call is submitted, once.
+    """
+
+    __slots__ = ("__weakref__", "before", "last", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a finalizer may call the same actor
+        self.last: bytes | None = NOTHING
+        self.before: Callable[[], object] | None = None
+
+
+_watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
+_watching = threading.Lock()
+
+
+def watch(handle: Any) -> SubmittedCalls | None:
+    """Notes the calls of an actor from now on, as long as the result is referred to; None: this Ray offers no way."""
+    with _watching:
+        if not _replace():
+            return None
+        found = _watched.get(handle._actor_id)
+        if found is None:
+            found = _watched[handle._actor_id] = SubmittedCalls()
+        return found
+
+
+def _replace() -> bool:
+    """Puts itself in the way of all calls, once; False where it can't."""
+    submit = getattr(ActorHandle, _FUNNEL, None)
+    if submit is None or hasattr(submit, "__raycollect__"):
+        return submit is not None
+
+    @functools.wraps(submit)
+    def noted(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        calls = _watched.get(self._ray_actor_id)
+        if calls is None or method_name.startswith(_OWN):
+            return submit(self, method_name, *args, **kwargs)
+        with calls.lock:
+            before, calls.before = calls.before, None
+            if before is not None:
+                threads.survives(before)  # where the actor is gone, the call itself says so
+            calls.last = None  # unless it is known that it was submitted
+            made = submit(self, method_name, *args, **kwargs)
+            if not method_name.startswith("_"):
+                calls.last = _task_of(made)
+        return made
+
+    noted.__raycollect__ = True  # type: ignore[attr-defined]
+    setattr(ActorHandle, _FUNNEL, noted)
+    return True
+
+
+def _task_of(made: Any) -> bytes | None:
+    first = made[0] if type(made) is list else getattr(made, "_generator_ref", made)
+    return None if first is None else first.binary()[:_TASK_NBYTES]
