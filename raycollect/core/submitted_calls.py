@@ -31,8 +31,8 @@ class SubmittedCalls:
     """The calls of one actor that this process submits.
 
     Attributes:
-        lock: Held while a call is submitted, so that calls of several threads are noted in Ray's order. Held by who uses
-            the other attributes.
+        lock: Held while a call is submitted, so that calls of several threads are noted in Ray's order, and by whoever
+            uses the other attributes.
         last: The task of the latest call, `NOTHING`, or None where the actor does not note when the call has ended.
         before: Called before the next call is submitted, once.
     """
@@ -43,6 +43,18 @@ class SubmittedCalls:
         self.lock = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = NOTHING
         self.before: Callable[[], object] | None = None
+
+    def submit(self, name: str, submit: Callable[[], Any]) -> Any:
+        """Submits a call of a method and returns what `submit` does; the caller does not hold the lock."""
+        with self.lock:
+            before, self.before = self.before, None
+            if before is not None:
+                threads.survives(before)  # where the actor is gone, the call itself says so
+            self.last = None  # unless it is known that it was submitted
+            made = submit()
+            if not name.startswith("_"):
+                self.last = _task_of(made)
+        return made
 
 
 _watched: WeakValueDictionary[Any, SubmittedCalls] = WeakValueDictionary()  # by Ray's id of the actor
@@ -71,15 +83,7 @@ def _replace() -> bool:
         calls = _watched.get(self._ray_actor_id)
         if calls is None or method_name.startswith(_OWN):
             return submit(self, method_name, *args, **kwargs)
-        with calls.lock:
-            before, calls.before = calls.before, None
-            if before is not None:
-                threads.survives(before)  # where the actor is gone, the call itself says so
-            calls.last = None  # unless it is known that it was submitted
-            made = submit(self, method_name, *args, **kwargs)
-            if not method_name.startswith("_"):
-                calls.last = _task_of(made)
-        return made
+        return calls.submit(method_name, functools.partial(submit, self, method_name, *args, **kwargs))
 
     noted.__raycollect__ = True  # type: ignore[attr-defined]
     setattr(ActorHandle, _FUNNEL, noted)

@@ -120,8 +120,7 @@ class ParticipantLink:
     ) -> None:
         self.info = info
         self.actor = actor
-        # None: plans in program order have to be actor tasks
-        self._calls = calls if info["participant"] and info["ordered"] else None
+        self._calls = calls  # None: plans in program order have to be actor tasks
         self._controller_id = controller_id
         self.last_seq = 0
         self.group_ids: set[str] = set()

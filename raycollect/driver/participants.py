@@ -108,6 +108,7 @@ class Participants:
         if peer is not None and peer.info["incarnation"] == member.incarnation:
             return peer
         controller_id = self._controller_id
+        calls = calls if info["participant"] and info["ordered"] else None
         peer = ParticipantLink(self._owner, info, actor, runtime.run_program, controller_id=controller_id, calls=calls)
         hello = {"controller": controller_id, "description": ray_internals.describe_process()}
         try:

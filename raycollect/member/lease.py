@@ -167,11 +167,14 @@ class Lease:
             # One group suffices to say that methods may be late. A group that was destroyed has nothing to say.
             is_ordered = all(one is None or one.ordered for one in groups)
             ring = self._tracer.ring
+            is_in_turn = order is not None and order.in_order
+            if order is not None and is_in_turn:
+                self._plan_queue.wait_for_call(order.after, ticket.seq)
             reason = self._sequencer.start(ticket.seq, ticket.predecessor)
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            between: AbstractContextManager[Any] = nullcontext()
-            if order is not None:
+            between: AbstractContextManager[Any] = self._runtime.method_lock if is_in_turn else nullcontext()
+            if order is not None and not is_in_turn:
                 came_s = 0.0 if ring is None else ring.clock()
                 between = self._plan_queue.between_methods(
                     order, ticket.seq, keys, program.timeout_s, is_ordered=is_ordered
@@ -179,7 +182,7 @@ class Lease:
                 if ring is not None:
                     ring.waited("operands, and the others", came_s, ticket.seq)
             with between:
-                outcome = self._run(ticket.seq, keys, program, is_ordered)
+                outcome = self._run(ticket.seq, keys, program, is_ordered, is_in_turn)
             if task is not None:
                 handles = [self._runtime.keep(task_key(task, i + 1), made) for i, made in enumerate(outcome.outputs)]
         except RaycollectError as exc:  # aborted before it came, or the store is full
@@ -207,7 +210,7 @@ class Lease:
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
             self._not_begun(order, threads.failed("carrying out an order", exc))
 
-    def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool) -> Outcome:
+    def _run(self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, is_in_turn: bool) -> Outcome:
         sequencer = self._sequencer
         place, exchange = program.door, None
         if program.commits or not place.group_id:
@@ -225,7 +228,7 @@ class Lease:
         group_ids = frozenset(share.group_id for share in program.shares)
         self._running[seq] = _Running(execution=execution, exchange=exchange, group_ids=group_ids)
         try:
-            with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0):
+            with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=is_in_turn):
                 outcome = execution.run()
         finally:
             self._running.pop(seq, None)

@@ -1,8 +1,11 @@
-"""Plans of groups with ``ordering="data"``: they come over the channel, past the methods in the actor's queue.
+"""Plans that come over the channel, past the methods in the actor's queue.
 
 They run one after the other, on a thread of their own; each between two methods if the actor's methods come one by
-one. A plan then holds up its actor's methods until the other participants have come. So no participant begins before it
-has its operands, and if one may have to wait for operands, none begins before all have theirs.
+one. A plan then holds up its actor's methods until the other participants have come.
+
+A plan in program order waits for the last call before it, and so takes the place that an actor task would have. In a
+group with ``ordering="data"`` no participant begins before it has its operands, and if one may have to wait for
+operands, none begins before all have theirs.
 """
 
 from __future__ import annotations
@@ -85,6 +88,27 @@ class PlanQueue:
         self._waiting.put(None)
         self.wake()
 
+    def wait_for_call(self, task: bytes, seq: int) -> None:
+        """Waits until a call and all before it have ended, or a plan was aborted that is behind them."""
+        finished_calls = self._finished_calls
+        if not task or finished_calls.is_over(task):
+            return
+        run_steps.here().at = "waits for the methods before it"
+
+        def goes_on() -> bool:
+            return self._reached >= seq or self._sequencer.reason(seq) is not None
+
+        def is_told() -> bool:
+            return finished_calls.is_over(task) is not None or goes_on()
+
+        while not finished_calls.wait_for(is_told, ASK_S):
+            if not self._method_lock.locked():
+                break
+        if not goes_on() and not finished_calls.is_over(task):
+            # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
+            self._reporter.tell(Behind(seq=seq))
+            finished_calls.wait_for(lambda: bool(finished_calls.is_over(task)) or goes_on(), None)
+
     def between_methods(
         self, order: Order, seq: int, keys: Sequence[Key], timeout_s: float, *, is_ordered: bool
     ) -> AbstractContextManager[Any]:
@@ -102,9 +126,6 @@ class PlanQueue:
         """
         sequencer, tell = self._sequencer, self._reporter.tell
         step = run_steps.here()
-        if order.in_order:
-            self._wait_for_call(order.after, seq)
-            keys = ()  # those that are not there will never be
         for key in keys:
             found = self._store.look(key)
             if isinstance(found, Absence) and found.state is State.ABSENT:
@@ -124,27 +145,6 @@ class PlanQueue:
         if reason is not None:
             raise PlanAbortedError(detail=reason)
         return self._method_lock if is_ordered else nullcontext()
-
-    def _wait_for_call(self, task: bytes, seq: int) -> None:
-        """Waits until a call and all before it have ended, or the plan was aborted."""
-        finished_calls = self._finished_calls
-        if not task or finished_calls.is_over(task):
-            return
-        run_steps.here().at = "waits for the methods before it"
-
-        def goes_on() -> bool:
-            return self._reached >= seq or self._sequencer.reason(seq) is not None
-
-        def is_told() -> bool:
-            return finished_calls.is_over(task) is not None or goes_on()
-
-        while not finished_calls.wait_for(is_told, ASK_S):
-            if not self._method_lock.locked():
-                break
-        if not goes_on() and not finished_calls.is_over(task):
-            # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
-            self._reporter.tell(Behind(seq=seq))
-            finished_calls.wait_for(lambda: bool(finished_calls.is_over(task)) or goes_on(), None)
 
     def _may_go(self, seq: int) -> bool:
         return self._cleared == seq or self._sequencer.reason(seq) is not None

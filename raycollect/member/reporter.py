@@ -56,9 +56,20 @@ class Reporter:
         self.tell(Unable(request=request, detail=f"{COULD_NOT_LOOK}{error.detail}"))
 
     def waiting(
-        self, group_id: str, communicator: str, op: str, ranks: Sequence[int], *, seq: int, call: Callable[[], int]
+        self,
+        group_id: str,
+        communicator: str,
+        op: str,
+        ranks: Sequence[int],
+        *,
+        seq: int,
+        call: Callable[[], int],
+        holds_up: bool = False,
     ) -> AbstractContextManager[None]:
-        """Around a wait. The controller hears of it if it lasts, as it may be for a rank that waits for this one."""
+        """Around a wait. The controller hears of it if it lasts, as it may be for a rank that waits for this one.
+
+        `holds_up`: methods wait for its end, though it is not in the thread that runs them.
+        """
 
         def tell(communicator: str, op: str, seq: int, number: int) -> None:
             begun = self._sequencer.begun
@@ -66,7 +77,9 @@ class Reporter:
                 Stuck(group_id=group_id, lane=communicator, call=number, seq=seq, op=op, ranks=list(ranks), begun=begun)
             )
 
-        return self._runtime.watch.waiting(lambda: tell(communicator, op, seq, call()), lambda: tell("", "", 0, 0))
+        return self._runtime.watch.waiting(
+            lambda: tell(communicator, op, seq, call()), lambda: tell("", "", 0, 0), holds_up=holds_up
+        )
 
 
 def _shortened(error: RaycollectError) -> RaycollectError:

@@ -160,7 +160,7 @@ class PlanSequencer:
 
     def reason(self, seq: int) -> str | None:
         """Why a plan was aborted; None if it was not."""
-        return self._aborted.get(seq)
+        return self._aborted.get(seq) or self._closed or None
 
     @property
     def last(self) -> int:

@@ -17,25 +17,31 @@ WAIT_S = 0.5
 class WaitMonitor:
     """The waits of a process. Any thread may call it.
 
-    Only waits of the main thread count: an actor runs its methods there one by one, so that a wait holds up all others.
+    Only waits that hold up an actor's methods count: those of the main thread, which runs them one by one, and those of
+    plans that hold the method lock.
     """
 
     def __init__(self, wait_s: float = WAIT_S) -> None:
         self._wait_s = wait_s
         self._changed = threading.Condition()
-        self._now: _Wait | None = None
+        self._now: list[_Wait] = []
         self._idle = False
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def waiting(self, tell: Callable[[], None], clear: Callable[[], None]) -> Iterator[None]:
-        """Around what may wait: `tell` is called in the monitor's thread if it lasts, and then `clear` at its end."""
-        if threading.current_thread() is not threading.main_thread():
+    def waiting(
+        self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False
+    ) -> Iterator[None]:
+        """Around what may wait: `tell` is called in the monitor's thread if it lasts, and then `clear` at its end.
+
+        `holds_up`: it does hold up the methods, though it is in another thread.
+        """
+        if not holds_up and threading.current_thread() is not threading.main_thread():
             yield
             return
         wait = _Wait(tell)
         with self._changed:
-            outer, self._now = self._now, wait
+            self._now.append(wait)
             if self._thread is None:
                 threads.survives(self._begin)  # without it the call goes on, and the hub does not hear of the wait
             elif self._idle:
@@ -44,7 +50,7 @@ class WaitMonitor:
             yield
         finally:
             with self._changed:
-                self._now = outer
+                self._now.remove(wait)
                 told = wait.told
             if told:
                 threads.survives(clear)
@@ -54,14 +60,14 @@ class WaitMonitor:
 
     def _look(self) -> bool:
         with self._changed:
-            while self._now is None:
+            while not self._now:
                 self._idle = True
                 self._changed.wait()
             self._idle = False
-            wait = self._now
+            wait = self._now[-1]
             self._changed.wait(self._wait_s)
             # Other waits may have come and gone meanwhile: only one that is still here has lasted.
-            if wait is self._now and not wait.told:
+            if wait in self._now[-1:] and not wait.told:
                 wait.told = True
                 wait.tell()  # a send that never waits; under the lock, so that `clear` comes after it
         return True

@@ -13,11 +13,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from raycollect.channel.messages import Order
 from raycollect.core.model import Key, task_key
+from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.engine.execution import Instruments
 from raycollect.errors import RaycollectError
+from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder
@@ -45,6 +48,9 @@ class Ref:
     def __init__(self, task: bytes, index: int = 1) -> None:
         self.key: Key = task_key(task, index)
         self.made = threading.Event()
+
+    def binary(self) -> bytes:
+        return self.key
 
     def hex(self) -> str:
         return self.key.hex()
@@ -75,6 +81,19 @@ class Line:
             self._carry(message)
 
 
+class InOrder(Line):
+    """One that notes orders as they are sent."""
+
+    def __init__(self, carry: Callable[[Any], None], note: Callable[[Order], None]) -> None:
+        super().__init__(carry)
+        self._note = note
+
+    def send(self, message: Any) -> None:
+        if isinstance(message, Order):
+            self._note(message)
+        super().send(message)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Came:
     """What came into an actor's queue: a plan, by its ticket's number, or a method, by what it does."""
@@ -91,6 +110,7 @@ class Method:
     factor: int
     summand: int
     takes_back: bool
+    end: str = "sure"  # what is noted of it; "unsure": Ray may still be pickling; "": nothing, as if it was never begun
 
 
 class Site:
@@ -109,6 +129,7 @@ class Site:
             actor_id=f"{number:032x}",
             is_ordered=True,
             method_lock=self.turn,
+            finished_calls=FinishedCalls(),
             instruments=Instruments(store=self.store, recorder=Recorder(time.monotonic), clock=time.monotonic),
             watch=WaitMonitor(),
             keep=self.store.put,
@@ -117,8 +138,12 @@ class Site:
         self.lease = Lease("me", "a test", cast(Any, self._hub), cast(Any, premises))
         self.queue = Line(lambda task: task())
         info = {"participant": True, "actor": premises.actor, "actor_id": premises.actor_id, "incarnation": "i"}
-        self.peer = ParticipantLink(owner, info, SimpleNamespace(_raycollect_run=self), lambda actor, payload: None)
-        self.peer.link = Line(self.lease.received)  # type: ignore[assignment]
+        self.finished_calls = premises.finished_calls
+        self.fences = 0  # how many came
+        self.calls = SubmittedCalls()
+        actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))
+        self.peer = ParticipantLink(owner, info, actor, lambda actor, payload: None, calls=self.calls)
+        self.peer.link = InOrder(self.lease.received, self._note_order)  # type: ignore[assignment]
 
     def close(self) -> None:
         self.queue.close()
@@ -152,11 +177,29 @@ class Site:
         self._enter(Came(seq=dispatch_number(payload)), run)
         return refs
 
+    def _note_order(self, order: Order) -> None:
+        """A plan is sent by the channel, under the lock of the calls: it stands behind those so far."""
+        if order.in_order:
+            self.came.append(Came(seq=dispatch_number(order.payload)))
+
+    def _fence_options(self, **_: Any) -> Any:
+        def fence(controller: str, seq: int) -> None:
+            self.fences += 1
+            self.queue.send(lambda: self.lease.pass_fence(seq))
+
+        return SimpleNamespace(remote=fence)
+
     def call(self, method: Method) -> None:
         """Submits a method that changes a buffer."""
-        self._enter(Came(method=method), lambda: self._do(method))
+        ref = Ref(next(_tasks).to_bytes(24, "little"))
 
-    def make(self, value: Any) -> Ref:
+        def run() -> None:
+            self._do(method)
+            self._end(ref, method.end)
+
+        self._submit_call(Came(method=method), run, ref)
+
+    def make(self, value: Any, end: str = "sure") -> Ref:
         """Submits a method that makes an array, which is not there before the method's turn."""
         ref = Ref(next(_tasks).to_bytes(24, "little"))
 
@@ -164,9 +207,21 @@ class Site:
             with self.turn:
                 self.store.put(ref.key, contain(value))
             ref.made.set()
+            self._end(ref, end)
 
-        self._enter(Came(), run)
+        self._submit_call(Came(), run, ref)
         return ref
+
+    def _submit_call(self, came: Came, run: Callable[[], None], ref: Ref) -> None:
+        def submit() -> Ref:
+            self._enter(came, run)
+            return ref
+
+        self.calls.submit("method", submit)
+
+    def _end(self, ref: Ref, end: str) -> None:
+        if end:
+            self.finished_calls.note(ref.binary()[:24], is_over=end == "sure")
 
     def _enter(self, came: Came, run: Callable[[], None]) -> None:
         with self._entering:  # what is noted is the order of the queue

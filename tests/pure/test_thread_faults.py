@@ -436,7 +436,7 @@ def test_the_next_order_is_carried_out(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda order: done.set())
     made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), threading.Lock())
-    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False)
+    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"")
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda order: desk.run(order))
     made.received(order, lambda order: desk.run(order))
@@ -448,7 +448,7 @@ def test_the_next_order_is_carried_out(premises: Any) -> None:
 def test_of_an_order_that_fails_the_controller_hears(leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
     with fail_at(Lease, "run_program", thread="raycollect-order"):
-        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False))
+        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b""))
         done = heard.next(Done)
     assert done.seq == 1
     assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")

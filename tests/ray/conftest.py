@@ -9,14 +9,20 @@ from raycollect.driver.participant_link import ParticipantLink
 
 @pytest.fixture
 def submits(monkeypatch):
-    """What is submitted to participants: (actor, number of outputs)."""
-    sent, submit = [], ParticipantLink.submit
+    """What participants get in program order, by an actor task or the channel: (actor, number of outputs)."""
+    sent, submit, order = [], ParticipantLink.submit, ParticipantLink.order
 
     def counted(self, payload, outputs):
         sent.append((self.info["actor"], outputs))
         return submit(self, payload, outputs)
 
+    def ordered(self, message):
+        if message.in_order:
+            sent.append((self.info["actor"], 0))
+        return order(self, message)
+
     monkeypatch.setattr(ParticipantLink, "submit", counted)
+    monkeypatch.setattr(ParticipantLink, "order", ordered)
     return sent
 
 

@@ -160,8 +160,8 @@ class TurnSeen:
         self.seen.append((point, Runtime.current().method_lock.locked()))
 
 
-@pytest.mark.parametrize(("ordering", "held"), [("data", True), ("program", False)])
-def test_the_turn_is_held_while_a_call_runs_and_given_back(crew, ordering, held):
+@pytest.mark.parametrize("ordering", ["data", "program"])
+def test_the_turn_is_held_while_a_call_runs_and_given_back(crew, ordering):
     workers, refs = crew(2, ordering=ordering)
 
     def watch(self):
@@ -176,7 +176,7 @@ def test_the_turn_is_held_while_a_call_runs_and_given_back(crew, ordering, held)
         col.allreduce_refs(refs)
     for points in ray.get([worker.call.remote(seen) for worker in workers]):
         assert len(points) >= 9
-        assert {was for _, was in points} == {held}
+        assert all(was for _, was in points)
 
 
 def test_methods_and_calls_take_turns(crew):

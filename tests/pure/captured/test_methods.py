@@ -25,6 +25,7 @@ from raycollect.errors import (
     from_wire,
 )
 from raycollect.member import participant
+from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.participant import CollectiveParticipant, by_value
 from raycollect.member.runtime import Runtime
@@ -149,7 +150,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], threading.Lock]
 
     def make(is_ordered: bool) -> threading.Lock:
         turn = threading.Lock()
-        here = SimpleNamespace(method_lock=turn, is_ordered=is_ordered, store=Store())
+        here = SimpleNamespace(method_lock=turn, is_ordered=is_ordered, store=Store(), finished_calls=FinishedCalls())
         here.keep = lambda key, container, streamed=False: container.value
         monkeypatch.setattr(Runtime, "_current", here)
         monkeypatch.setattr(participant, "_outermost", lambda name: bytes(24))
@@ -243,6 +244,7 @@ def here() -> Iterator[Lease]:
         actor_id="ab",
         instruments=SimpleNamespace(store=Store(), recorder=Recorder(lambda: 0.0)),
         method_lock=threading.Lock(),
+        finished_calls=FinishedCalls(),
         is_ordered=True,
         watch=WaitMonitor(),
     )

@@ -208,7 +208,7 @@ def _order(rng: random.Random) -> Order:
     )
     if rng.random() < 0.5:
         payload[rng.randrange(20)] ^= 1 << rng.randrange(8)
-    return Order(payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]), together=True)
+    return Order(payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]), together=True, in_order=False, after=b"")
 
 
 def _for_participant(rng: random.Random) -> Message:
@@ -299,7 +299,7 @@ def test_nothing_of_a_hostile_lease_keeps_a_thread(participant: Runtime, hub: Hu
     program = flying((left, asked(left, (0, 1)))).plan.program(0)
     for seq, predecessor in ((5, 0), (6, 4), (7, 5)):
         payload = encode_order(Ticket(seq, predecessor), [key(0)], encode_program(program))
-        link.send(Order(payload=payload, together=True))
+        link.send(Order(payload=payload, together=True, in_order=False, after=b""))
     caller.hear(Waiting)  # the first order has its turn: its predecessor is the start
     link.close()
     asks(participant, hub)
@@ -363,7 +363,7 @@ def end(peer: ParticipantLink, why: str) -> None:
 
 
 TO_CONTROLLER = (
-    *("Arrive", "Done", "Waiting", "Joined", "Store", "Meet", "Stuck", "Drop", "Ran", "Ready"),
+    *("Arrive", "Done", "Waiting", "Joined", "Store", "Meet", "Stuck", "Drop", "Ran", "Ready", "Behind"),
     *("Surveyed", "Ticked", "Collected", "Measured"),
 )
 

@@ -46,6 +46,7 @@ FOLDS: dict[ReduceOp, Callable[[Any, Any], Any]] = {
     ReduceOp.MAX: np.maximum,
     ReduceOp.BXOR: np.bitwise_xor,
 }
+ENDS = ("sure", "sure", "sure", "unsure", "")
 KINDS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND)
 
 
@@ -168,7 +169,7 @@ class Fleet:
         site.call(
             Method(
                 buffer=chance.randrange(BUFFERS), factor=chance.randint(2, 5), summand=chance.randint(-9, 9),
-                takes_back=takes_back,
+                takes_back=takes_back, end=chance.choice(ENDS),
             )
         )  # fmt: skip
 
@@ -214,7 +215,7 @@ class Fleet:
         for rank in used:
             site = self.sites[members[rank]]
             buffer = buffers[rank]
-            ref = site.make(made[rank].copy()) if buffer is None else site.refs[buffer]
+            ref = site.make(made[rank].copy(), chance.choice(ENDS)) if buffer is None else site.refs[buffer]
             refs.setdefault(ref.key, ref)
             places[rank] = list(refs).index(ref.key)
         is_to_one = kind in (OpKind.BROADCAST, OpKind.SEND)

@@ -32,6 +32,7 @@ from raycollect.errors import (
 )
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import lease, reporter
+from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Tracer
@@ -70,6 +71,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
         premises = SimpleNamespace(
             instruments=SimpleNamespace(store=pos.Store()),
             method_lock=threading.Lock(),
+            finished_calls=FinishedCalls(),
             watch=WaitMonitor(),
             is_ordered=False,
         )
@@ -142,6 +144,7 @@ def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(
         instruments=SimpleNamespace(store=pos.Store()),
         method_lock=threading.Lock(),
+        finished_calls=FinishedCalls(),
         watch=WaitMonitor(),
         is_ordered=True,
         process_groups=ProcessGroups(),
