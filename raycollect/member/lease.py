@@ -7,6 +7,7 @@ of an earlier one's plan for one of its own.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -207,6 +208,9 @@ class Lease:
             self.run_program(order.payload, None, order)
         except RaycollectError:
             pass  # the controller was told
+        except SystemExit:  # as in an actor task it ends the actor, and not just this thread
+            self._runtime.exits()
+            os._exit(1)
         except Exception as exc:  # noqa: BLE001 - any: the controller waits
             self._not_begun(order, threads.failed("carrying out an order", exc))
 
