@@ -30,7 +30,7 @@ from raycollect.pos import Absence, State, Store
 
 __all__ = ["PlanQueue"]
 
-ASK_S = 0.01
+ASK_S = 0.05
 """How long a plan waits for a call that has not ended, though no method runs, before it asks the controller."""
 
 

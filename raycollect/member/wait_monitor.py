@@ -29,9 +29,7 @@ class WaitMonitor:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def waiting(
-        self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False
-    ) -> Iterator[None]:
+    def waiting(self, tell: Callable[[], None], clear: Callable[[], None], *, holds_up: bool = False) -> Iterator[None]:
         """Around what may wait: `tell` is called in the monitor's thread if it lasts, and then `clear` at its end.
 
         `holds_up`: it does hold up the methods, though it is in another thread.

@@ -208,7 +208,12 @@ def _order(rng: random.Random) -> Order:
     )
     if rng.random() < 0.5:
         payload[rng.randrange(20)] ^= 1 << rng.randrange(8)
-    return Order(payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]), together=True, in_order=False, after=b"")
+    return Order(
+        payload=bytes(payload[: rng.choice((len(payload), rng.randrange(len(payload))))]),
+        together=True,
+        in_order=False,
+        after=b"",
+    )
 
 
 def _for_participant(rng: random.Random) -> Message:
