@@ -151,8 +151,9 @@ def test_a_call_that_never_runs_holds_nobody_up(pair, how):
         workers[0].change.remote()
         if how == "its argument fails":
             lost = workers[0].change.remote(failing.remote())
-        else:  # with an argument that is there: else Ray 2.60 leaves a gap among the calls, and begins none behind it
+        else:  # once it has gone out: else Ray 2.60 leaves a gap among the calls, and begins none after it for 30 s
             lost = workers[0].change.remote()
+            ray.get(late.remote())
             ray.cancel(lost)
         col.allreduce_refs(refs, timeout_s=30)
         with suppress(RayError):  # Ray may have begun it before it heard
