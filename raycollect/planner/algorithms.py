@@ -107,7 +107,8 @@ def build(part: Part, roster: Roster, algorithm: Algorithm) -> Part:
         replace(one, buffers=(*one.buffers, *algorithm.scratch(one)), steps=steps, others=())
         for one, steps in zip(mine, written, strict=True)
     ]
-    return _assembled(part, templates, (_choice(algorithm, part, written, 0),), algorithm.levels(roster))
+    choices = (_choice(algorithm, part, written, 0),)
+    return part.over(templates, choices=choices, levels=algorithm.levels(roster))
 
 
 def route(part: Part, roster: Roster) -> Part:
@@ -138,7 +139,7 @@ def _with_others(part: Part, roster: Roster, taken: Sequence[tuple[Algorithm, in
         for place, index in enumerate(part.parts)
     ]
     levels = next((found for row, _ in taken if (found := row.levels(roster))), ())
-    return _assembled(part, templates, (NATIVE, *choices), levels)
+    return part.over(templates, choices=(NATIVE, *choices), levels=levels)
 
 
 def _choice(row: Algorithm, part: Part, way: Written, start: int) -> Choice:
@@ -147,22 +148,6 @@ def _choice(row: Algorithm, part: Part, way: Written, start: int) -> Choice:
         at_least=start,
         stepwise=part.request.kind in row.stepwise,
         width=1 + max((steps[-1].at for steps in way if steps), default=0),
-    )
-
-
-def _assembled(
-    part: Part,
-    templates: Sequence[Template],
-    choices: tuple[Choice, ...],
-    levels: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...],
-) -> Part:
-    known = {template: at for at, template in enumerate(dict.fromkeys(templates))}
-    return replace(
-        part,
-        templates=tuple(known),
-        parts=tuple(known[template] for template in templates),
-        choices=choices,
-        levels=levels,
     )
 
 

@@ -15,16 +15,6 @@ from raycollect.planner.template import NATIVE
 from raycollect.planner.topology import Roster
 
 
-class _Uses:
-    """The last places in the order that read or write a source."""
-
-    __slots__ = ("read", "written")
-
-    def __init__(self) -> None:
-        self.read = -1
-        self.written = -1
-
-
 def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequence[Roster], staging: int) -> Plan:
     """Makes the plan of a batch; parts of one form must be the same object."""
     participants, door = _participants(parts, rosters)
@@ -72,28 +62,23 @@ def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[in
     order: list[list[int]] = []
     place: list[int] = []  # request -> its bundle
     latest: dict[int, list[int]] = {}  # form -> its bundles
-    uses: dict[object, _Uses] = {}
+    read, written = dict[object, int](), dict[object, int]()  # source -> the last bundle that reads it, or writes it
     for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         after = -1
         touched = part.touches(request)
-        for source, written in touched:
+        for source, writes in touched:
             if isinstance(source, Made):
                 after = max(after, place[source.request])
-            use = uses.get(source)
-            if use is not None:
-                after = max(after, use.written, use.read if written else -1)
+            after = max(after, written.get(source, -1), read.get(source, -1) if writes else -1)
         at = next((one for one in latest.get(id(part), ()) if one > after), len(order))
         if at == len(order):
             order.append([])
             latest.setdefault(id(part), []).append(at)
         order[at].append(number)
         place.append(at)
-        for source, written in touched:
-            use = uses.setdefault(source, _Uses())
-            if written:
-                use.written = max(use.written, at)
-            else:
-                use.read = max(use.read, at)
+        for source, writes in touched:
+            last = written if writes else read
+            last[source] = max(last.get(source, -1), at)
     return order
 
 
