@@ -48,25 +48,17 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapRequest:
-    """What one process was told of the group.
-
-    Attributes:
-        who: What a person calls this process: ``Worker(3f2a91)``.
-        machine: Equal for processes that can share memory.
-        gpu: The GPU of this process, if the backend is yet to be chosen.
-        timeout_s: How long to wait for the others, here and in later calls, in seconds.
-        options: `GroupSpec.options`.
-    """
+    """What one process was told of the group."""
 
     name: str
     world_size: int
     rank: int
     backend: str
-    who: str
-    machine: str
-    timeout_s: float
-    options: tuple[tuple[str, Any], ...] = ()
-    gpu: backends.Gpu | None = None
+    who: str  # what a person calls this process: Worker(3f2a91)
+    machine: str  # equal for processes that can share memory
+    timeout_s: float  # how long to wait for the others, here and in later calls, in seconds
+    options: tuple[tuple[str, Any], ...] = ()  # `GroupSpec.options`
+    gpu: backends.Gpu | None = None  # the GPU of this process, if the backend is yet to be chosen
 
     @property
     def hello(self) -> dict[str, Any]:

@@ -25,12 +25,10 @@ class Callers:
     Ranks match calls by their order alone. If the calls of two threads overlap, their order is luck and differs between
     ranks, which would get each other's results where these look alike. If a thread calls after the calls of another one
     have ended, nothing here can tell whether all ranks keep that order.
-
-    Attributes:
-        contest: What is wrong, from the first call of a second thread until all calls have ended; None: nothing.
     """
 
     def __init__(self, rank: int) -> None:
+        # What is wrong, from the first call of a second thread until all calls have ended
         self.contest: Violation | None = None
         self._rank = rank
         self._calls: dict[int, int] = {}  # thread -> the number of its calls that have not ended

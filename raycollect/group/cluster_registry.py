@@ -58,50 +58,34 @@ _posting = threads.pool("raycollect-post", 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRecord:
-    """One rank.
-
-    Attributes:
-        pid: The process that joined.
-        state: Ray's state of the actor when it was asked: ``"ALIVE"``, ``"DEAD"``, ...; or ``"RESTARTED"``: it
-            lives in another process; ``"UNKNOWN"``: Ray has no such actor any more. Empty in what is posted.
-    """
+    """One rank."""
 
     rank: int
     actor: str
     actor_id: str
     node_id: str
-    pid: int
+    pid: int  # the process that joined
+    # Ray's state of the actor when it was asked: "ALIVE", "DEAD", ...; or "RESTARTED": it lives in another
+    # process; "UNKNOWN": Ray has no such actor any more. Empty in what is posted
     state: str = ""
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """A declared group, for processes that have no part in it.
+    """A declared group, for processes that have no part in it."""
 
-    Attributes:
-        name: Its name, which is unique for its controller alone.
-        group_id: The nonce that tells groups of one name apart.
-        epoch: How often it was rebuilt.
-        job_id: The Ray job of its controller.
-        actor_id: The actor that the controller is; empty for a driver or task.
-        host: The IP address of the controller's node.
-        pid: The controller's process.
-        since: When it was declared, or rebuilt, in seconds since 1970.
-        members: By rank.
-    """
-
-    name: str
-    group_id: str
+    name: str  # its name, which is unique for its controller alone
+    group_id: str  # the nonce that tells groups of one name apart
     backend: str
     ordering: str
-    epoch: int
-    job_id: str
-    actor_id: str
-    host: str
-    pid: int
-    since: float
-    members: tuple[MemberRecord, ...]
+    epoch: int  # how often it was rebuilt
+    job_id: str  # the Ray job of its controller
+    actor_id: str  # the actor that the controller is; empty for a driver or task
+    host: str  # the IP address of the controller's node
+    pid: int  # the controller's process
+    since: float  # when it was declared, or rebuilt, in seconds since 1970
+    members: tuple[MemberRecord, ...]  # by rank
 
     @classmethod
     def of(cls, membership: Membership) -> GroupRecord:

@@ -31,29 +31,20 @@ _ROUTED = ("tcp", "gloo", "torch:gloo")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Membership:
-    """A group with its members, as its controller knows it.
-
-    Attributes:
-        members: By rank.
-        inner: The groups inside it, which only its plans use: for each host that of its ranks, by number; last
-            that of each host's lowest rank; or none.
-        is_derived: Whether it was derived from refs, so that nobody gave its name.
-        epoch: How often the group was rebuilt.
-        costs: What moving bytes between the members costs.
-        chosen: Why ``"auto"`` has picked its backend; empty if the user did.
-        timeout_s: How long ranks wait for each other in the driver's calls that do not say, in seconds.
-        roster: What the planner sees; members are named by their actors' ids.
-    """
+    """A group with its members, as its controller knows it."""
 
     spec: GroupSpec
-    members: tuple[Member, ...]
+    members: tuple[Member, ...]  # by rank
+    # The groups inside it, which only its plans use: for each host that of its ranks, by number; last that of each
+    # host's lowest rank; or none
     inner: tuple[Membership, ...] = ()
-    is_derived: bool = False
-    epoch: int = 0
-    costs: Costs = field(default_factory=Costs, repr=False)
-    chosen: str = ""
+    is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name
+    epoch: int = 0  # how often the group was rebuilt
+    costs: Costs = field(default_factory=Costs, repr=False)  # what moving bytes between the members costs
+    chosen: str = ""  # why "auto" has picked its backend; empty if the user did
+    # How long ranks wait for each other in the driver's calls that do not say, in seconds
     timeout_s: float = DEFAULT_TIMEOUT_S
-    roster: Roster = field(init=False, repr=False)
+    roster: Roster = field(init=False, repr=False)  # what the planner sees; members are named by their actors' ids
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roster", self._roster())

@@ -93,13 +93,10 @@ class Watchdog:
     """What is asked and answered for one process group.
 
     Any thread calls `begun` and `reports`, the hub's `received`, the watcher's `look`.
-
-    Attributes:
-        is_unwatched: Whether the watcher has to hear of the next call.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
-        self.is_unwatched = True
+        self.is_unwatched = True  # whether the watcher has to hear of the next call
         self._reference = weakref.ref(process_group)  # which holds this
         self._asked: set[str] = set()  # the communicators that others ask about
         self._inquiries: dict[str, _Inquiry] = {}  # communicator -> the last question about a call under way

@@ -23,13 +23,9 @@ from raycollect.planner.topology import Roster
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An operand that an earlier request of the same plan makes, on the same participant.
+    """An operand that an earlier request of the same plan makes, on the same participant."""
 
-    Attributes:
-        request: The place of that request in the plan.
-    """
-
-    request: int
+    request: int  # the place of that request in the plan
 
 
 Source = Hashable
