@@ -16,8 +16,6 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-__all__ = ["SETTLED_S", "YIELD_S", "CorePin", "Seeker", "current_core"]
-
 # How long a rank that waits offers its core to others, ready to go on, before it sleeps.
 #
 # Being woken costs the waker a system call and an interrupt to another core, and the sleeper the way back: 40 to 150 us

@@ -13,8 +13,6 @@ from html import escape
 from itertools import islice
 from typing import TypeVar
 
-__all__ = ["Markup", "across", "bar", "block", "failure", "folded", "line", "lines", "pairs", "shown", "table", "text"]
-
 MOST_CELL = 200  # how many characters of a text are shown
 MOST_WHOLE = 10_000  # how many characters of a folded text are shown
 MOST_ROWS = 64  # how many rows of a table are shown by default

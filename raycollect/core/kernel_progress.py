@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["LENT", "KernelProgress", "here"]
-
 LENT = -1.0  # in place of a number: this rank has lent its tensors, and waits for those who work in them
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from raycollect.errors import ConnectionLostError
 
-__all__ = ["FULL", "close", "connect", "flat", "listen", "peer_of", "shortage", "tune", "wake_pair"]
-
 # Errors of a process or a machine that can't open one more socket for now.
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 SPARE_DESCRIPTORS = 4  # stay free for files that are opened briefly

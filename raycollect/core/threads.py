@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from raycollect.errors import InternalError
 
-__all__ = ["EVERY_S", "cause_of", "failed", "later", "pool", "repeat", "start", "survives"]
-
 _log = logging.getLogger("raycollect")
 
 EVERY_S = 60.0  # how often the log tells of the same failure in one place of one thread, in seconds

@@ -34,8 +34,6 @@ from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, Record
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["BootstrapRequest", "FailureNotice", "follow", "lead"]
-
 FADING_S = 5.0
 """How long a failed leader stays to tell late members that the group did not form, in seconds."""
 

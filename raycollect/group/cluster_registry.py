@@ -27,8 +27,6 @@ from raycollect.errors import RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.group.membership import Membership
 
-__all__ = ["ClusterReader", "GroupRecord", "MemberRecord", "find_cluster", "post", "remove", "summary"]
-
 VERSION = 1
 
 MOST_RECORD_NBYTES = 64 << 20
@@ -181,8 +179,7 @@ def _told(name: str) -> Iterator[None]:
 def find_cluster(address: str | None = None) -> str:
     """Finds the address ``"host:port"`` of a running cluster's global control store, which need not answer.
 
-    Args:
-        address: ``"host:port"``, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
+    `address` is that, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
 
     Raises:
         ConnectionError: None runs here, or several do, or the address makes no sense.
@@ -240,7 +237,8 @@ class ClusterReader:
                 detail = f"no process of {self.address} has declared it; there are {f'[{there}]' if there else 'none'}"
                 raise UnknownGroupError(group_name=name, detail=detail)
             chosen = (one for one in posted if name is None or one.name == name)
-            return tuple(self._as_it_is(one) for one in sorted(chosen, key=lambda one: one.since))
+            oldest_first = sorted(chosen, key=lambda one: one.since)
+            return tuple(replace(one, members=tuple(map(self._as_it_is, one.members))) for one in oldest_first)
         except (RayError, RuntimeError) as exc:
             if isinstance(exc, UnknownGroupError):
                 raise
@@ -264,10 +262,7 @@ class ClusterReader:
             return True
         return bool(one.actor_id) and _state_of(self._state.actor_table(one.actor_id), one.pid) in GONE
 
-    def _as_it_is(self, one: GroupRecord) -> GroupRecord:
-        return replace(one, members=tuple(map(self._member_as_it_is, one.members)))
-
-    def _member_as_it_is(self, member: MemberRecord) -> MemberRecord:
+    def _as_it_is(self, member: MemberRecord) -> MemberRecord:
         actor = self._state.actor_table(member.actor_id)
         return replace(member, state=_state_of(actor, member.pid), restarts=int(actor.get("NumRestarts", 0)))
 

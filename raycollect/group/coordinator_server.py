@@ -23,8 +23,6 @@ from raycollect.errors import (
 from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["CoordinatorServer"]
-
 _FLUSH_S = 0.0005
 
 

@@ -15,8 +15,6 @@ from raycollect.group.coordinator import ranks_of
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["CAUSE_S", "FORM", "MADE", "HubClient"]
-
 _ANSWER_S = 5.0
 """How long the hub may take to answer, in seconds. After that it counts as gone."""
 CAUSE_S = 2.0
@@ -82,11 +80,7 @@ class HubClient:
     ) -> Sequence[bytes]:
         """Waits at a place of the hub for all ranks; all name the same place. Returns what all brought, by rank.
 
-        Args:
-            place: Where.
-            blob: What this rank brings.
-            timeout_s: How long to wait, in seconds.
-            halted: Whether to stop waiting; asked under the lock.
+        `halted` says whether to stop waiting; it is asked under the lock.
 
         Raises:
             CollectiveTimeoutError: This rank's time, or another's, is over; it names who is missing.

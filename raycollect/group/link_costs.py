@@ -23,20 +23,6 @@ from raycollect.errors import InvalidArgumentError, Violation, refusal
 from raycollect.errors.text import listed, shown
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "PLACES",
-    "VERSION",
-    "Costs",
-    "Measured",
-    "current",
-    "default_path",
-    "given",
-    "read",
-    "table",
-    "write",
-]
-
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
 
 VERSION = 1

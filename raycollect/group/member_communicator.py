@@ -64,8 +64,6 @@ from raycollect.observe.trace import CALL
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["Attempt", "MemberCommunicator", "Objection", "Standing"]
-
 Attempt = Callable[[Communicator, int], Outcome]
 """Runs a call once: with a communicator whose ranks are the group's, as the launch of this number."""
 
@@ -101,7 +99,7 @@ class MemberCommunicator:
         self.since_s: float = 0.0
         self._owner = owner
         self._callers = Callers(owner.rank)
-        self._queue = CallQueue(owner, name, self.ranks, self._callers)
+        self._queue = CallQueue(name, self._callers, partial(owner.why_not, self.ranks))
         self._in_use = threading.Lock()  # held by the call that uses the communicator
         self._changed = self.hub.changed
         self._communicator: Communicator | None = None

@@ -71,16 +71,14 @@ class Membership:
         return Roster(
             spec=self.spec,
             members=tuple(ranks),
-            topology=self._topology(),
+            topology=Topology.of(
+                [member.machine for member in self.members], inside=self.costs.inside, between=self.costs.between
+            ),
             hosts=tuple(inner[:-1]),
             leaders=inner[-1] if inner else None,
             bitwise=backends.get(self.spec.backend, self.spec.name).bitwise,
             chosen=self.chosen if self.has_gpus else "",
         )
-
-    def _topology(self) -> Topology:
-        places = [member.machine for member in self.members]
-        return Topology.of(places, inside=self.costs.inside, between=self.costs.between)
 
 
 def inner_groups(membership: Membership) -> tuple[Membership, ...]:
@@ -89,7 +87,7 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     everybody = all(member.participant for member in membership.members)
     if spec.backend not in _ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
-    hosts = [topology.on(host) for host in range(topology.host_count)]
+    hosts = topology.groups()
     groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
     groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
     return tuple(

@@ -17,8 +17,6 @@ from raycollect.group.process_group import ProcessGroup
 from raycollect.observe import Place, Recorder
 from raycollect.pos import Store, tensors
 
-__all__ = ["ProcessGroups", "places"]
-
 
 class ProcessGroups:
     """The groups of one process. Any thread may call it; no look-up waits for a group that is being formed."""

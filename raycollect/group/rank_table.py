@@ -132,10 +132,7 @@ class RankTable:
     def from_dict(cls, document: Any, *, source: str = "rank table", group_name: str = "default") -> RankTable:
         """Checks the parsed JSON. Numbers may be strings or integers; fields that the form does not have are ignored.
 
-        Args:
-            document: The whole of it.
-            source: What to call it in an error.
-            group_name: The group that it is for.
+        `source` is what to call it in an error.
 
         Raises:
             InvalidGroupError: With where and what would be right for every problem.

@@ -28,8 +28,6 @@ from raycollect.observe.stacks import Doing, what_runs
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["QUIET_S", "WARNING_VARIABLE", "Watchdog", "is_between_watches", "wake", "warn_after_s"]
-
 _log = logging.getLogger("raycollect")
 
 WARNING_VARIABLE = "RAYCOLLECT_STALL_WARNING_S"

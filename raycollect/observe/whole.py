@@ -144,23 +144,16 @@ def process_of(
 
 
 def _slice(span: Span, groups: Mapping[str, Place], aligned: Alignment) -> Slice:
-    op, group_id, rank, ranks, nbytes, calls, meeting = span.label
-    places = [groups[one] for one in group_id.split(",") if one in groups] if group_id else []
+    places = [groups[one] for one in span.label.group_id.split(",") if one in groups]
     begin_s = aligned.local(span.begin_s)
     return Slice(
-        kind=span.kind,
-        name=span.name,
-        begin_s=begin_s,
-        end_s=max(aligned.local(span.end_s), begin_s),
-        thread=span.thread,
-        seq=span.seq,
-        op=op,
-        group_id=group_id,
-        rank=rank,
-        ranks=ranks,
-        nbytes=nbytes,
-        calls=calls,
-        meeting=meeting,
+        span.kind,
+        span.name,
+        begin_s,
+        max(aligned.local(span.end_s), begin_s),
+        span.thread,
+        span.seq,
+        **span.label._asdict(),
         error=span.error,
         group=", ".join(dict.fromkeys(one.name for one in places)),
         backend=", ".join(dict.fromkeys(one.backend for one in places)),

@@ -9,6 +9,7 @@ from the front. So nobody waits in a cycle: of all launches that have not ended,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from raycollect.planner.ir import Made, Part, Plan, Request, Together
 from raycollect.planner.template import NATIVE
@@ -23,10 +24,9 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
         door is roster and len(part.ranks) == len(participants) for part, roster in zip(parts, rosters, strict=True)
     ]
     together, width = _numbered(order, parts, at_door)
-    single = width == 1
-    alone, width = _alone(parts, width)
-    if single:
-        alone, width = (0,) * len(parts), 1
+    alone = [0] * len(parts)
+    if width > 1:
+        *alone, width = accumulate((part.width for part in parts), initial=width)
     brought = _rounds(requests, parts)
     return Plan(
         requests=tuple(requests),
@@ -34,7 +34,7 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
         rosters=tuple(rosters),
         participants=participants,
         order=together,
-        alone=alone,
+        alone=tuple(alone),
         brought=brought,
         rounds=max((first + part.rounds for first, part in zip(brought, parts, strict=True)), default=1),
         door=door,
@@ -108,14 +108,6 @@ def _numbered(
         together.append(Together(requests=tuple(requests), base=tuple(bases)))
         width, begun, open_ = width + part.width, True, None
     return tuple(together), width
-
-
-def _alone(parts: Sequence[Part], width: int) -> tuple[tuple[int, ...], int]:
-    bases = []
-    for part in parts:
-        bases.append(width)
-        width += part.width
-    return tuple(bases), width
 
 
 def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 import raycollect as col
 
-__all__ = ["ELEMENT_NBYTES", "OPERATIONS", "Operation", "Rank", "timed", "whole_of"]
-
 HIGHEST = 1000  # operands are integers up to this: float32 holds the sum of 16,000 of them
 ELEMENT_NBYTES = np.dtype(np.float32).itemsize
 
