@@ -80,9 +80,8 @@ class CorePin:
 
         All ranks compute the same from the same numbers: of those that share a core the last ones move.
 
-        Args:
-            cores: On which core of this machine each rank was last, counted from 1; 0 where that is not known.
-            me: Which of them this one is.
+        `cores` says on which core of this machine each rank was last, counted from 1; 0 where that is not known. This
+        one is rank `me` of them.
         """
         here = current_core()
         if not here:

@@ -43,14 +43,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
-    """Sets the options that every connection has.
+    """Sets the options that every connection has; OSError: it has ended.
 
-    Args:
-        sock: The socket.
-        user_timeout_s: How long the other end may leave unacknowledged, or unread, what was sent.
-
-    Raises:
-        OSError: The connection ended meanwhile.
+    The other end may leave what was sent unacknowledged, or unread, for `user_timeout_s`.
     """
     _open_sockets.add(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -161,11 +161,9 @@ class RankTable:
 
     @classmethod
     def of_places(cls, places: Sequence[Place]) -> RankTable:
-        """Makes the table of a group that exists; `assign` gives its members the same ranks again.
+        """Makes the table of a group from its members in rank order; `assign` gives these the same ranks again.
 
-        Args:
-            places: Of each member, in rank order. If the members of a node own one device each, the table has these;
-                otherwise it counts from 0 on each node.
+        If the members of a node own one device each, the table has these; otherwise it counts from 0 on each node.
         """
         nodes = []
         for ranks in _by_node(places).values():
