@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycollect.channel.messages import Publish
@@ -69,17 +70,15 @@ class _Answer(NamedTuple):
     doing: Doing
 
 
+@dataclass(slots=True, eq=False)
 class _Inquiry:
     """A question about one call to some ranks; the answers are awaited until `until_s` by `time.monotonic`."""
 
-    __slots__ = ("answers", "call", "ranks", "told", "until_s")
-
-    def __init__(self, call: int, ranks: Sequence[int], until_s: float) -> None:
-        self.call = call
-        self.ranks = ranks
-        self.until_s = until_s
-        self.answers: dict[int, _Answer] = {}
-        self.told = False  # whether the warning is out
+    call: int
+    ranks: Sequence[int]
+    until_s: float
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    told: bool = False  # whether the warning is out
 
     @property
     def is_complete(self) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from raycollect.observe.clocks import Alignment
+from raycollect.observe.clocks import SAME_CLOCK, Alignment
 from raycollect.observe.trace import Place, Recorded, Span
 
 
@@ -113,28 +113,12 @@ class Trace:
         )
 
 
-def process_of(
-    recorded: Recorded,
-    *,
-    name: str,
-    host: str,
-    pid: int,
-    clock: str,
-    leader: str = "",
-    leads: bool = False,
-    alignment: Alignment | None = None,
-) -> Process:
-    """A process of a timeline, from what its ring held; `alignment` None: its clock is the timeline's."""
-    aligned = alignment or Alignment()
+def process_of(recorded: Recorded, known: Process, aligned: Alignment = SAME_CLOCK) -> Process:
+    """A process of a timeline: what is known of it without its spans, and what its ring held."""
     groups = recorded.groups
     places = sorted({(place.name, place.rank) for place in groups.values() if place.rank >= 0})
-    return Process(
-        name=name,
-        host=host,
-        pid=pid,
-        clock=clock,
-        leader=leader,
-        leads=leads,
+    return replace(
+        known,
         ranks=tuple(places),
         uncertainty_s=aligned.uncertainty_s,
         dropped=recorded.dropped,

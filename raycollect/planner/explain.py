@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from raycollect.core.model import GroupSpec
+from raycollect.planner.algorithms import rivals
 from raycollect.planner.ir import Made, Plan, Source, Together
-from raycollect.planner.pricing import packing, price, rivals
+from raycollect.planner.pricing import packing, price
 from raycollect.planner.render import html, step_html, step_text, text
 from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, Report, Row, StepReport, Way
 from raycollect.planner.sizes import Infos, Sizes

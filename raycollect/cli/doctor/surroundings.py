@@ -122,18 +122,19 @@ def _chosen(text: str) -> str:
 
 def open_files(machine: Machine) -> Finding:
     """The limit of open files, of which a driver needs a few per actor."""
-    limit = machine.limit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < FEW_FILES:
-        return Finding(state=WARNING, found=str(limit), cure="ulimit -n 65536, before Ray starts")
-    return Finding(state=OK, found=_number(limit))
+    return _limit(machine, resource.RLIMIT_NOFILE, "n", FEW_FILES)
 
 
 def processes(machine: Machine) -> Finding:
     """The limit of processes and threads; each actor has dozens of threads."""
-    limit = machine.limit(resource.RLIMIT_NPROC)
-    if 0 <= limit < FEW_PROCESSES:
-        return Finding(state=WARNING, found=str(limit), cure="ulimit -u 65536, before Ray starts")
-    return Finding(state=OK, found=_number(limit))
+    return _limit(machine, resource.RLIMIT_NPROC, "u", FEW_PROCESSES)
+
+
+def _limit(machine: Machine, which: int, letter: str, few: int) -> Finding:
+    limit = machine.limit(which)
+    if 0 <= limit < few:
+        return Finding(state=WARNING, found=str(limit), cure=f"ulimit -{letter} 65536, before Ray starts")
+    return Finding(state=OK, found="unlimited" if limit < 0 else str(limit))
 
 
 def locked_memory(machine: Machine) -> Finding:
@@ -230,7 +231,3 @@ def ray_cluster(machine: Machine) -> Finding:
         return Finding(state=WARNING, found=found, cure=cure)
     cure = "ray start --head; or nothing: without a cluster the first declaration starts one of its own"
     return Finding(state=MISSING, found=found, cure=cure)
-
-
-def _number(limit: int) -> str:
-    return "unlimited" if limit < 0 else str(limit)
