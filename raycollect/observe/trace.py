@@ -243,11 +243,7 @@ def encode_recorded(recorded: Recorded) -> bytes:
 
 
 def decode_recorded(payload: bytes | bytearray) -> Recorded:
-    """Unpacks what `encode_recorded` made.
-
-    Raises:
-        ValueError: It is malformed.
-    """
+    """Unpacks what `encode_recorded` made; ValueError: it is malformed."""
     try:
         names, labels, rows, dropped, threads, groups = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
         known = [Label(*map(_plain, label)) for label in labels]

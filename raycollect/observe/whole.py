@@ -96,11 +96,7 @@ class Trace:
 
     @staticmethod
     def merged(traces: Sequence[Trace]) -> Trace:
-        """Merges timelines of one clock.
-
-        Raises:
-            ValueError: They are of several clocks.
-        """
+        """Merges timelines of one clock; ValueError: they are of several clocks."""
         clocks = {one.clock for one in traces}
         if len(clocks) != 1 or (len(traces) > 1 and clocks == {""}):
             raise ValueError("they are of different hosts, or of different boots of one, so that no clock is theirs")
