@@ -33,8 +33,6 @@ from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
 from raycollect.core.model import Segment
 from raycollect.core.semaphores import SEM_NBYTES, Semaphores
 
-__all__ = ["INLINE_NBYTES", "IN_FLIGHT", "Doorbell", "Entry", "DoorbellClient"]
-
 IN_FLIGHT = 16  # how many runs of one capture may be under way
 _NAME = "raycollect-doorbell"
 _CELL_NBYTES = 4096

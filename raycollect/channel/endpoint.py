@@ -18,8 +18,6 @@ from raycollect.channel.protocol import Connection, Event
 from raycollect.core import sockets, threads
 from raycollect.errors import ChannelError, ConnectionLostError, InternalError, ProtocolError, anew
 
-__all__ = ["MAX_QUEUED_NBYTES", "Link", "LinkHandler"]
-
 _log = logging.getLogger("raycollect")
 
 MAX_QUEUED_NBYTES = 64 << 20  # may wait for a peer that doesn't read; beyond it, the link ends

@@ -17,8 +17,6 @@ from typing import Protocol
 from raycollect.core import sockets, threads
 from raycollect.errors import ChannelError, ConnectionLostError
 
-__all__ = ["Loop", "Owned", "Timer"]
-
 _log = logging.getLogger("raycollect")
 
 _JOIN_TIMEOUT_S = 5.0

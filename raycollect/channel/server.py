@@ -22,8 +22,6 @@ from raycollect.core import sockets, threads
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError
 
-__all__ = ["HANDSHAKE_TIMEOUT_S", "MAX_HALF_OPEN", "DataLink", "Server", "ServerHandler"]
-
 _log = logging.getLogger("raycollect")
 
 HANDSHAKE_TIMEOUT_S = 5.0

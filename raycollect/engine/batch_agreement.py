@@ -14,8 +14,6 @@ from raycollect.engine.agreement import Verdict, judge, packed, unpacked
 from raycollect.errors import ProtocolError, Violation
 from raycollect.planner import Program
 
-__all__ = ["BatchAgreement", "decode_arrivals", "encode_arrivals", "is_batch"]
-
 
 def is_batch(program: Program) -> bool:
     """Whether a program is part of a plan of several requests."""

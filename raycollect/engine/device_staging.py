@@ -30,19 +30,6 @@ from raycollect.core.model import TensorInfo
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.planner import Domain
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "StagingCopies",
-    "Check",
-    "Patience",
-    "StagingBuffers",
-    "home_of",
-    "is_home",
-    "memory_of",
-    "transfer",
-]
-
 CPU, CUDA = "cpu", "cuda"
 
 Check = Callable[[], None]  # called repeatedly while waiting for a device; raises to end the wait

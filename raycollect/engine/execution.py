@@ -15,10 +15,10 @@ from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, Exchange, NoFaults, Together
 from raycollect.engine.batch_agreement import BatchAgreement
 from raycollect.engine.device_staging import Patience, transfer
-from raycollect.engine.instruments import POINTS, Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle, Scheduler
 from raycollect.engine.launch_sequence import LaunchSequence
-from raycollect.engine.preparation import ABSENCES, Preparation
+from raycollect.engine.preparation import Preparation
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
 from raycollect.engine.run_cache import RunCache
@@ -37,8 +37,6 @@ from raycollect.observe import Recorder, run_steps
 from raycollect.observe.run_steps import RunStep, calls
 from raycollect.planner import Local, Program
 from raycollect.pos import Container
-
-__all__ = ["ABSENCES", "POINTS", "Execution", "Instruments", "Outcome", "given_up", "located"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

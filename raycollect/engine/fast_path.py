@@ -14,7 +14,8 @@ from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
-from raycollect.engine.execution import Execution, Instruments, Outcome, given_up, located
+from raycollect.engine.execution import Execution, Outcome, given_up, located
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
 from raycollect.engine.launch_sequence import meet_again
 from raycollect.engine.progress import ByteMap, BytesDone
@@ -25,8 +26,6 @@ from raycollect.observe import Ring, run_steps
 from raycollect.observe.trace import AGAIN, DOOR
 from raycollect.planner import Program
 from raycollect.pos import Container
-
-__all__ = ["FastPath"]
 
 
 class FastPath:

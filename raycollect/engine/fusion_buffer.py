@@ -19,17 +19,6 @@ from raycollect.backends.arrays import Array, native
 from raycollect.core.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
 
-__all__ = [
-    "NO_BUFFER",
-    "FusionBuffer",
-    "Item",
-    "FusedKernel",
-    "FusionPool",
-    "dtype_of",
-    "room",
-    "size_of",
-]
-
 _LEAST_NBYTES = 64 << 10
 
 

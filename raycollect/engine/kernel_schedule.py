@@ -22,8 +22,6 @@ from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share,
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
 
-__all__ = ["LaunchStep", "KernelSchedule", "ScheduledBundle", "Scheduler", "bucketed"]
-
 
 class LaunchStep(NamedTuple):
     """One kernel, several that don't depend on each other, or copies that a rank makes by itself."""

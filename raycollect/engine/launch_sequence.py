@@ -16,8 +16,6 @@ from raycollect.core.protocols import Communicator, Exchange, Forsaking
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Program
 
-__all__ = ["LaunchSequence", "meet_again"]
-
 _Open = tuple[Communicator, Launch]
 
 

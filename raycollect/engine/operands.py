@@ -22,8 +22,6 @@ from raycollect.planner import Local, Role, Share, Step
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
 
-__all__ = ["Bound", "TaskBuffers", "ranges_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Bound:

@@ -23,8 +23,6 @@ from raycollect.observe.run_steps import RunStep
 from raycollect.planner import Domain, Program
 from raycollect.pos import Absence, Container, State
 
-__all__ = ["ABSENCES", "Preparation"]
-
 # State of the store -> (kind of violation, what was found, what was expected).
 ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: (

@@ -22,8 +22,6 @@ from raycollect.planner import Domain, Program, Role
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
 
-__all__ = ["MissingOperand", "ProgramOperands"]
-
 _EVERYWHERE = [(0, 1 << 64)]
 
 

@@ -11,8 +11,6 @@ from raycollect.core.model import Kernel
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep
 from raycollect.engine.spans import label_of_bundle, nbytes_of
 
-__all__ = ["NOWHERE", "ByteMap", "BytesDone"]
-
 
 class BytesDone(NamedTuple):
     """The progress of a participant in a plan."""

@@ -14,8 +14,6 @@ from raycollect.engine.kernel_schedule import KernelSchedule
 from raycollect.planner import Program
 from raycollect.pos import Container, Range, Store
 
-__all__ = ["RunCache", "places_of"]
-
 _REMEMBERED = 8  # how many programs a container remembers
 
 

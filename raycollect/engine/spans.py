@@ -18,8 +18,6 @@ from raycollect.observe import Label, Ring
 from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL, NO_LABEL, PART, STAGING
 from raycollect.planner import Program
 
-__all__ = ["Timed", "Untimed", "label_of_bundle", "nbytes_of", "timed"]
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 # The operations whose bytes are those that all ranks give together; of others what one rank holds in full.

@@ -23,8 +23,6 @@ from raycollect.pos import Container
 if TYPE_CHECKING:
     from raycollect.engine.step_runner import StepRunner
 
-__all__ = ["Exchanges", "MethodCall", "PlanCall", "value_of"]
-
 # Program, number of its first launch -> the controller's exchange, for participants that share no group.
 Exchanges = Callable[[Program, int], Exchange | None]
 

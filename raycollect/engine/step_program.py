@@ -15,17 +15,6 @@ import msgpack
 from raycollect.core.model import Key
 from raycollect.errors import ProtocolError
 
-__all__ = [
-    "CAPTURE_NBYTES",
-    "Collective",
-    "Given",
-    "Invocation",
-    "StepProgram",
-    "captured_key",
-    "decode_step_program",
-    "encode_step_program",
-]
-
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
 VERSION = 1
 

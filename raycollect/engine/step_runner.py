@@ -20,8 +20,9 @@ from typing import Any
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, TensorInfo
 from raycollect.core.protocols import Communicator
-from raycollect.engine.execution import Execution, Instruments
+from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
@@ -36,8 +37,6 @@ from raycollect.errors import (
 )
 from raycollect.observe import Tracer, run_steps
 from raycollect.pos import Container, unkept
-
-__all__ = ["Exchanges", "Invoke", "StepRunner"]
 
 # Calls a method: its name, its arguments by place and by name.
 Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]

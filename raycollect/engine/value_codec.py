@@ -21,8 +21,6 @@ from raycollect.core.model import TensorInfo
 from raycollect.errors import ProtocolError
 from raycollect.errors.text import a_type
 
-__all__ = ["pack_value", "pack_values", "unpack_value", "unpack_values"]
-
 _TUPLE, _LONG, _ARRAY, _SCALAR, _TENSOR, _COMPLEX = range(1, 7)
 
 # What a tuple begins with, which travels as a list: so the depth is bounded as that of lists is.

@@ -37,8 +37,6 @@ from raycollect.core.protocols import Communicator, Completion, Exchange, Rendez
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InternalError, InvalidGroupError
 from raycollect.errors.text import listed
 
-__all__ = ["CHUNK_NBYTES", "GlooCommunicator", "create", "is_native"]
-
 CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 _NATIVE = frozenset({OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST})  # What the library does

@@ -36,7 +36,7 @@ from raycollect.backends.nccl.group import HINT, Joined, join, said
 from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
 from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.nccl.ops import folds, reduction_of
-from raycollect.backends.nccl.run import FOLD_NBYTES, write
+from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
 from raycollect.backends.streams import GroupStream, captured
 from raycollect.core import threads
@@ -48,8 +48,6 @@ from raycollect.errors import (
     KernelError,
     RaycollectError,
 )
-
-__all__ = ["FOLD_NBYTES", "NcclCommunicator", "create"]
 
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 LOOK_S = 0.01  # How often a wait asks NCCL for errors

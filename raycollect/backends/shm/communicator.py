@@ -21,13 +21,11 @@ from raycollect.backends.shm.directory import STAGED, Directory, directory_nbyte
 from raycollect.backends.shm.joined import joined
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
 from raycollect.backends.shm.segment import client_segment, server_segment
-from raycollect.backends.shm.staged import CHUNK_NBYTES, Staged, slots_nbytes
+from raycollect.backends.shm.staged import Staged, slots_nbytes
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PIECES, GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
-
-__all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
 
 
 def create(

@@ -43,14 +43,12 @@ from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Peer
-from raycollect.backends.tcp.run import CHUNK_NBYTES, Run, Staging
+from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
-
-__all__ = ["CHUNK_NBYTES", "TcpCommunicator", "check_descriptors", "connect", "create"]
 
 _BESIDE = 3  # The descriptors of a joining rank beside one per rank: its listener and its pollers
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing

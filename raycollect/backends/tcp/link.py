@@ -26,8 +26,6 @@ from raycollect.errors import (
     PlanAbortedError,
 )
 
-__all__ = ["ARRIVAL_NBYTES", "Batch", "Link"]
-
 ARRIVAL_NBYTES = FRAME_NBYTES  # The longest arrival
 FAREWELL_S = 0.05  # How long a rank that leaves a launch tries to tell peers whose socket is full
 # How long the connection to a rank whose process has ended is kept: its last data may still be in transit. The

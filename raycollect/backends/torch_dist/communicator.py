@@ -33,12 +33,10 @@ from raycollect.backends.tcp.communicator import TcpCommunicator, check_descript
 from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
 from raycollect.backends.torch_dist.rows import is_native
-from raycollect.backends.torch_dist.run import CHUNK_NBYTES, run
+from raycollect.backends.torch_dist.run import run
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError, KernelError, Violation, refusal
-
-__all__ = ["CHUNK_NBYTES", "TorchCommunicator", "create", "is_native"]
 
 JOIN_TIMEOUT_S = 60.0
 # Here a wait that is too short leaves the collective running; elsewhere it may end the whole group
