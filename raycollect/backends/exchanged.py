@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Exchange
-from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.errors import GroupBrokenError, PlanAbortedError, RaycollectError, Violation, refusal
 
 
 class Exchanged:
@@ -39,6 +39,10 @@ class Exchanged:
         """Wakes this rank in the agreement; a kernel notices where it checks."""
         self._aborted.add(seq)
         self._exchange.abort(seq)
+
+    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
+        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
+        return refusal(kernel.kind.value, self._group_name, (violation,))
 
     def _check_going(self, launch: Launch) -> None:
         self._check_whole()

@@ -29,6 +29,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
@@ -367,16 +368,14 @@ class _Guard:
 _guard = _Guard()
 
 
+@dataclass(slots=True, eq=False)
 class _UnderWay:
     """A kernel on the GPU."""
 
-    __slots__ = ("_communicator", "_kernel", "_launch")
-
-    def __init__(self, communicator: NcclCommunicator, launch: Launch, kernel: Kernel) -> None:
-        self._communicator = communicator
-        self._launch = launch
-        self._kernel = kernel
+    communicator: NcclCommunicator
+    launch: Launch
+    kernel: Kernel
 
     def wait(self, timeout_s: float) -> None:
         """Returns when it has ended; see `protocols.Completion`. The launch's own limit counts."""
-        self._communicator.finish(self._launch, self._kernel)
+        self.communicator.finish(self.launch, self.kernel)

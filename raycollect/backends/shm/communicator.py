@@ -86,11 +86,8 @@ class ShmCommunicator:
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, or lists arrays that others can access in place."""
-        parts = self._come_in()
-        try:
+        with self as parts:
             self._stage(parts, launch, kernel, time.monotonic() + launch.timeout_s)
-        finally:
-            self._go_out()
 
     def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel, until_s: float) -> None:
         with translated(kernel.kind, self._group_name, self.rank, folds=False):
@@ -106,13 +103,10 @@ class ShmCommunicator:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` in shared memory."""
-        parts = self._come_in()
-        try:
+        with self as parts:
             parts.staged.restart()
             self._begin(parts, launch)
             return parts.meeting.agree(launch, arrival)
-        finally:
-            self._go_out()
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """The same, for communicators that use this one as their `Exchange`."""
@@ -139,7 +133,7 @@ class ShmCommunicator:
         if self._entered is not None:
             self._launch(self._entered, launch, kernel)
             return DONE
-        with _Inside(self) as parts:
+        with self as parts:
             self._launch(parts, launch, kernel)
         return DONE
 
@@ -162,7 +156,7 @@ class ShmCommunicator:
         kind = kernels[0].kind
         if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
             return 0
-        with _Inside(self) as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
+        with self as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
             rows = () if has_run else joined(some)
@@ -180,7 +174,7 @@ class ShmCommunicator:
             finally:
                 self._go_out()
         try:
-            with _Inside(self) as parts:
+            with self as parts:
                 return parts.meeting.end(launch, ok)
         except GroupBrokenError:
             return ()
@@ -188,7 +182,7 @@ class ShmCommunicator:
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""
         try:
-            with _Inside(self) as parts:
+            with self as parts:
                 parts.meeting.abort(seq)
         except GroupBrokenError:
             return
@@ -196,7 +190,7 @@ class ShmCommunicator:
     def lost(self, rank: int) -> None:
         """Ends waits for a rank whose process has ended; see `Surviving`."""
         try:
-            with _Inside(self) as parts:
+            with self as parts:
                 parts.meeting.lost(rank)
         except GroupBrokenError:
             return
@@ -225,6 +219,11 @@ class ShmCommunicator:
         if self._closed:
             self._release()
 
+    __enter__ = _come_in
+
+    def __exit__(self, *exc: object) -> None:
+        self._go_out()
+
     def _release(self) -> None:
         with self._lock:
             if self._closed and self._users == 0 and self._parts is not None:
@@ -236,22 +235,7 @@ class ShmCommunicator:
         if launch.seq != self._begun:
             self._begun = launch.seq
             parts.staged.restart()
-            parts.direct.restart(parts.meeting)
-
-
-class _Inside:
-    """Context of a thread that uses the communicator."""
-
-    __slots__ = ("_communicator",)
-
-    def __init__(self, communicator: ShmCommunicator) -> None:
-        self._communicator = communicator
-
-    def __enter__(self) -> _Parts:
-        return self._communicator._come_in()
-
-    def __exit__(self, *exc: object) -> None:
-        self._communicator._go_out()
+            parts.direct.restart()
 
 
 def _nbytes(kernel: Kernel) -> int:

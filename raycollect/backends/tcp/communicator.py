@@ -126,7 +126,7 @@ class TcpCommunicator:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` over the connections."""
-        with _Inside(self) as link:
+        with self as link:
             return link.agree(launch, arrival)
 
     def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
@@ -135,7 +135,7 @@ class TcpCommunicator:
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        with _Inside(self) as link, translated(kernel.kind, self._group_name, self.rank):
+        with self as link, translated(kernel.kind, self._group_name, self.rank):
             link.begin(launch)
             Run(link, launch, self._staging).run(kernel)
         return DONE
@@ -143,7 +143,7 @@ class TcpCommunicator:
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
         try:
-            with _Inside(self) as link:
+            with self as link:
                 return link.silent(launch, timeout_s)
         except GroupBrokenError:
             return ()
@@ -151,7 +151,7 @@ class TcpCommunicator:
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
         try:
-            with _Inside(self) as link:
+            with self as link:
                 link.end(launch, ok)
         except GroupBrokenError:
             pass  # a closed communicator has left all launches
@@ -179,24 +179,14 @@ class TcpCommunicator:
             finally:
                 self._inside.release()
 
-
-class _Inside:
-    """Context of the thread that uses the connections."""
-
-    __slots__ = ("_communicator",)
-
-    def __init__(self, communicator: TcpCommunicator) -> None:
-        self._communicator = communicator
-
     def __enter__(self) -> Link:
-        there = self._communicator
-        there._inside.acquire()
-        if there._closed:
-            there._inside.release()
-            there._release()
-            raise GroupBrokenError(group_name=there._group_name, detail="the communicator was closed")
-        return there._link
+        # For the thread that uses the connections.
+        self._inside.acquire()
+        if self._closed:
+            self.__exit__()
+            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
+        return self._link
 
     def __exit__(self, *exc: object) -> None:
-        self._communicator._inside.release()
-        self._communicator._release()
+        self._inside.release()
+        self._release()
