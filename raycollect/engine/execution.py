@@ -67,27 +67,6 @@ class Execution:
         meeting: The name of a member's own call in timelines; see `Label`.
     """
 
-    __slots__ = (
-        "_byte_map",
-        "_faults",
-        "_instruments",
-        "_kernel_progress",
-        "_launches",
-        "_left",
-        "_met",
-        "_move",
-        "_packs",
-        "_preparation",
-        "_program",
-        "_schedule",
-        "_seq",
-        "_step",
-        "_timed",
-        "_under_way",
-        "_until_s",
-        "_writes",
-    )
-
     def __init__(
         self,
         program: Program,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,13 +234,8 @@ def _laid_out(
 
 
 def _each(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> _Copies:
-    return list(_pairs(parts, sides))
-
-
-def _pairs(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> Iterator[tuple[Array, Array]]:
-    for rank, of_rank in enumerate(parts):
-        for part, pieces in zip(of_rank, sides, strict=True):
-            yield part, pieces[rank]
+    pairs = enumerate(parts)
+    return [(part, side[rank]) for rank, row in pairs for part, side in zip(row, sides, strict=True)]
 
 
 def _swapped(copies: _Copies) -> _Copies:

@@ -6,7 +6,9 @@ Neither holds a tensor.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 from raycollect.backends import arrays
@@ -70,17 +72,15 @@ def timed(ring: Ring | None, program: Program, seq: int, meeting: str) -> Untime
     return _UNTIMED if ring is None else Timed(ring, program, seq, meeting)
 
 
+@dataclass(slots=True, eq=False)
 class Timed(Untimed):
     """Records spans in a timeline."""
 
-    __slots__ = ("_began_s", "_meeting", "_program", "_ring", "_seq")
-
-    def __init__(self, ring: Ring, program: Program, seq: int, meeting: str) -> None:
-        self._ring = ring
-        self._program = program
-        self._seq = seq
-        self._meeting = meeting
-        self._began_s = 0.0
+    _ring: Ring
+    _program: Program
+    _seq: int
+    _meeting: str
+    _began_s: float = 0.0
 
     def begin(self) -> None:
         """Notes the time."""
@@ -91,9 +91,12 @@ class Timed(Untimed):
         ring, failed = self._ring, "" if error is None else type(error).__name__
         ring.put(PART, self._program.name, self._began_s, ring.clock(), self._seq, self._number(), failed)
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
         """Records a wait, if it lasts."""
-        return _Wait(self._ring, what, self._seq)
+        began_s = self._ring.clock()
+        yield
+        self._ring.waited(what, began_s, self._seq)
 
     def door(self) -> AbstractContextManager[None]:
         """Records it."""
@@ -141,18 +144,16 @@ class Timed(Untimed):
         return _Noted(self._ring, kind, name, self._seq, self._ring.label(label))
 
 
+@dataclass(slots=True, eq=False)
 class _Noted:
     # A class: as a generator it takes twice as long.
 
-    __slots__ = ("_began_s", "_kind", "_label", "_name", "_ring", "_seq")
-
-    def __init__(self, ring: Ring, kind: str, name: str, seq: int, label: int) -> None:
-        self._ring = ring
-        self._kind = kind
-        self._name = name
-        self._seq = seq
-        self._label = label
-        self._began_s = 0.0
+    _ring: Ring
+    _kind: str
+    _name: str
+    _seq: int
+    _label: int
+    _began_s: float = 0.0
 
     def __enter__(self) -> None:
         self._began_s = self._ring.clock()
@@ -160,23 +161,6 @@ class _Noted:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         ring, failed = self._ring, "" if kind is None else kind.__name__
         ring.put(self._kind, self._name, self._began_s, ring.clock(), self._seq, self._label, failed)
-
-
-class _Wait:
-    __slots__ = ("_began_s", "_ring", "_seq", "_what")
-
-    def __init__(self, ring: Ring, what: str, seq: int) -> None:
-        self._ring = ring
-        self._what = what
-        self._seq = seq
-        self._began_s = 0.0
-
-    def __enter__(self) -> None:
-        self._began_s = self._ring.clock()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self._ring.waited(self._what, self._began_s, self._seq)
 
 
 def _label_of_program(program: Program, meeting: str = "") -> Label:

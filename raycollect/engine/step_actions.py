@@ -33,8 +33,6 @@ _CONSTANT = (type(None), bool, int, float, str, bytes)
 class MethodCall:
     """A method call, made ready. Arguments lie in slots; constants have slots of their own."""
 
-    __slots__ = ("_args", "_fresh", "_kwargs", "_method", "_runner", "_slot", "step")
-
     is_method = True
 
     def __init__(self, one: Invocation, runner: StepRunner) -> None:
@@ -86,22 +84,6 @@ class MethodCall:
 
 class PlanCall:
     """This participant's half of a plan, made ready."""
-
-    __slots__ = (
-        "_fast_path",
-        "_first",
-        "_inputs",
-        "_kept_door",
-        "_keys",
-        "_last",
-        "_offset",
-        "_outputs",
-        "_program",
-        "_runner",
-        "_same",
-        "nbytes",
-        "step",
-    )
 
     is_method = False
 

@@ -11,7 +11,6 @@ recognised, with all that the last run found out about it (`raycollect.engine.ru
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +36,7 @@ from raycollect.errors import (
 )
 from raycollect.observe import Tracer, run_steps
 from raycollect.pos import Container, unkept
+from raycollect.pos.store import weak
 
 # Calls a method: its name, its arguments by place and by name.
 Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
@@ -244,7 +244,7 @@ class _Known:
         if kept is not None and _is_same(kept, made):
             made = Container(made.structure, made.tensors, value, kept.memo)
         elif self._last[slot]() is not made.tensors[0]:
-            self._kept[slot], self._last[slot] = None, _weak(made.tensors[0])
+            self._kept[slot], self._last[slot] = None, weak(made.tensors[0])
             return made
         self._kept[slot] = made
         return made
@@ -256,14 +256,6 @@ def _gone(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _nothing() -> object:
     return None
-
-
-def _weak(tensor: object) -> Callable[[], object]:
-    # What can't be referenced weakly is kept alive.
-    try:
-        return weakref.ref(tensor)
-    except TypeError:
-        return lambda: tensor
 
 
 def _is_same(one: Container, other: Container) -> bool:

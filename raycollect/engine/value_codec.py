@@ -93,9 +93,9 @@ def unpack_values(data: bytes) -> tuple[Any, ...]:
 
 
 def _extend(value: Any) -> Any:
-    if isinstance(value, np.generic) and _is_plain(value.dtype):
+    if isinstance(value, np.generic) and _name(value.dtype):
         return msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value)))
-    if type(value) in (np.ndarray, np.memmap) and _is_plain(value.dtype):
+    if type(value) in (np.ndarray, np.memmap) and _name(value.dtype):
         return msgpack.ExtType(_ARRAY, _array_bytes(value))
     base = next((one for one in _BASES if isinstance(value, one)), None)
     if base is not None:
@@ -133,10 +133,6 @@ def _array_bytes(array: arrays.Array) -> bytes:
     name = _name(array.dtype).encode()
     shape = struct.pack(f"<{array.ndim}Q", *array.shape)
     return b"".join((_HEAD.pack(len(name), array.ndim), name, shape, array.tobytes()))
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    return bool(_name(dtype))
 
 
 @lru_cache(maxsize=64)
@@ -177,14 +173,6 @@ def _tuple(data: bytes) -> Any:
     if data:
         raise ValueError("a mark with something in it")
     return _MARK
-
-
-def _long(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _complex(data: bytes) -> complex:
-    return complex(*_PARTS_OF_COMPLEX.unpack(data))
 
 
 def _array(data: bytes) -> arrays.Array:
@@ -238,9 +226,9 @@ def _described(
 
 _READERS: dict[int, Callable[[bytes], Any]] = {
     _TUPLE: _tuple,
-    _LONG: _long,
+    _LONG: lambda data: int.from_bytes(data, "little", signed=True),
     _ARRAY: _array,
     _SCALAR: _scalar,
     _TENSOR: _tensor,
-    _COMPLEX: _complex,
+    _COMPLEX: lambda data: complex(*_PARTS_OF_COMPLEX.unpack(data)),
 }

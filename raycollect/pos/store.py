@@ -212,7 +212,7 @@ class Store:
         """Marks ranges as half-written, as long as the owners of the memory live."""
         with self._changed:
             self._dirty.update(
-                {span: _weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
+                {span: weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
             )
 
     def mark_written(self, ranges: Sequence[Range]) -> None:
@@ -311,7 +311,8 @@ def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> 
     return any(max(a[0], b[0]) < min(a[1], b[1]) for other in others for b in other for a in ranges)
 
 
-def _weak(owner: Any) -> Callable[[], Any]:
+def weak(owner: Any) -> Callable[[], Any]:
+    """Refers to an object weakly; keeps alive what can't be referred to so."""
     try:
         return weakref.ref(owner)
     except TypeError:
