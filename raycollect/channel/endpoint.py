@@ -207,7 +207,7 @@ class Link:
 
     def _watch_writes(self) -> None:
         if self._phase is not _Phase.CLOSED:
-            self._loop.rewatch(self._sock, _READ | _WRITE, self._on_ready)
+            self._loop.watch(self._sock, _READ | _WRITE, self._on_ready)
 
     def _flush(self) -> None:
         with self._lock:
@@ -224,7 +224,7 @@ class Link:
             except OSError:
                 self._queue.clear()  # reading tells what happened, after what the peer said last
         if self._phase is not _Phase.CLOSED:
-            self._loop.rewatch(self._sock, _READ, self._on_ready)
+            self._loop.watch(self._sock, _READ, self._on_ready)
         if self._linger is not None:
             self._shut()
 

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raycollect.channel.endpoint import Link, LinkHandler
@@ -140,7 +141,7 @@ class Server:
             self._pause()  # out of descriptors, most likely: trying at once would only spin
             return
         connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
-        client = _HalfOpen(self._loop, sock, connection, self._refusals, on_open=self._promote, on_leave=self._leave)
+        client = _HalfOpen(self._loop, sock, connection, self._refusals, self._promote, self._leave)
         if not self._sweeping:
             self._sweeping = True
             self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._sweep)
@@ -217,27 +218,22 @@ class Server:
             self._data.pop(stream, None)
 
 
+@dataclass(slots=True, eq=False)
 class _HalfOpen:
     """A client that has not authenticated yet. All of it runs on the server's thread."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        connection: Connection,
-        refusals: Refusals,
-        *,
-        on_open: Callable[[_HalfOpen, Opened, list[Event]], None],
-        on_leave: Callable[[_HalfOpen], None],
-    ) -> None:
-        self.sock = sock
-        self.connection = connection
-        self.peer = sockets.peer_of(sock)
+    _loop: Loop
+    sock: socket.socket
+    connection: Connection
+    _refusals: Refusals
+    _on_open: Callable[[_HalfOpen, Opened, list[Event]], None]
+    _on_leave: Callable[[_HalfOpen], None]
+    peer: str = field(init=False)
+    until_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peer = sockets.peer_of(self.sock)
         self.until_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-        self._loop = loop
-        self._refusals = refusals
-        self._on_open = on_open
-        self._on_leave = on_leave
 
     def begin(self) -> None:
         """Sends the challenge and waits for the proof."""

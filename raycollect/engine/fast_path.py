@@ -8,6 +8,7 @@ over: from the start before the agreement, with what all have brought after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 
 from raycollect.backends import arrays
@@ -28,45 +29,34 @@ from raycollect.planner import Program
 from raycollect.pos import Container
 
 
+@dataclass(slots=True, eq=False)
 class FastPath:
-    """The next runs of a program, one at a time: `ready`, then `run`; any thread may call `abort` meanwhile.
+    """The next runs of a program, one at a time: `ready`, then `run`; any thread may call `abort` meanwhile."""
 
-    Args:
-        program: The program.
-        held: Its operands; the containers are the very same objects in each run.
-        known: What the last run on them found out.
-        instruments: The store, the clock and so on.
-        communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
-    """
+    program: Program
+    held: Sequence[Container]  # its operands; the containers are the very same objects in each run
+    known: RunCache  # what the last run on them found out
+    instruments: Instruments
+    communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
+    _first: Kernel = field(init=False)
+    _scheduled: ScheduledBundle = field(init=False)
+    _kernel: Kernel = field(init=False)
+    _seq: int = 0  # of the next run, or the one under way
+    _stopped: bool = False
+    _aborted: Callable[[], str | None] = lambda: None
+    _communicator: Communicator | None = None  # while a run is under way
+    _full: Execution | None = None
+    _until_s: float = 0.0  # when to give up waiting for readers
+    _ring: Ring | None = None  # that has seen a run
+    _label: int = 0  # the number of the label there
+    _kernel_progress: KernelProgress | None = None  # of the thread that runs it
+    _byte_map: ByteMap | None = None  # once somebody has asked how far it is
 
-    def __init__(
-        self,
-        program: Program,
-        held: Sequence[Container],
-        known: RunCache,
-        instruments: Instruments,
-        communicators: Callable[[str], Communicator],
-    ) -> None:
-        self._program = program
-        self._held = tuple(held)
-        self._known = known
-        assert known.first is not None  # see `of`
-        self._first: Kernel = known.first
-        self._instruments = instruments
-        self._communicators = communicators
-        (self._scheduled,) = known.schedule.bundles
-        self._kernel: Kernel = self._scheduled.moves[0].kernels[0]
-        self._seq = 0  # of the next run, or the one under way
-        self._stopped = False
-        self._aborted: Callable[[], str | None] = lambda: None
-        self._communicator: Communicator | None = None  # while a run is under way
-        self._full: Execution | None = None
-        self._until_s = 0.0  # when to give up waiting for readers
-        self._tracer = instruments.tracer
-        self._ring: Ring | None = None  # that has seen a run
-        self._label = 0  # the number of the label there
-        self._kernel_progress: KernelProgress | None = None  # of the thread that runs it
-        self._byte_map: ByteMap | None = None  # once somebody has asked how far it is
+    def __post_init__(self) -> None:
+        assert self.known.first is not None  # see `of`
+        self._first = self.known.first
+        (self._scheduled,) = self.known.schedule.bundles
+        self._kernel = self._scheduled.moves[0].kernels[0]
 
     @staticmethod
     def of(
@@ -86,16 +76,16 @@ class FastPath:
 
     def fits(self, held: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
-        if len(held) != len(self._held):
+        if len(held) != len(self.held):
             return False
-        for one, other in zip(held, self._held, strict=True):
+        for one, other in zip(held, self.held, strict=True):
             if one is not other:
                 return False
         try:
-            same = places_of(self._held) == self._known.places
+            same = places_of(self.held) == self.known.places
         except TypeError:  # a tensor has no memory any more
             return False
-        return same and not self._instruments.store.is_dirty(self._known.ranges)
+        return same and not self.instruments.store.is_dirty(self.known.ranges)
 
     def ready(self, seq: int) -> None:
         """Numbers the next run, for `abort`."""
@@ -111,19 +101,19 @@ class FastPath:
             aborted: Why the plan was aborted, or None.
             landed: Called when all has gone well, before this participant has left the launch; or not at all.
         """
-        program, seq, self._aborted = self._program, self._seq, aborted
-        self._instruments.recorder.add("again", seq, program.name)
+        program, seq, self._aborted = self.program, self._seq, aborted
+        self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
         self._kernel_progress, step = here(), run_steps.here()
         self._kernel_progress.clear()
         communicator, scheduled, ok = None, None, False
         error: RaycollectError | None = None
-        ring = self._tracer.ring
+        ring = self.instruments.tracer.ring
         began_s = agreed_s = ended_s = 0.0
         if ring is not None:
             began_s = ring.clock()
         try:
-            communicator = self._communicator = self._communicators(program.door.group_id)
+            communicator = self._communicator = self.communicators(program.door.group_id)
             reason = self._reason()  # an abort from here on finds the communicator
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
@@ -143,10 +133,10 @@ class FastPath:
                 landed()
         except RaycollectError as exc:
             error = exc
-            return Outcome(error=located(error, program, scheduled, self._instruments.recorder, seq))
+            return Outcome(error=located(error, program, scheduled, self.instruments.recorder, seq))
         except MemoryError as exc:
             error = KernelError(detail=f"out of memory: {exc}")
-            return Outcome(error=located(error, program, scheduled, self._instruments.recorder, seq))
+            return Outcome(error=located(error, program, scheduled, self.instruments.recorder, seq))
         finally:
             self._communicator = self._full = None
             if communicator is not None:
@@ -178,7 +168,7 @@ class FastPath:
             full.abort()
         if communicator is not None:  # besides: `full` may not have begun
             communicator.abort(self._seq)
-            self._instruments.store.wake()
+            self.instruments.store.wake()
 
     def bytes_done(self) -> BytesDone:
         """Returns the progress of the run under way; any thread may call it."""
@@ -186,7 +176,7 @@ class FastPath:
         if full is not None:
             return full.bytes_done()
         if self._byte_map is None:
-            self._byte_map = ByteMap(self._known.schedule)
+            self._byte_map = ByteMap(self.known.schedule)
         return self._byte_map.at(self._scheduled.moves[0], 1, 0.0 if kernel_progress is None else kernel_progress.part)
 
     def _met_ring(self, ring: Ring) -> int:
@@ -198,13 +188,13 @@ class FastPath:
     def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
         """Meets the others; returns an execution that goes on where something has changed after all."""
         try:
-            brought = meet_again(communicator, launch, self._first, self._known.arrival, self._known.blobs)
+            brought = meet_again(communicator, launch, self._first, self.known.arrival, self.known.blobs)
         except RefusedError:  # nothing was brought: it brings why
             return self._in_full(launch.seq, keys, None)
         return None if brought is None else self._in_full(launch.seq, keys, brought)
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
-        store, self._until_s = self._instruments.store, 0.0
+        store, self._until_s = self.instruments.store, 0.0
         with store.writing(scheduled.ranges, self._given_up):
             try:
                 communicator.launch(launch, self._kernel).wait(launch.timeout_s)
@@ -221,21 +211,21 @@ class FastPath:
         return "the plan was aborted" if reason is None and self._stopped else reason
 
     def _given_up(self) -> RaycollectError | None:
-        now_s, limit_s = self._instruments.clock(), self._program.timeout_s
+        now_s, limit_s = self.instruments.clock(), self.program.timeout_s
         self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
         return given_up(self._reason(), now_s > self._until_s, limit_s)
 
     def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
-        program, door = self._program, self._communicator  # which is ended even if the group has gone meanwhile
+        program, door = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
             program,
             keys,
-            lambda group_id: door if door and group_id == program.door.group_id else self._communicators(group_id),
-            self._instruments,
+            lambda group_id: door if door and group_id == program.door.group_id else self.communicators(group_id),
+            self.instruments,
             seq=seq,
             aborted=self._reason,
-            held=self._held,
-            met=None if brought is None else (self._known, brought),
+            held=self.held,
+            met=None if brought is None else (self.known, brought),
         )
         return self._full
 

@@ -16,7 +16,7 @@ from raycollect.engine.kernel_schedule import KernelSchedule
 from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.engine.program_operands import MissingOperand, ProgramOperands
 from raycollect.engine.run_cache import RunCache, places_of
-from raycollect.engine.spans import Untimed
+from raycollect.engine.spans import Timed
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError, Violation
 from raycollect.errors.text import too_large
 from raycollect.observe.run_steps import RunStep
@@ -47,7 +47,7 @@ class Preparation:
     communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
     instruments: Instruments
     launches: LaunchSequence  # of the run
-    spans: Untimed  # the timeline of the run
+    spans: Timed  # the timeline of the run
     seq: int  # the plan's number in its controller's order
     waiting: Callable[[Key], None] | None  # called when an operand's method has not ended yet; None: it never will
     values: Sequence[Container | MissingOperand] | None  # the operands, in the order of the keys; None: in the store

@@ -1,7 +1,6 @@
 """The spans and labels that timelines record of a plan.
 
-Whoever runs a plan marks where each part begins and ends, on a `Timed`, or on an `Untimed` where nothing is recorded.
-Neither holds a tensor.
+Whoever runs a plan marks where each part begins and ends, on what `timed` returns, which holds no tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind
@@ -26,55 +25,9 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 _SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
 
 
-class Untimed:
-    """Records nothing. All but `begin` and `end` return contexts around what they name."""
-
-    __slots__ = ()
-
-    def begin(self) -> None:
-        """The run begins."""
-
-    def end(self, error: RaycollectError | None) -> None:
-        """The run has ended."""
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """A wait for something before the agreement."""
-        return _NOTHING
-
-    def door(self) -> AbstractContextManager[None]:
-        """The agreement of all ranks."""
-        return _NOTHING
-
-    def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
-        """All that is done after the agreement."""
-        return _NOTHING
-
-    def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
-        """One bundle of that."""
-        return _NOTHING
-
-    def staging(self, what: str) -> AbstractContextManager[None]:
-        """Copies before and behind kernels."""
-        return _NOTHING
-
-    def kernels(
-        self, scheduled: ScheduledBundle | None, move: LaunchStep, *, first: int = 0, count: int = 0
-    ) -> AbstractContextManager[None]:
-        """Kernels of a step that run as one, from the `first` on; `count` 0: all."""
-        return _NOTHING
-
-
-_UNTIMED = Untimed()
-
-
-def timed(ring: Ring | None, program: Program, seq: int, meeting: str) -> Untimed:
-    """Returns the recorder of a run's spans; `ring` is the timeline, if one is recorded."""
-    return _UNTIMED if ring is None else Timed(ring, program, seq, meeting)
-
-
 @dataclass(slots=True, eq=False)
-class Timed(Untimed):
-    """Records spans in a timeline."""
+class Timed:
+    """Records spans in a timeline. All but `begin` and `end` return contexts around what they name."""
 
     _ring: Ring
     _program: Program
@@ -83,46 +36,46 @@ class Timed(Untimed):
     _began_s: float = 0.0
 
     def begin(self) -> None:
-        """Notes the time."""
+        """The run begins."""
         self._began_s = self._ring.clock()
 
     def end(self, error: RaycollectError | None) -> None:
-        """Records the whole run."""
+        """The run has ended."""
         ring, failed = self._ring, "" if error is None else type(error).__name__
         ring.put(PART, self._program.name, self._began_s, ring.clock(), self._seq, self._number(), failed)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Records a wait, if it lasts."""
+        """A wait for something before the agreement, recorded if it lasts."""
         began_s = self._ring.clock()
         yield
         self._ring.waited(what, began_s, self._seq)
 
     def door(self) -> AbstractContextManager[None]:
-        """Records it."""
+        """The agreement of all ranks."""
         return _Noted(self._ring, DOOR, "door", self._seq, self._number())
 
     def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
-        """Records it, where there are several."""
+        """All that is done after the agreement, recorded where there are several calls."""
         program = self._program
         if len(program.tasks) == 1:
             return _NOTHING
         return self._span(COLLECTIVE, program.name, _label_of_schedule(program, schedule, self._meeting))
 
     def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
-        """Records it, unless it is the same as its one kernel."""
+        """One bundle of that, recorded unless it is the same as its one kernel."""
         if _is_only_kernel(scheduled):
             return _NOTHING
         return self._span(COLLECTIVE, scheduled.share.op, label_of_bundle(scheduled, self._meeting))
 
     def staging(self, what: str) -> AbstractContextManager[None]:
-        """Records it."""
+        """Copies before and behind kernels."""
         return self._span(STAGING, what)
 
     def kernels(
         self, scheduled: ScheduledBundle | None, move: LaunchStep, *, first: int = 0, count: int = 0
     ) -> AbstractContextManager[None]:
-        """Records them."""
+        """Kernels of a step that run as one, from the `first` on; `count` 0: all."""
         if scheduled is None:
             return _NOTHING
         if _is_only_kernel(scheduled):
@@ -142,6 +95,23 @@ class Timed(Untimed):
 
     def _span(self, kind: str, name: str, label: Label = NO_LABEL) -> AbstractContextManager[None]:
         return _Noted(self._ring, kind, name, self._seq, self._ring.label(label))
+
+
+class _Untimed:
+    """In place of a `Timed`, records nothing."""
+
+    def _ignore(self, *what: Any, **which: Any) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    begin = end = waiting = door = calls = bundle = staging = kernels = _ignore
+
+
+_UNTIMED = cast("Timed", _Untimed())
+
+
+def timed(ring: Ring | None, program: Program, seq: int, meeting: str) -> Timed:
+    """Returns the recorder of a run's spans; `ring` is the timeline, if one is recorded."""
+    return _UNTIMED if ring is None else Timed(ring, program, seq, meeting)
 
 
 @dataclass(slots=True, eq=False)

@@ -145,12 +145,10 @@ class GlooCommunicator(Meshed):
     def close(self) -> None:
         """Closes the connections, unless a library kernel is running: it can't be interrupted."""
         self._broken = self._broken or "the communicator was closed"
-        self.close_mesh()
+        self._mesh.close()
         if self._lock.acquire(blocking=False):
             try:
-                link, self._link = self._link, None
-                if link is not None:
-                    link.close()
+                self._break("")
             finally:
                 self._lock.release()
 

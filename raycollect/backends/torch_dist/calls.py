@@ -50,7 +50,7 @@ class Calls:
         options = cls()
         options.timeout = self._left()
         if op is not None:
-            options.reduceOp = _reduce_by(op)
+            options.reduceOp = getattr(c10d.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
         if root is not None:
             options.rootRank = root
         return options
@@ -123,7 +123,3 @@ class Calls:
             detail = f"launch {self._launch.seq} did not end within {self._launch.timeout_s:g} s"
             timeout_s, group_name = self._launch.timeout_s, self.library.group_name
             raise CollectiveTimeoutError(group_name=group_name, timeout_s=timeout_s, detail=detail)
-
-
-def _reduce_by(op: ReduceOp) -> Any:
-    return getattr(c10d.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)

@@ -116,7 +116,7 @@ class TorchCommunicator(Meshed):
     def close(self) -> None:
         """Shuts the library down, once a running kernel has noticed."""
         self._broken = self._broken or "the communicator was closed"
-        self.close_mesh()
+        self._mesh.close()
         if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
             try:
                 library, self._library = self._library, None
