@@ -32,13 +32,7 @@ from raycollect.core.protocols import (
     Surviving,
     Together,
 )
-from raycollect.errors import (
-    BackendNotInstalledError,
-    BackendUnavailableError,
-    UnknownBackendError,
-    Violation,
-    refusal,
-)
+from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError, Violation, refusal
 
 __all__ = [
     "BACKENDS",

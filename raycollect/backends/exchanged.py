@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raycollect.backends.completion import aborted
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Exchange
-from raycollect.errors import GroupBrokenError, PlanAbortedError, RaycollectError, Violation, refusal
+from raycollect.errors import GroupBrokenError, RaycollectError, Violation, refusal
 
 
 class Exchanged:
@@ -50,8 +51,7 @@ class Exchanged:
 
     def _check_aborted(self, launch: Launch) -> None:
         if launch.seq in self._aborted:
-            detail = f"launch {launch.seq} was aborted"
-            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+            raise aborted(self._group_name, launch, self.rank)
 
     def _check_whole(self) -> None:
         if self._broken:

@@ -160,12 +160,8 @@ def _stand_in(array: Array | DeviceArray, home: str) -> Any:
 def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Check) -> None:
     """Copies a tensor to another one of as many elements and the same dtype, wherever each lies.
 
-    The copy comes after all that the caller has enqueued, and has ended when the call returns.
-
-    Args:
-        target: What is written.
-        source: What is read.
-        check: Called while a device is waited for.
+    The copy comes after all that the caller has enqueued, and has ended when the call returns. `check` is called while
+    a device is waited for.
 
     Raises:
         KernelError: The device has failed.

@@ -52,10 +52,8 @@ class Execution:
     """One run of one program.
 
     Args:
-        program: What to do.
         keys: The keys of its operands.
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
-        instruments: The store, the clock and so on.
         seq: The plan's number in its controller's order; its launches take the numbers from there on.
         aborted: Why the plan was aborted, or None; asked before each launch, and while waiting for an operand.
         waiting: Called when an operand's method has not ended yet; None: it never will, since ordered actors run

@@ -96,10 +96,7 @@ class FastPath:
     ) -> Outcome:
         """Runs it on operands that fit; a failure is an outcome, never an exception.
 
-        Args:
-            keys: The keys of the operands.
-            aborted: Why the plan was aborted, or None.
-            landed: Called when all has gone well, before this participant has left the launch; or not at all.
+        `landed` is called when all has gone well, before this participant has left the launch; or not at all.
         """
         program, seq, self._aborted = self.program, self._seq, aborted
         self.instruments.recorder.add("again", seq, program.name)

@@ -22,10 +22,7 @@ VERSION = 1
 def captured_key(capture: bytes, run: int, step: int) -> Key:
     """The key of what one call of a capture makes in one run: it names the value in errors, and is unique.
 
-    Args:
-        capture: The capture's id.
-        run: The run, from 1; 0: any run, as in plans.
-        step: The place of the call in the capture.
+    Runs count from 1; 0: any run, as in plans. `step` is the place of the call in the capture.
     """
     return Key(capture + run.to_bytes(8, "little") + step.to_bytes(4, "little"))
 

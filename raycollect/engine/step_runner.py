@@ -27,13 +27,7 @@ from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
 from raycollect.engine.value_codec import pack_values, unpack_values
-from raycollect.errors import (
-    CaptureError,
-    MethodError,
-    PlanAbortedError,
-    ProtocolError,
-    RaycollectError,
-)
+from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
 from raycollect.observe import Tracer, run_steps
 from raycollect.pos import Container, unkept
 from raycollect.pos.store import weak
@@ -51,11 +45,7 @@ class StepRunner:
         step_program: What to do.
         refs: The values of its refs, in the order of their slots: containers, or what went by value.
         invoke: Calls a method of the actor.
-        instruments: The store, the clock and so on.
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
-
-    Attributes:
-        is_single: Whether a run is one plan, and nothing else.
     """
 
     def __init__(
@@ -87,6 +77,7 @@ class StepRunner:
             for one in step_program.actions
         ]
         self._final = self._actions[-1] if self._actions else None
+        # Whether a run is one plan, and nothing else
         self.is_single: bool = len(self._actions) == 1 and type(self._final) is PlanCall
 
     def run(

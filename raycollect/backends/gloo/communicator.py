@@ -27,7 +27,7 @@ from importlib import import_module
 import numpy as np
 
 from raycollect.backends.arrays import Flat
-from raycollect.backends.completion import DONE, chunks, movement, reduce_op, reduction, translated
+from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
 from raycollect.backends.meshed import Meshed, descriptors
@@ -157,8 +157,7 @@ class GlooCommunicator(Meshed):
         self._check_aborted(launch)
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
-            raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+            raise late(self._group_name, launch)
         return left_s
 
     @contextmanager

@@ -32,6 +32,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from raycollect.backends.completion import late
 from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
 from raycollect.backends.nccl.group import HINT, Joined, join, said
 from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
@@ -43,12 +44,7 @@ from raycollect.backends.streams import GroupStream, captured
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import (
-    CollectiveTimeoutError,
-    GroupBrokenError,
-    KernelError,
-    RaycollectError,
-)
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
 
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 LOOK_S = 0.01  # How often a wait asks NCCL for errors
@@ -292,8 +288,7 @@ class NcclCommunicator(OnGpu):
             self._nccl.abort()
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
-        detail = f"launch {launch.seq} did not {what} of rank {self.rank} within {launch.timeout_s:g} s; {HINT}"
-        return CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+        return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")
 
     @contextmanager
     def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:

@@ -33,7 +33,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import cast
 
-from raycollect.backends.completion import DONE
+from raycollect.backends.completion import DONE, late
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.folds import refusal_reason
 from raycollect.backends.loans import Loans
@@ -195,8 +195,7 @@ class IpcCommunicator(OnGpu):
             self._check_going(launch)
             now_s = time.monotonic()
             if now_s > until_s:
-                detail = f"launch {launch.seq} did not end on the GPU of rank {self.rank} within {launch.timeout_s:g} s"
-                raise CollectiveTimeoutError(group_name=self.group_name, timeout_s=launch.timeout_s, detail=detail)
+                raise late(self.group_name, launch, f"end on the GPU of rank {self.rank}")
             time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
 
     @contextmanager

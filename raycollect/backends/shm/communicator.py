@@ -11,6 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -108,9 +109,7 @@ class ShmCommunicator:
             self._begin(parts, launch)
             return parts.meeting.agree(launch, arrival)
 
-    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """The same, for communicators that use this one as their `Exchange`."""
-        return self.agree(launch, arrival)
+    __call__ = agree  # for communicators that use this one as their `Exchange`
 
     def again(
         self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
@@ -181,19 +180,13 @@ class ShmCommunicator:
 
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""
-        try:
-            with self as parts:
-                parts.meeting.abort(seq)
-        except GroupBrokenError:
-            return
+        with suppress(GroupBrokenError), self as parts:
+            parts.meeting.abort(seq)
 
     def lost(self, rank: int) -> None:
         """Ends waits for a rank whose process has ended; see `Surviving`."""
-        try:
-            with self as parts:
-                parts.meeting.lost(rank)
-        except GroupBrokenError:
-            return
+        with suppress(GroupBrokenError), self as parts:
+            parts.meeting.lost(rank)
 
     def close(self) -> None:
         """Wakes threads that are inside, and releases the memory when they have left."""

@@ -36,6 +36,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from raycollect.backends.completion import DONE, translated
@@ -129,9 +130,7 @@ class TcpCommunicator:
         with self as link:
             return link.agree(launch, arrival)
 
-    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """The same, for communicators that use this one as their `Exchange`."""
-        return self.agree(launch, arrival)
+    __call__ = agree  # for communicators that use this one as their `Exchange`
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
@@ -142,11 +141,9 @@ class TcpCommunicator:
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
-        try:
-            with self as link:
-                return link.silent(launch, timeout_s)
-        except GroupBrokenError:
-            return ()
+        with suppress(GroupBrokenError), self as link:
+            return link.silent(launch, timeout_s)
+        return ()
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
