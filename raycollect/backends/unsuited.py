@@ -16,9 +16,7 @@ from raycollect.errors.text import a_type
 
 # Kind of a numpy type that is not a number -> what is wrong with it
 _KINDS = {
-    "U": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
-    "S": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
-    "T": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
+    **dict.fromkeys("UST", "whose elements are text (give numbers: x.astype(float), or a code for each text)"),
     "O": "whose elements are objects of Python (give numbers: x.astype(float), or a list of arrays)",
     "M": "whose elements are dates (give x.view('int64'))",
     "m": "whose elements are times (give x.view('int64'))",

@@ -138,9 +138,8 @@ class Link:
 
     def _announce(self, reason: ChannelError) -> None:
         handler, self._handler = self._handler, None  # which may hold this link, and more
-        if handler is None:
-            return
-        threads.survives(handler.closed, self, reason)
+        if handler is not None:
+            threads.survives(handler.closed, self, reason)
 
     def _on_ready(self, ready: int) -> None:
         try:

@@ -267,7 +267,8 @@ class _HalfOpen:
         except (BlockingIOError, InterruptedError):
             pass
         except ChannelError as exc:
-            self._say_farewell()
+            with contextlib.suppress(OSError):  # a courtesy: an honest client can say "wrong key" instead of "lost"
+                self.sock.send(self.connection.farewell)
             self.refuse(exc.detail)
         except OSError as exc:
             self.refuse(f"the connection broke: {exc}")
@@ -285,10 +286,6 @@ class _HalfOpen:
         # A fresh socket's buffer is empty: if a few bytes don't fit, the peer plays games.
         if self.sock.send(data) != len(data):
             raise ConnectionLostError(detail="it does not read", peer=self.peer)
-
-    def _say_farewell(self) -> None:
-        with contextlib.suppress(OSError):  # only a courtesy: an honest client can say "wrong key" instead of "lost"
-            self.sock.send(self.connection.farewell)
 
     def _leave(self) -> None:
         self._on_leave(self)

@@ -52,7 +52,6 @@ class Execution:
     """One run of one program.
 
     Args:
-        keys: The keys of its operands.
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
         seq: The plan's number in its controller's order; its launches take the numbers from there on.
         aborted: Why the plan was aborted, or None; asked before each launch, and while waiting for an operand.

@@ -128,11 +128,8 @@ class FastPath:
             ok = True
             if landed is not None:
                 landed()
-        except RaycollectError as exc:
-            error = exc
-            return Outcome(error=located(error, program, scheduled, self.instruments.recorder, seq))
-        except MemoryError as exc:
-            error = KernelError(detail=f"out of memory: {exc}")
+        except (RaycollectError, MemoryError) as exc:
+            error = exc if isinstance(exc, RaycollectError) else KernelError(detail=f"out of memory: {exc}")
             return Outcome(error=located(error, program, scheduled, self.instruments.recorder, seq))
         finally:
             self._communicator = self._full = None
@@ -141,20 +138,9 @@ class FastPath:
             if ring is not None:
                 label = self._label if ring is self._ring else self._met_ring(ring)
                 kind = DOOR if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
-                ring.entries.append(
-                    (
-                        next(ring.numbers),
-                        kind,
-                        program.name,
-                        began_s,
-                        (ended_s or ring.clock()) if kind is AGAIN else agreed_s,
-                        get_ident(),
-                        seq,
-                        label,
-                        "" if error is None else type(error).__name__,
-                        agreed_s,
-                    )
-                )
+                at, thread, failed = next(ring.numbers), get_ident(), "" if error is None else type(error).__name__
+                until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
+                ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
         return Outcome()
 
     def abort(self) -> None:

@@ -31,7 +31,7 @@ class LaunchSequence:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _stopped: bool = False
     _number: int = 0  # of the latest launch, counted from the first
-    _open: _Open | None = None
+    opened: _Open | None = None  # the communicator and its launch; None: the controller carries the agreement
     _wakes: Callable[[int], None] | None = None  # of what is open
 
     @property
@@ -46,16 +46,12 @@ class LaunchSequence:
         if door.group_id:
             communicator = self.communicators(door.group_id)
             with self._lock:
-                self._open, self._wakes = (communicator, self._door()), communicator.abort
+                self.opened, self._wakes = (communicator, self._door()), communicator.abort
         elif self.exchange is None:
             raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
         else:
             with self._lock:
                 self._wakes = self.exchange.abort
-
-    def stage(self) -> _Open | None:
-        """The communicator of the agreement and its launch; None where the controller carries it."""
-        return self._open
 
     def meet(self, arrival: bytes) -> tuple[bytes, ...]:
         """Brings an arrival to the agreement, and waits for those of all.
@@ -65,8 +61,8 @@ class LaunchSequence:
             CollectiveTimeoutError: Not all came in time.
         """
         self._check()
-        if self._open is not None:
-            communicator, door = self._open
+        if self.opened is not None:
+            communicator, door = self.opened
             blobs = communicator.agree(door, arrival)
         else:
             assert self.exchange is not None  # `begin` has checked it
@@ -82,7 +78,7 @@ class LaunchSequence:
         Raises:
             RefusedError: The kernel can't be prepared; nothing was brought.
         """
-        opened = self._open
+        opened = self.opened
         if opened is None or kernel is None:
             blobs = self.meet(arrival)
             return None if blobs == expected else blobs
@@ -99,8 +95,8 @@ class LaunchSequence:
             GroupBrokenError: This participant has no such group.
             CollectiveTimeoutError: Not all came in time.
         """
-        if number == self._number and self._open is not None:
-            return self._open
+        if number == self._number and self.opened is not None:
+            return self.opened
         communicator = self.communicators(group_id)
         program = self.program
         launch = Launch(seq=self.seq + number, ranks=tuple(ranks), timeout_s=program.timeout_s)
@@ -112,7 +108,7 @@ class LaunchSequence:
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the launch
             self._check()
             self._number = number
-            opened = self._open = communicator, launch
+            opened = self.opened = communicator, launch
             self._wakes = communicator.abort
         communicator.agree(patient, b"")
         return opened
@@ -139,7 +135,7 @@ class LaunchSequence:
 
     def forsake(self, kernels: Sequence[Kernel]) -> None:
         """Tells the backend that others may wait in kernels of the open launch that this rank will not end."""
-        opened = self._open
+        opened = self.opened
         if kernels and opened is not None and isinstance(opened[0], Forsaking):
             opened[0].forsake(opened[1], kernels)
 
@@ -167,7 +163,7 @@ class LaunchSequence:
 
     def _close(self, *, ok: bool) -> tuple[int, ...]:
         with self._lock:
-            opened, self._open, self._wakes = self._open, None, None
+            opened, self.opened, self._wakes = self.opened, None, None
         return () if opened is None else opened[0].end(opened[1], ok)
 
     def _check(self) -> None:

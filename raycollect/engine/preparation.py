@@ -156,7 +156,7 @@ class Preparation:
 
     def _stage(self, operands: ProgramOperands, kernel: Kernel) -> None:
         # What the backend refuses, all ranks hear of in the agreement.
-        opened = self.launches.stage()
+        opened = self.launches.opened
         if opened is None:
             return
         buffers = operands.staging_buffers

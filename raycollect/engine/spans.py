@@ -60,7 +60,9 @@ class Timed:
         program = self._program
         if len(program.tasks) == 1:
             return _NOTHING
-        return self._span(COLLECTIVE, program.name, _label_of_schedule(program, schedule, self._meeting))
+        nbytes = sum(_agreed_nbytes(one.share.op, verdict) for one in schedule.bundles for verdict in one.agreed)
+        label = _label_of_door(program, self._meeting)._replace(nbytes=nbytes, calls=1)  # as one batch
+        return self._span(COLLECTIVE, program.name, label)
 
     def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
         """One bundle of that, recorded unless it is the same as its one kernel."""
@@ -151,12 +153,6 @@ def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
     share = scheduled.share
     nbytes = sum(_agreed_nbytes(share.op, one) for one in scheduled.agreed)
     return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
-
-
-def _label_of_schedule(program: Program, schedule: KernelSchedule, meeting: str = "") -> Label:
-    # As one batch.
-    nbytes = sum(_agreed_nbytes(one.share.op, verdict) for one in schedule.bundles for verdict in one.agreed)
-    return _label_of_door(program, meeting)._replace(nbytes=nbytes, calls=1)
 
 
 def _label_of_move(move: LaunchStep, rank: int, meeting: str = "") -> Label:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 # Program, number of its first launch -> the controller's exchange, for participants that share no group.
 Exchanges = Callable[[Program, int], Exchange | None]
 
-_RUN_AT = CAPTURE_NBYTES, CAPTURE_NBYTES + 8
 _CONSTANT = (type(None), bool, int, float, str, bytes)
 
 
@@ -103,7 +102,7 @@ class PlanCall:
         if self._program.keys != len(one.inputs):
             raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
         keys = [step_program.keys[slot] for slot in one.inputs]
-        before, after = _RUN_AT
+        before, after = CAPTURE_NBYTES, CAPTURE_NBYTES + 8  # of the run's number in a key
         varies = [key.startswith(step_program.capture) and not any(key[before:after]) for key in keys]
         self._same = None if any(varies) else tuple(keys)
         self._keys = [

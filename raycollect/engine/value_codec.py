@@ -7,6 +7,7 @@ member its number or text, a named tuple a tuple. Nothing is pickled, so that re
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -176,9 +177,7 @@ def _tuple(data: bytes) -> Any:
 
 
 def _array(data: bytes) -> arrays.Array:
-    array, elements = _described(data, np.empty)
-    array.reshape(-1).view(np.uint8)[...] = elements
-    return array
+    return _filled(data, np.empty)
 
 
 def _scalar(data: bytes) -> Any:
@@ -202,26 +201,22 @@ def _tensor(data: bytes) -> Any:
         made.append(arrays.empty(info))
         return cast("arrays.Array", arrays.memory(made[0]))
 
-    array, elements = _described(data[start:], make)
-    array.reshape(-1).view(np.uint8)[...] = elements
+    _filled(data[start:], make)
     return made[0]
 
 
-def _described(
-    data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.Array]
-) -> tuple[arrays.Array, arrays.Array]:
-    # Returns (the array to fill, its elements as uint8), once these are known to be complete.
+def _filled(data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.Array]) -> arrays.Array:
+    # Makes the array once the elements are known to be complete.
     name_nbytes, ndim = _HEAD.unpack_from(data)
     shape_at = _HEAD.size + name_nbytes
     shape = struct.unpack_from(f"<{ndim}Q", data, shape_at)
     elements = np.frombuffer(data, np.uint8, offset=shape_at + 8 * ndim)
     dtype = _dtype(data[_HEAD.size : shape_at].decode())
-    nbytes = dtype.itemsize
-    for byte_map in shape:
-        nbytes *= byte_map
-    if nbytes != elements.size:
+    if math.prod(shape, start=dtype.itemsize) != elements.size:
         raise ValueError(f"{elements.size} bytes for {dtype}{list(shape)}")
-    return make(shape, dtype), elements
+    array = make(shape, dtype)
+    array.reshape(-1).view(np.uint8)[...] = elements
+    return array
 
 
 _READERS: dict[int, Callable[[bytes], Any]] = {

@@ -32,6 +32,7 @@ from raycollect.backends.folds import finish
 from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
+from raycollect.backends.tcp.join import gathered
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InternalError, InvalidGroupError
@@ -74,7 +75,7 @@ def create(
             replace(spec, backend="torch:gloo"), rank, rendezvous, exchange, host=host
         )
         return made
-    library = GlooLibrary(name, import_module(name))
+    library = GlooLibrary(import_module(name))
     mesh = connect(spec, rank, rendezvous, host)
     link = None
     try:
@@ -88,19 +89,13 @@ def create(
 
 
 def _common(spec: GroupSpec, rendezvous: Rendezvous) -> str:
-    until_s = time.monotonic() + JOIN_TIMEOUT_S
-    found: dict[int, list[str]] = {}
-    missing = []
-    for rank in range(spec.world_size):
-        try:
-            found[rank] = json.loads(rendezvous.get(f"gloo.has.{rank}", max(until_s - time.monotonic(), 0.001)))
-        except CollectiveTimeoutError:
-            missing.append(rank)
+    found, missing = gathered(rendezvous, "gloo.has", range(spec.world_size), time.monotonic() + JOIN_TIMEOUT_S)
     if missing:
         detail = f"backend 'gloo': ranks {missing} did not come within {JOIN_TIMEOUT_S:g} s"
         raise CollectiveTimeoutError(
             op="join", group_name=spec.name, missing=tuple(missing), timeout_s=JOIN_TIMEOUT_S, detail=detail
         )
+    name: str
     for name in found[0]:
         if all(name in there for there in found.values()):
             return name
@@ -126,7 +121,7 @@ class GlooCommunicator(Meshed):
             if self._link is None:
                 raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
             with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
-                _Run(self, self._link, launch).run(kernel)
+                _KERNELS[kernel.kind](_Run(self, self._link, launch), kernel)
         return DONE
 
     def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
@@ -180,9 +175,6 @@ class _Run:
         self._until_s = time.monotonic() + launch.timeout_s
         self._world_size = communicator.world_size
         self._me = communicator.rank
-
-    def run(self, kernel: Kernel) -> None:
-        _KERNELS[kernel.kind](self, kernel)
 
     def _chunks(self, size: int, dtype: np.dtype[np.generic]) -> Iterator[tuple[int, int]]:
         # The library has to finish each chunk in the time that is left.

@@ -179,15 +179,11 @@ class IpcCommunicator(OnGpu):
 
     def _listed(self, launch: Launch, listing: Listing, until_s: float) -> list[tuple[Shown, ...]]:
         left_s = max(until_s - time.monotonic(), 0.0)
-        told = self._host.agree(replace(launch, timeout_s=left_s), listing.pack())
+        told = zip(launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), listing.pack()), strict=True)
         self._check_going(launch)
+        listings = {rank: listing if rank == self.rank else Listing.unpack(one) for rank, one in told}
         with import_module("cupy").cuda.Device(self.number):
-            return self._imports.shown(
-                {
-                    rank: listing if rank == self.rank else Listing.unpack(one)
-                    for rank, one in zip(launch.ranks, told, strict=True)
-                }
-            )
+            return self._imports.shown(listings)
 
     def _wait(self, launch: Launch, until_s: float) -> None:
         began_s = time.monotonic()
