@@ -16,7 +16,7 @@ import numpy as np
 from raycollect.core.model import Key, task_key
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.errors import RaycollectError
 from raycollect.member.lease import Lease
 from raycollect.member.wait_monitor import WaitMonitor

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from raycollect.backends.completion import late
 from raycollect.backends.torch_dist.group import c10d
 from raycollect.core import threads
 from raycollect.core.model import Launch, ReduceOp
-from raycollect.errors import CollectiveTimeoutError
 
 LOOK_S = 0.05  # How often a wait checks for an abort
 SETTLE_S = 10.0  # How long after its time limit a library call may take to end once its connections were shut down
@@ -50,7 +50,7 @@ class Calls:
         options = cls()
         options.timeout = self._left()
         if op is not None:
-            options.reduceOp = _reduce_by(op)
+            options.reduceOp = getattr(c10d.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
         if root is not None:
             options.rootRank = root
         return options
@@ -120,10 +120,4 @@ class Calls:
         """Raises if the launch was aborted or is late, or the communicator was closed."""
         self._look_outside(self._launch)
         if time.monotonic() > self._until_s:
-            detail = f"launch {self._launch.seq} did not end within {self._launch.timeout_s:g} s"
-            timeout_s, group_name = self._launch.timeout_s, self.library.group_name
-            raise CollectiveTimeoutError(group_name=group_name, timeout_s=timeout_s, detail=detail)
-
-
-def _reduce_by(op: ReduceOp) -> Any:
-    return getattr(c10d.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
+            raise late(self.library.group_name, self._launch)

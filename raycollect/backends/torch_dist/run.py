@@ -34,9 +34,7 @@ def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
         calls.do(calls.library.backend.barrier, calls.options(c10d.BarrierOptions))
 
 
-class _HostRun:
-    """A kernel on arrays in CPU memory."""
-
+class _Run:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._torch = calls.library.backend
@@ -44,6 +42,10 @@ class _HostRun:
         self._ranks = range(calls.library.world_size)
         # Whether the library works in the user's arrays: it does if it can be kept from writing there later.
         self._lends = calls.library.sever is not None
+
+
+class _HostRun(_Run):
+    """A kernel on arrays in CPU memory."""
 
     def allreduce(self, kernel: Kernel) -> None:
         (src, dst), op = reduction(kernel), reduce_op(kernel)
@@ -84,14 +86,8 @@ class _HostRun:
             dst.write(lo, hi, out)
 
 
-class _DeviceRun:
+class _DeviceRun(_Run):
     """A kernel on tensors in device memory."""
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._torch = calls.library.backend
-        self._me = calls.library.rank
-        self._ranks = range(calls.library.world_size)
 
     def allreduce(self, kernel: Kernel) -> None:
         src, dst, op = Row(kernel.src), Row(kernel.dst), reduce_op(kernel)
