@@ -64,9 +64,15 @@ class HubClient:
         return self.stale or self.recalled or self.stop is not None
 
     def note_agreed(self) -> None:
-        """Notes that all ranks have come."""
+        """Notes that all ranks have come; from then on the attempt is not recalled any more.
+
+        Raises:
+            PlanAbortedError: It was recalled just before. No kernel may begin.
+        """
         with self.changed:
             self.agreed = True
+            if self.recalled:
+                raise PlanAbortedError(detail="it was recalled in the moment in which all had come")
 
     def notify(self) -> None:
         """Wakes all waits of this communicator."""

@@ -9,7 +9,8 @@ mesh (`meshed`), by the kernels of backend `tcp`. In device memory each operatio
 gloo works in the user's arrays: a copy there and back takes half as long as an allreduce. A kernel that timed out may
 still run in a thread of the library, and must not write to a tensor that belongs to the user again. So the library's
 connections are shut down, which ends the kernel, and the end is waited for. Where they can't be shut down, data is
-received in memory of our own and copied out when complete.
+received in memory of our own and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
+of them at the same time.
 
 Pieces of several sizes, in device memory: ALLTOALL moves exactly them; ALLGATHER moves up to the smallest size, and the
 rest by broadcasts; GATHER, SCATTER and REDUCESCATTER pad each chunk to the largest piece.
