@@ -32,13 +32,7 @@ from raycollect.core.protocols import (
     Surviving,
     Together,
 )
-from raycollect.errors import (
-    BackendNotInstalledError,
-    BackendUnavailableError,
-    UnknownBackendError,
-    Violation,
-    refusal,
-)
+from raycollect.errors import BackendNotInstalledError, BackendUnavailableError, UnknownBackendError, Violation, refusal
 
 __all__ = [
     "BACKENDS",
@@ -220,12 +214,7 @@ def choose(machines: Sequence[str], gpus: Sequence[Gpu | None] = (), options: Co
 
 
 def check_placement(name: str, machines: Sequence[str], group_name: str = "default") -> None:
-    """Refuses members that a backend can't bring together.
-
-    Args:
-        name: The backend.
-        machines: One machine id per member, as in `Member.machine`.
-        group_name: For the error.
+    """Refuses members, on these machines as in `Member.machine`, that a backend can't bring together.
 
     Raises:
         UnknownBackendError: There is no such backend.

@@ -39,7 +39,7 @@ def room(
     """Allocates `count` consecutive tensors like `like` on device `home`; may raise MemoryError."""
     info = replace(arrays.info(like, like.library), shape=(count, *like.shape), device=f"cuda:{home}")
     made = (allocate or arrays.empty)(info)
-    return tuple(_seen(made[at]) for at in range(count))
+    return tuple(cast("DeviceArray", arrays.memory(made[at])) for at in range(count))
 
 
 def brought(sources: Sequence[DeviceArray], home: int) -> tuple[DeviceArray, ...]:
@@ -162,7 +162,3 @@ def _line(made: Sequence[DeviceArray]) -> Any:
 
 def _device(array: DeviceArray) -> int:
     return device_id(array.device)
-
-
-def _seen(tensor: Any) -> DeviceArray:
-    return cast("DeviceArray", arrays.memory(tensor))

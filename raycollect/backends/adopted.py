@@ -38,11 +38,7 @@ from raycollect.backends.options import (
 )
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import (
-    BackendUnavailableError,
-    Violation,
-    refusal,
-)
+from raycollect.errors import BackendUnavailableError
 
 # The operations of a `BaseGroup`
 METHODS: dict[OpKind, str] = {
@@ -147,7 +143,7 @@ class AdoptedCommunicator(Exchanged):
     def __init__(self, group: Any, spec: GroupSpec, rank: int, exchange: Exchange) -> None:
         super().__init__(spec, rank, exchange)
         self._group = group
-        self._spec = spec
+        self._backend = spec.backend
         self._ops = {kind for kind, method in METHODS.items() if _overrides(type(group), method)}
         self._reduce_ops = _reduce_ops(type(group))
         self._closed = False
@@ -163,7 +159,7 @@ class AdoptedCommunicator(Exchanged):
         with self._busy:
             self._check_going(launch)
             try:
-                with translated(kernel.kind, self._spec.name, self.rank):
+                with translated(kernel.kind, self._group_name, self.rank):
                     _KERNELS[kernel.kind](self, kernel, timedelta(seconds=launch.timeout_s))
             except BaseException as exc:
                 self._broken = f"{kernel.kind.value} of launch {launch.seq} failed in mid-kernel: {exc}"
@@ -186,23 +182,15 @@ class AdoptedCommunicator(Exchanged):
                 self._busy.release()
 
     def _check_supported(self, launch: Launch, kernel: Kernel) -> None:
-        pair = kernel.kind in (OpKind.SEND, OpKind.RECV)
+        pair, runs = kernel.kind in (OpKind.SEND, OpKind.RECV), f"what backend {self._backend!r} runs"
         if kernel.kind not in self._ops:
-            self._refuse(kernel, "op", kernel.kind.value, ", ".join(sorted(kind.value for kind in self._ops)))
+            known = ", ".join(sorted(kind.value for kind in self._ops))
+            raise self._refused(kernel, "op", kernel.kind.value, f"{runs}: {known}")
         if kernel.op is not None and kernel.op not in self._reduce_ops:
-            self._refuse(kernel, "reduce op", kernel.op.name, ", ".join(op.name for op in self._reduce_ops))
+            known = ", ".join(op.name for op in self._reduce_ops)
+            raise self._refused(kernel, "reduce op", kernel.op.name, f"{runs}: {known}")
         if not pair and len(launch.ranks) != self.world_size:
-            self._refuse(kernel, "list of ranks", str(list(launch.ranks)), "all of the group")
-
-    def _refuse(self, kernel: Kernel, field: str, found: str, expected: str) -> None:
-        violation = Violation(
-            kind="unsupported",
-            rank=self.rank,
-            field=field,
-            found=found,
-            expected=f"what backend {self._spec.backend!r} runs: {expected}",
-        )
-        raise refusal(kernel.kind.value, self._spec.name, (violation,))
+            raise self._refused(kernel, "list of ranks", str(list(launch.ranks)), f"{runs}: all of the group")
 
     def _allreduce(self, kernel: Kernel, left: timedelta) -> None:
         lent = _Lent(kernel.dst, kernel.src.shape, holding=kernel.src)

@@ -11,8 +11,16 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
 from raycollect.core.kernel_progress import here
-from raycollect.core.model import Kernel, OpKind, ReduceOp
-from raycollect.errors import InternalError, KernelError, RaycollectError, Violation, refusal
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    InternalError,
+    KernelError,
+    PlanAbortedError,
+    RaycollectError,
+    Violation,
+    refusal,
+)
 
 _Found = TypeVar("_Found")
 
@@ -24,6 +32,25 @@ def check_arrival(arrival: bytes, limit_nbytes: int, group_name: str, rank: int)
         expected = f"at most {limit_nbytes}: several operands, one after the other"
         violation = Violation(kind="unsupported", rank=rank, field="operand", found=found, expected=expected)
         raise refusal("", group_name, (violation,))
+
+
+def late(group_name: str, launch: Launch, what: str = "end", hint: str = "") -> CollectiveTimeoutError:
+    """Makes the error of a rank whose launch lasts too long; `what` it did not do."""
+    detail = f"launch {launch.seq} did not {what} within {launch.timeout_s:g} s{hint}"
+    return CollectiveTimeoutError(group_name=group_name, timeout_s=launch.timeout_s, detail=detail)
+
+
+def absent(group_name: str, launch: Launch, missing: Sequence[int]) -> CollectiveTimeoutError:
+    """Makes the error of a rank that has waited in vain for others."""
+    detail = f"launch {launch.seq}: ranks {list(missing)} did not come within {launch.timeout_s:g} s"
+    return CollectiveTimeoutError(
+        group_name=group_name, missing=tuple(missing), timeout_s=launch.timeout_s, detail=detail
+    )
+
+
+def aborted(group_name: str, launch: Launch, rank: int) -> PlanAbortedError:
+    """Makes the error of a rank on which a launch was aborted."""
+    return PlanAbortedError(group_name=group_name, rank=rank, detail=f"launch {launch.seq} was aborted")
 
 
 class Done:
@@ -66,6 +93,12 @@ def clipped(one: Any, lo: int, hi: int) -> tuple[int, int]:
     """Clips a range of the largest piece to the `size` of this piece; may be empty."""
     hi = min(hi, one.size)
     return min(lo, hi), hi
+
+
+class Tie:
+    """Lies in the memo of a kernel or a container, and lives as long: others refer to it weakly."""
+
+    __slots__ = ("__weakref__",)
 
 
 def remembered(kernels: Sequence[Kernel], name: str, find: Callable[[Sequence[Kernel]], _Found]) -> _Found:

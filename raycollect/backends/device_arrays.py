@@ -35,7 +35,8 @@ class DeviceArray:
     def __post_init__(self) -> None:
         tensor = self.tensor
         if is_cupy(tensor):
-            found = "cupy", np.dtype(tensor.dtype), f"cuda:{tensor.device.id}", _shown_by_cupy(tensor)
+            shadow = _shown(tensor, tensor.data.ptr, tensor.shape, tensor.strides, tensor.itemsize)
+            found = "cupy", np.dtype(tensor.dtype), f"cuda:{tensor.device.id}", shadow
         else:
             dtype = TORCH_DTYPES[torch_name(tensor.dtype)]
             found = "torch", dtype, str(tensor.device), shown_by_torch(tensor, tensor.element_size())
@@ -182,10 +183,6 @@ def shown_by_torch(tensor: Any, itemsize: int) -> Array:
     """
     strides = tuple(stride * itemsize for stride in tensor.stride())
     return _shown(tensor, tensor.data_ptr(), tuple(tensor.shape), strides, itemsize)
-
-
-def _shown_by_cupy(array: Any) -> Array:
-    return _shown(array, array.data.ptr, array.shape, array.strides, array.itemsize)
 
 
 def _shown(owner: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:

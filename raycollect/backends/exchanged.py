@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raycollect.backends.completion import aborted
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Exchange
-from raycollect.errors import GroupBrokenError, PlanAbortedError
+from raycollect.errors import GroupBrokenError, RaycollectError, Violation, refusal
 
 
 class Exchanged:
@@ -40,14 +41,17 @@ class Exchanged:
         self._aborted.add(seq)
         self._exchange.abort(seq)
 
+    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
+        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
+        return refusal(kernel.kind.value, self._group_name, (violation,))
+
     def _check_going(self, launch: Launch) -> None:
         self._check_whole()
         self._check_aborted(launch)
 
     def _check_aborted(self, launch: Launch) -> None:
         if launch.seq in self._aborted:
-            detail = f"launch {launch.seq} was aborted"
-            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+            raise aborted(self._group_name, launch, self.rank)
 
     def _check_whole(self) -> None:
         if self._broken:

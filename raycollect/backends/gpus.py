@@ -31,17 +31,11 @@ _DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """A GPU as `nccl` would use it, and the NCCL of this process.
+    """A GPU as `nccl` would use it, and the NCCL of this process."""
 
-    Attributes:
-        bus: The GPU's PCI bus id.
-        version: NCCL's version, as 22803 for 2.28.3.
-        may_share: Whether the environment allows sharing the GPU with other ranks.
-    """
-
-    bus: str
-    version: int
-    may_share: bool
+    bus: str  # the GPU's PCI bus id
+    version: int  # NCCL's, as 22803 for 2.28.3
+    may_share: bool  # whether the environment allows sharing the GPU with other ranks
 
 
 def here(given: bool | None = None) -> Gpu | None:

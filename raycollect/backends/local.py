@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
-from raycollect.backends.completion import DONE, movement, reduce_op, translated
+from raycollect.backends.completion import DONE, absent, movement, reduce_op, translated
 from raycollect.backends.folds import fold
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
-    CollectiveTimeoutError,
     GroupBrokenError,
     InternalError,
     PlanAbortedError,
@@ -80,10 +79,7 @@ class LocalWorld:
                 raise PlanAbortedError(group_name=self.group_name, rank=gone[0], detail=detail)
             if not came:
                 missing = tuple(r for r in launch.ranks if r not in given)
-                detail = f"launch {launch.seq}: ranks {list(missing)} did not come within {launch.timeout_s:g} s"
-                raise CollectiveTimeoutError(
-                    group_name=self.group_name, missing=missing, timeout_s=launch.timeout_s, detail=detail
-                )
+                raise absent(self.group_name, launch, missing)
             values = [given[r] for r in launch.ranks]
             self._take(key, rank, launch.ranks)
             return values

@@ -40,7 +40,7 @@ class Meshed(Exchanged):
     """The part of a `Communicator` that runs on the mesh.
 
     `native` are the operations that the library runs, on larger arrays; `is_native` tells whether it reduces elements
-    of a dtype as numpy does. `close_mesh` closes the mesh.
+    of a dtype as numpy does.
     """
 
     def __init__(
@@ -63,10 +63,6 @@ class Meshed(Exchanged):
     def lost(self, rank: int) -> None:
         """Ends waits on the mesh for a rank whose process has ended; the library notices by itself."""
         self._mesh.lost(rank)
-
-    def close_mesh(self) -> None:
-        """Closes the connections of the mesh."""
-        self._mesh.close()
 
     def _is_for_library(self, launch: Launch, kernel: Kernel) -> bool:
         # The same on all ranks of the launch; what is not for the library is for the mesh.

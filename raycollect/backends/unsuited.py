@@ -14,18 +14,9 @@ import numpy as np
 from raycollect.backends.elements import TORCH_DTYPES, is_number, torch_name
 from raycollect.errors.text import a_type
 
-# (is_conj, is_neg) -> what torch still has to do on each read, and how to do it at once
-_RESOLVE = {
-    (True, False): ("conjugated", "resolve_conj()"),
-    (False, True): ("negated", "resolve_neg()"),
-    (True, True): ("conjugated and negated", "resolve_conj().resolve_neg()"),
-}
-
 # Kind of a numpy type that is not a number -> what is wrong with it
 _KINDS = {
-    "U": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
-    "S": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
-    "T": "whose elements are text (give numbers: x.astype(float), or a code for each text)",
+    **dict.fromkeys("UST", "whose elements are text (give numbers: x.astype(float), or a code for each text)"),
     "O": "whose elements are objects of Python (give numbers: x.astype(float), or a list of arrays)",
     "M": "whose elements are dates (give x.view('int64'))",
     "m": "whose elements are times (give x.view('int64'))",
@@ -64,46 +55,35 @@ def _of_numpy(array: np.ndarray[Any, Any]) -> str:
 
 def _of_torch(tensor: Any) -> str:
     torch: Any = sys.modules["torch"]
-    return next((words(tensor) for is_so, words in _TORCH if is_so(torch, tensor)), "")
+    return next((words.format(x=tensor) for is_so, words in _TORCH if is_so(torch, tensor)), "")
 
 
-# (condition, description) of a torch tensor; the first that holds counts
-_TORCH: tuple[tuple[Callable[[Any, Any], bool], Callable[[Any], str]], ...] = (
+_VIEW = " that is a view still to be"
+# (condition, description) of a torch tensor x; the first that holds counts
+_TORCH: tuple[tuple[Callable[[Any, Any], bool], str], ...] = (
     (
         lambda torch, x: type(x) not in (torch.Tensor, torch.nn.Parameter),
-        lambda x: ", a subclass of torch.Tensor (give the plain tensors that it is made of)",
+        ", a subclass of torch.Tensor (give the plain tensors that it is made of)",
     ),
-    (
-        lambda torch, x: x.is_nested,
-        lambda x: " that is nested (give a list of its parts: list(x.unbind()))",
-    ),
-    (
-        lambda torch, x: x.layout is not torch.strided,
-        lambda x: f" of layout {x.layout} (give x.to_dense())",
-    ),
+    (lambda torch, x: x.is_nested, " that is nested (give a list of its parts: list(x.unbind()))"),
+    (lambda torch, x: x.layout is not torch.strided, " of layout {x.layout} (give x.to_dense())"),
     (
         lambda torch, x: x.is_meta,
-        lambda x: (
+        (
             " on the device meta, where there are no elements (give one on a device that has them: "
             "torch.empty_like(x, device='cpu'))"
         ),
     ),
-    (
-        lambda torch, x: x.is_quantized,
-        lambda x: f" of the quantized dtype {x.dtype} (give x.int_repr() or x.dequantize())",
-    ),
+    (lambda torch, x: x.is_quantized, " of the quantized dtype {x.dtype} (give x.int_repr() or x.dequantize())"),
     (
         lambda torch, x: torch_name(x.dtype) not in TORCH_DTYPES,
-        lambda x: f" of dtype {x.dtype}, which numpy does not have (give x.to() of another dtype)",
+        " of dtype {x.dtype}, which numpy does not have (give x.to() of another dtype)",
     ),
     (
-        lambda torch, x: x.is_conj() or x.is_neg(),
-        lambda x: " that is a view still to be {} (give x.{}, which is a copy)".format(
-            *_RESOLVE[x.is_conj(), x.is_neg()]
-        ),
+        lambda torch, x: x.is_conj() and x.is_neg(),
+        f"{_VIEW} conjugated and negated (give x.resolve_conj().resolve_neg(), which is a copy)",
     ),
-    (
-        lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(),
-        lambda x: " whose storage was given back",
-    ),
+    (lambda torch, x: x.is_conj(), f"{_VIEW} conjugated (give x.resolve_conj(), which is a copy)"),
+    (lambda torch, x: x.is_neg(), f"{_VIEW} negated (give x.resolve_neg(), which is a copy)"),
+    (lambda torch, x: x.numel() > 0 and not x.untyped_storage().nbytes(), " whose storage was given back"),
 )

@@ -12,8 +12,6 @@ from raycollect.channel.stream import open_stream
 from raycollect.core.model import Address
 from raycollect.errors import ConnectionLostError
 
-__all__ = ["DataClient", "Hub"]
-
 
 class Hub:
     """One thread that reads all control connections of a controller. Any thread may call it."""

@@ -33,8 +33,6 @@ from raycollect.core.cpu_affinity import YIELD_S, CorePin, current_core
 from raycollect.core.model import Segment
 from raycollect.core.semaphores import SEM_NBYTES, Semaphores
 
-__all__ = ["INLINE_NBYTES", "IN_FLIGHT", "Doorbell", "Entry", "DoorbellClient"]
-
 IN_FLIGHT = 16  # how many runs of one capture may be under way
 _NAME = "raycollect-doorbell"
 _CELL_NBYTES = 4096
@@ -118,13 +116,7 @@ class _Memory:
 
 
 class Doorbell:
-    """The controller's end. Any thread may call it.
-
-    Args:
-        slots: How many participants it reaches.
-
-    Attributes:
-        segment: How participants of this host find it.
+    """The controller's end, with a slot for each participant. Any thread may call it.
 
     Raises:
         OSError: This system has no anonymous shared memory.
@@ -139,6 +131,7 @@ class Doorbell:
         self._closing = weakref.finalize(self, _close, fd, os.getpid())
         os.posix_fallocate(fd, 0, nbytes)  # a lack of memory shows here, not as SIGBUS later
         mapped = mmap.mmap(fd, nbytes)
+        # How participants of this host find it
         self.segment: Segment = Segment(os.getpid(), fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), nbytes)
         self._memory = _Memory(mapped, slots, init=True)
         mapped[: shared_memory.TOKEN_NBYTES] = self.segment.token

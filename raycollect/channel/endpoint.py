@@ -18,8 +18,6 @@ from raycollect.channel.protocol import Connection, Event
 from raycollect.core import sockets, threads
 from raycollect.errors import ChannelError, ConnectionLostError, InternalError, ProtocolError, anew
 
-__all__ = ["MAX_QUEUED_NBYTES", "Link", "LinkHandler"]
-
 _log = logging.getLogger("raycollect")
 
 MAX_QUEUED_NBYTES = 64 << 20  # may wait for a peer that doesn't read; beyond it, the link ends
@@ -140,9 +138,8 @@ class Link:
 
     def _announce(self, reason: ChannelError) -> None:
         handler, self._handler = self._handler, None  # which may hold this link, and more
-        if handler is None:
-            return
-        threads.survives(handler.closed, self, reason)
+        if handler is not None:
+            threads.survives(handler.closed, self, reason)
 
     def _on_ready(self, ready: int) -> None:
         try:
@@ -209,7 +206,7 @@ class Link:
 
     def _watch_writes(self) -> None:
         if self._phase is not _Phase.CLOSED:
-            self._loop.rewatch(self._sock, _READ | _WRITE, self._on_ready)
+            self._loop.watch(self._sock, _READ | _WRITE, self._on_ready)
 
     def _flush(self) -> None:
         with self._lock:
@@ -226,7 +223,7 @@ class Link:
             except OSError:
                 self._queue.clear()  # reading tells what happened, after what the peer said last
         if self._phase is not _Phase.CLOSED:
-            self._loop.rewatch(self._sock, _READ, self._on_ready)
+            self._loop.watch(self._sock, _READ, self._on_ready)
         if self._linger is not None:
             self._shut()
 

@@ -12,12 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from raycollect.core import sockets, threads
 from raycollect.errors import ChannelError, ConnectionLostError
-
-__all__ = ["Loop", "Owned", "Timer"]
 
 _log = logging.getLogger("raycollect")
 
@@ -33,13 +32,11 @@ class Owned(Protocol):
         ...
 
 
+@dataclass(slots=True, eq=False)
 class Timer:
     """A call at a later time; `cancel` it when it is no longer due."""
 
-    __slots__ = ("call",)
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call: Callable[[], None] | None = call
+    call: Callable[[], None] | None
 
     def cancel(self) -> None:
         """Makes the timer do nothing."""
@@ -93,14 +90,8 @@ class Loop:
 
     def watch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
         """Calls `callback(ready)` whenever one of the `events` of `selectors` is there."""
-        if sock in self._selector.get_map():
-            self.rewatch(sock, events, callback)
-        else:
-            self._selector.register(sock, events, callback)
-
-    def rewatch(self, sock: socket.socket, events: int, callback: Callable[[int], None]) -> None:
-        """Changes what is watched for on a socket."""
-        self._selector.modify(sock, events, callback)
+        known = sock in self._selector.get_map()
+        (self._selector.modify if known else self._selector.register)(sock, events, callback)
 
     def unwatch(self, sock: socket.socket) -> None:
         """Forgets a socket; one that is not watched is no error."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from raycollect.errors import ProtocolError
 
-__all__ = ["MAX_ITEMS", "pack", "unpack"]
-
 MAX_ITEMS = 65_536  # the longest list or map: a header that lies about its length must not make us allocate for it
 
 # The library has no type stubs; imported by name, its functions are `Any` here and typed right below.

@@ -34,20 +34,6 @@ from raycollect.channel.messages import Message, decode, encode
 from raycollect.channel.packing import pack, unpack
 from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
 
-__all__ = [
-    "MAX_FRAME_NBYTES",
-    "MAX_HANDSHAKE_NBYTES",
-    "MOVES",
-    "NONCE_NBYTES",
-    "PURPOSES",
-    "Connection",
-    "Event",
-    "Move",
-    "Opened",
-    "Reply",
-    "State",
-]
-
 MAGIC = b"RCOL"
 VERSION = 12
 OTHER_VERSION = "the peer speaks version"  # begins the reason for refusing another release

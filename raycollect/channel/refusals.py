@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from raycollect.channel.loop import Timer
 
-__all__ = ["EVERY_S", "MAX_REASONS", "Refusals"]
-
 _log = logging.getLogger("raycollect")
 
 EVERY_S = 60.0  # how often the count is logged, in seconds

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from raycollect.channel.endpoint import Link, LinkHandler
@@ -21,8 +22,6 @@ from raycollect.channel.stream import Stream
 from raycollect.core import sockets, threads
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError
-
-__all__ = ["HANDSHAKE_TIMEOUT_S", "MAX_HALF_OPEN", "DataLink", "Server", "ServerHandler"]
 
 _log = logging.getLogger("raycollect")
 
@@ -142,7 +141,7 @@ class Server:
             self._pause()  # out of descriptors, most likely: trying at once would only spin
             return
         connection = Connection("server", self._secret, nonce=secrets.token_bytes(NONCE_NBYTES))
-        client = _HalfOpen(self._loop, sock, connection, self._refusals, on_open=self._promote, on_leave=self._leave)
+        client = _HalfOpen(self._loop, sock, connection, self._refusals, self._promote, self._leave)
         if not self._sweeping:
             self._sweeping = True
             self._loop.call_later(HANDSHAKE_TIMEOUT_S, self._sweep)
@@ -219,27 +218,22 @@ class Server:
             self._data.pop(stream, None)
 
 
+@dataclass(slots=True, eq=False)
 class _HalfOpen:
     """A client that has not authenticated yet. All of it runs on the server's thread."""
 
-    def __init__(
-        self,
-        loop: Loop,
-        sock: socket.socket,
-        connection: Connection,
-        refusals: Refusals,
-        *,
-        on_open: Callable[[_HalfOpen, Opened, list[Event]], None],
-        on_leave: Callable[[_HalfOpen], None],
-    ) -> None:
-        self.sock = sock
-        self.connection = connection
-        self.peer = sockets.peer_of(sock)
+    _loop: Loop
+    sock: socket.socket
+    connection: Connection
+    _refusals: Refusals
+    _on_open: Callable[[_HalfOpen, Opened, list[Event]], None]
+    _on_leave: Callable[[_HalfOpen], None]
+    peer: str = field(init=False)
+    until_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.peer = sockets.peer_of(self.sock)
         self.until_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
-        self._loop = loop
-        self._refusals = refusals
-        self._on_open = on_open
-        self._on_leave = on_leave
 
     def begin(self) -> None:
         """Sends the challenge and waits for the proof."""
@@ -273,7 +267,8 @@ class _HalfOpen:
         except (BlockingIOError, InterruptedError):
             pass
         except ChannelError as exc:
-            self._say_farewell()
+            with contextlib.suppress(OSError):  # a courtesy: an honest client can say "wrong key" instead of "lost"
+                self.sock.send(self.connection.farewell)
             self.refuse(exc.detail)
         except OSError as exc:
             self.refuse(f"the connection broke: {exc}")
@@ -291,10 +286,6 @@ class _HalfOpen:
         # A fresh socket's buffer is empty: if a few bytes don't fit, the peer plays games.
         if self.sock.send(data) != len(data):
             raise ConnectionLostError(detail="it does not read", peer=self.peer)
-
-    def _say_farewell(self) -> None:
-        with contextlib.suppress(OSError):  # only a courtesy: an honest client can say "wrong key" instead of "lost"
-            self.sock.send(self.connection.farewell)
 
     def _leave(self) -> None:
         self._on_leave(self)

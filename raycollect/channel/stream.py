@@ -16,8 +16,6 @@ from raycollect.core import sockets
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 
-__all__ = ["Stream", "open_stream"]
-
 _READ_NBYTES = 64 * 1024
 
 

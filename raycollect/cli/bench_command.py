@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from raycollect.cli.options import ADDRESS_HELP, as_json, print_json
 
-__all__ = ["OPERATIONS", "WAYS", "bench", "sizes_of", "ways_of"]
-
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
 WAYS = ("captured", "refs", "members")
 SUFFIXES = (".png", ".svg")
 FACTOR = 4  # from one size of a range to the next
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_T = TypeVar("_T")
 _SIZE = re.compile(r"(\d+)([KMG]?)", re.IGNORECASE)
 
 _EXAMPLES = """\b
@@ -32,17 +32,8 @@ Examples:
   raycollect bench --calibrate --between 50 25
 """
 
-_CALIBRATING = {"between": "--between", "output": "--output"}
-_TIMING = {
-    "operation": "OPERATION",
-    "ranks": "--ranks",
-    "sizes": "--sizes",
-    "backend": "--backend",
-    "runs": "--runs",
-    "ways": "--ways",
-    "plot": "--plot",
-    "address": "--address",
-}
+_CALIBRATING = ("between", "output")
+_TIMING = ("operation", "ranks", "sizes", "backend", "runs", "ways", "plot", "address")
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
@@ -76,18 +67,16 @@ def ways_of(text: str) -> tuple[str, ...]:
     return found
 
 
-def _sizes(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
-    try:
-        return sizes_of(text)
-    except ValueError as exc:
-        raise click.BadParameter(f"{exc}.") from exc
+def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, str], _T]:
+    """The callback of an option whose text is read so."""
 
+    def callback(context: click.Context, parameter: click.Parameter, text: str) -> _T:
+        try:
+            return read(text)
+        except ValueError as exc:
+            raise click.BadParameter(f"{exc}.") from exc
 
-def _ways(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
-    try:
-        return ways_of(text)
-    except ValueError as exc:
-        raise click.BadParameter(f"{exc}.") from exc
+    return callback
 
 
 def _picture(context: click.Context, parameter: click.Parameter, name: str | None) -> Path | None:
@@ -108,7 +97,7 @@ def _picture(context: click.Context, parameter: click.Parameter, name: str | Non
 )
 @click.option(
     "--sizes",
-    callback=_sizes,
+    callback=_by(sizes_of),
     default="4:64M",
     show_default=True,
     help="The bytes, from:to by a factor of 4, or a list such as 4,1K,1M.",
@@ -119,7 +108,7 @@ def _picture(context: click.Context, parameter: click.Parameter, name: str | Non
 )
 @click.option(
     "--ways",
-    callback=_ways,
+    callback=_by(ways_of),
     default=",".join(WAYS),
     show_default=True,
     help="A captured step, the driver's verb on refs, calls that members make.",
@@ -147,14 +136,11 @@ def bench(context: click.Context, /, calibrate: bool, as_json: bool, **given: An
     reads the file that RAYCOLLECT_COSTS names, else raycollect/costs.json under XDG_CONFIG_HOME (~/.config). One host
     can't measure the link between hosts: it keeps its default unless --between says what it is.
     """
-    for name, shown in (_TIMING if calibrate else _CALIBRATING).items():
+    for name in _TIMING if calibrate else _CALIBRATING:
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            wanted = (
-                f"--calibrate times no collective: leave {shown} out."
-                if calibrate
-                else f"Give --calibrate with {shown}."
-            )
-            raise click.UsageError(wanted)
+            shown = "OPERATION" if name == "operation" else f"--{name}"
+            alone = f"--calibrate times no collective: leave {shown} out."
+            raise click.UsageError(alone if calibrate else f"Give --calibrate with {shown}.")
     if calibrate:
         _calibrate(given["between"], given["output"], as_json)
     else:

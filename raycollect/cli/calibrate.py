@@ -30,8 +30,6 @@ from raycollect.errors import CollectiveTimeoutError, KernelError
 from raycollect.group.link_costs import Measured
 from raycollect.planner.topology import Link
 
-__all__ = ["BACKENDS", "SIZES", "Fit", "fit", "measure", "rank_main"]
-
 BACKENDS = ("shm", "tcp")  # what is measured, inside this host
 SIZES = (64, 4 << 10, 64 << 10, 1 << 20, 8 << 20)  # the bytes that are sent
 MISFIT = 4.0  # the largest factor between a time and its line with which the line is written
@@ -51,10 +49,7 @@ class Fit:
 
 
 def fit(times: Mapping[int, float]) -> Fit:
-    """Returns the line of the least sum of squared relative errors whose latency is not below zero.
-
-    Args:
-        times: Bytes -> seconds, for two sizes at least.
+    """The line of the least sum of squared relative errors whose latency is not below zero, from bytes -> seconds.
 
     Raises:
         ValueError: There are fewer than two sizes, a time is not above zero, or times do not grow with the bytes.

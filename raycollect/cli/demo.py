@@ -25,8 +25,6 @@ import raycollect as col
 from raycollect.cli.bench.operations import timed
 from raycollect.group import cluster_registry
 
-__all__ = ["ALLREDUCE", "DIGITS", "Summed", "allreduce", "default", "digits", "examples", "start_ray"]
-
 ALLREDUCE, DIGITS = "allreduce", "digits"
 
 ELEMENTS = 1_000_000

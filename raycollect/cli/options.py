@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import click
 
-__all__ = ["ADDRESS_HELP", "as_json", "print_json"]
-
 ADDRESS_HELP = "The Ray cluster, HOST:PORT; by default what RAY_ADDRESS says, else the one on this host"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])

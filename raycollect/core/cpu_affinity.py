@@ -16,8 +16,6 @@ import os
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-__all__ = ["SETTLED_S", "YIELD_S", "CorePin", "Seeker", "current_core"]
-
 # How long a rank that waits offers its core to others, ready to go on, before it sleeps.
 #
 # Being woken costs the waker a system call and an interrupt to another core, and the sleeper the way back: 40 to 150 us
@@ -82,9 +80,8 @@ class CorePin:
 
         All ranks compute the same from the same numbers: of those that share a core the last ones move.
 
-        Args:
-            cores: On which core of this machine each rank was last, counted from 1; 0 where that is not known.
-            me: Which of them this one is.
+        `cores` says on which core of this machine each rank was last, counted from 1; 0 where that is not known. This
+        one is rank `me` of them.
         """
         here = current_core()
         if not here:

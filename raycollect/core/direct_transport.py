@@ -20,8 +20,6 @@ from ray.exceptions import RayError
 from raycollect.core import threads
 from raycollect.errors import RaycollectError, Violation, refusal
 
-__all__ = ["Returned", "get", "is_direct", "on_completed"]
-
 
 class Returned:
     """A kept value on its way to Ray, which takes the handle of it.

@@ -13,8 +13,6 @@ from html import escape
 from itertools import islice
 from typing import TypeVar
 
-__all__ = ["Markup", "across", "bar", "block", "failure", "folded", "line", "lines", "pairs", "shown", "table", "text"]
-
 MOST_CELL = 200  # how many characters of a text are shown
 MOST_WHOLE = 10_000  # how many characters of a folded text are shown
 MOST_ROWS = 64  # how many rows of a table are shown by default
@@ -80,14 +78,10 @@ def table(
     count: int = 0,
     most: int = MOST_ROWS,
 ) -> Markup:
-    """A table.
+    """A table: the column titles, and the cells of each row, or the row as `across` makes it.
 
-    Args:
-        head: The column titles.
-        rows: The cells of each row; or the row, made by `across`.
-        right: The columns that are aligned to the right.
-        count: How many rows there are in all.
-        most: How many are shown; a last row counts the others.
+    The columns named in `right` are aligned to the right. At most `most` of `count` rows are shown; a last row counts
+    the others.
     """
     top = "".join(_cell("th", name, name in right) for name in head)
     shown = list(islice(rows, most))

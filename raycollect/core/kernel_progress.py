@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import threading
 
-__all__ = ["LENT", "KernelProgress", "here"]
-
 LENT = -1.0  # in place of a number: this rank has lent its tensors, and waits for those who work in them
 
 
 class KernelProgress:
-    """The progress of a thread in the kernels that it has begun and not ended. Other threads only read it.
-
-    Attributes:
-        part: How many of them it has done, by their bytes: half of one kernel is 0.5. `LENT`: others do them.
-        base: What was done before the chunks that are under way.
-        span: How many kernels these chunks are.
-    """
+    """The progress of a thread in the kernels that it has begun and not ended. Other threads only read it."""
 
     __slots__ = ("base", "part", "span")
 
     def __init__(self) -> None:
-        self.part: float = 0.0
-        self.base: float = 0.0
-        self.span: float = 1.0
+        self.part: float = 0.0  # how many it has done, by their bytes: half a kernel is 0.5; `LENT`: others do them
+        self.base: float = 0.0  # what was done before the chunks that are under way
+        self.span: float = 1.0  # how many kernels these chunks are
 
     def clear(self) -> None:
         """Begins the next kernel."""

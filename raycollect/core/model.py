@@ -155,17 +155,11 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """How a value is made of tensors: one, or a list, tuple or dict of such values.
+    """How a value is made of tensors: one, or a list, tuple or dict of such values."""
 
-    Attributes:
-        kind: ``"tensor"``, ``"list"``, ``"tuple"`` or ``"dict"``.
-        names: The keys of a dict, in order; empty for the others.
-        items: How each item is made; empty for a tensor.
-    """
-
-    kind: str = "tensor"
-    names: tuple[str | int, ...] = ()
-    items: tuple[Structure, ...] = ()
+    kind: str = "tensor"  # "tensor", "list", "tuple" or "dict"
+    names: tuple[str | int, ...] = ()  # the keys of a dict, in order; empty for the others
+    items: tuple[Structure, ...] = ()  # how each item is made; empty for a tensor
 
     @property
     def count(self) -> int:
@@ -215,17 +209,11 @@ TENSOR = Structure()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a participant's control endpoint listens, and the secret that opens it.
+    """Where a participant's control endpoint listens, and the secret that opens it."""
 
-    Attributes:
-        host: The Ray node's IP address.
-        port: The TCP port.
-        secret: The 32 bytes that both ends must know; it travels inside Ray only and never over the socket.
-    """
-
-    host: str
+    host: str  # the Ray node's IP address
     port: int
-    secret: bytes
+    secret: bytes  # the 32 bytes that both ends must know; it travels inside Ray only and never over the socket
 
     def __repr__(self) -> str:
         return f"Address({self.host}:{self.port})"
@@ -233,32 +221,19 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One rank of a group, as all processes know it.
-
-    Attributes:
-        rank: Its rank in the group.
-        actor_id: The Ray actor id, in hexadecimal.
-        actor: Its name for people: ``Worker(3f2a91)``.
-        address: Its control endpoint.
-        machine: Equal for processes that can share memory (boot id and namespaces).
-        node_id: The Ray node id.
-        pid: Its process id.
-        incarnation: Which start of the actor this is; it changes when Ray restarts the actor.
-        ordered: True where methods run one by one in submission order (P2).
-        participant: True where the actor's class has the mixin, so that plans may use its tensors.
-        accelerators: (kind, ids) of the accelerators that Ray gave it, as ``("GPU", ("0",))``.
-    """
+    """One rank of a group, as all processes know it."""
 
     rank: int
-    actor_id: str
-    actor: str
+    actor_id: str  # the Ray actor id, in hexadecimal
+    actor: str  # its name for people: Worker(3f2a91)
     address: Address
-    machine: str
+    machine: str  # equal for processes that can share memory (boot id and namespaces)
     node_id: str
     pid: int
-    incarnation: str
-    ordered: bool
-    participant: bool = True
+    incarnation: str  # which start of the actor this is; it changes when Ray restarts the actor
+    ordered: bool  # True where methods run one by one in submission order (P2)
+    participant: bool = True  # True where the actor's class has the mixin, so that plans may use its tensors
+    # (kind, ids) of the accelerators that Ray gave it, as ("GPU", ("0",))
     accelerators: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
@@ -267,34 +242,21 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory of one process that others of its machine can map.
-
-    Attributes:
-        pid: The process.
-        fd: Its descriptor of the memory.
-        token: Random bytes that the memory begins with, to recognise it.
-        nbytes: Its size.
-    """
+    """Memory of one process that others of its machine can map."""
 
     pid: int
-    fd: int
-    token: bytes = field(repr=False)
+    fd: int  # its descriptor of the memory
+    token: bytes = field(repr=False)  # random bytes that the memory begins with, to recognise it
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class BufferRef:
-    """A part of a segment.
-
-    Attributes:
-        segment: The segment.
-        offset: Where it begins, in bytes.
-        nbytes: How long it is.
-    """
+    """A part of a segment."""
 
     segment: Segment
-    offset: int
-    nbytes: int
+    offset: int  # where it begins, in bytes
+    nbytes: int  # how long it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["Placeholder"]
-
 
 class Placeholder:
     """Stands for a value that is elsewhere, or not there yet: using it as the value is refused.

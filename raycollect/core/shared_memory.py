@@ -13,8 +13,6 @@ from contextlib import contextmanager
 
 from raycollect.core.model import Segment
 
-__all__ = ["TOKEN_NBYTES", "create", "is_sealed", "opened"]
-
 TOKEN_NBYTES = 32  # of the token at the beginning of memory that other processes find by its `Segment`
 
 

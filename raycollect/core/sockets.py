@@ -14,8 +14,6 @@ from pathlib import Path
 
 from raycollect.errors import ConnectionLostError
 
-__all__ = ["FULL", "close", "connect", "flat", "listen", "peer_of", "shortage", "tune", "wake_pair"]
-
 # Errors of a process or a machine that can't open one more socket for now.
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 SPARE_DESCRIPTORS = 4  # stay free for files that are opened briefly
@@ -45,14 +43,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
-    """Sets the options that every connection has.
+    """Sets the options that every connection has; OSError: it has ended.
 
-    Args:
-        sock: The socket.
-        user_timeout_s: How long the other end may leave unacknowledged, or unread, what was sent.
-
-    Raises:
-        OSError: The connection ended meanwhile.
+    The other end may leave what was sent unacknowledged, or unread, for `user_timeout_s`.
     """
     _open_sockets.add(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

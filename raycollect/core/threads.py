@@ -13,10 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from raycollect.errors import InternalError
-
-__all__ = ["EVERY_S", "cause_of", "failed", "later", "pool", "repeat", "start", "survives"]
 
 _log = logging.getLogger("raycollect")
 
@@ -29,14 +28,12 @@ _MOST_PLACES = 1024
 _LONGEST = 2000
 
 
+@dataclass(slots=True)
 class _Told:
     """The log's memory of a place that failed."""
 
-    __slots__ = ("again_s", "count")
-
-    def __init__(self) -> None:
-        self.again_s = 0.0
-        self.count = 0  # of failures of which it was not told
+    again_s: float = 0.0
+    count: int = 0  # of failures of which it was not told
 
 
 _told: dict[tuple[str, str, type], _Told] = {}

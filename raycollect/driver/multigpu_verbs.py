@@ -16,15 +16,6 @@ from typing import Any
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.driver.call import Call
 
-__all__ = [
-    "allgather_multigpu_refs",
-    "allreduce_multigpu_refs",
-    "broadcast_multigpu_refs",
-    "reduce_multigpu_refs",
-    "reducescatter_multigpu_refs",
-    "send_multigpu_ref",
-]
-
 
 def allreduce_multigpu_refs(
     tensor_refs: Sequence[Any],
@@ -73,18 +64,8 @@ def reduce_multigpu_refs(
 ) -> Any:
     """Reduces the tensors of all GPUs of all ranks into one of one rank; the others stay as they are.
 
-    Args:
-        tensor_refs: See `allreduce_multigpu_refs`.
-        dst_rank: The rank that gets the result.
-        dst_tensor: Into which tensor of its list, by its place there.
-        group_name: See `allreduce_multigpu_refs`.
-        op: See there.
-        snapshot: See there.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The ref of that rank's list; or a `Work` of it.
+    As `allreduce_multigpu_refs`, but the result goes into the tensor of `dst_rank` at place `dst_tensor` of its list.
+    Returns the ref of that list; or a `Work` of it.
     """
     lists = {"dst_tensor": dst_tensor}
     call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, lists=lists, tensor_refs=tensor_refs)
@@ -102,16 +83,8 @@ def broadcast_multigpu_refs(
 ) -> Any:
     """Overwrites the tensors of all GPUs of all ranks with one of one rank.
 
-    Args:
-        tensor_refs: See `allreduce_multigpu_refs`.
-        src_rank: The rank that gives.
-        src_tensor: Which tensor of its list, by its place there.
-        group_name: See `allreduce_multigpu_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The given refs in rank order; or a `Work` of them.
+    As `allreduce_multigpu_refs`, from the tensor of `src_rank` at place `src_tensor` of its list. Returns the given
+    refs in rank order; or a `Work` of them.
     """
     lists = {"src_tensor": src_tensor}
     call = Call(OpKind.BROADCAST, group_name, timeout_s, lists=lists, tensor_refs=tensor_refs)
@@ -128,17 +101,11 @@ def allgather_multigpu_refs(
 ) -> Any:
     """Gives each GPU of each rank the tensors of all GPUs of all ranks.
 
-    Args:
-        tensor_list_refs: One ref per rank to be overwritten, to a list with a list for each GPU, in the order of the
-            rank's other list: as many tensors on that GPU as there are ranks times GPUs per rank, in the order of
-            ranks, and of the GPUs of a rank. None: such lists are made.
-        tensor_refs: What each GPU gives: one ref per rank, each to a list with a tensor of each of its GPUs.
-        group_name: See `allreduce_multigpu_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The refs of the outputs in rank order; or a `Work` of them.
+    `tensor_refs` are what each GPU gives: one ref per rank, each to a list with a tensor of each of its GPUs.
+    `tensor_list_refs` are one ref per rank to be overwritten, to a list with a list for each GPU, in the order of the
+    rank's other list: as many tensors on that GPU as there are ranks times GPUs per rank, in the order of ranks, and of
+    the GPUs of a rank. None: such lists are made. What is not said here is as in `allreduce_multigpu_refs`, errors too.
+    Returns the refs of the outputs in rank order; or a `Work` of them.
     """
     refs = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return Call(OpKind.ALLGATHER, group_name, timeout_s, lists={}, **refs).run(async_op=async_op)
@@ -155,18 +122,11 @@ def reducescatter_multigpu_refs(
 ) -> Any:
     """Reduces lists of tensors elementwise over all GPUs of all ranks, and gives each GPU its item of the result.
 
-    Args:
-        tensor_refs: One ref per rank to be overwritten, to a list with a tensor of each of its GPUs: GPU `g` of `d` on
-            rank `r` gets item ``r * d + g``. None: such lists are made.
-        tensor_list_refs: One ref per rank, to a list with a list for each GPU, in the same order: one tensor on that
-            GPU for each GPU of each rank. They stay as they are.
-        group_name: See `allreduce_multigpu_refs`.
-        op: See there.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The refs of the outputs in rank order; or a `Work` of them.
+    `tensor_list_refs` are one ref per rank, to a list with a list for each GPU: one tensor on that GPU for each GPU of
+    each rank. They stay as they are. `tensor_refs` are one ref per rank to be overwritten, to a list with a tensor of
+    each of its GPUs, in the same order: GPU `g` of `d` on rank `r` gets item ``r * d + g``. None: such lists are made.
+    What is not said here is as in `allreduce_multigpu_refs`, errors too. Returns the refs of the outputs in rank order;
+    or a `Work` of them.
     """
     refs = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, lists={}, **refs).run(async_op=async_op)
@@ -184,18 +144,10 @@ def send_multigpu_ref(
 ) -> Any:
     """Sends the tensor of one GPU of a participant to that of one GPU of another; this one call does both halves.
 
-    Args:
-        src_tensor_ref: A list with a tensor of each of the participant's GPUs, or one tensor.
-        dst_tensor_ref: The same on another participant; its tensor on that GPU is overwritten, and has the same shape
-            and dtype.
-        src_gpu_index: The number of the GPU, in the process of the one that sends.
-        dst_gpu_index: The number of the GPU, in the process of the other one.
-        group_name: A group that holds both; ``"default"`` is derived where it was not declared.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long the two wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The destination's ref; or a `Work` of it.
+    Both refs are to a list with a tensor of each of the participant's GPUs, or to one tensor. `src_gpu_index` and
+    `dst_gpu_index` are the numbers of the GPUs in their processes; the tensor there is overwritten, and has the same
+    shape and dtype. What is not said here is as in `allreduce_multigpu_refs`, errors too. Returns the destination's
+    ref; or a `Work` of it.
     """
     lists = {"src_tensor": src_gpu_index, "dst_tensor": dst_gpu_index}
     call = Call(OpKind.SEND, group_name, timeout_s, lists=lists, refs=[src_tensor_ref, dst_tensor_ref])

@@ -72,21 +72,8 @@ def reduce_refs(
 ) -> Any:
     """Reduces tensors elementwise over all ranks and gives one rank the result; the others' tensors stay as they are.
 
-    Args:
-        tensor_refs: One ref per rank, all of one shape and dtype.
-        dst_rank: The rank that gets the result.
-        group_name: See `allreduce_refs`.
-        op: See `allreduce_refs`.
-        inplace: True: that rank's tensor itself holds the result afterwards. False: a new one does.
-        snapshot: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The ref of the result; or a `Work` of it.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    As `allreduce_refs`, but only for `dst_rank`: its tensor holds the result, or with ``inplace=False`` a new one does.
+    Returns the ref of the result; or a `Work` of it.
     """
     call = Call(OpKind.REDUCE, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
     return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
@@ -100,20 +87,10 @@ def broadcast_refs(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Overwrites every rank's tensor with that of one rank.
+    """Overwrites every rank's tensor with that of `src_rank`.
 
-    Args:
-        tensor_refs: One ref per rank, all of one shape and dtype.
-        src_rank: The rank whose tensor all get.
-        group_name: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The given refs in rank order; or a `Work` of them.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `tensor_refs` are one per rank, all of one shape and dtype. What is not said here is as in `allreduce_refs`, errors
+    too. Returns the given refs in rank order; or a `Work` of them.
     """
     call = Call(OpKind.BROADCAST, group_name, timeout_s, tensor_refs=tensor_refs)
     return call.run(root=src_rank, async_op=async_op)
@@ -129,18 +106,9 @@ def allgather_refs(
 ) -> Any:
     """Gives every rank the tensors of all ranks.
 
-    Args:
-        tensor_list_refs: One tensor list per rank, to be overwritten; None: lists are made.
-        tensor_refs: One ref per rank, of one dtype; sizes may differ.
-        group_name: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The refs of the outputs in rank order; or a `Work` of them.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `tensor_refs` are one per rank, of one dtype; sizes may differ. `tensor_list_refs` are one tensor list per rank, to
+    be overwritten; None: lists are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
+    of the outputs in rank order; or a `Work` of them.
     """
     lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return Call(OpKind.ALLGATHER, group_name, timeout_s, **lists).run(async_op=async_op)
@@ -157,19 +125,9 @@ def reducescatter_refs(
 ) -> Any:
     """Reduces the pieces for each rank over all ranks and gives them to that rank.
 
-    Args:
-        tensor_refs: One ref per rank, to be overwritten by the rank's reduced piece; None: tensors are made.
-        tensor_list_refs: One tensor list per rank: what it brings for each rank. Pieces for one rank are of one size.
-        group_name: See `allreduce_refs`.
-        op: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The refs of the outputs in rank order; or a `Work` of them.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `tensor_list_refs` are one tensor list per rank: what it brings for each rank. Pieces for one rank are of one size.
+    `tensor_refs` are one per rank, to be overwritten by the rank's reduced piece; None: tensors are made. What is not
+    said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
     lists = {"tensor_refs": tensor_refs, "tensor_list_refs": tensor_list_refs}
     return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, **lists).run(async_op=async_op)
@@ -184,21 +142,11 @@ def gather_refs(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Gives one rank the tensors of all ranks.
+    """Gives `dst_rank` the tensors of all ranks.
 
-    Args:
-        tensor_list_ref: A tensor list of that rank, to be overwritten; None: a list is made there.
-        tensor_refs: One ref per rank, of one dtype; sizes may differ.
-        dst_rank: The rank that gets them.
-        group_name: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The ref of the list; or a `Work` of it.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `tensor_refs` are one per rank, of one dtype; sizes may differ. `tensor_list_ref` is a tensor list of `dst_rank`, to
+    be overwritten; None: a list is made there. What is not said here is as in `allreduce_refs`, errors too. Returns the
+    ref of the list; or a `Work` of it.
     """
     call = Call(OpKind.GATHER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
     return call.run(root=dst_rank, async_op=async_op)
@@ -213,21 +161,11 @@ def scatter_refs(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Gives each rank its piece of one rank's tensor list.
+    """Gives each rank its piece of the tensor list of `src_rank`.
 
-    Args:
-        tensor_refs: One ref per rank, to be overwritten; None, in a declared group: tensors are made.
-        tensor_list_ref: A tensor list of the source rank; sizes may differ.
-        src_rank: The source rank.
-        group_name: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The refs of the outputs in rank order; or a `Work` of them.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `tensor_list_ref` is that list; sizes may differ. `tensor_refs` are one per rank, to be overwritten; None, in a
+    declared group: tensors are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs of
+    the outputs in rank order; or a `Work` of them.
     """
     call = Call(OpKind.SCATTER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
     return call.run(root=src_rank, async_op=async_op)
@@ -243,19 +181,9 @@ def alltoall_refs(
 ) -> Any:
     """Gives each rank a piece of every rank: piece j of rank i's input becomes piece i of rank j's output.
 
-    Args:
-        tensor_list_out_refs: One tensor list per rank, to be overwritten, which may be the rank's input where sizes
-            allow; None: lists are made.
-        tensor_list_in_refs: One tensor list per rank, all of one dtype; sizes may differ.
-        group_name: See `allreduce_refs`.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The refs of the outputs in rank order; or a `Work` of them.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `tensor_list_in_refs` are one tensor list per rank, all of one dtype; sizes may differ. `tensor_list_out_refs` are
+    one per rank, to be overwritten, which may be the rank's input where sizes allow; None: lists are made. What is not
+    said here is as in `allreduce_refs`, errors too. Returns the refs of the outputs in rank order; or a `Work` of them.
     """
     lists = {"tensor_list_in_refs": tensor_list_in_refs, "tensor_list_out_refs": tensor_list_out_refs}
     return Call(OpKind.ALLTOALL, group_name, timeout_s, **lists).run(async_op=async_op)
@@ -269,21 +197,11 @@ def send_ref(
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
-    """Sends a tensor from the participant that holds it to another one.
+    """Sends a tensor from the participant that holds it to another one; this one call does both halves.
 
-    Args:
-        src_tensor_ref: The tensor to send.
-        dst_tensor_ref: The tensor to overwrite, of the same shape and dtype; or an actor handle: the tensor is
-            allocated there.
-        group_name: A declared group that holds both; ``"default"`` is derived where it was not declared.
-        async_op: True: returns a `Work` at once.
-        timeout_s: How long the two wait for each other, in seconds; by default as the group was declared, or 60.
-
-    Returns:
-        The destination's ref; or a `Work` of it.
-
-    Raises:
-        RefusedError, GroupError, FaultError: As `allreduce_refs`.
+    `dst_tensor_ref` is the tensor to overwrite, of the same shape and dtype; or an actor handle: the tensor is made
+    there. The group has to hold both. What is not said here is as in `allreduce_refs`, errors too. Returns the
+    destination's ref; or a `Work` of it.
     """
     call = Call(OpKind.SEND, group_name, timeout_s, refs=[src_tensor_ref, dst_tensor_ref])
     return call.send(async_op=async_op)
@@ -304,13 +222,8 @@ def recv_ref(
 def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None) -> Any:
     """Brings all ranks of a group together: on the driver each has ended what was submitted to it before.
 
-    Inside a member, with the mixin or without, it is an imperative call, which every member makes.
-
-    Returns:
-        None; or a `Work` (inside a member: a `MemberWork`).
-
-    Raises:
-        GroupError, FaultError: As `allreduce_refs`.
+    Inside a member, with the mixin or without, it is an imperative call, which every member makes. Arguments and errors
+    are as in `allreduce_refs`. Returns None; or a `Work` (inside a member: a `MemberWork`).
     """
     try:
         imperative.get_group_handle(group_name)

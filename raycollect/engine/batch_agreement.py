@@ -14,8 +14,6 @@ from raycollect.engine.agreement import Verdict, judge, packed, unpacked
 from raycollect.errors import ProtocolError, Violation
 from raycollect.planner import Program
 
-__all__ = ["BatchAgreement", "decode_arrivals", "encode_arrivals", "is_batch"]
-
 
 def is_batch(program: Program) -> bool:
     """Whether a program is part of a plan of several requests."""
@@ -23,11 +21,9 @@ def is_batch(program: Program) -> bool:
 
 
 def encode_arrivals(arrivals: Mapping[int, bytes], *, conflict: bool) -> bytes:
-    """Writes what a participant of a batch brings to one round; the inverse of `decode_arrivals`.
+    """Writes the arrivals by request of a participant of a batch, for one round; the inverse of `decode_arrivals`.
 
-    Args:
-        arrivals: Request -> what `encode_arrival` wrote.
-        conflict: Whether requests overlap in memory here though the plan does not order them.
+    `conflict`: requests overlap in memory here though the plan does not order them.
     """
     distinct = {blob: at for at, blob in enumerate(dict.fromkeys(arrivals.values()))}
     which = [distinct[blob] for blob in arrivals.values()]

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple, cast
@@ -30,41 +31,28 @@ from raycollect.core.model import TensorInfo
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.planner import Domain
 
-__all__ = [
-    "CPU",
-    "CUDA",
-    "StagingCopies",
-    "Check",
-    "Patience",
-    "StagingBuffers",
-    "home_of",
-    "is_home",
-    "memory_of",
-    "transfer",
-]
-
 CPU, CUDA = "cpu", "cuda"
 
 Check = Callable[[], None]  # called repeatedly while waiting for a device; raises to end the wait
 
 
+@dataclass(slots=True, eq=False)
 class Patience:
     """Ends a wait for a device on an abort, or `limit_s` after it was first asked."""
 
-    def __init__(self, reason: Callable[[], str | None], limit_s: float) -> None:
-        self._reason = reason
-        self._limit_s = limit_s
-        self._until_s = 0.0
+    reason: Callable[[], str | None]
+    limit_s: float
+    _until_s: float = 0.0
 
     def __call__(self) -> None:
         """Returns to go on waiting; raises PlanAbortedError or CollectiveTimeoutError to stop."""
-        reason, now_s = self._reason(), time.monotonic()
+        reason, now_s = self.reason(), time.monotonic()
         if reason is not None:
             raise PlanAbortedError(detail=reason)
-        self._until_s = self._until_s or now_s + self._limit_s
+        self._until_s = self._until_s or now_s + self.limit_s
         if now_s > self._until_s:
-            detail = f"a device has not done within {self._limit_s:g} s what was enqueued before a copy from or to it"
-            raise CollectiveTimeoutError(timeout_s=self._limit_s, detail=detail)
+            detail = f"a device has not done within {self.limit_s:g} s what was enqueued before a copy from or to it"
+            raise CollectiveTimeoutError(timeout_s=self.limit_s, detail=detail)
 
 
 def memory_of(backend: str) -> str:
@@ -172,12 +160,8 @@ def _stand_in(array: Array | DeviceArray, home: str) -> Any:
 def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Check) -> None:
     """Copies a tensor to another one of as many elements and the same dtype, wherever each lies.
 
-    The copy comes after all that the caller has enqueued, and has ended when the call returns.
-
-    Args:
-        target: What is written.
-        source: What is read.
-        check: Called while a device is waited for.
+    The copy comes after all that the caller has enqueued, and has ended when the call returns. `check` is called while
+    a device is waited for.
 
     Raises:
         KernelError: The device has failed.

@@ -15,10 +15,10 @@ from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, Exchange, NoFaults, Together
 from raycollect.engine.batch_agreement import BatchAgreement
 from raycollect.engine.device_staging import Patience, transfer
-from raycollect.engine.instruments import POINTS, Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle, Scheduler
 from raycollect.engine.launch_sequence import LaunchSequence
-from raycollect.engine.preparation import ABSENCES, Preparation
+from raycollect.engine.preparation import Preparation
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import NOWHERE, ByteMap, BytesDone
 from raycollect.engine.run_cache import RunCache
@@ -38,8 +38,6 @@ from raycollect.observe.run_steps import RunStep, calls
 from raycollect.planner import Local, Program
 from raycollect.pos import Container
 
-__all__ = ["ABSENCES", "POINTS", "Execution", "Instruments", "Outcome", "given_up", "located"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -54,10 +52,7 @@ class Execution:
     """One run of one program.
 
     Args:
-        program: What to do.
-        keys: The keys of its operands.
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
-        instruments: The store, the clock and so on.
         seq: The plan's number in its controller's order; its launches take the numbers from there on.
         aborted: Why the plan was aborted, or None; asked before each launch, and while waiting for an operand.
         waiting: Called when an operand's method has not ended yet; None: it never will, since ordered actors run
@@ -68,27 +63,6 @@ class Execution:
         met: What an earlier run on these operands found out, and what all have now brought: see `FastPath`.
         meeting: The name of a member's own call in timelines; see `Label`.
     """
-
-    __slots__ = (
-        "_byte_map",
-        "_faults",
-        "_instruments",
-        "_kernel_progress",
-        "_launches",
-        "_left",
-        "_met",
-        "_move",
-        "_packs",
-        "_preparation",
-        "_program",
-        "_schedule",
-        "_seq",
-        "_step",
-        "_timed",
-        "_under_way",
-        "_until_s",
-        "_writes",
-    )
 
     def __init__(
         self,

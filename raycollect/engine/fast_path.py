@@ -8,13 +8,15 @@ over: from the start before the agreement, with what all have brought after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import get_ident
 
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
-from raycollect.engine.execution import Execution, Instruments, Outcome, given_up, located
+from raycollect.engine.execution import Execution, Outcome, given_up, located
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import ScheduledBundle
 from raycollect.engine.launch_sequence import meet_again
 from raycollect.engine.progress import ByteMap, BytesDone
@@ -26,48 +28,35 @@ from raycollect.observe.trace import AGAIN, DOOR
 from raycollect.planner import Program
 from raycollect.pos import Container
 
-__all__ = ["FastPath"]
 
-
+@dataclass(slots=True, eq=False)
 class FastPath:
-    """The next runs of a program, one at a time: `ready`, then `run`; any thread may call `abort` meanwhile.
+    """The next runs of a program, one at a time: `ready`, then `run`; any thread may call `abort` meanwhile."""
 
-    Args:
-        program: The program.
-        held: Its operands; the containers are the very same objects in each run.
-        known: What the last run on them found out.
-        instruments: The store, the clock and so on.
-        communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
-    """
+    program: Program
+    held: Sequence[Container]  # its operands; the containers are the very same objects in each run
+    known: RunCache  # what the last run on them found out
+    instruments: Instruments
+    communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
+    _first: Kernel = field(init=False)
+    _scheduled: ScheduledBundle = field(init=False)
+    _kernel: Kernel = field(init=False)
+    _seq: int = 0  # of the next run, or the one under way
+    _stopped: bool = False
+    _aborted: Callable[[], str | None] = lambda: None
+    _communicator: Communicator | None = None  # while a run is under way
+    _full: Execution | None = None
+    _until_s: float = 0.0  # when to give up waiting for readers
+    _ring: Ring | None = None  # that has seen a run
+    _label: int = 0  # the number of the label there
+    _kernel_progress: KernelProgress | None = None  # of the thread that runs it
+    _byte_map: ByteMap | None = None  # once somebody has asked how far it is
 
-    def __init__(
-        self,
-        program: Program,
-        held: Sequence[Container],
-        known: RunCache,
-        instruments: Instruments,
-        communicators: Callable[[str], Communicator],
-    ) -> None:
-        self._program = program
-        self._held = tuple(held)
-        self._known = known
-        assert known.first is not None  # see `of`
-        self._first: Kernel = known.first
-        self._instruments = instruments
-        self._communicators = communicators
-        (self._scheduled,) = known.schedule.bundles
-        self._kernel: Kernel = self._scheduled.moves[0].kernels[0]
-        self._seq = 0  # of the next run, or the one under way
-        self._stopped = False
-        self._aborted: Callable[[], str | None] = lambda: None
-        self._communicator: Communicator | None = None  # while a run is under way
-        self._full: Execution | None = None
-        self._until_s = 0.0  # when to give up waiting for readers
-        self._tracer = instruments.tracer
-        self._ring: Ring | None = None  # that has seen a run
-        self._label = 0  # the number of the label there
-        self._kernel_progress: KernelProgress | None = None  # of the thread that runs it
-        self._byte_map: ByteMap | None = None  # once somebody has asked how far it is
+    def __post_init__(self) -> None:
+        assert self.known.first is not None  # see `of`
+        self._first = self.known.first
+        (self._scheduled,) = self.known.schedule.bundles
+        self._kernel = self._scheduled.moves[0].kernels[0]
 
     @staticmethod
     def of(
@@ -87,16 +76,16 @@ class FastPath:
 
     def fits(self, held: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
-        if len(held) != len(self._held):
+        if len(held) != len(self.held):
             return False
-        for one, other in zip(held, self._held, strict=True):
+        for one, other in zip(held, self.held, strict=True):
             if one is not other:
                 return False
         try:
-            same = places_of(self._held) == self._known.places
+            same = places_of(self.held) == self.known.places
         except TypeError:  # a tensor has no memory any more
             return False
-        return same and not self._instruments.store.is_dirty(self._known.ranges)
+        return same and not self.instruments.store.is_dirty(self.known.ranges)
 
     def ready(self, seq: int) -> None:
         """Numbers the next run, for `abort`."""
@@ -107,24 +96,21 @@ class FastPath:
     ) -> Outcome:
         """Runs it on operands that fit; a failure is an outcome, never an exception.
 
-        Args:
-            keys: The keys of the operands.
-            aborted: Why the plan was aborted, or None.
-            landed: Called when all has gone well, before this participant has left the launch; or not at all.
+        `landed` is called when all has gone well, before this participant has left the launch; or not at all.
         """
-        program, seq, self._aborted = self._program, self._seq, aborted
-        self._instruments.recorder.add("again", seq, program.name)
+        program, seq, self._aborted = self.program, self._seq, aborted
+        self.instruments.recorder.add("again", seq, program.name)
         launch = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
         self._kernel_progress, step = here(), run_steps.here()
         self._kernel_progress.clear()
         communicator, scheduled, ok = None, None, False
         error: RaycollectError | None = None
-        ring = self._tracer.ring
+        ring = self.instruments.tracer.ring
         began_s = agreed_s = ended_s = 0.0
         if ring is not None:
             began_s = ring.clock()
         try:
-            communicator = self._communicator = self._communicators(program.door.group_id)
+            communicator = self._communicator = self.communicators(program.door.group_id)
             reason = self._reason()  # an abort from here on finds the communicator
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
@@ -142,12 +128,9 @@ class FastPath:
             ok = True
             if landed is not None:
                 landed()
-        except RaycollectError as exc:
-            error = exc
-            return Outcome(error=located(error, program, scheduled, self._instruments.recorder, seq))
-        except MemoryError as exc:
-            error = KernelError(detail=f"out of memory: {exc}")
-            return Outcome(error=located(error, program, scheduled, self._instruments.recorder, seq))
+        except (RaycollectError, MemoryError) as exc:
+            error = exc if isinstance(exc, RaycollectError) else KernelError(detail=f"out of memory: {exc}")
+            return Outcome(error=located(error, program, scheduled, self.instruments.recorder, seq))
         finally:
             self._communicator = self._full = None
             if communicator is not None:
@@ -155,20 +138,9 @@ class FastPath:
             if ring is not None:
                 label = self._label if ring is self._ring else self._met_ring(ring)
                 kind = DOOR if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
-                ring.entries.append(
-                    (
-                        next(ring.numbers),
-                        kind,
-                        program.name,
-                        began_s,
-                        (ended_s or ring.clock()) if kind is AGAIN else agreed_s,
-                        get_ident(),
-                        seq,
-                        label,
-                        "" if error is None else type(error).__name__,
-                        agreed_s,
-                    )
-                )
+                at, thread, failed = next(ring.numbers), get_ident(), "" if error is None else type(error).__name__
+                until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
+                ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
         return Outcome()
 
     def abort(self) -> None:
@@ -179,7 +151,7 @@ class FastPath:
             full.abort()
         if communicator is not None:  # besides: `full` may not have begun
             communicator.abort(self._seq)
-            self._instruments.store.wake()
+            self.instruments.store.wake()
 
     def bytes_done(self) -> BytesDone:
         """Returns the progress of the run under way; any thread may call it."""
@@ -187,7 +159,7 @@ class FastPath:
         if full is not None:
             return full.bytes_done()
         if self._byte_map is None:
-            self._byte_map = ByteMap(self._known.schedule)
+            self._byte_map = ByteMap(self.known.schedule)
         return self._byte_map.at(self._scheduled.moves[0], 1, 0.0 if kernel_progress is None else kernel_progress.part)
 
     def _met_ring(self, ring: Ring) -> int:
@@ -199,13 +171,13 @@ class FastPath:
     def _met(self, communicator: Communicator, launch: Launch, keys: Sequence[Key]) -> Execution | None:
         """Meets the others; returns an execution that goes on where something has changed after all."""
         try:
-            brought = meet_again(communicator, launch, self._first, self._known.arrival, self._known.blobs)
+            brought = meet_again(communicator, launch, self._first, self.known.arrival, self.known.blobs)
         except RefusedError:  # nothing was brought: it brings why
             return self._in_full(launch.seq, keys, None)
         return None if brought is None else self._in_full(launch.seq, keys, brought)
 
     def _work(self, communicator: Communicator, launch: Launch, scheduled: ScheduledBundle) -> None:
-        store, self._until_s = self._instruments.store, 0.0
+        store, self._until_s = self.instruments.store, 0.0
         with store.writing(scheduled.ranges, self._given_up):
             try:
                 communicator.launch(launch, self._kernel).wait(launch.timeout_s)
@@ -222,21 +194,21 @@ class FastPath:
         return "the plan was aborted" if reason is None and self._stopped else reason
 
     def _given_up(self) -> RaycollectError | None:
-        now_s, limit_s = self._instruments.clock(), self._program.timeout_s
+        now_s, limit_s = self.instruments.clock(), self.program.timeout_s
         self._until_s = self._until_s or now_s + limit_s  # from when it is first asked
         return given_up(self._reason(), now_s > self._until_s, limit_s)
 
     def _in_full(self, seq: int, keys: Sequence[Key], brought: tuple[bytes, ...] | None) -> Execution:
-        program, door = self._program, self._communicator  # which is ended even if the group has gone meanwhile
+        program, door = self.program, self._communicator  # which is ended even if the group has gone meanwhile
         self._full = Execution(
             program,
             keys,
-            lambda group_id: door if door and group_id == program.door.group_id else self._communicators(group_id),
-            self._instruments,
+            lambda group_id: door if door and group_id == program.door.group_id else self.communicators(group_id),
+            self.instruments,
             seq=seq,
             aborted=self._reason,
-            held=self._held,
-            met=None if brought is None else (self._known, brought),
+            held=self.held,
+            met=None if brought is None else (self.known, brought),
         )
         return self._full
 

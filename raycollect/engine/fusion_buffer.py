@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,17 +18,6 @@ import numpy as np
 from raycollect.backends.arrays import Array, native
 from raycollect.core.model import PIECES, Kernel, OpKind, ReduceOp, TensorInfo
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES
-
-__all__ = [
-    "NO_BUFFER",
-    "FusionBuffer",
-    "Item",
-    "FusedKernel",
-    "FusionPool",
-    "dtype_of",
-    "room",
-    "size_of",
-]
 
 _LEAST_NBYTES = 64 << 10
 
@@ -158,18 +147,9 @@ class _Rows:
 
 
 class FusedKernel:
-    """One kernel for several tensors of one dtype, staged in `block`.
+    """One kernel for several tensors of one dtype, staged in `block`, which has `room` for all items.
 
-    Args:
-        kind: The kernel.
-        op: The reduce op.
-        peer: See `model.Kernel`.
-        items: The tensors.
-        me: The place of this rank in the launch.
-        block: The staging, with `room` for all items.
-
-    Attributes:
-        kernel: What is to be launched, between `load` and `unload`.
+    `me` is the place of this rank in the launch; `kernel` is to be launched between `load` and `unload`.
     """
 
     __slots__ = ("_bytes", "_gathered", "_into", "_loads", "_unloads", "kernel")
@@ -183,14 +163,13 @@ class FusedKernel:
         src, loads, dst, unloads, loaded = _laid_out(kind, reads, writes, me, rows)
         most = sum(item.most for item in items)
         self.kernel: Kernel = Kernel(kind=kind, src=src, dst=dst, op=op, peer=peer, most=most)
-        plain = [_is_plain(array) and array.size > 0 for array, _ in unloads]
-        self._unloads = [
-            (array, part.reshape(array.shape)) for (array, part), flat in zip(unloads, plain, strict=True) if not flat
-        ]
-        # Bytes to bytes: a third of what numpy takes to copy a few KiB.
-        self._bytes = [
-            (_bytes(array), _bytes(part)) for (array, part), flat in zip(unloads, plain, strict=True) if flat
-        ]
+        self._unloads: _Copies = []
+        self._bytes: list[tuple[memoryview, memoryview]] = []
+        for array, part in unloads:
+            if _is_plain(array) and array.size:  # bytes to bytes: a third of what numpy takes to copy a few KiB
+                self._bytes.append((_bytes(array), _bytes(part)))
+            else:
+                self._unloads.append((array, part.reshape(array.shape)))
         self._loads = [(part.reshape(array.shape), array) for part, array in loads]
         self._gathered: list[Array] = []
         self._into: Array | None = None
@@ -245,13 +224,8 @@ def _laid_out(
 
 
 def _each(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> _Copies:
-    return list(_pairs(parts, sides))
-
-
-def _pairs(parts: Sequence[Sequence[Array]], sides: Sequence[tuple[Array, ...]]) -> Iterator[tuple[Array, Array]]:
-    for rank, of_rank in enumerate(parts):
-        for part, pieces in zip(of_rank, sides, strict=True):
-            yield part, pieces[rank]
+    pairs = enumerate(parts)
+    return [(part, side[rank]) for rank, row in pairs for part, side in zip(row, sides, strict=True)]
 
 
 def _swapped(copies: _Copies) -> _Copies:

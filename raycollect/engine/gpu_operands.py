@@ -22,8 +22,6 @@ from raycollect.errors.text import too_large
 from raycollect.planner import Local, Role, Share, Step, gpu_lists
 from raycollect.pos import Container
 
-__all__ = ["IntraRankCopy", "GpuTaskBuffers"]
-
 _Row = Sequence[DeviceArray]
 
 

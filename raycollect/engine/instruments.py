@@ -13,8 +13,6 @@ from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.observe import Recorder, Tracer
 from raycollect.pos import Store
 
-__all__ = ["POINTS", "Instruments"]
-
 # Where faults can be injected.
 POINTS = ("start", "before_door", "after_door", "before_kernel", "after_kernel", "before_commit", "after_commit", "end")
 

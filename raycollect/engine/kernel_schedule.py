@@ -6,6 +6,7 @@ All of it follows from the program and from what all have agreed on, so every pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -21,8 +22,6 @@ from raycollect.engine.operands import TaskBuffers
 from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share, Step
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
-
-__all__ = ["LaunchStep", "KernelSchedule", "ScheduledBundle", "Scheduler", "bucketed"]
 
 
 class LaunchStep(NamedTuple):
@@ -60,34 +59,19 @@ class KernelSchedule(NamedTuple):
     ranges: Sequence[Range]
 
 
+@dataclass(slots=True, eq=False)
 class Scheduler:
-    """Makes the schedule of one run.
+    """Makes the schedule of one run."""
 
-    Args:
-        program: The program.
-        operands: The buffers of each of its tasks, all made.
-        block: The fusion buffer; None: this rank has no elements to pack.
-        first: The kernel that the backend has prepared, if any.
-        staging_buffers: The stand-ins, if there are any.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        operands: Sequence[TaskBuffers],
-        block: FusionBuffer | None,
-        first: Kernel | None,
-        staging_buffers: StagingBuffers | None = None,
-    ) -> None:
-        self._program = program
-        self._operands = operands
-        self._block = block or NO_BUFFER
-        self._first = first
-        self._staging_buffers = staging_buffers
+    program: Program
+    operands: Sequence[TaskBuffers]  # the buffers of each of its tasks, all made
+    block: FusionBuffer | None  # None: this rank has no elements to pack
+    first: Kernel | None  # that the backend has prepared, if any
+    staging_buffers: StagingBuffers | None = None  # the stand-ins, if there are any
 
     def write(self, verdicts: Mapping[int, Verdict], *, alone: bool) -> KernelSchedule:
         """Makes the schedule from the verdicts, by request; `alone`: requests overlap in memory, so order is kept."""
-        program = self._program
+        program = self.program
         runs: Sequence[Bundle] = program.bundles
         if alone:
             runs = [
@@ -100,8 +84,8 @@ class Scheduler:
         return KernelSchedule(bundles, [span for scheduled in bundles for span in scheduled.ranges])
 
     def _scheduled(self, run: Bundle, verdicts: Mapping[int, Verdict]) -> ScheduledBundle:
-        together = [self._operands[at] for at in run.tasks]
-        agreed = [verdicts[self._program.tasks[at].request] for at in run.tasks]
+        together = [self.operands[at] for at in run.tasks]
+        agreed = [verdicts[self.program.tasks[at].request] for at in run.tasks]
         share = together[0].share
         chosen = _chosen(share.choices, agreed)
         moves: list[LaunchStep] = []
@@ -146,7 +130,7 @@ class Scheduler:
         if isinstance(step.kind, Local):
             yield LaunchStep(*place, copies=tuple((item.dst, item.src) for item in items))
             return
-        staging_buffers = self._staging_buffers
+        staging_buffers = self.staging_buffers
         if staging_buffers is not None:
             items = [
                 Item(staging_buffers.side(src, domain), staging_buffers.side(dst, domain), most)
@@ -172,23 +156,25 @@ class Scheduler:
         carries: bool = True,
     ) -> Iterator[LaunchStep]:
         ranks = place[2]
-        for bucket in bucketed(kind, items, len(ranks), self._program.staging):
+        for bucket in bucketed(kind, items, len(ranks), self.program.staging):
             chosen = [items[at] for at in bucket]
             staging_copies = self._staging_copies(chosen) if carries else None
             if len(chosen) > 1:
-                packed = FusedKernel(kind, step.op, step.peer, items=chosen, me=ranks.index(rank), block=self._block)
+                packed = FusedKernel(
+                    kind, step.op, step.peer, items=chosen, me=ranks.index(rank), block=self.block or NO_BUFFER
+                )
                 yield LaunchStep(*place, (packed.kernel,), packed, staging_copies)
             else:
                 yield LaunchStep(*place, (self._kernel(kind, step, chosen[0]),), None, staging_copies)
 
     def _staging_copies(self, items: Sequence[Item]) -> StagingCopies | None:
-        if self._staging_buffers is None:
+        if self.staging_buffers is None:
             return None
-        return self._staging_buffers.staging_copies([(item.src, item.dst) for item in items])
+        return self.staging_buffers.staging_copies([(item.src, item.dst) for item in items])
 
     def _kernel(self, kind: OpKind, step: Step, item: Item) -> Kernel:
         # The very kernel that was prepared, for backends that recognise it.
-        first = self._first
+        first = self.first
         if (
             first is not None
             and not item.most

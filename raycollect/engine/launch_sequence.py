@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raycollect.core.model import Kernel, Launch
@@ -16,65 +16,42 @@ from raycollect.core.protocols import Communicator, Exchange, Forsaking
 from raycollect.errors import GroupBrokenError, PlanAbortedError
 from raycollect.planner import Program
 
-__all__ = ["LaunchSequence", "meet_again"]
-
 _Open = tuple[Communicator, Launch]
 
 
+@dataclass(slots=True, eq=False)
 class LaunchSequence:
-    """The launches of one run of a program.
+    """The launches of one run of a program."""
 
-    Args:
-        program: The program.
-        communicators: Group id -> this participant's end of that group.
-        exchange: How the participants meet where they have no group in common.
-        seq: The number of the first launch.
-        aborted: Why the plan was aborted, or None.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        communicators: Callable[[str], Communicator],
-        exchange: Exchange | None,
-        *,
-        seq: int,
-        aborted: Callable[[], str | None],
-    ) -> None:
-        self._program = program
-        self._communicators = communicators
-        self._exchange = exchange
-        self._seq = seq
-        self._aborted = aborted
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._door = Launch(seq=seq, ranks=program.door.ranks, timeout_s=program.timeout_s)
-        self._number = 0
-        self._open: _Open | None = None
-        self._wakes: Callable[[int], None] | None = None  # of what is open
+    program: Program
+    communicators: Callable[[str], Communicator]  # group id -> this participant's end of that group
+    exchange: Exchange | None  # how the participants meet where they have no group in common
+    seq: int  # the number of the first launch
+    aborted: Callable[[], str | None]  # why the plan was aborted, or None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _stopped: bool = False
+    _number: int = 0  # of the latest launch, counted from the first
+    opened: _Open | None = None  # the communicator and its launch; None: the controller carries the agreement
+    _wakes: Callable[[int], None] | None = None  # of what is open
 
     @property
     def reason(self) -> str | None:
         """Why the program has to stop; None where it may go on."""
-        reason = self._aborted()
+        reason = self.aborted()
         return "the plan was aborted" if reason is None and self._stopped else reason
 
     def begin(self) -> None:
         """Opens the launch of the agreement; raises GroupBrokenError where this participant has no such group."""
-        door = self._program.door
+        door = self.program.door
         if door.group_id:
-            communicator = self._communicators(door.group_id)
+            communicator = self.communicators(door.group_id)
             with self._lock:
-                self._open, self._wakes = (communicator, self._door), communicator.abort
-        elif self._exchange is None:
+                self.opened, self._wakes = (communicator, self._door()), communicator.abort
+        elif self.exchange is None:
             raise GroupBrokenError(group_name="", detail="the participants have no group in common, and no controller")
         else:
             with self._lock:
-                self._wakes = self._exchange.abort
-
-    def stage(self) -> _Open | None:
-        """The communicator of the agreement and its launch; None where the controller carries it."""
-        return self._open
+                self._wakes = self.exchange.abort
 
     def meet(self, arrival: bytes) -> tuple[bytes, ...]:
         """Brings an arrival to the agreement, and waits for those of all.
@@ -84,11 +61,12 @@ class LaunchSequence:
             CollectiveTimeoutError: Not all came in time.
         """
         self._check()
-        if self._open is not None:
-            blobs = self._open[0].agree(self._door, arrival)
+        if self.opened is not None:
+            communicator, door = self.opened
+            blobs = communicator.agree(door, arrival)
         else:
-            assert self._exchange is not None  # `begin` has checked it
-            blobs = self._exchange(self._door, arrival)
+            assert self.exchange is not None  # `begin` has checked it
+            blobs = self.exchange(self._door(), arrival)
         return tuple(map(bytes, blobs))
 
     def again(self, kernel: Kernel | None, arrival: bytes, expected: tuple[bytes, ...]) -> tuple[bytes, ...] | None:
@@ -100,7 +78,7 @@ class LaunchSequence:
         Raises:
             RefusedError: The kernel can't be prepared; nothing was brought.
         """
-        opened = self._open
+        opened = self.opened
         if opened is None or kernel is None:
             blobs = self.meet(arrival)
             return None if blobs == expected else blobs
@@ -117,11 +95,11 @@ class LaunchSequence:
             GroupBrokenError: This participant has no such group.
             CollectiveTimeoutError: Not all came in time.
         """
-        if number == self._number and self._open is not None:
-            return self._open
-        communicator = self._communicators(group_id)
-        program = self._program
-        launch = Launch(seq=self._seq + number, ranks=tuple(ranks), timeout_s=program.timeout_s)
+        if number == self._number and self.opened is not None:
+            return self.opened
+        communicator = self.communicators(group_id)
+        program = self.program
+        launch = Launch(seq=self.seq + number, ranks=tuple(ranks), timeout_s=program.timeout_s)
         # The others may be busy with all that comes before, each part of which has its own limit: whoever is late there
         # is found there, and the controller ends the plan for all.
         before = number + (len(program.everyone) or len(program.tasks))
@@ -130,7 +108,7 @@ class LaunchSequence:
         with self._lock:  # an abort comes either before, and is seen here, or after, and finds the launch
             self._check()
             self._number = number
-            opened = self._open = communicator, launch
+            opened = self.opened = communicator, launch
             self._wakes = communicator.abort
         communicator.agree(patient, b"")
         return opened
@@ -144,20 +122,20 @@ class LaunchSequence:
             PlanAbortedError: The plan was aborted; so it is for all.
             CollectiveTimeoutError: Not all came in time.
         """
-        exchange, program = self._exchange, self._program
+        exchange, program = self.exchange, self.program
         assert exchange is not None  # whoever runs a program that commits has given it
         ranks = tuple(range(len(program.door.ranks)))
         patient = program.timeout_s * (2 + self._number)  # the others may be busy with what comes before
         with self._lock:
             self._check()
             wake, self._wakes = self._wakes, exchange.abort
-        exchange(Launch(seq=self._seq, ranks=ranks, timeout_s=patient), b"")
+        exchange(Launch(seq=self.seq, ranks=ranks, timeout_s=patient), b"")
         with self._lock:
             self._wakes = wake
 
     def forsake(self, kernels: Sequence[Kernel]) -> None:
         """Tells the backend that others may wait in kernels of the open launch that this rank will not end."""
-        opened = self._open
+        opened = self.opened
         if kernels and opened is not None and isinstance(opened[0], Forsaking):
             opened[0].forsake(opened[1], kernels)
 
@@ -167,7 +145,7 @@ class LaunchSequence:
         Returns:
             The places of those who are known to have run all of their programs; empty where others may have more to do.
         """
-        ranks, program = self._close(ok=ok), self._program
+        ranks, program = self._close(ok=ok), self.program
         if self._number or not ranks or program.everyone:
             return ()
         return tuple([program.door.ranks.index(rank) for rank in ranks])
@@ -176,13 +154,16 @@ class LaunchSequence:
         """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""
         with self._lock:
             self._stopped = True
-            wake, seq = self._wakes, self._seq + self._number
+            wake, seq = self._wakes, self.seq + self._number
         if wake is not None:
             wake(seq)
 
+    def _door(self) -> Launch:
+        return Launch(seq=self.seq, ranks=self.program.door.ranks, timeout_s=self.program.timeout_s)
+
     def _close(self, *, ok: bool) -> tuple[int, ...]:
         with self._lock:
-            opened, self._open, self._wakes = self._open, None, None
+            opened, self.opened, self._wakes = self.opened, None, None
         return () if opened is None else opened[0].end(opened[1], ok)
 
     def _check(self) -> None:

@@ -8,8 +8,6 @@ from types import TracebackType
 from raycollect.errors import MethodError
 from raycollect.observe.stacks import is_on_the_way
 
-__all__ = ["DETAIL_LENGTH", "method_error"]
-
 # How much of what a method raised is told: letters of its message, last lines of its traceback, letters of each.
 DETAIL_LENGTH, TRACE_LINES, LINE_LENGTH = 2000, 30, 300
 

@@ -22,8 +22,6 @@ from raycollect.planner import Local, Role, Share, Step
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
 
-__all__ = ["Bound", "TaskBuffers", "ranges_of"]
-
 
 @dataclass(frozen=True, eq=False)
 class Bound:
@@ -60,19 +58,10 @@ class Bound:
 
 
 class TaskBuffers:
-    """The buffers of one task on one rank.
+    """The buffers of one task on one rank, which does its `share`; `allocate` is as in `Instruments`.
 
-    Args:
-        share: What the rank does.
-        allocate: Makes a tensor; see `Instruments`.
-        given: Whether an imperative call gave the operands; else they are from the store, or an earlier task.
-        keys: The keys of the OPERAND buffers, in order, for messages; None for what has none.
-
-    Attributes:
-        buffers: By index; None where there is none (yet).
-        violations: What is wrong so far.
-        written: The arrays that the task writes, as `ranges` (their addresses) and `owners` (what keeps their memory).
-        versioned: The written tensors whose library counts writes.
+    `given`: an imperative call gave the operands; else they are from the store, or an earlier task. `keys` are those of
+    the OPERAND buffers, in order, for messages; None for what has none.
     """
 
     def __init__(
@@ -84,12 +73,12 @@ class TaskBuffers:
         keys: Sequence[Key | None] = (),
     ) -> None:
         self.share = share
-        self.buffers: list[Bound | None] = [None] * len(share.template.buffers)
-        self.violations: list[Violation] = []
-        self.written: list[Any] = []
-        self.ranges: list[Range] = []
-        self.owners: list[object] = []
-        self.versioned: list[object] = []
+        self.buffers: list[Bound | None] = [None] * len(share.template.buffers)  # None where there is none (yet)
+        self.violations: list[Violation] = []  # so far
+        self.written: list[Any] = []  # the arrays that the task writes
+        self.ranges: list[Range] = []  # their addresses
+        self.owners: list[object] = []  # what keeps their memory
+        self.versioned: list[object] = []  # the written tensors whose library counts writes
         self._known_touched: tuple[set[int], set[int]] | None = None
         self._pairs: dict[int, list[tuple[Any, Any]]] = {}
         self._template = share.template

@@ -22,8 +22,6 @@ from raycollect.planner import Domain, Program, Role
 from raycollect.pos import Container, Range, Store
 from raycollect.pos.extents import Extents
 
-__all__ = ["MissingOperand", "ProgramOperands"]
-
 _EVERYWHERE = [(0, 1 << 64)]
 
 
@@ -39,16 +37,8 @@ class MissingOperand:
 class ProgramOperands:
     """The tasks of one run of a program.
 
-    Args:
-        program: The program.
-        allocate: Makes a tensor; see `Instruments`.
-        keys: The keys of the program.
-        given: Whether an imperative call gave the operands.
-        home_of: Returns where a group works, see `device_staging.home_of`.
-
-    Attributes:
-        operands: Those of each task.
-        staging_buffers: The stand-ins; None: none is needed.
+    `allocate` is as in `Instruments`; `given`: an imperative call gave the operands; `home_of` returns where a group
+    works, see `device_staging.home_of`.
     """
 
     def __init__(
@@ -58,8 +48,8 @@ class ProgramOperands:
         self._home_of = home_of
         self._batch = is_batch(program)
         self._whole: dict[int, list[Range]] = {}  # what each task writes whole; only where anything is dirty
-        self.operands: list[TaskBuffers] = []
-        self.staging_buffers: StagingBuffers | None = None
+        self.operands: list[TaskBuffers] = []  # of each task
+        self.staging_buffers: StagingBuffers | None = None  # None: no stand-ins are needed
         for task in program.tasks:
             refs = () if given else tuple(keys[n] if n >= 0 else None for n in task.inputs)
             share = program.shares[task.share]

@@ -11,8 +11,6 @@ from raycollect.core.model import Kernel
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep
 from raycollect.engine.spans import label_of_bundle, nbytes_of
 
-__all__ = ["NOWHERE", "ByteMap", "BytesDone"]
-
 
 class BytesDone(NamedTuple):
     """The progress of a participant in a plan."""
@@ -59,12 +57,9 @@ class ByteMap:
             before += sum(map(_nbytes, other.kernels)) * scale
 
     def at(self, move: LaunchStep | None, left: int, part: float) -> BytesDone:
-        """Returns the progress.
+        """Returns the progress, of the latest step begun and those of its kernels that have not ended.
 
-        Args:
-            move: The latest step that was begun; None: none was.
-            left: How many of its kernels have not ended.
-            part: How many of these are done, see `KernelProgress.part`.
+        `part`: how many of these are done, see `KernelProgress.part`.
         """
         if move is None or id(move) not in self._before:
             return BytesDone(0, self.total)

@@ -8,21 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from raycollect.backends import arrays
+from raycollect.backends.completion import Tie
 from raycollect.core.model import Kernel
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.kernel_schedule import KernelSchedule
 from raycollect.planner import Program
 from raycollect.pos import Container, Range, Store
 
-__all__ = ["RunCache", "places_of"]
-
 _REMEMBERED = 8  # how many programs a container remembers
-
-
-class _Tie:
-    """Lives as long as the memo of a container does."""
-
-    __slots__ = ("__weakref__",)
 
 
 class _Holder:
@@ -32,7 +25,7 @@ class _Holder:
 
     def __init__(self, prepared: RunCache) -> None:
         self.prepared: RunCache | None = prepared
-        self.ties: list[weakref.ref[_Tie]] = []
+        self.ties: list[weakref.ref[Tie]] = []
 
     def is_of(self, name: int, others: Sequence[Container]) -> bool:
         if len(others) != len(self.ties):
@@ -40,7 +33,7 @@ class _Holder:
         pairs = zip(self.ties, others, strict=True)
         return all((found := tie()) is not None and found is other.memo.get(name) for tie, other in pairs)
 
-    def tie_to(self, tie: _Tie) -> None:
+    def tie_to(self, tie: Tie) -> None:
         """Lets go of the memory of all operands when one of them is gone."""
         known = weakref.ref(self)
 
@@ -104,7 +97,7 @@ class RunCache:
             if len(container.memo) >= _REMEMBERED and name not in container.memo:
                 container.memo.clear()
         for container in containers[1:]:
-            tie = container.memo[name] = _Tie()
+            tie = container.memo[name] = Tie()
             holder.tie_to(tie)
         if containers:
             containers[0].memo[name] = holder

@@ -1,13 +1,14 @@
 """The spans and labels that timelines record of a plan.
 
-Whoever runs a plan marks where each part begins and ends, on a `Timed`, or on an `Untimed` where nothing is recorded.
-Neither holds a tensor.
+Whoever runs a plan marks where each part begins and ends, on what `timed` returns, which holds no tensor.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
 
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind
@@ -18,110 +19,65 @@ from raycollect.observe import Label, Ring
 from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL, NO_LABEL, PART, STAGING
 from raycollect.planner import Program
 
-__all__ = ["Timed", "Untimed", "label_of_bundle", "nbytes_of", "timed"]
-
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 # The operations whose bytes are those that all ranks give together; of others what one rank holds in full.
 _SUMMED = frozenset({OpKind.ALLGATHER.value, OpKind.GATHER.value})
 
 
-class Untimed:
-    """Records nothing. All but `begin` and `end` return contexts around what they name."""
+@dataclass(slots=True, eq=False)
+class Timed:
+    """Records spans in a timeline. All but `begin` and `end` return contexts around what they name."""
 
-    __slots__ = ()
+    _ring: Ring
+    _program: Program
+    _seq: int
+    _meeting: str
+    _began_s: float = 0.0
 
     def begin(self) -> None:
         """The run begins."""
-
-    def end(self, error: RaycollectError | None) -> None:
-        """The run has ended."""
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """A wait for something before the agreement."""
-        return _NOTHING
-
-    def door(self) -> AbstractContextManager[None]:
-        """The agreement of all ranks."""
-        return _NOTHING
-
-    def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
-        """All that is done after the agreement."""
-        return _NOTHING
-
-    def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
-        """One bundle of that."""
-        return _NOTHING
-
-    def staging(self, what: str) -> AbstractContextManager[None]:
-        """Copies before and behind kernels."""
-        return _NOTHING
-
-    def kernels(
-        self, scheduled: ScheduledBundle | None, move: LaunchStep, *, first: int = 0, count: int = 0
-    ) -> AbstractContextManager[None]:
-        """Kernels of a step that run as one, from the `first` on; `count` 0: all."""
-        return _NOTHING
-
-
-_UNTIMED = Untimed()
-
-
-def timed(ring: Ring | None, program: Program, seq: int, meeting: str) -> Untimed:
-    """Returns the recorder of a run's spans; `ring` is the timeline, if one is recorded."""
-    return _UNTIMED if ring is None else Timed(ring, program, seq, meeting)
-
-
-class Timed(Untimed):
-    """Records spans in a timeline."""
-
-    __slots__ = ("_began_s", "_meeting", "_program", "_ring", "_seq")
-
-    def __init__(self, ring: Ring, program: Program, seq: int, meeting: str) -> None:
-        self._ring = ring
-        self._program = program
-        self._seq = seq
-        self._meeting = meeting
-        self._began_s = 0.0
-
-    def begin(self) -> None:
-        """Notes the time."""
         self._began_s = self._ring.clock()
 
     def end(self, error: RaycollectError | None) -> None:
-        """Records the whole run."""
+        """The run has ended."""
         ring, failed = self._ring, "" if error is None else type(error).__name__
         ring.put(PART, self._program.name, self._began_s, ring.clock(), self._seq, self._number(), failed)
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Records a wait, if it lasts."""
-        return _Wait(self._ring, what, self._seq)
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """A wait for something before the agreement, recorded if it lasts."""
+        began_s = self._ring.clock()
+        yield
+        self._ring.waited(what, began_s, self._seq)
 
     def door(self) -> AbstractContextManager[None]:
-        """Records it."""
+        """The agreement of all ranks."""
         return _Noted(self._ring, DOOR, "door", self._seq, self._number())
 
     def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
-        """Records it, where there are several."""
+        """All that is done after the agreement, recorded where there are several calls."""
         program = self._program
         if len(program.tasks) == 1:
             return _NOTHING
-        return self._span(COLLECTIVE, program.name, _label_of_schedule(program, schedule, self._meeting))
+        nbytes = sum(_agreed_nbytes(one.share.op, verdict) for one in schedule.bundles for verdict in one.agreed)
+        label = _label_of_door(program, self._meeting)._replace(nbytes=nbytes, calls=1)  # as one batch
+        return self._span(COLLECTIVE, program.name, label)
 
     def bundle(self, scheduled: ScheduledBundle) -> AbstractContextManager[None]:
-        """Records it, unless it is the same as its one kernel."""
+        """One bundle of that, recorded unless it is the same as its one kernel."""
         if _is_only_kernel(scheduled):
             return _NOTHING
         return self._span(COLLECTIVE, scheduled.share.op, label_of_bundle(scheduled, self._meeting))
 
     def staging(self, what: str) -> AbstractContextManager[None]:
-        """Records it."""
+        """Copies before and behind kernels."""
         return self._span(STAGING, what)
 
     def kernels(
         self, scheduled: ScheduledBundle | None, move: LaunchStep, *, first: int = 0, count: int = 0
     ) -> AbstractContextManager[None]:
-        """Records them."""
+        """Kernels of a step that run as one, from the `first` on; `count` 0: all."""
         if scheduled is None:
             return _NOTHING
         if _is_only_kernel(scheduled):
@@ -143,18 +99,33 @@ class Timed(Untimed):
         return _Noted(self._ring, kind, name, self._seq, self._ring.label(label))
 
 
+class _Untimed:
+    """In place of a `Timed`, records nothing."""
+
+    def _ignore(self, *what: Any, **which: Any) -> AbstractContextManager[None]:
+        return _NOTHING
+
+    begin = end = waiting = door = calls = bundle = staging = kernels = _ignore
+
+
+_UNTIMED = cast("Timed", _Untimed())
+
+
+def timed(ring: Ring | None, program: Program, seq: int, meeting: str) -> Timed:
+    """Returns the recorder of a run's spans; `ring` is the timeline, if one is recorded."""
+    return _UNTIMED if ring is None else Timed(ring, program, seq, meeting)
+
+
+@dataclass(slots=True, eq=False)
 class _Noted:
     # A class: as a generator it takes twice as long.
 
-    __slots__ = ("_began_s", "_kind", "_label", "_name", "_ring", "_seq")
-
-    def __init__(self, ring: Ring, kind: str, name: str, seq: int, label: int) -> None:
-        self._ring = ring
-        self._kind = kind
-        self._name = name
-        self._seq = seq
-        self._label = label
-        self._began_s = 0.0
+    _ring: Ring
+    _kind: str
+    _name: str
+    _seq: int
+    _label: int
+    _began_s: float = 0.0
 
     def __enter__(self) -> None:
         self._began_s = self._ring.clock()
@@ -162,23 +133,6 @@ class _Noted:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         ring, failed = self._ring, "" if kind is None else kind.__name__
         ring.put(self._kind, self._name, self._began_s, ring.clock(), self._seq, self._label, failed)
-
-
-class _Wait:
-    __slots__ = ("_began_s", "_ring", "_seq", "_what")
-
-    def __init__(self, ring: Ring, what: str, seq: int) -> None:
-        self._ring = ring
-        self._what = what
-        self._seq = seq
-        self._began_s = 0.0
-
-    def __enter__(self) -> None:
-        self._began_s = self._ring.clock()
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self._ring.waited(self._what, self._began_s, self._seq)
 
 
 def _label_of_program(program: Program, meeting: str = "") -> Label:
@@ -199,12 +153,6 @@ def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
     share = scheduled.share
     nbytes = sum(_agreed_nbytes(share.op, one) for one in scheduled.agreed)
     return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
-
-
-def _label_of_schedule(program: Program, schedule: KernelSchedule, meeting: str = "") -> Label:
-    # As one batch.
-    nbytes = sum(_agreed_nbytes(one.share.op, verdict) for one in schedule.bundles for verdict in one.agreed)
-    return _label_of_door(program, meeting)._replace(nbytes=nbytes, calls=1)
 
 
 def _label_of_move(move: LaunchStep, rank: int, meeting: str = "") -> Label:

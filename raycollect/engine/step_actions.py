@@ -23,19 +23,14 @@ from raycollect.pos import Container
 if TYPE_CHECKING:
     from raycollect.engine.step_runner import StepRunner
 
-__all__ = ["Exchanges", "MethodCall", "PlanCall", "value_of"]
-
 # Program, number of its first launch -> the controller's exchange, for participants that share no group.
 Exchanges = Callable[[Program, int], Exchange | None]
 
-_RUN_AT = CAPTURE_NBYTES, CAPTURE_NBYTES + 8
 _CONSTANT = (type(None), bool, int, float, str, bytes)
 
 
 class MethodCall:
     """A method call, made ready. Arguments lie in slots; constants have slots of their own."""
-
-    __slots__ = ("_args", "_fresh", "_kwargs", "_method", "_runner", "_slot", "step")
 
     is_method = True
 
@@ -89,22 +84,6 @@ class MethodCall:
 class PlanCall:
     """This participant's half of a plan, made ready."""
 
-    __slots__ = (
-        "_fast_path",
-        "_first",
-        "_inputs",
-        "_kept_door",
-        "_keys",
-        "_last",
-        "_offset",
-        "_outputs",
-        "_program",
-        "_runner",
-        "_same",
-        "nbytes",
-        "step",
-    )
-
     is_method = False
 
     def __init__(self, one: Collective, runner: StepRunner) -> None:
@@ -123,7 +102,7 @@ class PlanCall:
         if self._program.keys != len(one.inputs):
             raise ProtocolError(detail=f"{len(one.inputs)} operands for a program of {self._program.keys}")
         keys = [step_program.keys[slot] for slot in one.inputs]
-        before, after = _RUN_AT
+        before, after = CAPTURE_NBYTES, CAPTURE_NBYTES + 8  # of the run's number in a key
         varies = [key.startswith(step_program.capture) and not any(key[before:after]) for key in keys]
         self._same = None if any(varies) else tuple(keys)
         self._keys = [

@@ -7,24 +7,13 @@ make. Actions run in order; every participant has the plans of a step in the sam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import msgpack
 
 from raycollect.core.model import Key
 from raycollect.errors import ProtocolError
-
-__all__ = [
-    "CAPTURE_NBYTES",
-    "Collective",
-    "Given",
-    "Invocation",
-    "StepProgram",
-    "captured_key",
-    "decode_step_program",
-    "encode_step_program",
-]
 
 CAPTURE_NBYTES = 16  # the bytes of a capture's id
 VERSION = 1
@@ -33,10 +22,7 @@ VERSION = 1
 def captured_key(capture: bytes, run: int, step: int) -> Key:
     """The key of what one call of a capture makes in one run: it names the value in errors, and is unique.
 
-    Args:
-        capture: The capture's id.
-        run: The run, from 1; 0: any run, as in plans.
-        step: The place of the call in the capture.
+    Runs count from 1; 0: any run, as in plans. `step` is the place of the call in the capture.
     """
     return Key(capture + run.to_bytes(8, "little") + step.to_bytes(4, "little"))
 
@@ -86,12 +72,8 @@ class StepProgram:
 
 
 def encode_step_program(step_program: StepProgram) -> bytes:
-    """Writes a step program; the inverse of `decode_step_program`."""
-    r = step_program
-    actions = list(map(_plain_action, r.actions))
-    packed: bytes = msgpack.packb(
-        (VERSION, r.capture, actions, r.slots, r.refs, r.arguments, r.returns, r.keys, r.numbered)
-    )
+    """Writes a step program, its classes by their fields in order; the inverse of `decode_step_program`."""
+    packed: bytes = msgpack.packb((VERSION, *_plain(step_program)), default=_plain)
     return packed
 
 
@@ -104,44 +86,29 @@ def decode_step_program(data: bytes) -> StepProgram:
                 detail=f"a captured step of version {values[0]}, this process reads {VERSION}: driver and actors must "
                 "run the same raycollect"
             )
-        _, capture, actions, slots, refs, arguments, returns, keys, numbered = values
-        return StepProgram(
-            capture=capture,
-            actions=tuple(map(_action, actions)),
-            slots=slots,
-            refs=refs,
-            arguments=arguments,
-            returns=returns,
-            keys=tuple(map(Key, keys)),
-            numbered=numbered,
-        )
+        named = _named(StepProgram, values[1:])
+        named["actions"] = tuple(map(_action, named["actions"]))
+        named["keys"] = tuple(map(Key, named["keys"]))
+        return StepProgram(**named)
     except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
         raise ProtocolError(detail=f"malformed routine: {exc}") from exc
 
 
-def _plain_action(one: Invocation | Collective) -> Any:
-    if isinstance(one, Collective):
-        return one.step, one.offset, one.first, one.program, one.inputs, one.outputs
-    kwargs = [(name, _plain_argument(value)) for name, value in one.kwargs]
-    return one.step, one.method, [_plain_argument(value) for value in one.args], kwargs, one.slot
+def _plain(one: Any) -> Any:
+    return one.packed if isinstance(one, Given) else [getattr(one, field.name) for field in fields(one)]
 
 
-def _plain_argument(value: int | Given) -> Any:
-    return value.packed if isinstance(value, Given) else value
+def _named(cls: Any, values: Any) -> dict[str, Any]:
+    return dict(zip((field.name for field in fields(cls)), values, strict=True))
 
 
 def _action(values: Any) -> Invocation | Collective:
-    if isinstance(values[1], str):
-        step, method, args, kwargs, slot = values
-        return Invocation(
-            step=step,
-            method=method,
-            args=tuple(map(_argument, args)),
-            kwargs=tuple((name, _argument(value)) for name, value in kwargs),
-            slot=slot,
-        )
-    step, offset, first, program, inputs, outputs = values
-    return Collective(step=step, offset=offset, first=first, program=program, inputs=inputs, outputs=outputs)
+    if not isinstance(values[1], str):
+        return Collective(**_named(Collective, values))
+    named = _named(Invocation, values)
+    named["args"] = tuple(map(_argument, named["args"]))
+    named["kwargs"] = tuple((name, _argument(value)) for name, value in named["kwargs"])
+    return Invocation(**named)
 
 
 def _argument(value: Any) -> int | Given:

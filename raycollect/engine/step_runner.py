@@ -11,7 +11,6 @@ recognised, with all that the last run found out about it (`raycollect.engine.ru
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,24 +19,18 @@ from typing import Any
 from raycollect.backends import arrays
 from raycollect.core.model import TENSOR, TensorInfo
 from raycollect.core.protocols import Communicator
-from raycollect.engine.execution import Execution, Instruments
+from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.engine.step_actions import Exchanges, MethodCall, PlanCall, value_of
 from raycollect.engine.step_program import Invocation, StepProgram
 from raycollect.engine.value_codec import pack_values, unpack_values
-from raycollect.errors import (
-    CaptureError,
-    MethodError,
-    PlanAbortedError,
-    ProtocolError,
-    RaycollectError,
-)
+from raycollect.errors import CaptureError, MethodError, PlanAbortedError, ProtocolError, RaycollectError
 from raycollect.observe import Tracer, run_steps
 from raycollect.pos import Container, unkept
-
-__all__ = ["Exchanges", "Invoke", "StepRunner"]
+from raycollect.pos.store import weak
 
 # Calls a method: its name, its arguments by place and by name.
 Invoke = Callable[[str, Sequence[Any], dict[str, Any]], Any]
@@ -52,11 +45,7 @@ class StepRunner:
         step_program: What to do.
         refs: The values of its refs, in the order of their slots: containers, or what went by value.
         invoke: Calls a method of the actor.
-        instruments: The store, the clock and so on.
         communicators: Returns this participant's end of a group, by the group's id; raises GroupBrokenError.
-
-    Attributes:
-        is_single: Whether a run is one plan, and nothing else.
     """
 
     def __init__(
@@ -88,6 +77,7 @@ class StepRunner:
             for one in step_program.actions
         ]
         self._final = self._actions[-1] if self._actions else None
+        # Whether a run is one plan, and nothing else
         self.is_single: bool = len(self._actions) == 1 and type(self._final) is PlanCall
 
     def run(
@@ -245,7 +235,7 @@ class _Known:
         if kept is not None and _is_same(kept, made):
             made = Container(made.structure, made.tensors, value, kept.memo)
         elif self._last[slot]() is not made.tensors[0]:
-            self._kept[slot], self._last[slot] = None, _weak(made.tensors[0])
+            self._kept[slot], self._last[slot] = None, weak(made.tensors[0])
             return made
         self._kept[slot] = made
         return made
@@ -257,14 +247,6 @@ def _gone(method: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 def _nothing() -> object:
     return None
-
-
-def _weak(tensor: object) -> Callable[[], object]:
-    # What can't be referenced weakly is kept alive.
-    try:
-        return weakref.ref(tensor)
-    except TypeError:
-        return lambda: tensor
 
 
 def _is_same(one: Container, other: Container) -> bool:

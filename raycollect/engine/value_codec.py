@@ -7,6 +7,7 @@ member its number or text, a named tuple a tuple. Nothing is pickled, so that re
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -20,8 +21,6 @@ from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
 from raycollect.errors import ProtocolError
 from raycollect.errors.text import a_type
-
-__all__ = ["pack_value", "pack_values", "unpack_value", "unpack_values"]
 
 _TUPLE, _LONG, _ARRAY, _SCALAR, _TENSOR, _COMPLEX = range(1, 7)
 
@@ -95,9 +94,9 @@ def unpack_values(data: bytes) -> tuple[Any, ...]:
 
 
 def _extend(value: Any) -> Any:
-    if isinstance(value, np.generic) and _is_plain(value.dtype):
+    if isinstance(value, np.generic) and _name(value.dtype):
         return msgpack.ExtType(_SCALAR, _array_bytes(np.asarray(value)))
-    if type(value) in (np.ndarray, np.memmap) and _is_plain(value.dtype):
+    if type(value) in (np.ndarray, np.memmap) and _name(value.dtype):
         return msgpack.ExtType(_ARRAY, _array_bytes(value))
     base = next((one for one in _BASES if isinstance(value, one)), None)
     if base is not None:
@@ -135,10 +134,6 @@ def _array_bytes(array: arrays.Array) -> bytes:
     name = _name(array.dtype).encode()
     shape = struct.pack(f"<{array.ndim}Q", *array.shape)
     return b"".join((_HEAD.pack(len(name), array.ndim), name, shape, array.tobytes()))
-
-
-def _is_plain(dtype: np.dtype[Any]) -> bool:
-    return bool(_name(dtype))
 
 
 @lru_cache(maxsize=64)
@@ -181,18 +176,8 @@ def _tuple(data: bytes) -> Any:
     return _MARK
 
 
-def _long(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _complex(data: bytes) -> complex:
-    return complex(*_PARTS_OF_COMPLEX.unpack(data))
-
-
 def _array(data: bytes) -> arrays.Array:
-    array, elements = _described(data, np.empty)
-    array.reshape(-1).view(np.uint8)[...] = elements
-    return array
+    return _filled(data, np.empty)
 
 
 def _scalar(data: bytes) -> Any:
@@ -216,33 +201,29 @@ def _tensor(data: bytes) -> Any:
         made.append(arrays.empty(info))
         return cast("arrays.Array", arrays.memory(made[0]))
 
-    array, elements = _described(data[start:], make)
-    array.reshape(-1).view(np.uint8)[...] = elements
+    _filled(data[start:], make)
     return made[0]
 
 
-def _described(
-    data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.Array]
-) -> tuple[arrays.Array, arrays.Array]:
-    # Returns (the array to fill, its elements as uint8), once these are known to be complete.
+def _filled(data: bytes, make: Callable[[Sequence[int], np.dtype[Any]], arrays.Array]) -> arrays.Array:
+    # Makes the array once the elements are known to be complete.
     name_nbytes, ndim = _HEAD.unpack_from(data)
     shape_at = _HEAD.size + name_nbytes
     shape = struct.unpack_from(f"<{ndim}Q", data, shape_at)
     elements = np.frombuffer(data, np.uint8, offset=shape_at + 8 * ndim)
     dtype = _dtype(data[_HEAD.size : shape_at].decode())
-    nbytes = dtype.itemsize
-    for byte_map in shape:
-        nbytes *= byte_map
-    if nbytes != elements.size:
+    if math.prod(shape, start=dtype.itemsize) != elements.size:
         raise ValueError(f"{elements.size} bytes for {dtype}{list(shape)}")
-    return make(shape, dtype), elements
+    array = make(shape, dtype)
+    array.reshape(-1).view(np.uint8)[...] = elements
+    return array
 
 
 _READERS: dict[int, Callable[[bytes], Any]] = {
     _TUPLE: _tuple,
-    _LONG: _long,
+    _LONG: lambda data: int.from_bytes(data, "little", signed=True),
     _ARRAY: _array,
     _SCALAR: _scalar,
     _TENSOR: _tensor,
-    _COMPLEX: _complex,
+    _COMPLEX: lambda data: complex(*_PARTS_OF_COMPLEX.unpack(data)),
 }

@@ -34,8 +34,6 @@ from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, Record
 from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["BootstrapRequest", "FailureNotice", "follow", "lead"]
-
 FADING_S = 5.0
 """How long a failed leader stays to tell late members that the group did not form, in seconds."""
 
@@ -48,25 +46,17 @@ _RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BootstrapRequest:
-    """What one process was told of the group.
-
-    Attributes:
-        who: What a person calls this process: ``Worker(3f2a91)``.
-        machine: Equal for processes that can share memory.
-        gpu: The GPU of this process, if the backend is yet to be chosen.
-        timeout_s: How long to wait for the others, here and in later calls, in seconds.
-        options: `GroupSpec.options`.
-    """
+    """What one process was told of the group."""
 
     name: str
     world_size: int
     rank: int
     backend: str
-    who: str
-    machine: str
-    timeout_s: float
-    options: tuple[tuple[str, Any], ...] = ()
-    gpu: backends.Gpu | None = None
+    who: str  # what a person calls this process: Worker(3f2a91)
+    machine: str  # equal for processes that can share memory
+    timeout_s: float  # how long to wait for the others, here and in later calls, in seconds
+    options: tuple[tuple[str, Any], ...] = ()  # `GroupSpec.options`
+    gpu: backends.Gpu | None = None  # the GPU of this process, if the backend is yet to be chosen
 
     @property
     def hello(self) -> dict[str, Any]:

@@ -22,8 +22,6 @@ from urllib.parse import quote, urlparse
 from raycollect.core.model import Address
 from raycollect.errors import InvalidGroupError
 
-__all__ = ["MOST_RECORD_NBYTES", "MOST_WHO", "BootstrapStore", "DirectoryBulletin", "Record", "store_at"]
-
 MOST_RECORD_NBYTES = 4096
 
 MOST_WHO = 200

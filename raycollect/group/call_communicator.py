@@ -12,8 +12,6 @@ from raycollect.core.protocols import Communicator, Completion, Together
 from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError
 from raycollect.group.hub_client import HubClient
 
-__all__ = ["CallCommunicator"]
-
 
 class CallCommunicator:
     """A backend's communicator by the group's ranks, within the call's time. Methods are those of `Communicator`."""

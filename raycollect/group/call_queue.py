@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING
 
 from raycollect.core import threads
 from raycollect.engine.execution import Outcome
 from raycollect.errors import InternalError, RaycollectError, Violation, anew, kept
-
-if TYPE_CHECKING:
-    from raycollect.group.process_group import ProcessGroup
-
-__all__ = ["CallQueue", "Callers"]
 
 
 class Callers:
@@ -25,12 +19,10 @@ class Callers:
     Ranks match calls by their order alone. If the calls of two threads overlap, their order is luck and differs between
     ranks, which would get each other's results where these look alike. If a thread calls after the calls of another one
     have ended, nothing here can tell whether all ranks keep that order.
-
-    Attributes:
-        contest: What is wrong, from the first call of a second thread until all calls have ended; None: nothing.
     """
 
     def __init__(self, rank: int) -> None:
+        # What is wrong, from the first call of a second thread until all calls have ended
         self.contest: Violation | None = None
         self._rank = rank
         self._calls: dict[int, int] = {}  # thread -> the number of its calls that have not ended
@@ -72,11 +64,10 @@ def _name(thread: int) -> str:
 class CallQueue:
     """Runs queued calls one by one in a thread that starts with the first; `pending` is how many have not ended."""
 
-    def __init__(self, owner: ProcessGroup, name: str, ranks: Sequence[int], callers: Callers) -> None:
+    def __init__(self, name: str, callers: Callers, why_not: Callable[[], RaycollectError | None]) -> None:
         self.pending: int = 0
-        self._owner = owner
         self._name = name
-        self._ranks = ranks
+        self._why_not = why_not  # why the communicator's ranks can't communicate any more; None if they can
         self._callers = callers
         self._changed = threading.Condition()
         self._queue: deque[tuple[Future[Outcome], Callable[[], Outcome], int]] = deque()
@@ -89,8 +80,7 @@ class CallQueue:
         with self._changed:
             if self._closed:  # its thread may have ended
                 closed = InternalError(detail="a call on a communicator that was closed")
-                broken = self._owner.why_not(self._ranks) or closed
-                future.set_exception(anew(broken))
+                future.set_exception(anew(self._why_not() or closed))
                 if thread:
                     self._callers.go(thread)
                 return future

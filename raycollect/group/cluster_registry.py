@@ -27,8 +27,6 @@ from raycollect.errors import RayClientError, UnknownGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.group.membership import Membership
 
-__all__ = ["ClusterReader", "GroupRecord", "MemberRecord", "find_cluster", "post", "remove", "summary"]
-
 VERSION = 1
 
 MOST_RECORD_NBYTES = 64 << 20
@@ -58,50 +56,34 @@ _posting = threads.pool("raycollect-post", 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRecord:
-    """One rank.
-
-    Attributes:
-        pid: The process that joined.
-        state: Ray's state of the actor when it was asked: ``"ALIVE"``, ``"DEAD"``, ...; or ``"RESTARTED"``: it
-            lives in another process; ``"UNKNOWN"``: Ray has no such actor any more. Empty in what is posted.
-    """
+    """One rank."""
 
     rank: int
     actor: str
     actor_id: str
     node_id: str
-    pid: int
+    pid: int  # the process that joined
+    # Ray's state of the actor when it was asked: "ALIVE", "DEAD", ...; or "RESTARTED": it lives in another
+    # process; "UNKNOWN": Ray has no such actor any more. Empty in what is posted
     state: str = ""
     restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRecord:
-    """A declared group, for processes that have no part in it.
+    """A declared group, for processes that have no part in it."""
 
-    Attributes:
-        name: Its name, which is unique for its controller alone.
-        group_id: The nonce that tells groups of one name apart.
-        epoch: How often it was rebuilt.
-        job_id: The Ray job of its controller.
-        actor_id: The actor that the controller is; empty for a driver or task.
-        host: The IP address of the controller's node.
-        pid: The controller's process.
-        since: When it was declared, or rebuilt, in seconds since 1970.
-        members: By rank.
-    """
-
-    name: str
-    group_id: str
+    name: str  # its name, which is unique for its controller alone
+    group_id: str  # the nonce that tells groups of one name apart
     backend: str
     ordering: str
-    epoch: int
-    job_id: str
-    actor_id: str
-    host: str
-    pid: int
-    since: float
-    members: tuple[MemberRecord, ...]
+    epoch: int  # how often it was rebuilt
+    job_id: str  # the Ray job of its controller
+    actor_id: str  # the actor that the controller is; empty for a driver or task
+    host: str  # the IP address of the controller's node
+    pid: int  # the controller's process
+    since: float  # when it was declared, or rebuilt, in seconds since 1970
+    members: tuple[MemberRecord, ...]  # by rank
 
     @classmethod
     def of(cls, membership: Membership) -> GroupRecord:
@@ -197,8 +179,7 @@ def _told(name: str) -> Iterator[None]:
 def find_cluster(address: str | None = None) -> str:
     """Finds the address ``"host:port"`` of a running cluster's global control store, which need not answer.
 
-    Args:
-        address: ``"host:port"``, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
+    `address` is that, or ``"auto"``; None: `RAY_ADDRESS`, else the cluster that runs on this host.
 
     Raises:
         ConnectionError: None runs here, or several do, or the address makes no sense.
@@ -256,7 +237,8 @@ class ClusterReader:
                 detail = f"no process of {self.address} has declared it; there are {f'[{there}]' if there else 'none'}"
                 raise UnknownGroupError(group_name=name, detail=detail)
             chosen = (one for one in posted if name is None or one.name == name)
-            return tuple(self._as_it_is(one) for one in sorted(chosen, key=lambda one: one.since))
+            oldest_first = sorted(chosen, key=lambda one: one.since)
+            return tuple(replace(one, members=tuple(map(self._as_it_is, one.members))) for one in oldest_first)
         except (RayError, RuntimeError) as exc:
             if isinstance(exc, UnknownGroupError):
                 raise
@@ -280,10 +262,7 @@ class ClusterReader:
             return True
         return bool(one.actor_id) and _state_of(self._state.actor_table(one.actor_id), one.pid) in GONE
 
-    def _as_it_is(self, one: GroupRecord) -> GroupRecord:
-        return replace(one, members=tuple(map(self._member_as_it_is, one.members)))
-
-    def _member_as_it_is(self, member: MemberRecord) -> MemberRecord:
+    def _as_it_is(self, member: MemberRecord) -> MemberRecord:
         actor = self._state.actor_table(member.actor_id)
         return replace(member, state=_state_of(actor, member.pid), restarts=int(actor.get("NumRestarts", 0)))
 

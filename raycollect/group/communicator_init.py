@@ -19,8 +19,6 @@ from raycollect.group.coordinator import ALL
 from raycollect.group.hub_client import HubClient
 from raycollect.pos.segments import Segments
 
-__all__ = ["CommunicatorExchange", "CommunicatorInit", "CommunicatorRendezvous"]
-
 _ON_TCP = ("gloo", "torch:gloo")
 """Backends whose communicators of two ranks need no library: between two ranks they use plain sockets anyway."""
 

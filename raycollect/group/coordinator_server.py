@@ -23,18 +23,13 @@ from raycollect.errors import (
 from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["CoordinatorServer"]
-
 _FLUSH_S = 0.0005
 
 
 class CoordinatorServer:
     """Relays for the members of one group. It serves until the last of them, with rank 0, has left.
 
-    Args:
-        host: Where to listen.
-        name: The group's name.
-        request: What rank 0 was told of the group: ``world_size``, ``backend``, ``who`` it is.
+    `request` is what rank 0 was told of the group: ``world_size``, ``backend``, ``options``, ``who`` it is.
     """
 
     def __init__(self, host: str, name: str, request: dict[str, Any]) -> None:

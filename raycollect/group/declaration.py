@@ -26,28 +26,19 @@ _WITH_CHIP_MAP = ("torch:sccl",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """The checked arguments of `declare_collective_group`.
-
-    Attributes:
-        backend: A backend's name in its one spelling, or ``"auto"``.
-        actors: The actor handles by rank; in the order given if a rank table says the ranks.
-        timeout_s: How long to wait for all members, in seconds.
-        plan_timeout_s: How long ranks wait for each other in the driver's calls that do not say, in seconds.
-        call_timeout_s: The same in the members' own calls.
-        options: `GroupSpec.options`.
-        rank_table_from: Where the rank table is from, for a message.
-    """
+    """The checked arguments of `declare_collective_group`."""
 
     name: str
-    backend: str
-    actors: tuple[Any, ...]
+    backend: str  # a backend's name in its one spelling, or "auto"
+    actors: tuple[Any, ...]  # the actor handles by rank; in the order given if a rank table says the ranks
     ordering: str = PROGRAM
-    timeout_s: float = DEFAULT_TIMEOUT_S
+    timeout_s: float = DEFAULT_TIMEOUT_S  # how long to wait for all members, in seconds
+    # How long ranks wait for each other in the driver's calls that do not say, in seconds
     plan_timeout_s: float = DEFAULT_TIMEOUT_S
-    call_timeout_s: float = MEMBERS_TIMEOUT_S
-    options: tuple[tuple[str, Any], ...] = ()
+    call_timeout_s: float = MEMBERS_TIMEOUT_S  # the same in the members' own calls
+    options: tuple[tuple[str, Any], ...] = ()  # `GroupSpec.options`
     rank_table: RankTable | None = None
-    rank_table_from: str = ""
+    rank_table_from: str = ""  # where the rank table is from, for a message
 
     @classmethod
     def of(

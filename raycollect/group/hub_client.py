@@ -15,8 +15,6 @@ from raycollect.group.coordinator import ranks_of
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["CAUSE_S", "FORM", "MADE", "HubClient"]
-
 _ANSWER_S = 5.0
 """How long the hub may take to answer, in seconds. After that it counts as gone."""
 CAUSE_S = 2.0
@@ -27,38 +25,25 @@ FORM, MADE = "form", "made"
 
 
 class HubClient:
-    """The state of a communicator that messages of the hub change.
-
-    Attributes:
-        changed: Guards all that follows, and is notified of each change.
-        call: The number of the call under way; 0: none.
-        place: Where this rank waits at the hub; empty: nowhere.
-        generation: The nonce of the communicator; empty: there is none.
-        is_made: Whether all ranks have a communicator of this generation.
-        agreed: Whether all ranks have come to the agreement of the launch under way.
-        stale: Whether another rank has left this generation; `cause` says which one, and why.
-        recalled: Whether the attempt under way has to be given up and begun again.
-        stop: What the call under way has to raise.
-        final: Whether the hub will not answer any more.
-        closed: Whether no call may begin any more.
-    """
+    """The state of a communicator that messages of the hub change."""
 
     def __init__(self, owner: ProcessGroup, name: str) -> None:
         self.name = name
         self.ranks: tuple[int, ...] = ranks_of(name, owner.spec.world_size)
         self.owner = owner
+        # Guards all that follows, and is notified of each change
         self.changed: threading.Condition = threading.Condition()
-        self.call: int = 0
-        self.place: str = ""
-        self.generation: str = ""
-        self.is_made: bool = False
-        self.agreed: bool = False
-        self.stale: bool = False
-        self.recalled: bool = False
-        self.final: bool = False
-        self.closed: bool = False
+        self.call: int = 0  # the number of the call under way; 0: none
+        self.place: str = ""  # where this rank waits at the hub; empty: nowhere
+        self.generation: str = ""  # the nonce of the communicator; empty: there is none
+        self.is_made: bool = False  # whether all ranks have a communicator of this generation
+        self.agreed: bool = False  # whether all ranks have come to the agreement of the launch under way
+        self.stale: bool = False  # whether another rank has left this generation; `cause` says which one, and why
+        self.recalled: bool = False  # whether the attempt under way has to be given up and begun again
+        self.final: bool = False  # whether the hub will not answer any more
+        self.closed: bool = False  # whether no call may begin any more
         self.cause: tuple[int, RaycollectError] | None = None
-        self.stop: RaycollectError | None = None
+        self.stop: RaycollectError | None = None  # what the call under way has to raise
         self._numbers = itertools.count(1)  # of calls and meetings
         self._meeting = 0
         self._answer: Met | Missed | None = None
@@ -79,9 +64,15 @@ class HubClient:
         return self.stale or self.recalled or self.stop is not None
 
     def note_agreed(self) -> None:
-        """Notes that all ranks have come."""
+        """Notes that all ranks have come; from then on the attempt is not recalled any more.
+
+        Raises:
+            PlanAbortedError: It was recalled just before. No kernel may begin.
+        """
         with self.changed:
             self.agreed = True
+            if self.recalled:
+                raise PlanAbortedError(detail="it was recalled in the moment in which all had come")
 
     def notify(self) -> None:
         """Wakes all waits of this communicator."""
@@ -95,11 +86,7 @@ class HubClient:
     ) -> Sequence[bytes]:
         """Waits at a place of the hub for all ranks; all name the same place. Returns what all brought, by rank.
 
-        Args:
-            place: Where.
-            blob: What this rank brings.
-            timeout_s: How long to wait, in seconds.
-            halted: Whether to stop waiting; asked under the lock.
+        `halted` says whether to stop waiting; it is asked under the lock.
 
         Raises:
             CollectiveTimeoutError: This rank's time, or another's, is over; it names who is missing.

@@ -14,28 +14,15 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from raycollect.errors import InvalidArgumentError, Violation, refusal
 from raycollect.errors.text import listed, shown
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
-
-__all__ = [
-    "ENVIRONMENT_VARIABLE",
-    "PLACES",
-    "VERSION",
-    "Costs",
-    "Measured",
-    "current",
-    "default_path",
-    "given",
-    "read",
-    "table",
-    "write",
-]
 
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
 
@@ -162,16 +149,7 @@ def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> 
 
 def write(path: str | os.PathLike[str], measured: Iterable[Measured]) -> None:
     """Writes a file of costs whole or not at all, and makes its folder; OSError: it can't be written."""
-    links = [
-        {
-            "place": one.place,
-            "backend": one.backend,
-            "latency_s": one.link.latency_s,
-            "bandwidth": one.link.bandwidth,
-            "how": one.how,
-        }
-        for one in measured
-    ]
+    links = [{"place": one.place, "backend": one.backend, **asdict(one.link), "how": one.how} for one in measured]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
@@ -193,9 +171,10 @@ def _parsed(document: Any) -> list[Measured]:
         )
         for one in document["links"]
     ]
-    repeated = {(a.place, a.backend) for at, a in enumerate(found) for b in found[:at] if _same(a, b)}
+    counts = Counter((one.place, one.backend) for one in found)
+    repeated = sorted(one for one, count in counts.items() if count > 1)
     if repeated:
-        raise ValueError(f"given twice: {listed(sorted(repeated))}")
+        raise ValueError(f"given twice: {listed(repeated)}")
     return found
 
 
@@ -203,7 +182,3 @@ def _text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > MOST_TEXT:
         raise ValueError(f"{shown(value)} is no text of at most {MOST_TEXT} characters")
     return value
-
-
-def _same(one: Measured, other: Measured) -> bool:
-    return (one.place, one.backend) == (other.place, other.backend)

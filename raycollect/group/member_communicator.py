@@ -17,6 +17,7 @@ another rank had left before this one came             it drops it and waits whe
 a rank died or departed before its part                it drops the communicator and raises
 the hub denied it: the others wait in a plan           it drops the communicator and raises
 another thread came before all had agreed              it drops it and begins again, to be refused by all
+another thread came in the moment in which all agreed  it drops it and is refused; no kernel has begun here
 =====================================================  ====================================================
 
 What a rank did before it died counts: a launch that needs no more of it runs to its end, and only the next call hears
@@ -64,8 +65,6 @@ from raycollect.observe.trace import CALL
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
 
-__all__ = ["Attempt", "MemberCommunicator", "Objection", "Standing"]
-
 Attempt = Callable[[Communicator, int], Outcome]
 """Runs a call once: with a communicator whose ranks are the group's, as the launch of this number."""
 
@@ -101,7 +100,7 @@ class MemberCommunicator:
         self.since_s: float = 0.0
         self._owner = owner
         self._callers = Callers(owner.rank)
-        self._queue = CallQueue(owner, name, self.ranks, self._callers)
+        self._queue = CallQueue(name, self._callers, partial(owner.why_not, self.ranks))
         self._in_use = threading.Lock()  # held by the call that uses the communicator
         self._changed = self.hub.changed
         self._communicator: Communicator | None = None
@@ -238,7 +237,8 @@ class MemberCommunicator:
             self._give_up(failure)
         raised = self._explained(failure, agreed)
         if hub.recalled:
-            self._give_up(PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.contest}"))
+            again = PlanAbortedError(detail=f"it begins again, to be refused: {self._callers.contest}")
+            self._give_up(raised or again)
         self._give_up(raised if isinstance(raised, RefusedError) else None)  # denied: only this rank knows of it
         if raised is None:
             return None
@@ -256,6 +256,8 @@ class MemberCommunicator:
                 return error
             if not agreed:
                 return None
+            if hub.recalled and (wrong := self._callers.contest) is not None:
+                return refusal(self.op, "", (wrong,))  # the others do not meet this call again
             if hub.cause is not None:
                 rank, cause = hub.cause
                 if isinstance(cause, CollectiveTimeoutError) and self._owner.rank not in cause.missing:

@@ -31,29 +31,20 @@ _ROUTED = ("tcp", "gloo", "torch:gloo")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Membership:
-    """A group with its members, as its controller knows it.
-
-    Attributes:
-        members: By rank.
-        inner: The groups inside it, which only its plans use: for each host that of its ranks, by number; last
-            that of each host's lowest rank; or none.
-        is_derived: Whether it was derived from refs, so that nobody gave its name.
-        epoch: How often the group was rebuilt.
-        costs: What moving bytes between the members costs.
-        chosen: Why ``"auto"`` has picked its backend; empty if the user did.
-        timeout_s: How long ranks wait for each other in the driver's calls that do not say, in seconds.
-        roster: What the planner sees; members are named by their actors' ids.
-    """
+    """A group with its members, as its controller knows it."""
 
     spec: GroupSpec
-    members: tuple[Member, ...]
+    members: tuple[Member, ...]  # by rank
+    # The groups inside it, which only its plans use: for each host that of its ranks, by number; last that of each
+    # host's lowest rank; or none
     inner: tuple[Membership, ...] = ()
-    is_derived: bool = False
-    epoch: int = 0
-    costs: Costs = field(default_factory=Costs, repr=False)
-    chosen: str = ""
+    is_derived: bool = False  # whether it was derived from refs, so that nobody gave its name
+    epoch: int = 0  # how often the group was rebuilt
+    costs: Costs = field(default_factory=Costs, repr=False)  # what moving bytes between the members costs
+    chosen: str = ""  # why "auto" has picked its backend; empty if the user did
+    # How long ranks wait for each other in the driver's calls that do not say, in seconds
     timeout_s: float = DEFAULT_TIMEOUT_S
-    roster: Roster = field(init=False, repr=False)
+    roster: Roster = field(init=False, repr=False)  # what the planner sees; members are named by their actors' ids
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "roster", self._roster())
@@ -80,16 +71,14 @@ class Membership:
         return Roster(
             spec=self.spec,
             members=tuple(ranks),
-            topology=self._topology(),
+            topology=Topology.of(
+                [member.machine for member in self.members], inside=self.costs.inside, between=self.costs.between
+            ),
             hosts=tuple(inner[:-1]),
             leaders=inner[-1] if inner else None,
             bitwise=backends.get(self.spec.backend, self.spec.name).bitwise,
             chosen=self.chosen if self.has_gpus else "",
         )
-
-    def _topology(self) -> Topology:
-        places = [member.machine for member in self.members]
-        return Topology.of(places, inside=self.costs.inside, between=self.costs.between)
 
 
 def inner_groups(membership: Membership) -> tuple[Membership, ...]:
@@ -98,7 +87,7 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     everybody = all(member.participant for member in membership.members)
     if spec.backend not in _ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
-    hosts = [topology.on(host) for host in range(topology.host_count)]
+    hosts = topology.groups()
     groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
     groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
     return tuple(

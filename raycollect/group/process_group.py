@@ -27,8 +27,6 @@ from raycollect.group.coordinator import ALL, ranks_of
 from raycollect.group.member_communicator import Attempt, MemberCommunicator, Objection
 from raycollect.group.watchdog import Watchdog
 
-__all__ = ["ProcessGroup"]
-
 PART_LIMIT_S = 5.0
 """How long a member that leaves a declared group waits for the controller to acknowledge it, in seconds."""
 

@@ -10,14 +10,12 @@ from contextlib import contextmanager
 
 from raycollect.channel import Hub
 from raycollect.core.protocols import NoFaults
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.errors import GroupExistsError
 from raycollect.group.bootstrap import FailureNotice
 from raycollect.group.process_group import ProcessGroup
 from raycollect.observe import Place, Recorder
 from raycollect.pos import Store, tensors
-
-__all__ = ["ProcessGroups", "places"]
 
 
 class ProcessGroups:

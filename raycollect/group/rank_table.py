@@ -132,10 +132,7 @@ class RankTable:
     def from_dict(cls, document: Any, *, source: str = "rank table", group_name: str = "default") -> RankTable:
         """Checks the parsed JSON. Numbers may be strings or integers; fields that the form does not have are ignored.
 
-        Args:
-            document: The whole of it.
-            source: What to call it in an error.
-            group_name: The group that it is for.
+        `source` is what to call it in an error.
 
         Raises:
             InvalidGroupError: With where and what would be right for every problem.
@@ -164,11 +161,9 @@ class RankTable:
 
     @classmethod
     def of_places(cls, places: Sequence[Place]) -> RankTable:
-        """Makes the table of a group that exists; `assign` gives its members the same ranks again.
+        """Makes the table of a group from its members in rank order; `assign` gives these the same ranks again.
 
-        Args:
-            places: Of each member, in rank order. If the members of a node own one device each, the table has these;
-                otherwise it counts from 0 on each node.
+        If the members of a node own one device each, the table has these; otherwise it counts from 0 on each node.
         """
         nodes = []
         for ranks in _by_node(places).values():

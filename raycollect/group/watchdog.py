@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from raycollect.channel.messages import Publish
@@ -27,8 +28,6 @@ from raycollect.observe.stacks import Doing, what_runs
 
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
-
-__all__ = ["QUIET_S", "WARNING_VARIABLE", "Watchdog", "is_between_watches", "wake", "warn_after_s"]
 
 _log = logging.getLogger("raycollect")
 
@@ -71,17 +70,15 @@ class _Answer(NamedTuple):
     doing: Doing
 
 
+@dataclass(slots=True, eq=False)
 class _Inquiry:
     """A question about one call to some ranks; the answers are awaited until `until_s` by `time.monotonic`."""
 
-    __slots__ = ("answers", "call", "ranks", "told", "until_s")
-
-    def __init__(self, call: int, ranks: Sequence[int], until_s: float) -> None:
-        self.call = call
-        self.ranks = ranks
-        self.until_s = until_s
-        self.answers: dict[int, _Answer] = {}
-        self.told = False  # whether the warning is out
+    call: int
+    ranks: Sequence[int]
+    until_s: float
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    told: bool = False  # whether the warning is out
 
     @property
     def is_complete(self) -> bool:
@@ -93,13 +90,10 @@ class Watchdog:
     """What is asked and answered for one process group.
 
     Any thread calls `begun` and `reports`, the hub's `received`, the watcher's `look`.
-
-    Attributes:
-        is_unwatched: Whether the watcher has to hear of the next call.
     """
 
     def __init__(self, process_group: ProcessGroup) -> None:
-        self.is_unwatched = True
+        self.is_unwatched = True  # whether the watcher has to hear of the next call
         self._reference = weakref.ref(process_group)  # which holds this
         self._asked: set[str] = set()  # the communicators that others ask about
         self._inquiries: dict[str, _Inquiry] = {}  # communicator -> the last question about a call under way

@@ -22,7 +22,7 @@ from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.engine.execution import ABSENCES
+from raycollect.engine.preparation import ABSENCES
 from raycollect.engine.progress import BytesDone
 from raycollect.engine.step_program import StepProgram, decode_step_program
 from raycollect.engine.step_runner import StepRunner

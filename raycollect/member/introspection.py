@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from raycollect.channel.messages import Look, Measure, Measured, Seen, Survey, Surveyed
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.member.sequencer import PlanSequencer, arrivals
 from raycollect.observe import run_steps

@@ -23,7 +23,7 @@ from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import Bye, Message, Refused, Welcome
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import Key
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_runner import Invoke
 from raycollect.errors import (
     ChannelError,

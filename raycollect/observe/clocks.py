@@ -93,3 +93,6 @@ class Alignment:
         if not drift and last is not None and last.uncertainty_s < first.uncertainty_s:
             first = last
         return first.at_s + (remote_s - first.at_s - first.offset_s) / (1 + drift)
+
+
+SAME_CLOCK = Alignment()

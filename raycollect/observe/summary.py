@@ -22,15 +22,8 @@ from raycollect.planner.wording import counted, nbytes_words, seconds_words
 
 _BUS: Mapping[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
-    "allgather": lambda n: (n - 1) / n,
-    "reducescatter": lambda n: (n - 1) / n,
-    "gather": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "alltoall": lambda n: (n - 1) / n,
-    "reduce": lambda n: 1.0,
-    "broadcast": lambda n: 1.0,
-    "send": lambda n: 1.0,
-    "recv": lambda n: 1.0,
+    **dict.fromkeys(("allgather", "reducescatter", "gather", "scatter", "alltoall"), lambda n: (n - 1) / n),
+    **dict.fromkeys(("reduce", "broadcast", "send", "recv"), lambda n: 1.0),
 }
 """Operation -> bus bandwidth over algorithm bandwidth, by the number of ranks."""
 

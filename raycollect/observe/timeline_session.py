@@ -25,7 +25,7 @@ from raycollect.channel.messages import Ticked, Unable
 from raycollect.core import ray_internals
 from raycollect.errors import TimelineError
 from raycollect.observe import Place, Ring, Tracer, chrome
-from raycollect.observe.clocks import ROUND_TRIPS, Alignment, Fix, Sample, clock_id, fix
+from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
 from raycollect.observe.metrics import Publisher
 from raycollect.observe.trace import LIMIT, PLAN, RUN, decode_recorded
 from raycollect.observe.whole import Missing, Process, Slice, Trace, process_of
@@ -216,15 +216,8 @@ class TimelineSession:
         name, host = _this_process()
         recorded = self._ring.read()
         groups = {**recorded.groups, **self._groups()}
-        own = process_of(
-            recorded._replace(groups=groups),
-            name=name,
-            host=host,
-            pid=os.getpid(),
-            clock=clock_id(),
-            leader=self.leader,
-            leads=True,
-        )
+        known = Process(name=name, host=host, pid=os.getpid(), clock=clock_id(), leader=self.leader, leads=True)
+        own = process_of(recorded._replace(groups=groups), known)
         return Trace(
             began_s=self.began_s,
             ended_s=ended_s,
@@ -270,23 +263,17 @@ class TimelineSession:
             return one.missing(payload.detail)
         if not payload:
             return one.missing("it records no more: another one took its place, or it began anew")
-        alignment = None
+        aligned = SAME_CLOCK
         if one.clock != clock_id() or not one.clock:
             fixes = [found for found in map(_result_if_done, (one.first, last)) if found is not None]
             if not fixes:
                 return one.missing("its clock could not be compared with this one's")
-            alignment = Alignment(first=fixes[0], last=fixes[-1] if len(fixes) > 1 else None)
+            aligned = Alignment(first=fixes[0], last=fixes[-1] if len(fixes) > 1 else None)
         info = one.peer.info
+        host, pid = info["address"].host, info["pid"]
+        known = Process(name=info["actor"], host=host, pid=pid, clock=one.clock, leader=self.leader)
         try:
-            return process_of(
-                decode_recorded(payload),
-                name=info["actor"],
-                host=info["address"].host,
-                pid=info["pid"],
-                clock=one.clock,
-                leader=self.leader,
-                alignment=alignment,
-            )
+            return process_of(decode_recorded(payload), known, aligned)
         except ValueError as exc:
             return one.missing(str(exc))
 

@@ -188,18 +188,13 @@ def _spans(entries: Iterable[Entry], labels: Sequence[Label]) -> Iterator[Span]:
 
 
 class Tracer:
-    """Whether a process records, and for whom. Any thread may call it.
-
-    Attributes:
-        ring: What is recorded into; None: nothing is recorded.
-        holder: Who began it; empty: nobody.
-    """
+    """Whether a process records, and for whom. Any thread may call it."""
 
     _current: ClassVar[Tracer | None] = None
 
     def __init__(self) -> None:
-        self.ring: Ring | None = None
-        self.holder: str = ""
+        self.ring: Ring | None = None  # what is recorded into; None: nothing is recorded
+        self.holder: str = ""  # who began it; empty: nobody
         self._pid = os.getpid()
         self._lock = threading.Lock()
 
@@ -248,11 +243,7 @@ def encode_recorded(recorded: Recorded) -> bytes:
 
 
 def decode_recorded(payload: bytes | bytearray) -> Recorded:
-    """Unpacks what `encode_recorded` made.
-
-    Raises:
-        ValueError: It is malformed.
-    """
+    """Unpacks what `encode_recorded` made; ValueError: it is malformed."""
     try:
         names, labels, rows, dropped, threads, groups = msgpack.unpackb(payload, use_list=False, strict_map_key=False)
         known = [Label(*map(_plain, label)) for label in labels]

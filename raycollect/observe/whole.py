@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from raycollect.observe.clocks import Alignment
+from raycollect.observe.clocks import SAME_CLOCK, Alignment
 from raycollect.observe.trace import Place, Recorded, Span
 
 
@@ -96,11 +96,7 @@ class Trace:
 
     @staticmethod
     def merged(traces: Sequence[Trace]) -> Trace:
-        """Merges timelines of one clock.
-
-        Raises:
-            ValueError: They are of several clocks.
-        """
+        """Merges timelines of one clock; ValueError: they are of several clocks."""
         clocks = {one.clock for one in traces}
         if len(clocks) != 1 or (len(traces) > 1 and clocks == {""}):
             raise ValueError("they are of different hosts, or of different boots of one, so that no clock is theirs")
@@ -113,28 +109,12 @@ class Trace:
         )
 
 
-def process_of(
-    recorded: Recorded,
-    *,
-    name: str,
-    host: str,
-    pid: int,
-    clock: str,
-    leader: str = "",
-    leads: bool = False,
-    alignment: Alignment | None = None,
-) -> Process:
-    """A process of a timeline, from what its ring held; `alignment` None: its clock is the timeline's."""
-    aligned = alignment or Alignment()
+def process_of(recorded: Recorded, known: Process, aligned: Alignment = SAME_CLOCK) -> Process:
+    """A process of a timeline: what is known of it without its spans, and what its ring held."""
     groups = recorded.groups
     places = sorted({(place.name, place.rank) for place in groups.values() if place.rank >= 0})
-    return Process(
-        name=name,
-        host=host,
-        pid=pid,
-        clock=clock,
-        leader=leader,
-        leads=leads,
+    return replace(
+        known,
         ranks=tuple(places),
         uncertainty_s=aligned.uncertainty_s,
         dropped=recorded.dropped,
@@ -144,23 +124,16 @@ def process_of(
 
 
 def _slice(span: Span, groups: Mapping[str, Place], aligned: Alignment) -> Slice:
-    op, group_id, rank, ranks, nbytes, calls, meeting = span.label
-    places = [groups[one] for one in group_id.split(",") if one in groups] if group_id else []
+    places = [groups[one] for one in span.label.group_id.split(",") if one in groups]
     begin_s = aligned.local(span.begin_s)
     return Slice(
-        kind=span.kind,
-        name=span.name,
-        begin_s=begin_s,
-        end_s=max(aligned.local(span.end_s), begin_s),
-        thread=span.thread,
-        seq=span.seq,
-        op=op,
-        group_id=group_id,
-        rank=rank,
-        ranks=ranks,
-        nbytes=nbytes,
-        calls=calls,
-        meeting=meeting,
+        span.kind,
+        span.name,
+        begin_s,
+        max(aligned.local(span.end_s), begin_s),
+        span.thread,
+        span.seq,
+        **span.label._asdict(),
         error=span.error,
         group=", ".join(dict.fromkeys(one.name for one in places)),
         backend=", ".join(dict.fromkeys(one.backend for one in places)),

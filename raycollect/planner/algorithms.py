@@ -107,7 +107,8 @@ def build(part: Part, roster: Roster, algorithm: Algorithm) -> Part:
         replace(one, buffers=(*one.buffers, *algorithm.scratch(one)), steps=steps, others=())
         for one, steps in zip(mine, written, strict=True)
     ]
-    return _assembled(part, templates, (_choice(algorithm, part, written, 0),), algorithm.levels(roster))
+    choices = (_choice(algorithm, part, written, 0),)
+    return part.over(templates, choices=choices, levels=algorithm.levels(roster))
 
 
 def route(part: Part, roster: Roster) -> Part:
@@ -115,18 +116,32 @@ def route(part: Part, roster: Roster) -> Part:
     request = part.request
     if roster.topology.host_count == 1 or request.kind.value not in request.group.ops or part.rounds > 1:
         return part
-    rows = [row for row in _ROWS[1:] if request.kind in row.kinds and roster.spec.world_size <= row.at_most]
-    rows = [row for row in rows if all(one.value in request.group.ops for one in row.needs)]
-    if not rows:
+    found = _others(part, roster)
+    if not found:
         return part
     setting = Setting.of(part, roster)
-    rows = [_ROWS[0], *(row for row in rows if row.is_possible(setting))]
+    rows = [_ROWS[0], *(row for row in found if row.is_possible(setting))]
     taken = [(rows[at], start) for at, start in envelope([row.cost(setting).line for row in rows])]
     if taken[0] == (_ROWS[0], 0):
         del taken[0]  # the first choice already
     if not taken:
         return part
     return _with_others(part, roster, taken)
+
+
+def rivals(part: Part, roster: Roster) -> tuple[str, ...]:
+    """Algorithms that are possible for a part but cost more than its choices at any size."""
+    if roster.topology.host_count == 1 or part.rounds > 1:
+        return ()  # there the planner does not look for any
+    setting, mine = Setting.of(part, roster), {choice.name for choice in part.choices}
+    return tuple(row.name for row in _others(part, roster) if row.name not in mine and row.is_possible(setting))
+
+
+def _others(part: Part, roster: Roster) -> list[Algorithm]:
+    """The algorithms besides the backend's own kernel, where the setting allows them."""
+    kind, ops = part.request.kind, part.request.group.ops
+    rows = [row for row in _ROWS[1:] if kind in row.kinds and roster.spec.world_size <= row.at_most]
+    return [row for row in rows if all(one.value in ops for one in row.needs)]
 
 
 def _with_others(part: Part, roster: Roster, taken: Sequence[tuple[Algorithm, int]]) -> Part:
@@ -138,7 +153,7 @@ def _with_others(part: Part, roster: Roster, taken: Sequence[tuple[Algorithm, in
         for place, index in enumerate(part.parts)
     ]
     levels = next((found for row, _ in taken if (found := row.levels(roster))), ())
-    return _assembled(part, templates, (NATIVE, *choices), levels)
+    return part.over(templates, choices=(NATIVE, *choices), levels=levels)
 
 
 def _choice(row: Algorithm, part: Part, way: Written, start: int) -> Choice:
@@ -147,22 +162,6 @@ def _choice(row: Algorithm, part: Part, way: Written, start: int) -> Choice:
         at_least=start,
         stepwise=part.request.kind in row.stepwise,
         width=1 + max((steps[-1].at for steps in way if steps), default=0),
-    )
-
-
-def _assembled(
-    part: Part,
-    templates: Sequence[Template],
-    choices: tuple[Choice, ...],
-    levels: tuple[tuple[tuple[str, tuple[int, ...]], ...], ...],
-) -> Part:
-    known = {template: at for at, template in enumerate(dict.fromkeys(templates))}
-    return replace(
-        part,
-        templates=tuple(known),
-        parts=tuple(known[template] for template in templates),
-        choices=choices,
-        levels=levels,
     )
 
 

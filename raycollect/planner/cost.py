@@ -169,13 +169,12 @@ def depth(count: int) -> int:
 
 
 _Price = Callable[[Layout], Cost]
+"""The cost of a kernel over two ranks or more."""
 
 
 def _shared_memory(by_rank: Callable[[int], float], in_all: Callable[[int], float], layout: Layout) -> Cost:
     """Ranks copy side by side between two barriers: by world size, what the busiest rank copies and what all copy."""
     world = layout.world
-    if world == 1:
-        return FREE
     line = Line(2 * layout.inside.latency_s, by_rank(world) / layout.inside.bandwidth)
     return Cost(line=line, inside=in_all(world))
 
@@ -183,8 +182,6 @@ def _shared_memory(by_rank: Callable[[int], float], in_all: Callable[[int], floa
 def _all_to_all(share: float, layout: Layout) -> Cost:
     """Every rank sends a share to every other one, all at once."""
     world = layout.world
-    if world == 1:
-        return FREE
     busiest = max(size * (world - size) for size, _ in layout.sizes)
     line = Line(
         layout.farthest.latency_s + (world - 1) * MESSAGE_S,
@@ -196,8 +193,6 @@ def _all_to_all(share: float, layout: Layout) -> Cost:
 def _at_root(share: float, layout: Layout) -> Cost:
     """The root sends a share to every other rank, or gets one from each."""
     world = layout.world
-    if world == 1:
-        return FREE
     near, far = layout.root_size - 1, world - layout.root_size
     line = Line(
         layout.farthest.latency_s + (world - 1) * MESSAGE_S,
@@ -209,8 +204,6 @@ def _at_root(share: float, layout: Layout) -> Cost:
 def _ring(share: float, rounds: int, layout: Layout) -> Cost:
     """Every rank sends to its successor, round after round; a share in all."""
     world = layout.world
-    if world == 1:
-        return FREE
     link, beside_ = layout.farthest, max(1.0, layout.crossings / layout.host_count)
     line = Line(rounds * (link.latency_s + MESSAGE_S), share * beside_ / link.bandwidth)
     return Cost(line=line, inside=(world - layout.crossings) * share, between=layout.crossings * share)
@@ -228,8 +221,6 @@ def _tree(layout: Layout) -> Cost:
 
 def _point_to_point(layout: Layout) -> Cost:
     """One rank sends to another over the slowest link."""
-    if layout.world == 1:
-        return FREE
     far = layout.host_count > 1
     line = Line(layout.farthest.latency_s + MESSAGE_S, 1 / layout.farthest.bandwidth)
     return Cost(line=line, inside=1.0 - far, between=float(far))
@@ -301,6 +292,8 @@ ONE_HOST = frozenset(backend for backend, family in _FAMILIES.items() if family 
 def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
     """The cost of a backend's own kernel, from the beginning of its launch; in a `Topology` rank 0 is the root."""
     layout = Layout.of(place) if isinstance(place, Topology) else place
+    if layout.world == 1:
+        return FREE
     return _FAMILIES.get(backend, _RING)[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 
 

@@ -12,8 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from raycollect.core.model import GroupSpec
+from raycollect.planner.algorithms import rivals
 from raycollect.planner.ir import Made, Plan, Source, Together
-from raycollect.planner.pricing import packing, price, rivals
+from raycollect.planner.pricing import packing, price
 from raycollect.planner.render import html, step_html, step_text, text
 from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, Report, Row, StepReport, Way
 from raycollect.planner.sizes import Infos, Sizes
@@ -102,12 +103,9 @@ def explain_step(stages: Sequence[Planned | Methods], participants: int) -> Step
 
 
 def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explanation:
-    """Explains what a plan will do.
+    """Explains what a plan will do; `first` is the number of its first call, where it is part of a step.
 
-    Args:
-        plan: The plan.
-        given: The tensors of each operand, by its source in the requests; those of `Made` ones are worked out.
-        first: The number of its first call, where it is part of a step.
+    `given` has the tensors of each operand, by its source in the requests; those of `Made` ones are worked out.
 
     Raises:
         KeyError: An operand's tensors are not known.
@@ -321,14 +319,9 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
     return lanes, [bar.begins_s for bar in drawn]
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 6 << 20, "gloo": 32 << 20}
-"""Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that."""
-
-_TORCH_CHUNKS = 32 << 20
-
-
-def _chunks(backend: str) -> int:
-    return _TORCH_CHUNKS if backend.startswith("torch:") else _CHUNKS.get(backend, -1)
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 6 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
+"""Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
+the same."""
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
@@ -342,12 +335,13 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 scratch[member] += extra[1]
                 stand_ins[member] += sizes.stand_ins(number, rank)
     specs = [spec for bundle in bundles for spec in bundle.groups()]
+    chunks = {one.name: _CHUNKS.get("torch:" if one.backend.startswith("torch:") else one.backend, -1) for one in specs}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
         packing=max((bundle.packing.nbytes for bundle in bundles), default=0),
         stand_ins=max(stand_ins, default=0),
-        chunks=tuple({spec.name: _chunks(spec.backend) for spec in specs}.items()),
+        chunks=tuple(chunks.items()),
     )
 
 

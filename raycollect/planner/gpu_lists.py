@@ -107,15 +107,10 @@ def fault_of(
     named: Sequence[tuple[str, int]] = (),
     beside: Held | None = None,
 ) -> Fault | None:
-    """The fault of a value that a rank gives, or takes into.
+    """The fault of a value (`held`) that a rank gives, or takes into. For a send, one tensor is a row as well.
 
-    Args:
-        kind: The operation. For a send, one tensor is a row as well.
-        held: The value.
-        world: How many ranks there are.
-        gives: Whether the rank gives it; else it takes into it.
-        named: The tensors of a row that the operation names: (what the index is called, the index).
-        beside: What the rank gives, which is valid; for what it takes into.
+    `named` are the tensors of a row that the operation names: (what the index is called, the index). `beside`, for a
+    value that the rank takes into, is what it gives, which is valid.
     """
     name = "input" if gives else "output"
     fault = _lists_fault(name, held, world) if are_lists(kind, gives=gives) else _row_fault(kind, name, held)

@@ -48,7 +48,8 @@ def cost(setting: Setting) -> Cost:
         root = FREE if setting.root_leads else _inside(setting, OpKind.BROADCAST, setting.layout.root_size)
         first = Cost(line=root.line)  # the root's host is counted with the others
         return first + _over_leaders(setting, OpKind.BROADCAST) + _everywhere(setting, OpKind.BROADCAST)
-    folded = _chained(setting) if setting.bitwise else _side_by_side(setting)
+    side_by_side = _everywhere(setting, OpKind.REDUCE) + _over_leaders(setting, OpKind.ALLREDUCE)
+    folded = _chained(setting) if setting.bitwise else side_by_side
     return folded + _everywhere(setting, OpKind.BROADCAST)
 
 
@@ -59,10 +60,6 @@ def _chained(setting: Setting) -> Cost:
     pair = setting.layout.apart(2)
     hop = launch(setting.leaders, pair) + priced(OpKind.REDUCE, setting.leaders, pair)
     return folds + hop.times(setting.layout.host_count - 1) + _over_leaders(setting, OpKind.BROADCAST)
-
-
-def _side_by_side(setting: Setting) -> Cost:
-    return _everywhere(setting, OpKind.REDUCE) + _over_leaders(setting, OpKind.ALLREDUCE)
 
 
 def _over_leaders(setting: Setting, kind: OpKind) -> Cost:

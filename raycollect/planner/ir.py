@@ -10,9 +10,10 @@ of a plan. In the plan of one call, positions are the ranks that take part, in t
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task
@@ -22,13 +23,9 @@ from raycollect.planner.topology import Roster
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """An operand that an earlier request of the same plan makes, on the same participant.
+    """An operand that an earlier request of the same plan makes, on the same participant."""
 
-    Attributes:
-        request: The place of that request in the plan.
-    """
-
-    request: int
+    request: int  # the place of that request in the plan
 
 
 Source = Hashable
@@ -105,6 +102,11 @@ class Part:
             (template.src in found, template.dst in found and template.buffers[template.dst].role is Role.OPERAND)
             for template, found in zip(self.templates, written, strict=True)
         )
+
+    def over(self, templates: Sequence[Template], **changes: Any) -> Part:
+        """The same with these templates, one for each rank that takes part, ascending."""
+        known = {template: at for at, template in enumerate(dict.fromkeys(templates))}
+        return replace(self, templates=tuple(known), parts=tuple(known[one] for one in templates), **changes)
 
     def template(self, rank: int) -> Template:
         """The template of one rank."""

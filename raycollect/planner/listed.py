@@ -70,9 +70,7 @@ def listed(part: Part, request: Request) -> Part:
         _listed(part.templates[index], request, operands)
         for index, operands in zip(part.parts, request.operands, strict=True)
     ]
-    known = {template: at for at, template in enumerate(dict.fromkeys(written))}
-    parts = tuple(known[template] for template in written)
-    return replace(part, request=request, templates=tuple(known), parts=parts)
+    return part.over(written, request=request)
 
 
 def _listed(template: Template, request: Request, operands: Operands) -> Template:

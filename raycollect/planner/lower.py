@@ -5,108 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from raycollect.core.model import OpKind
+from raycollect.core.model import PIECES, OpKind
 from raycollect.errors import Violation, refusal
 from raycollect.planner.algorithms import STAND_INS, stand_in
-from raycollect.planner.ir import Operands, Part, Request, Source
+from raycollect.planner.ir import Operands, Part, Request
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
 from raycollect.planner.topology import Roster
 
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
+_PIECE = Buffer(role=Role.PIECE, source=0)
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)
 
 _Part = Callable[[Request, Operands], Template]
 """Writes the template of one rank."""
 
 
-def _allreduce(request: Request, operands: Operands) -> Template:
-    buffers = (_OPERAND,) if request.inplace else (_OPERAND, Buffer(role=Role.LIKE, source=0))
-    dst = len(buffers) - 1
-    step = Step(kind=OpKind.ALLREDUCE, src=0, dst=dst, op=request.op)
-    return Template(buffers=buffers, steps=(step,), src=0, result=dst)
+def _own(request: Request, operands: Operands) -> Template:
+    """The backend's own kernel.
 
-
-def _reduce(request: Request, operands: Operands) -> Template:
-    """Only the root writes: the tensors of others stay as they are."""
-    if operands[0] != request.root:
-        step = Step(kind=OpKind.REDUCE, src=0, op=request.op, peer=request.root)
-        return Template(buffers=(_OPERAND,), steps=(step,), src=0)
-    buffers = (_OPERAND,) if request.inplace else (_OPERAND, Buffer(role=Role.LIKE, source=0))
-    dst = len(buffers) - 1
-    step = Step(kind=OpKind.REDUCE, src=0, dst=dst, op=request.op, peer=request.root)
-    return Template(buffers=buffers, steps=(step,), src=0, result=dst)
-
-
-def _broadcast(request: Request, operands: Operands) -> Template:
-    """The root only reads, the others only write: its tensor may be read-only, and theirs half-written."""
-    if operands[0] == request.root:
-        step = Step(kind=OpKind.BROADCAST, src=0, peer=request.root)
-        return Template(buffers=(_OPERAND,), steps=(step,), src=0, result=0)
-    step = Step(kind=OpKind.BROADCAST, dst=0, peer=request.root)
-    return Template(buffers=(_OPERAND,), steps=(step,), dst=0, result=0)
+    The root of a broadcast only reads, so that its tensor may be read-only; of a reduce only the root writes.
+    """
+    kind, (rank, _, taken) = request.kind, operands
+    is_root, sends = rank == request.root, kind in (OpKind.BROADCAST, OpKind.SEND)
+    gives = is_root or not (sends or kind is OpKind.SCATTER)
+    takes = not is_root if sends else is_root or kind not in (OpKind.REDUCE, OpKind.GATHER)
+    buffers = [_OPERAND] if gives else []
+    if takes and kind in _REDUCTIONS:
+        buffers += [] if request.inplace else [Buffer(role=Role.LIKE, source=0)]
+    elif takes:
+        made = _PIECE if gives and PIECES.get(kind) == (True, False) else _LEARNED
+        buffers.append(made if taken is None else _OPERAND)
+    src, dst = 0 if gives else -1, len(buffers) - 1 if takes else -1
+    step = Step(
+        kind=OpKind.RECV if kind is OpKind.SEND and takes else kind,
+        src=src,
+        dst=dst,
+        op=request.op,
+        peer=request.peer if kind is OpKind.SEND and gives else request.root,
+    )
+    result = src if sends and gives else dst
+    return Template(
+        buffers=tuple(buffers), steps=(step,), src=src, dst=-1 if kind in _REDUCTIONS else dst, result=result
+    )
 
 
 def _barrier(request: Request, operands: Operands) -> Template:
     return Template(buffers=(), steps=(Step(kind=OpKind.BARRIER),))
-
-
-def _send(request: Request, operands: Operands) -> Template:
-    rank, _, dst = operands
-    if rank == request.root:
-        step = Step(kind=OpKind.SEND, src=0, peer=request.peer)
-        return Template(buffers=(_OPERAND,), steps=(step,), src=0, result=0)
-    step = Step(kind=OpKind.RECV, dst=0, peer=request.root)
-    return Template(buffers=(_landing(dst),), steps=(step,), dst=0, result=0)
-
-
-def _exchange(request: Request, operands: Operands) -> Template:
-    step = Step(kind=request.kind, src=0, dst=1)
-    return Template(buffers=(_OPERAND, _landing(operands[2])), steps=(step,), src=0, dst=1, result=1)
-
-
-def _gather(request: Request, operands: Operands) -> Template:
-    rank, _, dst = operands
-    if rank != request.root:
-        step = Step(kind=OpKind.GATHER, src=0, peer=request.root)
-        return Template(buffers=(_OPERAND,), steps=(step,), src=0)
-    step = Step(kind=OpKind.GATHER, src=0, dst=1, peer=request.root)
-    return Template(buffers=(_OPERAND, _landing(dst)), steps=(step,), src=0, dst=1, result=1)
-
-
-def _scatter(request: Request, operands: Operands) -> Template:
-    rank, _, dst = operands
-    if rank != request.root:
-        step = Step(kind=OpKind.SCATTER, dst=0, peer=request.root)
-        return Template(buffers=(_landing(dst),), steps=(step,), dst=0, result=0)
-    step = Step(kind=OpKind.SCATTER, src=0, dst=1, peer=request.root)
-    return Template(buffers=(_OPERAND, _own_piece(dst)), steps=(step,), src=0, dst=1, result=1)
-
-
-def _reducescatter(request: Request, operands: Operands) -> Template:
-    step = Step(kind=OpKind.REDUCESCATTER, src=0, dst=1, op=request.op)
-    return Template(buffers=(_OPERAND, _own_piece(operands[2])), steps=(step,), src=0, dst=1, result=1)
-
-
-def _landing(dst: Source | None) -> Buffer:
-    return _LEARNED if dst is None else _OPERAND
-
-
-def _own_piece(dst: Source | None) -> Buffer:
-    return Buffer(role=Role.PIECE, source=0) if dst is None else _OPERAND
-
-
-_LOWER: dict[OpKind, _Part] = {
-    OpKind.ALLREDUCE: _allreduce,
-    OpKind.REDUCE: _reduce,
-    OpKind.BROADCAST: _broadcast,
-    OpKind.ALLGATHER: _exchange,
-    OpKind.REDUCESCATTER: _reducescatter,
-    OpKind.GATHER: _gather,
-    OpKind.SCATTER: _scatter,
-    OpKind.ALLTOALL: _exchange,
-    OpKind.SEND: _send,
-    OpKind.BARRIER: _barrier,
-}
 
 
 def committed(part: Part, request: Request) -> Part:
@@ -127,7 +72,7 @@ def _committed(template: Template) -> Template:
 
 
 def _allreduce_by_broadcast(request: Request, operands: Operands) -> Template:
-    made = _allreduce(request, operands)
+    made = _own(request, operands)
     root, dst = operands[0] == 0, made.result
     steps = (
         Step(kind=OpKind.REDUCE, src=0, dst=dst if root else -1, op=request.op, peer=0),
@@ -137,7 +82,7 @@ def _allreduce_by_broadcast(request: Request, operands: Operands) -> Template:
 
 
 def _reduce_by_allreduce(request: Request, operands: Operands) -> Template:
-    made = _reduce(request, operands)
+    made = _own(request, operands)
     root = operands[0] == request.root
     buffers = made.buffers if root else (_OPERAND, Buffer(role=Role.LIKE, source=0, scratch=True))
     step = Step(kind=OpKind.ALLREDUCE, src=0, dst=made.result if root else 1, op=request.op)
@@ -145,7 +90,7 @@ def _reduce_by_allreduce(request: Request, operands: Operands) -> Template:
 
 
 def _allgather_by_broadcast(request: Request, operands: Operands) -> Template:
-    made = _exchange(request, operands)
+    made = _own(request, operands)
     root = operands[0] == 0
     steps = (
         Step(kind=OpKind.GATHER, src=0, dst=1 if root else -1, peer=0),
@@ -155,7 +100,7 @@ def _allgather_by_broadcast(request: Request, operands: Operands) -> Template:
 
 
 def _gather_by_allgather(request: Request, operands: Operands) -> Template:
-    made = _gather(request, operands)
+    made = _own(request, operands)
     root = operands[0] == request.root
     buffers = made.buffers if root else (_OPERAND, Buffer(role=Role.LEARNED, scratch=True))
     step = Step(kind=OpKind.ALLGATHER, src=0, dst=1)
@@ -163,7 +108,7 @@ def _gather_by_allgather(request: Request, operands: Operands) -> Template:
 
 
 def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
-    made = _reducescatter(request, operands)
+    made = _own(request, operands)
     scratch = (Buffer(role=Role.LIKE, source=0, scratch=True),) if operands[0] == 0 else ()
     at = 2 if scratch else -1
     steps = (
@@ -173,17 +118,13 @@ def _reducescatter_by_scatter(request: Request, operands: Operands) -> Template:
     return Template(buffers=(*made.buffers, *scratch), steps=steps, src=0, dst=1, result=1)
 
 
-def _barrier_by_door(request: Request, operands: Operands) -> Template:
-    return Template(buffers=(), steps=())
-
-
 SUBSTITUTES: dict[OpKind, tuple[tuple[OpKind, ...], _Part]] = {
     OpKind.ALLREDUCE: ((OpKind.REDUCE, OpKind.BROADCAST), _allreduce_by_broadcast),
     OpKind.REDUCE: ((OpKind.ALLREDUCE,), _reduce_by_allreduce),
     OpKind.ALLGATHER: ((OpKind.GATHER, OpKind.BROADCAST), _allgather_by_broadcast),
     OpKind.GATHER: ((OpKind.ALLGATHER,), _gather_by_allgather),
     OpKind.REDUCESCATTER: ((OpKind.REDUCE, OpKind.SCATTER), _reducescatter_by_scatter),
-    OpKind.BARRIER: ((), _barrier_by_door),
+    OpKind.BARRIER: ((), lambda request, operands: Template(buffers=(), steps=())),
 }
 """Operation that a backend lacks -> the operations that it is made of instead, and how."""
 
@@ -195,16 +136,15 @@ def lower(request: Request, roster: Roster) -> Part:
         UnsupportedError: The backend can't run the operation, nor anything that could stand in for it.
     """
     write = _writer(request)
-    written = [(write or _LOWER[request.kind])(request, operands) for operands in request.operands]
-    known = {template: at for at, template in enumerate(dict.fromkeys(written))}
-    part = Part(request=request, templates=tuple(known), parts=tuple(known[template] for template in written))
+    written = [(write or _own)(request, operands) for operands in request.operands]
+    part = Part(request=request, templates=(), parts=()).over(written)
     return part if write else stand_in(part, roster)
 
 
 def _writer(request: Request) -> _Part | None:
     kind, ops = request.kind, request.group.ops
     if _has(ops, (OpKind.SEND, OpKind.RECV) if kind is OpKind.SEND else (kind,)):
-        return _LOWER[kind]
+        return _barrier if kind is OpKind.BARRIER else _own
     if kind in SUBSTITUTES and _has(ops, SUBSTITUTES[kind][0]):
         return SUBSTITUTES[kind][1]
     if kind in STAND_INS and _has(ops, STAND_INS[kind].needs):

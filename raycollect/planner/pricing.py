@@ -49,22 +49,6 @@ def price(part: Part, roster: Roster, name: str) -> Cost:
     return ALGORITHMS[name].cost(Setting.of(part, roster))
 
 
-def rivals(part: Part, roster: Roster) -> tuple[str, ...]:
-    """Algorithms that are possible for a part but cost more than its choices at any size."""
-    if roster.topology.host_count == 1 or part.rounds > 1:
-        return ()  # there the planner does not look for any
-    setting, mine = Setting.of(part, roster), {choice.name for choice in part.choices}
-    ops = part.request.group.ops
-    return tuple(
-        name
-        for name, row in ALGORITHMS.items()
-        if name not in mine
-        and roster.spec.world_size <= row.at_most
-        and all(one.value in ops for one in row.needs)
-        and row.serves(setting)
-    )
-
-
 def _own(part: Part, roster: Roster) -> Cost:
     """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
     hosts = roster.topology.hosts

@@ -9,20 +9,11 @@ from the front. So nobody waits in a cycle: of all launches that have not ended,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from raycollect.planner.ir import Made, Part, Plan, Request, Together
 from raycollect.planner.template import NATIVE
 from raycollect.planner.topology import Roster
-
-
-class _Uses:
-    """The last places in the order that read or write a source."""
-
-    __slots__ = ("read", "written")
-
-    def __init__(self) -> None:
-        self.read = -1
-        self.written = -1
 
 
 def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequence[Roster], staging: int) -> Plan:
@@ -33,10 +24,9 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
         door is roster and len(part.ranks) == len(participants) for part, roster in zip(parts, rosters, strict=True)
     ]
     together, width = _numbered(order, parts, at_door)
-    single = width == 1
-    alone, width = _alone(parts, width)
-    if single:
-        alone, width = (0,) * len(parts), 1
+    alone = [0] * len(parts)
+    if width > 1:
+        *alone, width = accumulate((part.width for part in parts), initial=width)
     brought = _rounds(requests, parts)
     return Plan(
         requests=tuple(requests),
@@ -44,7 +34,7 @@ def schedule(requests: Sequence[Request], parts: Sequence[Part], rosters: Sequen
         rosters=tuple(rosters),
         participants=participants,
         order=together,
-        alone=alone,
+        alone=tuple(alone),
         brought=brought,
         rounds=max((first + part.rounds for first, part in zip(brought, parts, strict=True)), default=1),
         door=door,
@@ -72,28 +62,23 @@ def _bundled(requests: Sequence[Request], parts: Sequence[Part]) -> list[list[in
     order: list[list[int]] = []
     place: list[int] = []  # request -> its bundle
     latest: dict[int, list[int]] = {}  # form -> its bundles
-    uses: dict[object, _Uses] = {}
+    read, written = dict[object, int](), dict[object, int]()  # source -> the last bundle that reads it, or writes it
     for number, (request, part) in enumerate(zip(requests, parts, strict=True)):
         after = -1
         touched = part.touches(request)
-        for source, written in touched:
+        for source, writes in touched:
             if isinstance(source, Made):
                 after = max(after, place[source.request])
-            use = uses.get(source)
-            if use is not None:
-                after = max(after, use.written, use.read if written else -1)
+            after = max(after, written.get(source, -1), read.get(source, -1) if writes else -1)
         at = next((one for one in latest.get(id(part), ()) if one > after), len(order))
         if at == len(order):
             order.append([])
             latest.setdefault(id(part), []).append(at)
         order[at].append(number)
         place.append(at)
-        for source, written in touched:
-            use = uses.setdefault(source, _Uses())
-            if written:
-                use.written = max(use.written, at)
-            else:
-                use.read = max(use.read, at)
+        for source, writes in touched:
+            last = written if writes else read
+            last[source] = max(last.get(source, -1), at)
     return order
 
 
@@ -123,14 +108,6 @@ def _numbered(
         together.append(Together(requests=tuple(requests), base=tuple(bases)))
         width, begun, open_ = width + part.width, True, None
     return tuple(together), width
-
-
-def _alone(parts: Sequence[Part], width: int) -> tuple[tuple[int, ...], int]:
-    bases = []
-    for part in parts:
-        bases.append(width)
-        width += part.width
-    return tuple(bases), width
 
 
 def _rounds(requests: Sequence[Request], parts: Sequence[Part]) -> tuple[int, ...]:

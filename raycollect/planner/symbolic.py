@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from raycollect.core.model import PIECES, OpKind
@@ -178,14 +179,12 @@ class _WrongError(Exception):
     """A step makes no sense."""
 
 
+@dataclass(frozen=True, slots=True)
 class Folds:
     """How values are folded."""
 
-    __slots__ = ("averages", "bitwise")
-
-    def __init__(self, bitwise: bool, averages: bool) -> None:
-        self.bitwise: bool = bitwise  # whether a fold keeps how its values were folded before
-        self.averages: bool = averages  # an average's result can't be folded again
+    bitwise: bool  # whether a fold keeps how its values were folded before
+    averages: bool  # an average's result can't be folded again
 
     def symbol(self, symbols: Sequence[Symbol | None]) -> Symbol | None:
         """Folds values from left to right."""

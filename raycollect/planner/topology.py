@@ -66,10 +66,6 @@ class Topology:
         """Whether the ranks of each host are consecutive, so that folding host by host is folding in rank order."""
         return list(self.hosts) == sorted(self.hosts)
 
-    def link(self, a: int, b: int) -> Link:
-        """The link between two ranks."""
-        return self.inside if self.hosts[a] == self.hosts[b] else self.between
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:

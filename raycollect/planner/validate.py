@@ -43,11 +43,7 @@ def root_parameter(kind: OpKind) -> str:
 
 
 def validate(request: Request) -> None:
-    """Refuses a request that is wrong whatever its tensors.
-
-    Raises:
-        RefusedError: Has all reasons.
-    """
+    """Refuses a request that is wrong whatever its tensors; RefusedError: has all reasons."""
     violations = (*_rank_violations(request), *_argument_violations(request), *listed_violations(request))
     if violations:
         raise refusal(request.kind.value, request.group.name, violations)

@@ -28,9 +28,7 @@ from raycollect.planner.template import CROSSINGS, Local, Role, Template
 def verify(part: Part, *, bitwise: bool = True) -> None:
     """Proves all algorithms of a part; each form is run once and remembered.
 
-    Args:
-        part: The part.
-        bitwise: Whether values must be folded one by one in rank order; else any order and grouping will do.
+    With `bitwise`, values must be folded one by one in rank order; else any order and grouping will do.
 
     Raises:
         InternalError: It deadlocks, or its result is not what the operation means.

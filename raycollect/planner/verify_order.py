@@ -69,34 +69,21 @@ def _requests_problem(plan: Plan) -> str:
     return ""
 
 
-class _Seen:
-    """The last places that use and that write a source."""
-
-    __slots__ = ("used", "written")
-
-    def __init__(self) -> None:
-        self.used = -1
-        self.written = -1
-
-
 def _dependency_problem(plan: Plan) -> str:
     place = {number: at for at, together in enumerate(plan.order) for number in together.requests}
-    seen: dict[Source, _Seen] = {}
+    used, written = dict[Source, int](), dict[Source, int]()  # source -> the last place that uses it, or writes it
     for number, (request, part) in enumerate(zip(plan.requests, plan.parts, strict=True)):
         at, touched = place[number], part.touches(request)
-        for source, written in touched:
+        for source, writes in touched:
             if type(source) is Made:
                 problem = _made_late(plan, number, source.request, place)
                 if problem:
                     return problem
-            one = seen.get(source)
-            if one is not None and at <= (one.used if written else one.written):
+            if at <= (used if writes else written).get(source, -1):
                 return f"has request {number} not after those before it that use the same memory"
-        for source, written in touched:
-            one = seen.setdefault(source, _Seen())
-            one.used = max(one.used, at)
-            if written:
-                one.written = max(one.written, at)
+        for source, writes in touched:
+            for last in (used, written) if writes else (used,):
+                last[source] = max(last.get(source, -1), at)
     return ""
 
 

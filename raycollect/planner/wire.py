@@ -30,11 +30,7 @@ def encode_order(ticket: Ticket, keys: Sequence[Key], program: bytes) -> bytes:
 
 
 def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
-    """Reads a ticket, keys and their program.
-
-    Raises:
-        ProtocolError: The bytes are malformed.
-    """
+    """Reads a ticket, keys and their program; ProtocolError: the bytes are malformed."""
     if len(data) < _HEAD.size:
         raise ProtocolError(detail="a dispatch without a ticket")
     seq, predecessor, count = _HEAD.unpack_from(data)
@@ -93,11 +89,7 @@ def _plain_step(s: Step) -> Any:
 
 @lru_cache(maxsize=256)
 def decode_program(data: bytes) -> Program:
-    """Decodes a program.
-
-    Raises:
-        ProtocolError: The bytes are no program of this version.
-    """
+    """Decodes a program; ProtocolError: the bytes are no program of this version."""
     try:
         values: list[Any] = msgpack.unpackb(data, use_list=False)
         if values[0] != VERSION:

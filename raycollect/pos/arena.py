@@ -72,11 +72,6 @@ class Arena:
         limit: How many bytes it may hold; rounded up to whole grains.
         spare: How much free memory it keeps at least; it keeps as much as is in use, if that is more.
 
-    Attributes:
-        segment: How others of this machine find it.
-        root: All of it, uint8 [limit]; a view of it keeps the memory.
-        address: Where it begins in this process.
-
     Raises:
         OSError: This system has no memfd, or this process no room to map it.
     """
@@ -85,8 +80,10 @@ class Arena:
         nbytes = _up(limit)
         self._pid = os.getpid()
         self._fd = shared_memory.create(NAME, nbytes)
+        # All of it, uint8 [limit]; a view of it keeps the memory
         self.root: np.ndarray[Any, np.dtype[np.uint8]] = map_file(self._fd, nbytes)
-        self.address: int = int(self.root.ctypes.data)
+        self.address: int = int(self.root.ctypes.data)  # where it begins in this process
+        # How others of this machine find it
         self.segment: Segment = Segment(self._pid, self._fd, secrets.token_bytes(shared_memory.TOKEN_NBYTES), nbytes)
         self._spare = spare
         self._lock = threading.Lock()

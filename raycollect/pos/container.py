@@ -72,12 +72,8 @@ Tell = Callable[[Any], str]
 """Describes a value that is no tensor."""
 
 
-def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type) -> str:
+def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, path: str = "", depth: int = 0) -> str:
     """The first reason why `Container.of` gives None: ``['layers'][2] is a NoneType``."""
-    return _obstacle(value, is_tensor, tell, "")
-
-
-def _obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell, path: str, depth: int = 0) -> str:
     here = path or "it"
     if type(value) not in (list, tuple) and not isinstance(value, Mapping):
         return f"{here} is {tell(value)}"
@@ -89,7 +85,7 @@ def _obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell, path: st
     for name, child in value.items() if is_named else enumerate(value):
         if is_named and not _can_travel(name):
             return f"{here} has the key {name!r}, and keys are strings or integers"
-        if not is_tensor(child) and (found := _obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1)):
+        if not is_tensor(child) and (found := obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1)):
             return found
     return ""
 

@@ -18,11 +18,9 @@ from raycollect.core.model import Key
 
 
 class RefTokenPool:
-    """Tokens made off the hot path, by a thread of its own.
+    """Tokens made off the hot path, by a thread of its own; `size` of them are kept ready.
 
-    Args:
-        on_gone: Called with a key when the last copy of its token is gone; on a thread of Ray's, must be quick.
-        size: How many tokens are kept ready.
+    `on_gone` is called with a key when the last copy of its token is gone; on a thread of Ray's, must be quick.
     """
 
     def __init__(self, on_gone: Callable[[Key], None], *, size: int = 64) -> None:

@@ -39,28 +39,18 @@ class State(enum.Enum):
 
 
 _NEXT: dict[tuple[State, str], State] = {
+    **{(state, event): state for state in State for event in ("put", "fail", "pass", "free")},  # but for:
     (State.ABSENT, "put"): State.HELD,
     (State.ABSENT, "fail"): State.FAILED,
     (State.ABSENT, "pass"): State.BY_VALUE,
     (State.ABSENT, "free"): State.FREED,
-    (State.HELD, "put"): State.HELD,  # a retried method: the first write wins
-    (State.HELD, "fail"): State.HELD,
-    (State.HELD, "pass"): State.HELD,
     (State.HELD, "free"): State.FREED,
     (State.FAILED, "put"): State.HELD,  # a retry that succeeded
-    (State.FAILED, "fail"): State.FAILED,
     (State.FAILED, "pass"): State.BY_VALUE,
     (State.FAILED, "free"): State.FREED,
     (State.BY_VALUE, "put"): State.HELD,
-    (State.BY_VALUE, "fail"): State.BY_VALUE,
-    (State.BY_VALUE, "pass"): State.BY_VALUE,
-    (State.BY_VALUE, "free"): State.BY_VALUE,
-    (State.FREED, "put"): State.FREED,  # the last ref went before the value came
-    (State.FREED, "fail"): State.FREED,
-    (State.FREED, "pass"): State.FREED,
-    (State.FREED, "free"): State.FREED,
 }
-
+"""Of a retried method the first value stays. A freed key stays freed: its last ref went before the value came."""
 
 _EVENTS = {"fail": State.FAILED, "pass": State.BY_VALUE}
 """Event of a whole task -> the state that its detail describes."""
@@ -212,7 +202,7 @@ class Store:
         """Marks ranges as half-written, as long as the owners of the memory live."""
         with self._changed:
             self._dirty.update(
-                {span: _weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
+                {span: weak(owner) for span, owner in zip(ranges, owners, strict=True) if span[0] < span[1]}
             )
 
     def mark_written(self, ranges: Sequence[Range]) -> None:
@@ -237,28 +227,17 @@ class Store:
         return list(self._dirty)
 
 
+@dataclass(slots=True, eq=False)
 class _Claim:
     """Memory ranges in use, between entering and leaving."""
 
-    __slots__ = ("_against", "_changed", "_given_up", "_lock", "_mine", "_pending", "_ranges")
-
-    def __init__(
-        self,
-        lock: AbstractContextManager[Any],
-        changed: threading.Condition,
-        mine: list[Sequence[Range]],
-        against: Sequence[list[Sequence[Range]]],
-        ranges: Sequence[Range],
-        pending: list[Sequence[Range]] | None = None,
-        given_up: Callable[[], RaycollectError | None] = lambda: None,
-    ) -> None:
-        self._lock = lock  # that of the condition, which takes longer to enter
-        self._changed = changed
-        self._pending = pending
-        self._given_up = given_up
-        self._mine = mine
-        self._against = against
-        self._ranges = ranges
+    _lock: AbstractContextManager[Any]  # that of the condition, which takes longer to enter
+    _changed: threading.Condition
+    _mine: list[Sequence[Range]]
+    _against: Sequence[list[Sequence[Range]]]
+    _ranges: Sequence[Range]
+    _pending: list[Sequence[Range]] | None = None
+    _given_up: Callable[[], RaycollectError | None] = lambda: None
 
     def __enter__(self) -> None:
         with self._lock:
@@ -311,7 +290,8 @@ def _any_overlap(ranges: Sequence[Range], others: Sequence[Sequence[Range]]) -> 
     return any(max(a[0], b[0]) < min(a[1], b[1]) for other in others for b in other for a in ranges)
 
 
-def _weak(owner: Any) -> Callable[[], Any]:
+def weak(owner: Any) -> Callable[[], Any]:
+    """Refers to an object weakly; keeps alive what can't be referred to so."""
     try:
         return weakref.ref(owner)
     except TypeError:

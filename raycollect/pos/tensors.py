@@ -38,7 +38,7 @@ def empty(shape: Shape, dtype: Any = np.float64, *, like: object = None, library
         library: ``"numpy"`` or ``"torch"``, instead of `like`.
 
     Raises:
-        ArenaFullError: The arena has no allocate_array for it; a MemoryError as well.
+        ArenaFullError: The arena has no room for it; a MemoryError as well.
         InvalidArgumentError: The shape, the dtype or the library is invalid; a ValueError as well.
     """
     made = _Constructor("empty", like, library)

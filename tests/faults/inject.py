@@ -24,7 +24,7 @@ from typing import Any
 import ray
 
 from raycollect.backends.shm.meeting import _ASLEEP, _WORD_STRIDE
-from raycollect.engine.execution import POINTS
+from raycollect.engine.instruments import POINTS
 from raycollect.errors import KernelError
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.runtime import Runtime

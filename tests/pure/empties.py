@@ -24,8 +24,9 @@ from raycollect.core.model import PIECES, GroupSpec, Key, OpKind, ReduceOp, task
 from raycollect.core.protocols import Communicator
 from raycollect.engine import device_staging
 from raycollect.engine.device_staging import memory_of
-from raycollect.engine.execution import Execution, Instruments, Outcome
+from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
+from raycollect.engine.instruments import Instruments
 from raycollect.observe import Recorder
 from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
 from raycollect.pos import Container, Store, tensors

@@ -15,8 +15,9 @@ from raycollect.backends import arrays
 from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind, ReduceOp, task_key
 from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
-from raycollect.engine.execution import POINTS, Execution, Instruments, Outcome
+from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
+from raycollect.engine.instruments import POINTS, Instruments
 from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
 from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan

@@ -18,7 +18,7 @@ from raycollect.core.model import Key, task_key
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver.controller_messages import ControllerMessages
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.errors import RaycollectError
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease

@@ -12,7 +12,7 @@ import numpy as np
 
 from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import GroupSpec, Key, Launch, OpKind, ReduceOp
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_program import (
     Collective,
     Given,

@@ -27,17 +27,16 @@ from importlib import import_module
 import numpy as np
 
 from raycollect.backends.arrays import Flat
-from raycollect.backends.completion import DONE, chunks, movement, reduce_op, reduction, translated
+from raycollect.backends.completion import DONE, chunks, late, movement, reduce_op, reduction, translated
 from raycollect.backends.folds import finish
 from raycollect.backends.gloo.link import TORCH, GlooLibrary, GlooLink, is_native
 from raycollect.backends.meshed import Meshed, descriptors
 from raycollect.backends.tcp.communicator import TcpCommunicator, check_descriptors, connect
+from raycollect.backends.tcp.join import gathered
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, InternalError, InvalidGroupError
 from raycollect.errors.text import listed
-
-__all__ = ["CHUNK_NBYTES", "GlooCommunicator", "create", "is_native"]
 
 CHUNK_NBYTES = 4 << 20  # How much one call of the library moves: it holds the GIL that long
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
@@ -76,7 +75,7 @@ def create(
             replace(spec, backend="torch:gloo"), rank, rendezvous, exchange, host=host
         )
         return made
-    library = GlooLibrary(name, import_module(name))
+    library = GlooLibrary(import_module(name))
     mesh = connect(spec, rank, rendezvous, host)
     link = None
     try:
@@ -90,19 +89,13 @@ def create(
 
 
 def _common(spec: GroupSpec, rendezvous: Rendezvous) -> str:
-    until_s = time.monotonic() + JOIN_TIMEOUT_S
-    found: dict[int, list[str]] = {}
-    missing = []
-    for rank in range(spec.world_size):
-        try:
-            found[rank] = json.loads(rendezvous.get(f"gloo.has.{rank}", max(until_s - time.monotonic(), 0.001)))
-        except CollectiveTimeoutError:
-            missing.append(rank)
+    found, missing = gathered(rendezvous, "gloo.has", range(spec.world_size), time.monotonic() + JOIN_TIMEOUT_S)
     if missing:
         detail = f"backend 'gloo': ranks {missing} did not come within {JOIN_TIMEOUT_S:g} s"
         raise CollectiveTimeoutError(
             op="join", group_name=spec.name, missing=tuple(missing), timeout_s=JOIN_TIMEOUT_S, detail=detail
         )
+    name: str
     for name in found[0]:
         if all(name in there for there in found.values()):
             return name
@@ -128,7 +121,7 @@ class GlooCommunicator(Meshed):
             if self._link is None:
                 raise InternalError(detail=f"a {kernel.kind.value} for a library that is not there")
             with self._failing(kernel, launch), translated(kernel.kind, self._group_name, self.rank):
-                _Run(self, self._link, launch).run(kernel)
+                _KERNELS[kernel.kind](_Run(self, self._link, launch), kernel)
         return DONE
 
     def forsake(self, launch: Launch, kernels: Sequence[Kernel]) -> None:
@@ -147,12 +140,10 @@ class GlooCommunicator(Meshed):
     def close(self) -> None:
         """Closes the connections, unless a library kernel is running: it can't be interrupted."""
         self._broken = self._broken or "the communicator was closed"
-        self.close_mesh()
+        self._mesh.close()
         if self._lock.acquire(blocking=False):
             try:
-                link, self._link = self._link, None
-                if link is not None:
-                    link.close()
+                self._break("")
             finally:
                 self._lock.release()
 
@@ -161,8 +152,7 @@ class GlooCommunicator(Meshed):
         self._check_aborted(launch)
         left_s = until_s - time.monotonic()
         if left_s <= 0:
-            detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
-            raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+            raise late(self._group_name, launch)
         return left_s
 
     @contextmanager
@@ -185,9 +175,6 @@ class _Run:
         self._until_s = time.monotonic() + launch.timeout_s
         self._world_size = communicator.world_size
         self._me = communicator.rank
-
-    def run(self, kernel: Kernel) -> None:
-        _KERNELS[kernel.kind](self, kernel)
 
     def _chunks(self, size: int, dtype: np.dtype[np.generic]) -> Iterator[tuple[int, int]]:
         # The library has to finish each chunk in the time that is left.

@@ -54,8 +54,7 @@ def is_native(op: ReduceOp, dtype: str) -> bool:
 class GlooLibrary:
     """The names that differ between the two libraries."""
 
-    def __init__(self, name: str, module: Any) -> None:
-        self.name = name
+    def __init__(self, module: Any) -> None:
         self.module = module
         self.dtypes: Any = getattr(module, "glooDataType_t", None) or module.GlooDataType_t
         self.ring: Any = (getattr(module, "allreduceAlgorithm", None) or module.AllreduceAlgorithm).RING

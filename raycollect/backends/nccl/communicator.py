@@ -29,27 +29,22 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
+from raycollect.backends.completion import late
 from raycollect.backends.nccl.graphs import PLAIN, GraphCounts, Replays, Way, is_same, parted, way_of
 from raycollect.backends.nccl.group import HINT, Joined, join, said
 from raycollect.backends.nccl.ipc_group import IpcCommunicator, share
 from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.nccl.ops import folds, reduction_of
-from raycollect.backends.nccl.run import FOLD_NBYTES, write
+from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
 from raycollect.backends.streams import GroupStream, captured
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import (
-    CollectiveTimeoutError,
-    GroupBrokenError,
-    KernelError,
-    RaycollectError,
-)
-
-__all__ = ["FOLD_NBYTES", "NcclCommunicator", "create"]
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, RaycollectError
 
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 LOOK_S = 0.01  # How often a wait asks NCCL for errors
@@ -293,8 +288,7 @@ class NcclCommunicator(OnGpu):
             self._nccl.abort()
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
-        detail = f"launch {launch.seq} did not {what} of rank {self.rank} within {launch.timeout_s:g} s; {HINT}"
-        return CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+        return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")
 
     @contextmanager
     def _failing(self, kernel: Kernel, launch: Launch) -> Iterator[None]:
@@ -369,16 +363,14 @@ class _Guard:
 _guard = _Guard()
 
 
+@dataclass(slots=True, eq=False)
 class _UnderWay:
     """A kernel on the GPU."""
 
-    __slots__ = ("_communicator", "_kernel", "_launch")
-
-    def __init__(self, communicator: NcclCommunicator, launch: Launch, kernel: Kernel) -> None:
-        self._communicator = communicator
-        self._launch = launch
-        self._kernel = kernel
+    communicator: NcclCommunicator
+    launch: Launch
+    kernel: Kernel
 
     def wait(self, timeout_s: float) -> None:
         """Returns when it has ended; see `protocols.Completion`. The launch's own limit counts."""
-        self._communicator.finish(self._launch, self._kernel)
+        self.communicator.finish(self.launch, self.kernel)

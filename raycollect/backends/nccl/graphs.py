@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from raycollect.backends.completion import Tie
 from raycollect.backends.nccl.scripts import Script
 from raycollect.core.model import Kernel, OpKind
 
@@ -106,12 +107,6 @@ class GraphCounts:
     failed: int = 0  # failed captures
 
 
-class _Tie:
-    """Lies in a kernel's memo and lives as long: the weak key to what is kept of the kernel."""
-
-    __slots__ = ("__weakref__",)
-
-
 @dataclass(slots=True, eq=False)
 class _Kept:
     """What is kept of one kernel."""
@@ -130,8 +125,8 @@ class Replays:
     def __init__(self, *, records: bool) -> None:
         self._records = records
         self._lock = threading.Lock()  # guards what follows
-        self._kept: weakref.WeakKeyDictionary[_Tie, _Kept] = weakref.WeakKeyDictionary()
-        self._recorded: weakref.WeakSet[_Tie] = weakref.WeakSet()  # of those that have a graph
+        self._kept: weakref.WeakKeyDictionary[Tie, _Kept] = weakref.WeakKeyDictionary()
+        self._recorded: weakref.WeakSet[Tie] = weakref.WeakSet()  # of those that have a graph
         self._is_over = False
         self._counts: Counter[str] = Counter()
 
@@ -139,7 +134,7 @@ class Replays:
         """Returns the word for a kernel that comes by `again`; from now on its script is kept."""
         kept = self._of(kernel)
         if kept is None:
-            tie, kept = _Tie(), _Kept()
+            tie, kept = Tie(), _Kept()
             with self._lock:
                 self._kept[tie] = kept
             kernel.memo[_NAME] = tie

@@ -31,11 +31,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
-from typing import Any, cast
+from typing import cast
 
-from raycollect.backends.completion import DONE
+from raycollect.backends.completion import DONE, late
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.folds import refusal_reason
+from raycollect.backends.loans import Loans
 from raycollect.backends.nccl.ipc_fold import Folder
 from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
 from raycollect.backends.nccl.ipc_run import Part
@@ -61,14 +62,6 @@ _TRIAL_SIZE = 1 << 10
 _PATIENCE, _PAUSE_S = 50, 0.0005
 
 _DRAIN_S = 5.0  # How long this rank's own kernels may take to end after a failure
-# Memory exported in a failed launch, the words of the ranks that may still use it, and where these stand
-_Loan = tuple[Any, dict[int, int], Meeting]
-
-_forsaken: list[_Loan] = []  # Memory that closed communicators had exported to ranks that have not left the launch
-
-
-def _recall() -> None:
-    _forsaken[:] = [loan for loan in _forsaken if loan[2].owing(loan[1])]
 
 
 def share(
@@ -126,7 +119,7 @@ class IpcCommunicator(OnGpu):
         self._folder = Folder(device)
         self._exports = Exports(device)
         self._imports = Imports()
-        self._lent: list[_Loan] = []
+        self._loans = Loans()
         self._lock = threading.Lock()
         self._is_inside = self._is_closed = self._is_released = False
         self._is_stuck = self._is_at_others = False
@@ -163,7 +156,7 @@ class IpcCommunicator(OnGpu):
             self.stage(launch, kernel)
         until_s, self._is_at_others = time.monotonic() + launch.timeout_s, False
         with self._inside() as meeting, self._failing(meeting, launch, kernels):
-            self._recalled(meeting)
+            self._loans.recall()
             self._exports.restart()
             parts = [Part(one, self.rank, launch.ranks, self._exports, self._folder) for one in kernels]
             with self._stream.entered():
@@ -186,15 +179,11 @@ class IpcCommunicator(OnGpu):
 
     def _listed(self, launch: Launch, listing: Listing, until_s: float) -> list[tuple[Shown, ...]]:
         left_s = max(until_s - time.monotonic(), 0.0)
-        told = self._host.agree(replace(launch, timeout_s=left_s), listing.pack())
+        told = zip(launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), listing.pack()), strict=True)
         self._check_going(launch)
+        listings = {rank: listing if rank == self.rank else Listing.unpack(one) for rank, one in told}
         with import_module("cupy").cuda.Device(self.number):
-            return self._imports.shown(
-                {
-                    rank: listing if rank == self.rank else Listing.unpack(one)
-                    for rank, one in zip(launch.ranks, told, strict=True)
-                }
-            )
+            return self._imports.shown(listings)
 
     def _wait(self, launch: Launch, until_s: float) -> None:
         began_s = time.monotonic()
@@ -202,8 +191,7 @@ class IpcCommunicator(OnGpu):
             self._check_going(launch)
             now_s = time.monotonic()
             if now_s > until_s:
-                detail = f"launch {launch.seq} did not end on the GPU of rank {self.rank} within {launch.timeout_s:g} s"
-                raise CollectiveTimeoutError(group_name=self.group_name, timeout_s=launch.timeout_s, detail=detail)
+                raise late(self.group_name, launch, f"end on the GPU of rank {self.rank}")
             time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
 
     @contextmanager
@@ -214,11 +202,8 @@ class IpcCommunicator(OnGpu):
                 raise GroupBrokenError(group_name=self.group_name, detail=self._broken)
             self._is_inside = True
         try:
-            parts = self._host._come_in()
-            try:
+            with self._host as parts:
                 yield parts.meeting
-            finally:
-                self._host._go_out()
         finally:
             with self._lock:
                 self._is_inside = False
@@ -235,7 +220,7 @@ class IpcCommunicator(OnGpu):
             told = f"{type(exc).__name__}: {exc}"
             if not self._drain() or (has_failed and not isinstance(exc, MemoryError)):
                 self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {told}"
-            self._lent.append(((*kernels, *self._exports.forsake_rooms()), meeting.closing(launch), meeting))
+            self._loans.add((*kernels, *self._exports.forsake_rooms()), meeting, launch)
             self._check_aborted(launch)  # the cause, where the failure is its echo
             if self._is_closed:
                 raise GroupBrokenError(group_name=self.group_name, detail=self._broken) from exc
@@ -256,24 +241,16 @@ class IpcCommunicator(OnGpu):
             return False
         return True
 
-    def _recalled(self, meeting: Meeting) -> None:
-        if self._lent:
-            self._lent = [loan for loan in self._lent if meeting.owing(loan[1])]
-        if _forsaken:
-            _recall()
-
     def _release(self) -> None:
         with self._lock:
             if not self._is_closed or self._is_inside or self._is_released:
                 return
             self._is_released = True
-        _forsaken.extend(self._lent)
-        self._lent = []
+        self._loans.forsake()
         if not self._is_stuck:
             with suppress(Exception), import_module("cupy").cuda.Device(self.number):
                 self._imports.close()  # fails if the device has failed, or the process ends
             self._exports.forsake_rooms()
-        _recall()
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         why = refusal_reason(op, dtype)

@@ -79,9 +79,7 @@ class Part:
     def _given(self, array: DeviceArray, is_copied: bool) -> Span:
         # Where others may read an array: in place, or in a copy.
         nbytes = array.nbytes
-        if not nbytes:
-            return 0, 0
-        if not is_copied and array.shadow.flags.c_contiguous and self._exports.can_show(array.address, nbytes):
+        if not nbytes or (not is_copied and self._can_show(array)):
             return array.address, nbytes
         room = self._exports.room(nbytes)
         view = bits_view(array)
@@ -90,14 +88,14 @@ class Part:
 
     def _taken(self, array: DeviceArray) -> Span:
         # Where others may write an array: in place, or in temporary memory.
-        nbytes = array.nbytes
-        if not nbytes:
-            return 0, 0
-        if array.shadow.flags.c_contiguous and self._exports.can_show(array.address, nbytes):
-            return array.address, nbytes
-        room = self._exports.room(nbytes)
+        if not array.nbytes or self._can_show(array):
+            return array.address, array.nbytes
+        room = self._exports.room(array.nbytes)
         self._back.append((array, room))
-        return room, nbytes
+        return room, array.nbytes
+
+    def _can_show(self, array: DeviceArray) -> bool:
+        return array.shadow.flags.c_contiguous and self._exports.can_show(array.address, array.nbytes)
 
     def work(self, shown: Sequence[Shown]) -> None:
         """Does this rank's part; `shown` has each rank's exports, by position in the launch."""

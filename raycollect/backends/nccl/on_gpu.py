@@ -6,7 +6,6 @@ from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
 from raycollect.core.model import GroupSpec, Kernel, Launch, ReduceOp
 from raycollect.core.protocols import Exchange
-from raycollect.errors import RaycollectError, Violation, refusal
 
 
 class OnGpu(Exchanged):
@@ -33,10 +32,6 @@ class OnGpu(Exchanged):
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         # What to use instead if a dtype can't be reduced so; empty if it can.
         raise NotImplementedError
-
-    def _refused(self, kernel: Kernel, field: str, found: str, expected: str) -> RaycollectError:
-        violation = Violation(kind="unsupported", rank=self.rank, field=field, found=found, expected=expected)
-        return refusal(kernel.kind.value, self._group_name, (violation,))
 
 
 def _stray_device(kernel: Kernel, device: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raycollect.backends.folds import refusal_reason
+from raycollect.backends.folds import FOLDS, refusal_reason
 from raycollect.core.model import ReduceOp
 
 BYTES = 1  # NCCL's uint8: data that is only moved is moved as bytes
@@ -44,16 +44,6 @@ _BOOL_OPS = {
 }
 
 _COMPLEX = {"complex64": "float32", "complex128": "float64"}  # Complex types, whose sums are those of pairs of floats
-# Reduce op -> cupy's function, where NCCL has no such reduction
-_FOLDS = {
-    ReduceOp.SUM: "add",
-    ReduceOp.PRODUCT: "multiply",
-    ReduceOp.MIN: "minimum",
-    ReduceOp.MAX: "maximum",
-    ReduceOp.BAND: "bitwise_and",
-    ReduceOp.BOR: "bitwise_or",
-    ReduceOp.BXOR: "bitwise_xor",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +71,14 @@ def reduction_of(op: ReduceOp, dtype: str, version: int) -> Reduction | None:
 
 def folds(op: ReduceOp, dtype: str) -> bool:
     """Tells whether cupy can fold elements of that type."""
-    return op in _FOLDS and np.dtype(dtype).kind in "biuc" and refusal_reason(op, dtype) is None
+    return op is not ReduceOp.AVG and np.dtype(dtype).kind in "biuc" and refusal_reason(op, dtype) is None
 
 
 def combiner(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[..., object]:
     """Returns the function that combines two ranks' elements, where NCCL can't reduce them."""
     if op is ReduceOp.PRODUCT and dtype.kind == "c":
         return _times
-    found: Callable[..., object] = getattr(import_module("cupy"), _FOLDS[op])
+    found: Callable[..., object] = getattr(import_module("cupy"), FOLDS[op].__name__)
     return found
 
 

@@ -33,7 +33,9 @@ def write(kernel: Kernel, communicator: Any, rank: int, world_size: int, version
 
     Called with the stream current: memory is allocated on it. All ranks take part, except in a send or a receive.
     """
-    return _KERNELS[kernel.kind](_Writer(communicator, rank, world_size, version, stream), kernel)
+    writer = _Writer(communicator, rank, world_size, version, stream)
+    _KERNELS[kernel.kind](writer, kernel)
+    return writer.scripts
 
 
 class _Writer:
@@ -42,47 +44,48 @@ class _Writer:
     def __init__(self, communicator: Any, rank: int, world_size: int, version: int, stream: int) -> None:
         self._cupy = import_module("cupy")
         self._builder = ScriptBuilder(communicator, rank, stream)
+        self.scripts = [self._builder.script]
         self._rank = rank
         self._ranks = range(world_size)
         self._version = version
         self._back: list[tuple[Any, Any]] = []  # targets of folds, and from where they are copied
 
-    def barrier(self, kernel: Kernel) -> list[Script]:
+    def barrier(self, kernel: Kernel) -> None:
         # A reduction of one byte.
         word = self._builder.temporary(self._cupy.zeros(1, np.uint8)).data.ptr
         self._builder.call("allReduce", word, word, 1, BYTES, 0)
-        return [self._builder.script]
 
-    def allreduce(self, kernel: Kernel) -> list[Script]:
+    def allreduce(self, kernel: Kernel) -> None:
         op = reduce_op(kernel)
         how = self._reduction(op, kernel.src)
         if how is None:
-            return self._folded(op, kernel.src, kernel.dst)
+            self._fold(op, kernel.src, kernel.dst)
+            return
         src, dst = self._builder.both(kernel.src, kernel.dst)
         self._builder.call("allReduce", src, dst, kernel.src.size * how.width, how.code, how.op)
-        return [self._builder.script]
 
-    def reduce(self, kernel: Kernel) -> list[Script]:
+    def reduce(self, kernel: Kernel) -> None:
         op, is_root = reduce_op(kernel), self._rank == kernel.peer
         how = self._reduction(op, kernel.src)
         if how is None:
-            return self._folded(op, kernel.src, kernel.dst if is_root else None)
+            self._fold(op, kernel.src, kernel.dst if is_root else None)
+            return
         src, dst = self._builder.both(kernel.src, kernel.dst) if is_root else (self._builder.read(kernel.src),) * 2
         self._builder.call("reduce", src, dst, kernel.src.size * how.width, how.code, how.op, kernel.peer)
-        return [self._builder.script]
 
-    def reducescatter(self, kernel: Kernel) -> list[Script]:
+    def reducescatter(self, kernel: Kernel) -> None:
         # NCCL's if all pieces have one size, else a reduction to each rank; or a fold.
         op, pieces = reduce_op(kernel), self._pieces(kernel.src)
         how = self._reduction(op, pieces[0])
         if how is None:
-            return self._folded_pieces(op, pieces, kernel.dst)
+            self._fold_pieces(op, pieces, kernel.dst)
+            return
         sizes = [piece.size for piece in pieces]
         if len(set(sizes)) == 1:
             row = self._builder.row(pieces, is_read=True)
             dst = self._builder.written(kernel.dst)
             self._builder.call("reduceScatter", row, dst, sizes[0] * how.width, how.code, how.op)
-            return [self._builder.script]
+            return
         for root, piece in enumerate(pieces):
             if root == self._rank:
                 src, dst = self._builder.both(piece, kernel.dst)
@@ -90,31 +93,30 @@ class _Writer:
                 src = dst = self._builder.read(piece)
             if piece.size:
                 self._builder.call("reduce", src, dst, piece.size * how.width, how.code, how.op, root)
-        return [self._builder.script]
 
     def _reduction(self, op: ReduceOp, array: DeviceArray) -> Reduction | None:
         return reduction_of(op, array.dtype.name, self._version)
 
-    def _folded(self, op: ReduceOp, src: DeviceArray, dst: DeviceArray | None) -> list[Script]:
+    def _fold(self, op: ReduceOp, src: DeviceArray, dst: DeviceArray | None) -> None:
         # Gathers one chunk of all ranks at a time, and folds it in rank order.
-        scripts: list[Script] = []
+        self.scripts = []
         line, itemsize, combine = self._builder.line(src), src.dtype.itemsize, combiner(op, src.dtype)
         target = None if dst is None else self._folded_into(dst)
         step = self._step(src.size, itemsize)
         size = len(self._ranks) * step
         everyone = self._builder.temporary(self._cupy.empty(size, src.dtype))  # for all chunks: they come one by one
         for lo, hi in chunks(src.size, step):
-            script = self._next(scripts)
+            script = self._next()
             nbytes = (hi - lo) * itemsize
             self._builder.call("allGather", line.data.ptr + lo * itemsize, everyone.data.ptr, nbytes, BYTES)
             if target is not None:
                 rows = everyone[: len(self._ranks) * (hi - lo)].reshape(len(self._ranks), hi - lo)
                 script.after.append(partial(fold, combine, rows, target[lo:hi]))
-        return self._copied_back(scripts)
+        self._copy_back()
 
-    def _folded_pieces(self, op: ReduceOp, pieces: Sequence[DeviceArray], dst: DeviceArray) -> list[Script]:
+    def _fold_pieces(self, op: ReduceOp, pieces: Sequence[DeviceArray], dst: DeviceArray) -> None:
         # Sends each rank its piece, a chunk at a time, and folds that in rank order.
-        scripts: list[Script] = []
+        self.scripts = []
         lines, itemsize, most = (
             [self._builder.line(one) for one in pieces],
             dst.dtype.itemsize,
@@ -124,7 +126,7 @@ class _Writer:
         step = self._step(most, itemsize)
         everyone = self._builder.temporary(self._cupy.empty(len(self._ranks) * min(step, dst.size), dst.dtype))
         for lo, hi in chunks(most, step):
-            script = self._next(scripts)
+            script = self._next()
             first, last = clipped(dst, lo, hi)
             rows = everyone[: len(self._ranks) * (last - first)].reshape(len(self._ranks), last - first)
             nbytes = (last - first) * itemsize
@@ -136,15 +138,15 @@ class _Writer:
             if nbytes:
                 script.after.append(partial(assign, rows[self._rank], lines[self._rank][first:last].view(dst.dtype)))
                 script.after.append(partial(fold, combine, rows, target[first:last]))
-        return self._copied_back(scripts)
+        self._copy_back()
 
     def _step(self, size: int, itemsize: int) -> int:
         return max(1, min(size, FOLD_NBYTES // len(self._ranks) // itemsize))
 
-    def _next(self, scripts: list[Script]) -> Script:
-        if scripts:
+    def _next(self) -> Script:
+        if self.scripts:
             self._builder.script = Script()
-        scripts.append(self._builder.script)
+        self.scripts.append(self._builder.script)
         return self._builder.script
 
     def _folded_into(self, dst: DeviceArray) -> Any:
@@ -155,12 +157,11 @@ class _Writer:
         self._back.append((cupy_view(dst), room))
         return room
 
-    def _copied_back(self, scripts: list[Script]) -> list[Script]:
-        for target, room in self._back if scripts else ():
-            scripts[-1].after.append(partial(assign, target, room))
-        return scripts
+    def _copy_back(self) -> None:
+        for target, room in self._back if self.scripts else ():
+            self.scripts[-1].after.append(partial(assign, target, room))
 
-    def broadcast(self, kernel: Kernel) -> list[Script]:
+    def broadcast(self, kernel: Kernel) -> None:
         src = kernel.dst if kernel.src is None else kernel.src
         dst = kernel.src if kernel.dst is None else kernel.dst
         if self._rank == kernel.peer:
@@ -170,9 +171,8 @@ class _Writer:
         self._builder.call(
             "broadcast", give, take, (src if self._rank == kernel.peer else dst).nbytes, BYTES, kernel.peer
         )
-        return [self._builder.script]
 
-    def allgather(self, kernel: Kernel) -> list[Script]:
+    def allgather(self, kernel: Kernel) -> None:
         # NCCL's if all pieces have one size, else a broadcast from each rank.
         pieces = self._pieces(kernel.dst)
         sizes = [piece.nbytes for piece in pieces]
@@ -180,7 +180,7 @@ class _Writer:
             row = self._builder.row(pieces, is_read=False)
             src = self._builder.read(kernel.src)
             self._builder.call("allGather", src, row, sizes[0], BYTES)
-            return [self._builder.script]
+            return
         for root, piece in enumerate(pieces):
             if root == self._rank:
                 give, take = self._builder.both(kernel.src, piece)
@@ -188,31 +188,28 @@ class _Writer:
                 give = take = self._builder.written(piece)
             if piece.size:
                 self._builder.call("broadcast", give, take, piece.nbytes, BYTES, root)
-        return [self._builder.script]
 
-    def gather(self, kernel: Kernel) -> list[Script]:
+    def gather(self, kernel: Kernel) -> None:
         if self._rank != kernel.peer:
-            self._builder.swap(kernel.peer, (self._builder.read(kernel.src), kernel.src.nbytes), (0, 0))
-            return [self._builder.script]
+            self.send(kernel)
+            return
         for peer, piece in enumerate(self._pieces(kernel.dst)):
             if peer == self._rank:
                 self._builder.copy_own(kernel.src, piece)
             else:
                 self._builder.swap(peer, (0, 0), (self._builder.written(piece), piece.nbytes))
-        return [self._builder.script]
 
-    def scatter(self, kernel: Kernel) -> list[Script]:
+    def scatter(self, kernel: Kernel) -> None:
         if self._rank != kernel.peer:
-            self._builder.swap(kernel.peer, (0, 0), (self._builder.written(kernel.dst), kernel.dst.nbytes))
-            return [self._builder.script]
+            self.recv(kernel)
+            return
         for peer, piece in enumerate(self._pieces(kernel.src)):
             if peer == self._rank:
                 self._builder.copy_own(piece, kernel.dst)
             else:
                 self._builder.swap(peer, (self._builder.read(piece), piece.nbytes), (0, 0))
-        return [self._builder.script]
 
-    def alltoall(self, kernel: Kernel) -> list[Script]:
+    def alltoall(self, kernel: Kernel) -> None:
         # In place, data is received in temporary memory and copied.
         for peer, (src, dst) in enumerate(zip(self._pieces(kernel.src), self._pieces(kernel.dst), strict=True)):
             if peer == self._rank:
@@ -221,15 +218,12 @@ class _Writer:
             is_in_place = dst.size and src.address == dst.address
             take = self._builder.room(dst) if is_in_place else self._builder.written(dst)
             self._builder.swap(peer, (self._builder.read(src), src.nbytes), (take, dst.nbytes))
-        return [self._builder.script]
 
-    def send(self, kernel: Kernel) -> list[Script]:
+    def send(self, kernel: Kernel) -> None:
         self._builder.swap(kernel.peer, (self._builder.read(kernel.src), kernel.src.nbytes), (0, 0))
-        return [self._builder.script]
 
-    def recv(self, kernel: Kernel) -> list[Script]:
+    def recv(self, kernel: Kernel) -> None:
         self._builder.swap(kernel.peer, (0, 0), (self._builder.written(kernel.dst), kernel.dst.nbytes))
-        return [self._builder.script]
 
     def _pieces(self, side: Any) -> tuple[DeviceArray, ...]:
         if type(side) is not tuple or len(side) != len(self._ranks):
@@ -237,7 +231,7 @@ class _Writer:
         return side
 
 
-_KERNELS: dict[OpKind, Callable[[_Writer, Kernel], list[Script]]] = {
+_KERNELS: dict[OpKind, Callable[[_Writer, Kernel], None]] = {
     OpKind.ALLREDUCE: _Writer.allreduce,
     OpKind.REDUCE: _Writer.reduce,
     OpKind.BROADCAST: _Writer.broadcast,

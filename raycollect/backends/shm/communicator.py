@@ -11,6 +11,7 @@ import mmap
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +22,11 @@ from raycollect.backends.shm.directory import STAGED, Directory, directory_nbyte
 from raycollect.backends.shm.joined import joined
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
 from raycollect.backends.shm.segment import client_segment, server_segment
-from raycollect.backends.shm.staged import CHUNK_NBYTES, Staged, slots_nbytes
+from raycollect.backends.shm.staged import Staged, slots_nbytes
 from raycollect.core.kernel_progress import here
 from raycollect.core.model import PIECES, GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
-
-__all__ = ["CHUNK_NBYTES", "ShmCommunicator", "create"]
 
 
 def create(
@@ -88,11 +87,8 @@ class ShmCommunicator:
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Copies the first chunk to this rank's slot, or lists arrays that others can access in place."""
-        parts = self._come_in()
-        try:
+        with self as parts:
             self._stage(parts, launch, kernel, time.monotonic() + launch.timeout_s)
-        finally:
-            self._go_out()
 
     def _stage(self, parts: _Parts, launch: Launch, kernel: Kernel, until_s: float) -> None:
         with translated(kernel.kind, self._group_name, self.rank, folds=False):
@@ -108,17 +104,12 @@ class ShmCommunicator:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` in shared memory."""
-        parts = self._come_in()
-        try:
+        with self as parts:
             parts.staged.restart()
             self._begin(parts, launch)
             return parts.meeting.agree(launch, arrival)
-        finally:
-            self._go_out()
 
-    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """The same, for communicators that use this one as their `Exchange`."""
-        return self.agree(launch, arrival)
+    __call__ = agree  # for communicators that use this one as their `Exchange`
 
     def again(
         self, launch: Launch, kernel: Kernel, arrival: bytes, expected: Sequence[bytes]
@@ -141,7 +132,7 @@ class ShmCommunicator:
         if self._entered is not None:
             self._launch(self._entered, launch, kernel)
             return DONE
-        with _Inside(self) as parts:
+        with self as parts:
             self._launch(parts, launch, kernel)
         return DONE
 
@@ -164,7 +155,7 @@ class ShmCommunicator:
         kind = kernels[0].kind
         if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
             return 0
-        with _Inside(self) as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
+        with self as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
             rows = () if has_run else joined(some)
@@ -182,26 +173,20 @@ class ShmCommunicator:
             finally:
                 self._go_out()
         try:
-            with _Inside(self) as parts:
+            with self as parts:
                 return parts.meeting.end(launch, ok)
         except GroupBrokenError:
             return ()
 
     def abort(self, seq: int) -> None:
         """Wakes this rank if it waits in that launch, now or later."""
-        try:
-            with _Inside(self) as parts:
-                parts.meeting.abort(seq)
-        except GroupBrokenError:
-            return
+        with suppress(GroupBrokenError), self as parts:
+            parts.meeting.abort(seq)
 
     def lost(self, rank: int) -> None:
         """Ends waits for a rank whose process has ended; see `Surviving`."""
-        try:
-            with _Inside(self) as parts:
-                parts.meeting.lost(rank)
-        except GroupBrokenError:
-            return
+        with suppress(GroupBrokenError), self as parts:
+            parts.meeting.lost(rank)
 
     def close(self) -> None:
         """Wakes threads that are inside, and releases the memory when they have left."""
@@ -227,6 +212,11 @@ class ShmCommunicator:
         if self._closed:
             self._release()
 
+    __enter__ = _come_in
+
+    def __exit__(self, *exc: object) -> None:
+        self._go_out()
+
     def _release(self) -> None:
         with self._lock:
             if self._closed and self._users == 0 and self._parts is not None:
@@ -238,22 +228,7 @@ class ShmCommunicator:
         if launch.seq != self._begun:
             self._begun = launch.seq
             parts.staged.restart()
-            parts.direct.restart(parts.meeting)
-
-
-class _Inside:
-    """Context of a thread that uses the communicator."""
-
-    __slots__ = ("_communicator",)
-
-    def __init__(self, communicator: ShmCommunicator) -> None:
-        self._communicator = communicator
-
-    def __enter__(self) -> _Parts:
-        return self._communicator._come_in()
-
-    def __exit__(self, *exc: object) -> None:
-        self._communicator._go_out()
+            parts.direct.restart()
 
 
 def _nbytes(kernel: Kernel) -> int:

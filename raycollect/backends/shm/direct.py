@@ -18,6 +18,7 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, Flat, native
 from raycollect.backends.completion import remembered
+from raycollect.backends.loans import Loans
 from raycollect.backends.shm.directory import CAPACITY, GIVES, STAGED, TAKES, Directory, Listing, Places
 from raycollect.backends.shm.in_place import Blocks, Work, root_of
 from raycollect.backends.shm.meeting import Meeting
@@ -32,14 +33,6 @@ ALIKE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST, OpKind.SEND, OpKind.
 _BYTE: np.dtype[Any] = np.dtype(np.uint8)
 _NO_BYTES = BufferRef(Segment(0, 0, b"", 0), 0, 0)
 _NOWHERE = Places()
-# Lent objects, the words of the ranks that may still use them, and where these stand
-_Loan = tuple[Any, dict[int, int], Meeting]
-
-_forsaken: list[_Loan] = []  # Arrays that closed communicators had lent and that may still be written
-
-
-def _recall() -> None:
-    _forsaken[:] = [loan for loan in _forsaken if loan[2].owing(loan[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +53,17 @@ class Direct:
         self._directory = directory
         self._rank = rank
         self._segments = segments
-        self._lent: list[_Loan] = []
+        self._loans = Loans()
         self._blocks: Blocks = {}
 
-    def restart(self, meeting: Meeting) -> None:
+    def restart(self) -> None:
         """Begins a launch."""
         self._directory.restart()
-        if self._lent:
-            self._lent = [loan for loan in self._lent if meeting.owing(loan[1])]
-        if _forsaken:
-            _recall()
+        self._loans.recall()
 
     def close(self) -> None:
         """Ends it; arrays that may still be written are kept, and checked by other communicators of this process."""
-        _forsaken.extend(self._lent)
-        self._lent.clear()
-        _recall()
+        self._loans.forsake()
 
     def show(self, launch: Launch, kernels: Sequence[Kernel], flags: int = 0) -> None:
         """Lists this rank's arrays for the kernels that run next, together; a barrier has to follow."""
@@ -122,7 +110,7 @@ class Direct:
             Work(meeting, launch, kernels, dtypes, way, listings, self._rank, self._blocks, until_s).run()
         except BaseException:
             if lent and self._see(kernels).lends:
-                self._lent.append(([kernel.dst for kernel in kernels], meeting.closing(launch), meeting))
+                self._loans.add([kernel.dst for kernel in kernels], meeting, launch)
             raise
         return True, False
 

@@ -33,11 +33,12 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from raycollect.backends.completion import check_arrival
+from raycollect.backends import completion
+from raycollect.backends.completion import check_arrival, late
 from raycollect.core.cpu_affinity import YIELD_S, Seeker
 from raycollect.core.model import Launch
 from raycollect.core.semaphores import SEM_NBYTES, Semaphores
-from raycollect.errors import CollectiveTimeoutError, InternalError, PlanAbortedError
+from raycollect.errors import InternalError, PlanAbortedError
 
 ARRIVAL_NBYTES = 64 * 1024  # The longest arrival
 _PHASE_BITS = 24
@@ -166,8 +167,7 @@ class Meeting:
         for rank in ranks:
             self._has_come(rank, self._seq << _PHASE_BITS | self._phase + 1)
         if time.monotonic() > until_s:
-            detail = f"launch {launch.seq} did not end within {launch.timeout_s:g} s"
-            raise CollectiveTimeoutError(group_name=self._group_name, timeout_s=launch.timeout_s, detail=detail)
+            raise late(self._group_name, launch)
 
     def closing(self, launch: Launch) -> dict[int, int]:
         """Returns the words of the other ranks once they have left a launch; see `owing`."""
@@ -292,12 +292,7 @@ class Meeting:
                 continue
             left_s = until_s - now_s
             if left_s <= 0:
-                raise CollectiveTimeoutError(
-                    group_name=self._group_name,
-                    missing=tuple(absent),
-                    timeout_s=launch.timeout_s,
-                    detail=f"launch {launch.seq}: ranks {absent} did not come within {launch.timeout_s:g} s",
-                )
+                raise completion.absent(self._group_name, launch, list(absent))
             if not is_announced:
                 self._words[mine + _ASLEEP], is_announced = 1, True
                 self._semaphores.take(self.rank)  # a barrier

@@ -36,6 +36,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from raycollect.backends.completion import DONE, translated
@@ -43,14 +44,12 @@ from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Peer
-from raycollect.backends.tcp.run import CHUNK_NBYTES, Run, Staging
+from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
-
-__all__ = ["CHUNK_NBYTES", "TcpCommunicator", "check_descriptors", "connect", "create"]
 
 _BESIDE = 3  # The descriptors of a joining rank beside one per rank: its listener and its pollers
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
@@ -128,32 +127,28 @@ class TcpCommunicator:
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` over the connections."""
-        with _Inside(self) as link:
+        with self as link:
             return link.agree(launch, arrival)
 
-    def __call__(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """The same, for communicators that use this one as their `Exchange`."""
-        return self.agree(launch, arrival)
+    __call__ = agree  # for communicators that use this one as their `Exchange`
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
-        with _Inside(self) as link, translated(kernel.kind, self._group_name, self.rank):
+        with self as link, translated(kernel.kind, self._group_name, self.rank):
             link.begin(launch)
             Run(link, launch, self._staging).run(kernel)
         return DONE
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
-        try:
-            with _Inside(self) as link:
-                return link.silent(launch, timeout_s)
-        except GroupBrokenError:
-            return ()
+        with suppress(GroupBrokenError), self as link:
+            return link.silent(launch, timeout_s)
+        return ()
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
         try:
-            with _Inside(self) as link:
+            with self as link:
                 link.end(launch, ok)
         except GroupBrokenError:
             pass  # a closed communicator has left all launches
@@ -181,24 +176,14 @@ class TcpCommunicator:
             finally:
                 self._inside.release()
 
-
-class _Inside:
-    """Context of the thread that uses the connections."""
-
-    __slots__ = ("_communicator",)
-
-    def __init__(self, communicator: TcpCommunicator) -> None:
-        self._communicator = communicator
-
     def __enter__(self) -> Link:
-        there = self._communicator
-        there._inside.acquire()
-        if there._closed:
-            there._inside.release()
-            there._release()
-            raise GroupBrokenError(group_name=there._group_name, detail="the communicator was closed")
-        return there._link
+        # For the thread that uses the connections.
+        self._inside.acquire()
+        if self._closed:
+            self.__exit__()
+            raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
+        return self._link
 
     def __exit__(self, *exc: object) -> None:
-        self._communicator._inside.release()
-        self._communicator._release()
+        self._inside.release()
+        self._release()

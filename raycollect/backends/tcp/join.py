@@ -25,8 +25,9 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from raycollect.core import sockets
 from raycollect.core.model import GroupSpec
@@ -80,16 +81,23 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
 def _lower_addresses(
     spec: GroupSpec, rank: int, rendezvous: Rendezvous, timeout_s: float, until_s: float
 ) -> dict[int, tuple[str, int]]:
-    found, missing = {}, []
-    for other in range(rank):
-        try:
-            host, port = json.loads(rendezvous.get(f"tcp.at.{other}", max(until_s - time.monotonic(), 0.001)))
-            found[other] = (str(host), int(port))
-        except CollectiveTimeoutError:
-            missing.append(other)
+    told, missing = gathered(rendezvous, "tcp.at", range(rank), until_s)
     if missing:
         raise _absent(spec, missing, timeout_s)
-    return found
+    return {other: (str(host), int(port)) for other, (host, port) in told.items()}
+
+
+def gathered(
+    rendezvous: Rendezvous, name: str, ranks: Iterable[int], until_s: float
+) -> tuple[dict[int, Any], list[int]]:
+    """Returns what each rank has published under a name, as JSON, and the ranks that have not in time."""
+    found, missing = {}, []
+    for rank in ranks:
+        try:
+            found[rank] = json.loads(rendezvous.get(f"{name}.{rank}", max(until_s - time.monotonic(), 0.001)))
+        except CollectiveTimeoutError:
+            missing.append(rank)
+    return found, missing
 
 
 def _absent(spec: GroupSpec, missing: list[int], timeout_s: float, trouble: str = "") -> CollectiveTimeoutError:

@@ -14,19 +14,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from raycollect.backends.arrays import Array
-from raycollect.backends.completion import check_arrival
+from raycollect.backends.completion import aborted, absent, check_arrival
 from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, HERE, Batch, Peer, Place
 from raycollect.core import sockets
 from raycollect.core.cpu_affinity import YIELD_S, Seeker
 from raycollect.core.model import Launch
-from raycollect.errors import (
-    CollectiveTimeoutError,
-    GroupBrokenError,
-    InternalError,
-    PlanAbortedError,
-)
-
-__all__ = ["ARRIVAL_NBYTES", "Batch", "Link"]
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InternalError, PlanAbortedError
 
 ARRIVAL_NBYTES = FRAME_NBYTES  # The longest arrival
 FAREWELL_S = 0.05  # How long a rank that leaves a launch tries to tell peers whose socket is full
@@ -250,8 +243,7 @@ class Link:
         if self._stopped:
             raise GroupBrokenError(group_name=self._group_name, detail="the communicator was closed")
         if launch.seq in self._aborted:
-            detail = f"launch {launch.seq} was aborted"
-            raise PlanAbortedError(group_name=self._group_name, rank=self.rank, detail=detail)
+            raise aborted(self._group_name, launch, self.rank)
         for rank, why in self._gone.items():
             peer = self._peers[rank]
             if peer.is_owed or peer.is_owing or (rank in must_pass and peer.passed < self._step):
@@ -261,12 +253,7 @@ class Link:
         # Names the ranks from which data is missing, or else those that do not receive.
         owed = tuple(rank for rank, peer in self._peers.items() if peer.is_owed)
         missing = owed or tuple(rank for rank, peer in self._peers.items() if peer.is_owing)
-        return CollectiveTimeoutError(
-            group_name=self._group_name,
-            missing=missing,
-            timeout_s=launch.timeout_s,
-            detail=f"launch {launch.seq}: ranks {list(missing)} did not come within {launch.timeout_s:g} s",
-        )
+        return absent(self._group_name, launch, missing)
 
     def abort(self, seq: int) -> None:
         """Makes all waits of that launch raise, now and later."""

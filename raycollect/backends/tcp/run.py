@@ -20,7 +20,8 @@ from raycollect.backends.completion import (
     transfers,
 )
 from raycollect.backends.folds import fold
-from raycollect.backends.tcp.link import Batch, Link
+from raycollect.backends.tcp.link import Link
+from raycollect.backends.tcp.peer import Batch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 
 CHUNK_NBYTES = 1 << 20  # The size of all that a rank sends or stages at a time; no frame is longer

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from raycollect.backends.completion import late
 from raycollect.backends.torch_dist.group import c10d
 from raycollect.core import threads
 from raycollect.core.model import Launch, ReduceOp
-from raycollect.errors import CollectiveTimeoutError
 
 LOOK_S = 0.05  # How often a wait checks for an abort
 SETTLE_S = 10.0  # How long after its time limit a library call may take to end once its connections were shut down
@@ -41,6 +41,7 @@ class Calls:
         self.library = library
         self.has_begun: bool = False  # whether the library has accepted any call
         self.device: Any = None  # where the tensors are, if that is not CPU memory
+        self._open: list[Any] = []  # the works that have begun, and were not waited for to their end
         self._launch = launch
         self._look_outside = look
         self._until_s = time.monotonic() + launch.timeout_s
@@ -50,23 +51,45 @@ class Calls:
         options = cls()
         options.timeout = self._left()
         if op is not None:
-            options.reduceOp = _reduce_by(op)
+            options.reduceOp = getattr(c10d.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
         if root is not None:
             options.rootRank = root
         return options
 
     def do(self, function: Callable[..., Any], *args: Any, is_pair: bool = False) -> None:
         """Calls the library and waits until this rank's part is done."""
+        with self.settled():
+            self.finish(self.begin(function, *args), is_pair=is_pair)
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls the library; the work goes on in its threads. Within `settled`."""
         work = function(*args)
         self.has_begun = True
-        if is_pair or not self.library.is_patient or self.device is not None:
+        self._open.append(work)
+        return work
+
+    def finish(self, work: Any, *, is_pair: bool = False) -> None:
+        """Waits until this rank's part of a work is done."""
+        if is_pair or not self._is_patient:
             self._wait_beside(work)
-            return
-        try:
+        else:
             self._wait(work)
+        self._open.remove(work)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Sees to it that a failure leaves no work under way in the user's arrays."""
+        try:
+            yield
         except BaseException:
-            self._settle(work)
+            works, self._open = self._open, []
+            for work in works if self._is_patient else ():
+                self._settle(work)
             raise
+
+    @property
+    def _is_patient(self) -> bool:
+        return self.library.is_patient and self.device is None
 
     def _wait(self, work: Any) -> None:
         # A work survives a wait that was too short.
@@ -120,10 +143,4 @@ class Calls:
         """Raises if the launch was aborted or is late, or the communicator was closed."""
         self._look_outside(self._launch)
         if time.monotonic() > self._until_s:
-            detail = f"launch {self._launch.seq} did not end within {self._launch.timeout_s:g} s"
-            timeout_s, group_name = self._launch.timeout_s, self.library.group_name
-            raise CollectiveTimeoutError(group_name=group_name, timeout_s=timeout_s, detail=detail)
-
-
-def _reduce_by(op: ReduceOp) -> Any:
-    return getattr(c10d.ReduceOp, "SUM" if op is ReduceOp.AVG else op.name)
+            raise late(self.library.group_name, self._launch)

@@ -9,7 +9,8 @@ mesh (`meshed`), by the kernels of backend `tcp`. In device memory each operatio
 gloo works in the user's arrays: a copy there and back takes half as long as an allreduce. A kernel that timed out may
 still run in a thread of the library, and must not write to a tensor that belongs to the user again. So the library's
 connections are shut down, which ends the kernel, and the end is waited for. Where they can't be shut down, data is
-received in memory of our own and copied out when complete.
+received in memory of our own and copied out when complete. A large array is reduced in parts (`PART_NBYTES`), several
+of them at the same time.
 
 Pieces of several sizes, in device memory: ALLTOALL moves exactly them; ALLGATHER moves up to the smallest size, and the
 rest by broadcasts; GATHER, SCATTER and REDUCESCATTER pad each chunk to the largest piece.
@@ -33,12 +34,10 @@ from raycollect.backends.tcp.communicator import TcpCommunicator, check_descript
 from raycollect.backends.torch_dist.calls import Calls, Library
 from raycollect.backends.torch_dist.group import make
 from raycollect.backends.torch_dist.rows import is_native
-from raycollect.backends.torch_dist.run import CHUNK_NBYTES, run
+from raycollect.backends.torch_dist.run import run
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
-from raycollect.errors import GroupBrokenError, KernelError, Violation, refusal
-
-__all__ = ["CHUNK_NBYTES", "TorchCommunicator", "create", "is_native"]
+from raycollect.errors import GroupBrokenError, KernelError
 
 JOIN_TIMEOUT_S = 60.0
 # Here a wait that is too short leaves the collective running; elsewhere it may end the whole group
@@ -68,14 +67,14 @@ def create(
     check_descriptors(spec, rank, descriptors(spec.world_size))
     mesh = connect(spec, rank, rendezvous, host)
     try:
-        made = make(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
+        backend, published = make(spec, rank, rendezvous, host=host, timeout_s=JOIN_TIMEOUT_S)
         library = Library(
-            backend=made.backend,
+            backend=backend,
             rank=rank,
             world_size=spec.world_size,
             group_name=spec.name,
             is_patient=spec.backend in PATIENT,
-            sever=partial(sever, made.published) if made.published else None,
+            sever=partial(sever, published) if published else None,
         )
         communicator = TorchCommunicator(library, spec, mesh)
         if OpKind.BARRIER.value in spec.ops:
@@ -118,7 +117,7 @@ class TorchCommunicator(Meshed):
     def close(self) -> None:
         """Shuts the library down, once a running kernel has noticed."""
         self._broken = self._broken or "the communicator was closed"
-        self.close_mesh()
+        self._mesh.close()
         if self._lock.acquire(timeout=CLOSE_TIMEOUT_S):
             try:
                 library, self._library = self._library, None
@@ -139,8 +138,7 @@ class TorchCommunicator(Meshed):
             if not calls.has_begun and _LACKING.search(said):
                 found = f"{kind}, of which torch says: {said}"
                 expected = f"an operation that backend {self._backend!r} has for such tensors"
-                violation = Violation(kind="unsupported", rank=self.rank, field="op", found=found, expected=expected)
-                raise refusal(kind, self._group_name, (violation,)) from exc
+                raise self._refused(kernel, "op", found, expected) from exc
             self._broken = self._broken or f"{kind} of launch {launch.seq} failed in mid-kernel: {exc}"
             if self._library is not None and self._library.sever is not None:
                 self._library.sever()  # wakes ranks that wait for this one inside the library

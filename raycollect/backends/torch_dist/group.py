@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed
 from torch.distributed import distributed_c10d
@@ -75,7 +75,7 @@ class _Store(c10d.Store):  # type: ignore[misc]
         raise InternalError(detail=f"a torch.distributed backend counts in its store ({key!r}), which this one can't")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
     """What a backend is made of."""
 
@@ -113,28 +113,19 @@ class _Request:
         return InvalidGroupError(group_name=self.spec.name, detail=f"backend {self.spec.backend!r}: {why}")
 
 
-class Made(NamedTuple):
-    """A `torch.distributed` backend, and what is known of its addresses."""
+def make(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float
+) -> tuple[Any, Sequence[bytes]]:
+    """Makes this rank's `torch.distributed` backend; most wait for the other members in their own way.
 
-    backend: Any
-    published: Sequence[bytes]  # the socket addresses that its ranks have published; empty where unknown
-
-
-def make(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeout_s: float) -> Made:
-    """Makes this rank's `torch.distributed` backend; most wait for the other members in their own way."""
+    Returns also the socket addresses that its ranks have published; empty where unknown.
+    """
     name = spec.backend.removeprefix(TORCH_PREFIX).lower()
     if not torch.distributed.is_available() or not torch.distributed.is_backend_available(name):
         line = BUILT_IN.get(TORCH_PREFIX + name) or torch_line(TORCH_PREFIX + name)
         detail = f"torch {torch.__version__} has no distributed backend {name!r} here. Install it: {line.install}"
         raise BackendNotInstalledError(group_name=spec.name, detail=detail)
-    request = _Request(
-        name=name,
-        spec=spec,
-        rank=rank,
-        store=_Store(rendezvous, timeout_s),
-        host=host,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    request = _Request(name, spec, rank, _Store(rendezvous, timeout_s), host, timedelta(seconds=timeout_s))
     try:
         made = _MAKERS.get(name, _make_plugin)(request)
     except RaycollectError:
@@ -142,7 +133,7 @@ def make(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     except Exception as exc:
         detail = f"backend {spec.backend!r}: rank {rank} can't join from {host}: {type(exc).__name__}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-    return Made(made, request.store.published if name == "gloo" else ())
+    return made, request.store.published if name == "gloo" else ()
 
 
 def _make_gloo(request: _Request) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,15 @@ from raycollect.backends.folds import finish
 from raycollect.backends.torch_dist.calls import Calls
 from raycollect.backends.torch_dist.group import c10d
 from raycollect.backends.torch_dist.rows import Row, host_tensor
-from raycollect.core.model import Kernel, Launch, OpKind
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import InternalError
 
 CHUNK_NBYTES = 8 << 20  # How much one call of the library moves of device tensors, or of our own copies
 LENT_NBYTES = 16 << 20  # The same where it works in the user's arrays; those with gaps are copied by so much
+# What it reduces there goes in parts of at least so much and less than twice that, `AHEAD` at a time: while one of its
+# threads reduces, the other moves. 1.1 to 1.2 times as fast as in one part, on 2 cores that were busy.
+PART_NBYTES = 4 << 20
+AHEAD = 4
 
 
 def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
@@ -34,9 +40,7 @@ def run(calls: Calls, launch: Launch, kernel: Kernel) -> None:
         calls.do(calls.library.backend.barrier, calls.options(c10d.BarrierOptions))
 
 
-class _HostRun:
-    """A kernel on arrays in CPU memory."""
-
+class _Run:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._torch = calls.library.backend
@@ -45,15 +49,43 @@ class _HostRun:
         # Whether the library works in the user's arrays: it does if it can be kept from writing there later.
         self._lends = calls.library.sever is not None
 
+
+class _HostRun(_Run):
+    """A kernel on arrays in CPU memory."""
+
     def allreduce(self, kernel: Kernel) -> None:
         (src, dst), op = reduction(kernel), reduce_op(kernel)
+        if self._lends:
+            self._allreduce_within(src, dst, op)
+            return
         for lo, hi in self._spans(src):
-            out = self._target(dst, lo, hi)
-            if not (dst.direct and src.direct and dst.address == src.address and self._lends):
-                src.fill(out, lo, hi)
-            self._calls.do(self._torch.allreduce, [host_tensor(out)], self._calls.options(c10d.AllreduceOptions, op=op))
+            out = np.empty(hi - lo, dst.dtype)
+            src.fill(out, lo, hi)
+            self._calls.do(*self._reducing(out, op))
             finish(op, out, len(self._ranks))
-            self._commit(dst, lo, hi, out)
+            dst.write(lo, hi, out)
+
+    def _allreduce_within(self, src: Flat, dst: Flat, op: ReduceOp) -> None:
+        # In the user's array, or copies of what has gaps, in parts that the library's threads have at the same time.
+        # The parts are the same on all ranks: they follow from the size alone.
+        step = -(-dst.size // max(1, dst.size * dst.dtype.itemsize // PART_NBYTES))
+        ahead, under_way = chunks(dst.size, step), deque[tuple[Any, Array]]()
+        in_place = src.direct and dst.direct and src.address == dst.address
+        with self._calls.settled():
+            for lo, hi in metered(dst.size, step):
+                self._calls.look()
+                for start, stop in islice(ahead, AHEAD - len(under_way)):
+                    out = dst.target(start, stop)
+                    if not in_place:
+                        src.fill(out, start, stop)
+                    under_way.append((self._calls.begin(*self._reducing(out, op)), out))
+                work, out = under_way.popleft()
+                self._calls.finish(work)
+                finish(op, out, len(self._ranks))
+                dst.commit(lo, hi, out)
+
+    def _reducing(self, out: Array, op: ReduceOp) -> tuple[Any, ...]:
+        return self._torch.allreduce, [host_tensor(out)], self._calls.options(c10d.AllreduceOptions, op=op)
 
     def broadcast(self, kernel: Kernel) -> None:
         src, dst, whole = movement(kernel, is_root=self._me == kernel.peer)
@@ -84,14 +116,8 @@ class _HostRun:
             dst.write(lo, hi, out)
 
 
-class _DeviceRun:
+class _DeviceRun(_Run):
     """A kernel on tensors in device memory."""
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-        self._torch = calls.library.backend
-        self._me = calls.library.rank
-        self._ranks = range(calls.library.world_size)
 
     def allreduce(self, kernel: Kernel) -> None:
         src, dst, op = Row(kernel.src), Row(kernel.dst), reduce_op(kernel)

@@ -15,13 +15,11 @@ from raycollect.errors import ProtocolError, RankReport, RaycollectError, Violat
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
-else:  # what it says is for type checkers only
+else:
 
     def dataclass_transform(**_: bool) -> Callable[[_M], _M]:
+        """What it says is for type checkers only."""
         return lambda decorator: decorator
-
-
-__all__ = ["MESSAGES", "Error", "Message", "decode", "encode", "message"]
 
 
 class Message:

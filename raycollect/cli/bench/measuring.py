@@ -18,8 +18,6 @@ from raycollect.cli.bench.result import Result, Row
 from raycollect.errors import KernelError, RaycollectError, anew
 from raycollect.observe.summary import bus_factor
 
-__all__ = ["WAYS", "Settings", "between", "measure"]
-
 GROUP = "raycollect-bench"
 WARMUP = 3  # untimed runs of each way, besides the one whose result is checked
 BURST = 5  # how many runs a way does when it is its turn

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 import raycollect as col
 
-__all__ = ["ELEMENT_NBYTES", "OPERATIONS", "Operation", "Rank", "timed", "whole_of"]
-
 HIGHEST = 1000  # operands are integers up to this: float32 holds the sum of 16,000 of them
 ELEMENT_NBYTES = np.dtype(np.float32).itemsize
 
@@ -23,22 +21,16 @@ Refs = Sequence[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """How to call an operation, and its expected result.
+    """How to call an operation, and its expected result."""
 
-    Attributes:
-        refs: The driver's verb, of what the ranks give, what they take, and the group.
-        member: A rank's half of it, of its tensors, its rank, and the group.
-        expected: A rank's result, from its rank, the number of ranks, and what each rank gives, in rank order; None
-            where it has none.
-        gives_piece: Whether a rank gives a piece, instead of the whole.
-        takes: ``"whole"``, ``"piece"``, or ``"same"``: it works in place.
-    """
-
+    # The driver's verb, of what the ranks give, what they take, and the group
     refs: Callable[[Refs, Refs, str], object]
-    member: Callable[[Rank, int, str], object]
+    member: Callable[[Rank, int, str], object]  # a rank's half of it, of its tensors, its rank, and the group
+    # A rank's result, from its rank, the number of ranks, and what each rank gives, in rank order; None where it has
+    # none
     expected: Callable[[int, int, Iterator[Array]], Array | None]
-    gives_piece: bool = False
-    takes: str = "same"
+    gives_piece: bool = False  # whether a rank gives a piece, instead of the whole
+    takes: str = "same"  # "whole", "piece", or "same": it works in place
 
 
 def _send_or_receive(tensors: Rank, rank: int, group: str) -> None:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from raycollect.planner.wording import counted, nbytes_words, seconds_words
 
-__all__ = ["Result", "Row", "draw", "table"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:

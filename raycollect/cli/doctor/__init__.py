@@ -65,8 +65,8 @@ def _rows(machine: Machine, probe: Probe) -> list[Finding]:
     except Exception as exc:  # noqa: BLE001 - whatever it is, the other rows are of use
         state = MISSING if probe.required else WARNING
         found = " ".join(f"the check failed: {type(exc).__name__}: {exc}".split())
-        rows = [Finding(check=probe.check, state=state, found=found, required=probe.required)]
-    return [replace(row, section=probe.section) for row in rows]
+        rows = [Finding(state=state, found=found, required=probe.required)]
+    return [replace(row, section=probe.section, check=row.check or probe.check) for row in rows]
 
 
 def lacking(findings: Iterable[Finding]) -> tuple[str, ...]:

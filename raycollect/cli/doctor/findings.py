@@ -30,7 +30,7 @@ CHILDREN = 4  # how many of them run at a time
 class Finding:
     """One row."""
 
-    check: str  # what was looked at
+    check: str = ""  # what was looked at; empty: what its probe is called
     state: str  # "ok"; "warning": it works, but worse than it could; or "missing"
     found: str
     cure: str = ""  # empty where there is nothing to do
@@ -115,7 +115,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A line of the table; `check` names it in the row that says that it failed."""
+    """A line of the table; `check` names it where its row does not."""
 
     section: str
     check: str

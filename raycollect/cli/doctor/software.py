@@ -26,18 +26,16 @@ def python(machine: Machine) -> Finding:
     found = f"{platform.python_version()} on {platform.system()} {platform.release()}, {platform.machine()}"
     if sys.version_info < LOWEST_PYTHON:
         lowest = ".".join(map(str, LOWEST_PYTHON))
-        return Finding(check="Python", state=MISSING, found=found, cure=f"use Python {lowest} or later", required=True)
+        return Finding(state=MISSING, found=found, cure=f"use Python {lowest} or later", required=True)
     if not sys.platform.startswith("linux"):
         cure = "Linux is what shared memory and the tests are made for"
-        return Finding(check="Python", state=WARNING, found=found, cure=cure, required=True)
-    return Finding(check="Python", state=OK, found=found, required=True)
+        return Finding(state=WARNING, found=found, cure=cure, required=True)
+    return Finding(state=OK, found=found, required=True)
 
 
 def this_package(machine: Machine) -> Finding:
     """This package itself, and from where it is imported."""
-    return Finding(
-        check="raycollect", state=OK, found=f"{raycollect.__version__} in {Path(raycollect.__file__).parent}"
-    )
+    return Finding(state=OK, found=f"{raycollect.__version__} in {Path(raycollect.__file__).parent}")
 
 
 def package(name: str) -> Callable[[Machine], Finding]:
@@ -47,15 +45,15 @@ def package(name: str) -> Callable[[Machine], Finding]:
         lowest = REQUIRED[name]
         cure = f"pip install '{name}>={lowest}'"
         if not machine.is_there(name):
-            return Finding(check=name, state=MISSING, found="not installed", cure=cure, required=True)
+            return Finding(state=MISSING, found="not installed", cure=cure, required=True)
         try:
             version = str(machine.ask(_IMPORTS.format(name=name))["version"])
         except ChildError as exc:
             found, cure = f"it can't be imported: {exc}", f"pip install --force-reinstall '{name}>={lowest}'"
-            return Finding(check=name, state=MISSING, found=found, cure=cure, required=True)
+            return Finding(state=MISSING, found=found, cure=cure, required=True)
         if _parts(version) < _parts(lowest):
-            return Finding(check=name, state=MISSING, found=f"{version}, below {lowest}", cure=cure, required=True)
-        return Finding(check=name, state=OK, found=version, required=True)
+            return Finding(state=MISSING, found=f"{version}, below {lowest}", cure=cure, required=True)
+        return Finding(state=OK, found=version, required=True)
 
     return look
 
@@ -163,7 +161,7 @@ def driver(machine: Machine) -> Finding:
     text = machine.read("/proc/driver/nvidia/version")
     if not text:
         cure = "nothing, where there is no GPU; else install the driver, and give it to the container (--gpus all)"
-        return Finding(check="NVIDIA driver", state=MISSING, found="no driver", cure=cure)
+        return Finding(state=MISSING, found="no driver", cure=cure)
     version = re.search(r"\s(\d+\.\d+[\d.]*)\s", f"{text} ")
     try:
         gpus = len(list((machine.root / "proc/driver/nvidia/gpus").iterdir()))
@@ -171,47 +169,47 @@ def driver(machine: Machine) -> Finding:
         gpus = 0
     found = f"{version[1] if version else text.splitlines()[0]}, {count(gpus, 'GPU')}"
     if not gpus:
-        return Finding(check="NVIDIA driver", state=WARNING, found=found, cure="give the container a GPU (--gpus all)")
-    return Finding(check="NVIDIA driver", state=OK, found=found)
+        return Finding(state=WARNING, found=found, cure="give the container a GPU (--gpus all)")
+    return Finding(state=OK, found=found)
 
 
 def cupy(machine: Machine) -> Finding:
     """The library cupy, its GPUs, and its NCCL."""
     cure = f"{_ONLY_WITH_GPU}pip install 'raycollect[cuda12]' (or cuda13, as the driver)"
     if not machine.is_there("cupy"):
-        return Finding(check="cupy", state=MISSING, found="not installed", cure=cure)
+        return Finding(state=MISSING, found="not installed", cure=cure)
     try:
         said = machine.ask(_CUPY)
     except ChildError as exc:
-        return Finding(check="cupy", state=MISSING, found=f"it can't be imported: {exc}", cure=cure)
+        return Finding(state=MISSING, found=f"it can't be imported: {exc}", cure=cure)
     found = f"{said['version']}, {count(said['gpus'], 'GPU')}, {_nccl(said['nccl'])}"
     if not said["gpus"]:
-        return Finding(check="cupy", state=WARNING, found=f"{found} ({said.get('problem', '')})", cure=cure)
+        return Finding(state=WARNING, found=f"{found} ({said.get('problem', '')})", cure=cure)
     if not said["nccl"]:
         cure = "pip install nvidia-nccl-cu12 (or -cu13, as the driver)"
-        return Finding(check="cupy", state=WARNING, found=found, cure=cure)
-    return Finding(check="cupy", state=OK, found=found)
+        return Finding(state=WARNING, found=found, cure=cure)
+    return Finding(state=OK, found=found)
 
 
 def torch_cuda(machine: Machine) -> Finding:
     """Whether torch was built for CUDA, its GPUs, and its NCCL."""
-    check, cure = "torch with CUDA", f"{_ONLY_WITH_GPU}pip install torch (a CUDA build)"
+    cure = f"{_ONLY_WITH_GPU}pip install torch (a CUDA build)"
     if not machine.is_there("torch"):
-        return Finding(check=check, state=MISSING, found="torch is not installed", cure=cure)
+        return Finding(state=MISSING, found="torch is not installed", cure=cure)
     try:
         said = machine.ask(_TORCH)
     except ChildError as exc:
-        return Finding(check=check, state=MISSING, found=f"torch can't be imported: {exc}", cure=cure)
+        return Finding(state=MISSING, found=f"torch can't be imported: {exc}", cure=cure)
     if not said["cuda"]:
-        return Finding(check=check, state=MISSING, found=f"torch {said['version']}, built without CUDA", cure=cure)
+        return Finding(state=MISSING, found=f"torch {said['version']}, built without CUDA", cure=cure)
     names = f" ({', '.join(said['names'])})" if said.get("names") else ""
     found = f"{said['version']}, {count(said['gpus'], 'GPU')}{names}, {said.get('problem') or _nccl(said['nccl'])}"
     if not said["gpus"]:
         cure = "check the driver, CUDA_VISIBLE_DEVICES, and that the driver is new enough for this build"
-        return Finding(check=check, state=WARNING, found=found, cure=cure)
+        return Finding(state=WARNING, found=found, cure=cure)
     if not said["nccl"]:
-        return Finding(check=check, state=WARNING, found=found, cure="a build of torch with NCCL (pip install torch)")
-    return Finding(check=check, state=OK, found=found)
+        return Finding(state=WARNING, found=found, cure="a build of torch with NCCL (pip install torch)")
+    return Finding(state=OK, found=found)
 
 
 def _nccl(version: Any) -> str:

@@ -28,13 +28,13 @@ def dev_shm(machine: Machine) -> Finding:
     try:
         stat = os.statvfs(machine.root / "dev/shm")
     except OSError as exc:
-        return Finding(check="/dev/shm", state=WARNING, found=f"not there: {exc.strerror}", cure=cure)
+        return Finding(state=WARNING, found=f"not there: {exc.strerror}", cure=cure)
     memory = usable_nbytes(machine.root)
     total, free = stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize
     found = f"{size(total)}, {size(free)} of it free; memory {size(memory)}"
     if min(total, free) < SHARE_OF_MEMORY * memory:
-        return Finding(check="/dev/shm", state=WARNING, found=f"{found}: below {SHARE_OF_MEMORY:.0%}", cure=cure)
-    return Finding(check="/dev/shm", state=OK, found=found)
+        return Finding(state=WARNING, found=f"{found}: below {SHARE_OF_MEMORY:.0%}", cure=cure)
+    return Finding(state=OK, found=found)
 
 
 def anonymous_memory(machine: Machine) -> Finding:
@@ -43,8 +43,8 @@ def anonymous_memory(machine: Machine) -> Finding:
         os.close(shared_memory.create("raycollect-doctor", 1 << 20))
     except (OSError, AttributeError) as exc:
         cure = "a Linux that has memfd_create and lets containers call it (seccomp); until then name backend='tcp'"
-        return Finding(check="memfd", state=MISSING, found=str(exc), cure=cure, required=True)
-    return Finding(check="memfd", state=OK, found="memfd_create and its seals work", required=True)
+        return Finding(state=MISSING, found=str(exc), cure=cure, required=True)
+    return Finding(state=OK, found="memfd_create and its seals work", required=True)
 
 
 _OPENS = """
@@ -56,26 +56,25 @@ print(json.dumps({{"token": os.pread(fd, 32, 0).hex()}}))
 
 def other_processes(machine: Machine) -> Finding:
     """Whether a process of this user can open another one's memory, by trying it, as arenas and doorbells do."""
-    check = "other processes"
     cure = "one pid namespace, and /proc without hidepid, for all actors of a host; else tensors are copied"
     try:
         fd = shared_memory.create("raycollect-doctor", 4096)
     except (OSError, AttributeError) as exc:
-        return Finding(check=check, state=WARNING, found=f"there is no memory to show: {exc}", cure=cure)
+        return Finding(state=WARNING, found=f"there is no memory to show: {exc}", cure=cure)
     token = os.urandom(32)
     try:
         os.pwrite(fd, token, 0)
         said = machine.ask(_OPENS.format(pid=os.getpid(), fd=fd))["token"]
     except ChildError as exc:
         found = f"memory of another process can't be opened under /proc: {exc}"
-        return Finding(check=check, state=WARNING, found=found, cure=cure)
+        return Finding(state=WARNING, found=found, cure=cure)
     finally:
         os.close(fd)
     if said != token.hex():
-        return Finding(check=check, state=WARNING, found="/proc shows another process's memory", cure=cure)
+        return Finding(state=WARNING, found="/proc shows another process's memory", cure=cure)
     scope = machine.read("/proc/sys/kernel/yama/ptrace_scope")
     found = f"their memory opens under /proc/<pid>/fd (kernel.yama.ptrace_scope: {scope or 'not there'})"
-    return Finding(check=check, state=OK, found=found)
+    return Finding(state=OK, found=found)
 
 
 def namespaces(machine: Machine) -> Finding:
@@ -86,8 +85,8 @@ def namespaces(machine: Machine) -> Finding:
             found.append(os.readlink(machine.root / "proc/self/ns" / name))  # noqa: PTH115 - it is no path
         except OSError:
             cure = "a /proc that shows them; else processes are told apart by the host's name"
-            return Finding(check="namespaces", state=WARNING, found="/proc/self/ns can't be read", cure=cure)
-    return Finding(check="namespaces", state=OK, found=", ".join(found))
+            return Finding(state=WARNING, found="/proc/self/ns can't be read", cure=cure)
+    return Finding(state=OK, found=", ".join(found))
 
 
 def arena(machine: Machine) -> Finding:
@@ -97,11 +96,11 @@ def arena(machine: Machine) -> Finding:
     try:
         nbytes = limit.arena_limit(machine.environ, machine.root)
     except OSError as exc:
-        return Finding(check="arena", state=WARNING, found=str(exc), cure=f"correct or unset {limit.VARIABLE}")
+        return Finding(state=WARNING, found=str(exc), cure=f"correct or unset {limit.VARIABLE}")
     if not nbytes:
-        return Finding(check="arena", state=WARNING, found="switched off", cure=f"unset {limit.VARIABLE}")
+        return Finding(state=WARNING, found="switched off", cure=f"unset {limit.VARIABLE}")
     why = limit.VARIABLE if machine.environ.get(limit.VARIABLE, "").strip() else f"{limit.SHARE:.0%} of the memory"
-    return Finding(check="arena", state=OK, found=f"up to {size(nbytes)} per process ({why})")
+    return Finding(state=OK, found=f"up to {size(nbytes)} per process ({why})")
 
 
 def huge_pages(machine: Machine) -> Finding:
@@ -109,7 +108,7 @@ def huge_pages(machine: Machine) -> Finding:
     shared = _chosen(machine.read("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
     private = _chosen(machine.read("/sys/kernel/mm/transparent_hugepage/enabled"))
     found = f"shared memory: {shared or 'unknown'}; other memory: {private or 'unknown'}"
-    return Finding(check="huge pages", state=OK, found=found)
+    return Finding(state=OK, found=found)
 
 
 def _chosen(text: str) -> str:
@@ -123,25 +122,26 @@ def _chosen(text: str) -> str:
 
 def open_files(machine: Machine) -> Finding:
     """The limit of open files, of which a driver needs a few per actor."""
-    limit = machine.limit(resource.RLIMIT_NOFILE)
-    if 0 <= limit < FEW_FILES:
-        return Finding(check="ulimit -n", state=WARNING, found=str(limit), cure="ulimit -n 65536, before Ray starts")
-    return Finding(check="ulimit -n", state=OK, found=_number(limit))
+    return _limit(machine, resource.RLIMIT_NOFILE, "n", FEW_FILES)
 
 
 def processes(machine: Machine) -> Finding:
     """The limit of processes and threads; each actor has dozens of threads."""
-    limit = machine.limit(resource.RLIMIT_NPROC)
-    if 0 <= limit < FEW_PROCESSES:
-        return Finding(check="ulimit -u", state=WARNING, found=str(limit), cure="ulimit -u 65536, before Ray starts")
-    return Finding(check="ulimit -u", state=OK, found=_number(limit))
+    return _limit(machine, resource.RLIMIT_NPROC, "u", FEW_PROCESSES)
+
+
+def _limit(machine: Machine, which: int, letter: str, few: int) -> Finding:
+    limit = machine.limit(which)
+    if 0 <= limit < few:
+        return Finding(state=WARNING, found=str(limit), cure=f"ulimit -{letter} 65536, before Ray starts")
+    return Finding(state=OK, found="unlimited" if limit < 0 else str(limit))
 
 
 def locked_memory(machine: Machine) -> Finding:
     """The limit of locked memory. Nothing here locks any; NCCL over InfiniBand does."""
     limit = machine.limit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if limit < 0 else f"{size(limit)}; only NCCL over InfiniBand needs more"
-    return Finding(check="ulimit -l", state=OK, found=found)
+    return Finding(state=OK, found=found)
 
 
 def memory(machine: Machine) -> Finding:
@@ -151,7 +151,7 @@ def memory(machine: Machine) -> Finding:
     machines = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     usable = usable_nbytes(machine.root)
     found = f"{size(usable)} by its cgroup, of {size(machines)}" if usable < machines else size(usable)
-    return Finding(check="memory", state=OK, found=found)
+    return Finding(state=OK, found=found)
 
 
 def cpus(machine: Machine) -> Finding:
@@ -160,8 +160,8 @@ def cpus(machine: Machine) -> Finding:
     found = f"{cores} of {os.cpu_count()}" + (f", with the time of {quota:g} by its cgroup" if quota else "")
     if min(cores, quota or cores) < 2:
         cure = "two cores or more: ranks that wait for each other take turns on one"
-        return Finding(check="cores", state=WARNING, found=found, cure=cure)
-    return Finding(check="cores", state=OK, found=found)
+        return Finding(state=WARNING, found=found, cure=cure)
+    return Finding(state=OK, found=found)
 
 
 def _quota(machine: Machine) -> float:
@@ -181,22 +181,22 @@ def _quota(machine: Machine) -> float:
 
 def measured_costs(machine: Machine) -> Finding:
     """The file of measured costs, by which the planner chooses algorithms."""
-    check, cure = "measured costs", "raycollect bench --calibrate"
+    cure = "raycollect bench --calibrate"
     path, variable = link_costs.default_path(machine.environ), link_costs.ENVIRONMENT_VARIABLE
     is_named = bool(machine.environ.get(variable))
     if not is_named and not path.exists():
-        return Finding(check=check, state=WARNING, found=f"no {path}: the planner uses defaults", cure=cure)
+        return Finding(state=WARNING, found=f"no {path}: the planner uses defaults", cure=cure)
     try:
         links = link_costs.read(path, source=variable if is_named else "the file").measured
     except InvalidArgumentError as exc:
         (violation,) = exc.violations
         found = f"{violation.field} is {violation.found}"
         if not is_named:
-            return Finding(check=check, state=WARNING, found=f"{found}: the planner uses defaults", cure=cure)
+            return Finding(state=WARNING, found=f"{found}: the planner uses defaults", cure=cure)
         found, cure = f"{found}: no group can be declared", f"unset {variable}, or {cure} --output {path}"
-        return Finding(check=check, state=MISSING, found=found, cure=cure, required=True)
+        return Finding(state=MISSING, found=found, cure=cure, required=True)
     said = ", ".join(f"{one.place} over {one.backend}" for one in links)
-    return Finding(check=check, state=OK, found=f"{path}: {said or 'no links'}")
+    return Finding(state=OK, found=f"{path}: {said or 'no links'}")
 
 
 _CLUSTER = """
@@ -215,23 +215,19 @@ print(json.dumps(said))
 
 def ray_cluster(machine: Machine) -> Finding:
     """Whether a cluster runs that a driver here would join. It is not joined, and none is started."""
-    check, address = "Ray cluster", machine.environ.get("RAY_ADDRESS") or None
+    address = machine.environ.get("RAY_ADDRESS") or None
     try:
         said = machine.ask(_CLUSTER.format(address=address), CLUSTER_TIMEOUT_S)
     except ChildError as exc:
         said = {"problem": str(exc), "address": address}
     if "problem" not in said:
         nodes, groups = count(said["nodes"], "node"), count(said["groups"], "group")
-        return Finding(check=check, state=OK, found=f"{said['address']}: {nodes}, {groups} declared")
+        return Finding(state=OK, found=f"{said['address']}: {nodes}, {groups} declared")
     found = " ".join(str(said["problem"]).split())
     if address:
-        return Finding(check=check, state=WARNING, found=found, cure="correct or unset RAY_ADDRESS")
+        return Finding(state=WARNING, found=found, cure="correct or unset RAY_ADDRESS")
     if said.get("address"):
         cure = "stop that one, or say in RAY_ADDRESS which one drivers shall join"
-        return Finding(check=check, state=WARNING, found=found, cure=cure)
+        return Finding(state=WARNING, found=found, cure=cure)
     cure = "ray start --head; or nothing: without a cluster the first declaration starts one of its own"
-    return Finding(check=check, state=MISSING, found=found, cure=cure)
-
-
-def _number(limit: int) -> str:
-    return "unlimited" if limit < 0 else str(limit)
+    return Finding(state=MISSING, found=found, cure=cure)

@@ -146,7 +146,7 @@ def test_a_stream_that_stands_still(three: tuple[Fake, SharingTeam], monkeypatch
         assert isinstance(results[rank], CollectiveTimeoutError | PlanAbortedError)
     with pytest.raises(GroupBrokenError, match=r"allreduce of launch .* failed in mid-kernel"):
         team.communicators[1].agree(team.launch(), b"")
-    assert team.of(1)._lent, "its GPU may still use that memory"
+    assert team.of(1)._loans.lent, "its GPU may still use that memory"
     fake.release(stuck)
     until(lambda: not fake.pending(stuck))
     team.of(1)._is_stuck = False  # so that the fixture finds nothing open
@@ -250,11 +250,11 @@ def test_what_was_shown_is_kept_until_the_others_have_left(three: tuple[Fake, Sh
         team.communicators[rank].abort(launch.seq)
         found = running[rank].result(WAIT_S)
         assert isinstance(found, PlanAbortedError), repr(found)
-        assert team.of(rank)._lent
+        assert team.of(rank)._loans.lent
     fake.release(stream)
     assert isinstance(running[1].result(WAIT_S), PlanAbortedError)
     check_works(team)
-    assert not any(team.of(rank)._lent for rank in (0, 2))
+    assert not any(team.of(rank)._loans.lent for rank in (0, 2))
 
 
 def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
@@ -271,14 +271,14 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
         (found,) = team.run(body_leave, team.launch((rank,), timeout_s=0.1), ranks=(rank,))
         assert isinstance(found, CollectiveTimeoutError)
         assert found.missing == (1,)
-        assert team.of(rank)._lent
+        assert team.of(rank)._loans.lent
     fake.release(stream)
     until(lambda: not fake.pending(stream))
     team.of(1)._is_stuck = False  # so that the fixture finds nothing open
     team.close_one(1)
     for rank in (0, 2):
         assert team.run(body_sum, team.launch((rank,)), ranks=(rank,)) == [[rank + 1] * 50]
-        assert not team.of(rank)._lent
+        assert not team.of(rank)._loans.lent
 
 
 # ------------------------------------------------------------------------------- what fails

@@ -92,7 +92,7 @@ def test_processes_agree_bit_for_bit(processes: ProcessTeam) -> None:
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCESCATTER, OpKind.ALLGATHER, OpKind.ALLTOALL])
 def test_a_kernel_takes_a_few_chunks_however_large_its_arrays(processes: ProcessTeam, kind: OpKind) -> None:
     for peak in processes.must(body_memory, processes.launch(), kind, 4_000_000):
-        assert peak < 4 * shm.CHUNK_NBYTES
+        assert peak < 4 * _staged.CHUNK_NBYTES
 
 
 def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tmp_path: Path) -> None:

@@ -132,10 +132,12 @@ def body_peak_with_gaps(communicator: Communicator, launch: Launch, nbytes: int)
 
 @pytest.mark.parametrize("kind", [kind for kind in OpKind if kind not in (OpKind.SEND, OpKind.RECV, OpKind.BARRIER)])
 def test_extra_memory_is_bounded_by_chunks(mortals: ProcessTeam, kind: OpKind) -> None:
-    nbytes = 12 * tcp.CHUNK_NBYTES
-    assert max(mortals.must(body_peak, mortals.launch(timeout_s=60), kind, nbytes)) < 4 * tcp.CHUNK_NBYTES
+    nbytes = 12 * _tcp_run.CHUNK_NBYTES
+    assert max(mortals.must(body_peak, mortals.launch(timeout_s=60), kind, nbytes)) < 4 * _tcp_run.CHUNK_NBYTES
     if kind is OpKind.ALLREDUCE:
-        assert max(mortals.must(body_peak_with_gaps, mortals.launch(timeout_s=60), nbytes)) < 6.5 * tcp.CHUNK_NBYTES
+        assert (
+            max(mortals.must(body_peak_with_gaps, mortals.launch(timeout_s=60), nbytes)) < 6.5 * _tcp_run.CHUNK_NBYTES
+        )
 
 
 # ------------------------------------------------------------------------------- joining

@@ -475,6 +475,56 @@ def test_large_arrays_of_every_kind_are_worked_in(teams: Callable[..., OptionsTe
     assert found == [[1.5, 1.0, 3.0, 1.0, 1.0], [1.5, 2.0, 3.0, 2.0, 1.0]]
 
 
+def body_parts(communicator: Communicator, launches: list[Launch], size: int) -> list[bool]:
+    """Arrays of several parts: in place, and averaged from one array into another, which has gaps on one rank."""
+    own = np.arange(size, dtype=np.float64) * (communicator.rank + 1)
+    out = np.zeros((size, 2))[:, 0] if communicator.rank == 1 else np.zeros(size)
+    communicator.launch(launches[0], Kernel(kind=OpKind.ALLREDUCE, src=own, dst=out, op=ReduceOp.AVG))
+    is_kept = bool((own == np.arange(size) * (communicator.rank + 1.0)).all())
+    communicator.launch(launches[1], Kernel(kind=OpKind.ALLREDUCE, src=own, dst=own, op=ReduceOp.SUM))
+    return [is_kept, bool((out == np.arange(size) * 2.0).all()), bool((own == np.arange(size) * 6.0).all())]
+
+
+def test_large_arrays_are_reduced_in_parts_at_the_same_time(
+    teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", SMALL_NBYTES // 6)  # 7 parts
+    team, begin = teams(world_size=3), Calls.begin
+    open_at_once: list[int] = []
+
+    def recorded(calls: Calls, *args: Any) -> Any:
+        work = begin(calls, *args)
+        open_at_once.append(len(calls._open))
+        return work
+
+    monkeypatch.setattr(Calls, "begin", recorded)
+    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE + LARGE // 6)
+    assert found == [[True] * 3] * 3
+    assert len(open_at_once) == 3 * 2 * 7
+    assert max(open_at_once) == _torch_run.AHEAD
+
+
+def test_an_abort_ends_all_parts_that_are_under_way(
+    teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", SMALL_NBYTES // 6)
+    team = teams(world_size=2)
+    in_kernel, works, settle = wait_for_kernel(team, monkeypatch), [], Calls._settle
+
+    def recorded(calls: Calls, work: Any) -> None:
+        settle(calls, work)
+        works.append(work)
+
+    monkeypatch.setattr(Calls, "_settle", recorded)
+    launch = team.launch(timeout_s=60)
+    waiting = team.start(0, started, launch, kernel_of(OpKind.ALLREDUCE, np.ones(LARGE)))
+    in_kernel()
+    team.communicators[0].abort(launch.seq)
+    assert isinstance(waiting.result(5), PlanAbortedError)
+    assert len(works) == _torch_run.AHEAD
+    assert all(work.is_completed() for work in works), "no thread of the library is in the array"
+
+
 def test_close_wakes_a_rank_in_mid_kernel(teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch) -> None:
     team = teams()
     in_kernel = wait_for_kernel(team, monkeypatch)

@@ -15,7 +15,7 @@ from raycollect.backends.local import LocalCommunicator, LocalWorld
 from raycollect.core.model import Kernel, Key, Launch, OpKind
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival
-from raycollect.engine.execution import POINTS
+from raycollect.engine.instruments import POINTS
 from raycollect.errors import (
     InternalError,
     KernelError,

@@ -15,8 +15,9 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.engine.execution import Execution, Instruments
+from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_program import decode_step_program, encode_step_program
 from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (

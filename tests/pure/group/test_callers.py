@@ -169,6 +169,43 @@ def test_a_call_that_has_passed_the_door_goes_on(crew, backend):
     assert group.must(_sum) == [3.0] * 2
 
 
+def _second_in_the_moment(name, rank):
+    """On rank 0 a second thread comes when all have come to the first one's call, which has not heard of it yet."""
+    col.barrier(name)
+    if rank:
+        return [_summed_or_failed(name, 10), _summed(name, 20)]
+    hub = _communicator(name).hub
+    passed, go_on, note = threading.Event(), threading.Event(), hub.note_agreed
+
+    def held():
+        passed.set()
+        assert go_on.wait(WAIT_S)
+        note()
+
+    hub.note_agreed = held
+    first = _in_thread(name, "first", _summed_or_failed, 1)
+    assert passed.wait(WAIT_S)
+    second = _in_thread(name, "second", _summed, 2)
+    _until(lambda: hub.recalled)
+    del hub.note_agreed
+    go_on.set()
+    return [first.result(WAIT_S), second.result(WAIT_S)]
+
+
+def test_a_call_that_is_recalled_as_all_have_come_is_refused_and_shifts_nothing(crew, backend):
+    group = crew.group(2, backend)
+    [first, second], [beside, after] = group.must(_second_in_the_moment)
+    assert _is_told(first)
+    assert "refused" in first
+    if backend == "shm":
+        assert beside == 11, "rank 0 had left its part in shared memory"
+    else:
+        assert "ConcurrentCallError on rank 0" in beside, "it was in its kernel"
+    assert _is_told(second)
+    assert _is_told(after), "it met the second thread's call"
+    assert group.must(_sum) == [3.0] * 2
+
+
 def _second_while_queued(name, rank):
     """On rank 0 a second thread comes while calls of the first one are queued."""
     if rank:

@@ -20,7 +20,7 @@ import pytest
 from raycollect.channel.doorbell import Doorbell, Entry
 from raycollect.channel.messages import Message, Ran, Run
 from raycollect.core.model import Segment
-from raycollect.engine.execution import Instruments
+from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_program import encode_step_program
 from raycollect.engine.step_runner import StepRunner
 from raycollect.engine.value_codec import pack_values, unpack_values

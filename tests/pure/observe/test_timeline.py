@@ -503,11 +503,8 @@ def test_a_process_takes_over_times_groups_and_ranks() -> None:
     groups = {"g1": Place("default", "shm", 1, 2), "g2": Place("inner", "shm", -1, 2)}
     found = process_of(
         Recorded(spans, 4, {1: (77, "MainThread")}, groups),
-        name="W",
-        host="h",
-        pid=7,
-        clock="other",
-        alignment=Alignment(first=Fix(at_s=10.0, offset_s=90.0, uncertainty_s=0.25)),
+        Process(name="W", host="h", pid=7, clock="other"),
+        Alignment(first=Fix(at_s=10.0, offset_s=90.0, uncertainty_s=0.25)),
     )
     assert (found.ranks, found.dropped, found.uncertainty_s) == ((("default", 1),), 4, 0.25)
     assert [(one.begin_s, one.end_s) for one in found.slices] == [(10.0, 10.5), (11.0, 12.0)]

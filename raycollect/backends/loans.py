@@ -1,0 +1,36 @@
+"""Memory that other ranks may still use after a failed launch, kept until all of them have left the launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.backends.shm.meeting import Meeting
+from raycollect.core.model import Launch
+
+# Lent objects, the words of the ranks that may still use them, and where these stand
+_Loan = tuple[Any, dict[int, int], Meeting]
+
+_forsaken: list[_Loan] = []  # What closed communicators of this process had lent
+
+
+class Loans:
+    """What one communicator has lent; used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.lent: list[_Loan] = []
+
+    def add(self, lent: Any, meeting: Meeting, launch: Launch) -> None:
+        """Keeps what the other ranks of a launch may use."""
+        self.lent.append((lent, meeting.closing(launch), meeting))
+
+    def recall(self) -> None:
+        """Releases what nobody uses any more, also of closed communicators."""
+        for loans in (self.lent, _forsaken):
+            if loans:
+                loans[:] = [loan for loan in loans if loan[2].owing(loan[1])]
+
+    def forsake(self) -> None:
+        """Leaves it to the other communicators of this process to release."""
+        _forsaken.extend(self.lent)
+        self.lent.clear()
+        self.recall()
