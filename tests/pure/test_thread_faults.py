@@ -48,6 +48,7 @@ from raycollect.group.communicator_init import CommunicatorInit
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
+from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import PlanQueue
@@ -435,7 +436,7 @@ def test_tokens_are_made_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
 def test_the_next_order_is_carried_out(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda order: done.set())
-    made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), threading.Lock())
+    made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), FinishedCalls(), threading.Lock())
     order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"")
     with fail_at(desk, "run", thread="raycollect-order"):
         made.received(order, lambda order: desk.run(order))

@@ -145,9 +145,8 @@ def test_a_collective_keeps_its_place_among_methods(pair, how):
 @pytest.mark.parametrize("how", ["its argument fails", "it is cancelled"])
 def test_a_call_that_never_runs_holds_nobody_up(pair, how):
     workers, refs = pair()
-    expected = np.ones((2, 3), np.int64)
+    values = {(1, 1)}
     for _ in range(3):
-        changes = 1
         workers[0].change.remote()
         if how == "its argument fails":
             lost = workers[0].change.remote(failing.remote())
@@ -158,11 +157,11 @@ def test_a_call_that_never_runs_holds_nobody_up(pair, how):
         col.allreduce_refs(refs, timeout_s=30)
         with suppress(RayError):  # Ray may have begun it before it heard
             ray.get(lost)
-            changes += 1
-        for _ in range(changes):
-            expected[0] = expected[0] * 3 + 1
-        expected[:] = expected.sum(0)
-    np.testing.assert_array_equal(col.get(refs), expected)
+        once = {(3 * first + 1, second) for first, second in values}
+        twice = {(3 * first + 1, second) for first, second in once} if how == "it is cancelled" else set()
+        values = {(sum(one), sum(one)) for one in once | twice}
+    first, second = (int(found[0]) for found in col.get(refs))
+    assert (first, second) in values
 
 
 def test_calls_of_others_do_not_make_it_forget(pair, actors):
