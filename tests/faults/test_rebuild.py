@@ -91,7 +91,7 @@ def test_after_a_kernel_that_broke_the_connections(actors):
 def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
-    (gate,), others = actors(Gate, 1, max_concurrency=2), actors(Worker, 2)
+    (gate,), others = actors(Gate, 1, max_concurrency=8), actors(Worker, 2)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True)
@@ -107,7 +107,7 @@ def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
 def test_what_a_member_does_that_is_waited_for_goes_on(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
-    gates = actors(Gate, 2, max_concurrency=2)
+    gates = actors(Gate, 2, max_concurrency=8)
     refs = filled(workers, (1, 2))
     before = block(workers[1], gates[0])
     work = col.allreduce_refs(refs, async_op=True)
@@ -151,7 +151,7 @@ def test_bad_input_changes_nothing(actors):
         group.rebuild(timeout_s=0)
     with pytest.raises(errors.ActorGoneError, match="rank 1"):
         group.rebuild([workers[0], dead])
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     ray.get(spare.read.remote())  # it is there
     blocked = block(spare, gate)
     busy = r"busy with a method, or being made: rank 1 \(Buffers"

@@ -210,7 +210,7 @@ def test_a_method_that_ray_retries_after_an_exception(actors):
     """A collective takes its place among the methods: behind the first attempt, and before the second."""
     (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     blocked = block(flaky, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
     refs = [
         flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),

@@ -31,7 +31,7 @@ def assert_hold(refs, value):
 def test_a_late_rank_that_came_after_all(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True, timeout_s=5)  # which holds for the retry as well
@@ -221,7 +221,7 @@ def test_who_has_its_result_keeps_it(actors):
 def test_a_cancel_comes_before_or_not_at_all(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, snapshot=True, async_op=True)

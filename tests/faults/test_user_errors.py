@@ -629,7 +629,7 @@ def test_what_fails_leaves_everything_as_it_was(actors, backend):
 
 
 def test_late_ranks_leave_no_descriptors_behind(actors):
-    pair, (gate,) = actors(Worker, 2), actors(Gate, 1, max_concurrency=4)
+    pair, (gate,) = actors(Worker, 2), actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(pair)
     refs = refs_of(pair)
     col.allreduce_refs(refs, op="max")

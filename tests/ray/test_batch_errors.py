@@ -290,7 +290,7 @@ def test_a_submit_that_fails_aborts_the_batch_on_those_that_have_it(trio, monkey
 
 
 def test_a_batch_is_cancelled_as_a_whole(actors):
-    workers, gate = actors(Worker, 3), actors(Gate, 1, max_concurrency=2)[0]
+    workers, gate = actors(Worker, 3), actors(Gate, 1, max_concurrency=8)[0]
     for name, members in (("ab", (0, 1)), ("bc", (1, 2))):
         col.declare_collective_group([workers[at] for at in members], group_name=name)
     refs = spread(workers)

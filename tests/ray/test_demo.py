@@ -18,7 +18,7 @@ def test_quickstart_leaves_the_sum_in_both_buffers():
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("actors", [2, 3])  # three shards are of unequal size
+@pytest.mark.parametrize("actors", [pytest.param(2, marks=pytest.mark.full), 3])  # three shards are of unequal size
 def test_digits_learn_the_same_in_actors_as_in_one_process(actors):
     result = digits.main(steps=60, actors=actors, runs=2)
 

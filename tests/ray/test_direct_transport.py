@@ -235,7 +235,7 @@ def test_freed_by_hand(trio):
 def test_a_plan_waits_for_the_method(trio, actors):
 
     a, b, c = trio
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group([a, b])
     ref = a.get_late.remote(gate)
     work = col.allreduce_refs([ref, b.get_moved.remote()], async_op=True)

@@ -17,7 +17,7 @@ from raycollect.member.runtime import Runtime
 from tests.ray.test_refusals import Gate
 from tests.ray.workers import Buffers, Plain, Worker
 
-SEEDS = range(2)
+SEEDS = [0, pytest.param(1, marks=pytest.mark.full)]
 
 
 def buffers(workers):
@@ -51,7 +51,7 @@ def occupy(actors, gate):
     """Lets a method of a worker run until the gate opens: gives its ref, once it has begun."""
 
     def begin(worker):
-        (begun,) = actors(Gate, 1, max_concurrency=2)
+        (begun,) = actors(Gate, 1, max_concurrency=8)
         ref = worker.make.remote(wait_in, gate, begun)
         ray.get(begun.wait.remote())
         return ref

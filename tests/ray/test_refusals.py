@@ -12,6 +12,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.driver.batch import record
+from tests.lives import lasting
 from tests.ray.test_store import KindsActor, wait_until
 from tests.ray.workers import Plain, Worker
 
@@ -490,7 +491,7 @@ def test_too_many_pending_calls_in_mid_submit(actors):
     group = when_accepted(lambda: col.declare_collective_group([a, b]))
     refs = [a.get_buffer.remote(), when_accepted(b.get_buffer.remote)]
     ray.wait(refs, num_returns=2)
-    gate = actors(Gate, 1, max_concurrency=2)[0]
+    gate = actors(Gate, 1, max_concurrency=8)[0]
     blocked = when_accepted(lambda: b.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate))
     with pytest.raises(errors.DispatchError, match=r"rank 1.*PendingCallsLimitExceeded"):
         col.allreduce_refs(refs)
@@ -502,6 +503,7 @@ def test_too_many_pending_calls_in_mid_submit(actors):
     np.testing.assert_array_equal(when_accepted(lambda: col.get(refs[1])), np.full(10, 2))
 
 
+@lasting
 @ray.remote
 class Gate:
     """Lets a test decide when a method goes on."""

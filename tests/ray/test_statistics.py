@@ -73,7 +73,8 @@ def test_what_members_hold(pair):
     assert [one.store.freed for one in group.statistics().members] == [1, 1]
 
 
-def test_dirt_is_counted_until_it_is_overwritten(pair):
+def test_dirt_is_counted_until_it_is_overwritten(actors):
+    pair = actors(Worker, 2)
     group = col.declare_collective_group(pair)
     refs = [worker.make.remote(fill) for worker in pair]
     ray.get(pair[1].call.remote(inject.put, "after_kernel", "raise"))
@@ -85,7 +86,7 @@ def test_dirt_is_counted_until_it_is_overwritten(pair):
 
 
 def test_busy_members_and_those_without_the_mixin_answer(actors):
-    (busy,), (plain,), (gate,) = actors(Worker, 1), actors(Plain, 1), actors(Gate, 1, max_concurrency=3)
+    (busy,), (plain,), (gate,) = actors(Worker, 1), actors(Plain, 1), actors(Gate, 1, max_concurrency=8)
     group = col.declare_collective_group([busy, plain])
 
     def hold(self, gate):

@@ -257,7 +257,7 @@ def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, monkeyp
         unhandled.set()
 
     monkeypatch.setattr(ray._private.worker.logger, "error", note)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.allgather_refs(None, make(workers, part))  # while both can join a group
     busy = block(workers[1], gate)
     work = col.gather_refs(None, make(workers, part), async_op=True)
