@@ -67,7 +67,7 @@ def interrupt_a_wait():
 
 
 @pytest.mark.parametrize("form", ["verb", "batch"])
-def test_ctrl_c_cancels_what_the_cell_waits_for(held, ctrl_c, form):
+def test_ctrl_c_cancels_the_awaited_call(held, ctrl_c, form):
     refs, gate = held
     thread = interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):

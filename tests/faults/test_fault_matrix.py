@@ -93,7 +93,7 @@ def _marked(case: Case) -> object:
 
 
 @pytest.mark.parametrize("case", [_marked(case) for case in cases()])
-def test_a_fault(actors, tmp_path, measured, case: Case, turn):
+def test_fault_has_its_tabled_outcome(actors, tmp_path, measured, case: Case, turn):
     seen = run_case(case, actors(Worker, WORLD_SIZE), tmp_path)
     assert_right(case.row, seen)
     measured[case.row].append(seen)

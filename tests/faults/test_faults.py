@@ -76,7 +76,7 @@ def test_a_late_participant_is_named(actors, backend):
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 3))
 
 
-def test_a_plan_that_nobody_has_reached_does_not_time_out(actors):
+def test_plan_without_an_arrival_does_not_time_out(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
     gate = actors(Gate, 1, max_concurrency=8)[0]

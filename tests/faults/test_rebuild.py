@@ -88,7 +88,7 @@ def test_after_a_kernel_that_broke_the_connections(actors):
         np.testing.assert_array_equal(found, np.full(7, 3))
 
 
-def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
+def test_rebuild_aborts_running_plans_and_ignores_late_arrivals(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     (gate,), others = actors(Gate, 1, max_concurrency=8), actors(Worker, 2)
@@ -104,7 +104,7 @@ def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
     assert_sums(group)
 
 
-def test_what_a_member_does_that_is_waited_for_goes_on(actors):
+def test_rebuild_waits_for_running_methods_of_kept_members(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     gates = actors(Gate, 2, max_concurrency=8)
@@ -196,7 +196,7 @@ def test_a_group_that_could_not_be_rebuilt_may_be_rebuilt_again(actors):
     assert_sums(group)
 
 
-def test_nobody_lives(actors):
+def test_rebuild_without_a_live_member_raises_group_broken_error(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     for worker in workers:

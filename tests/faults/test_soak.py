@@ -33,7 +33,7 @@ def lasting(tidy, soaked):
 
 
 @pytest.mark.parametrize(("number", "cycles"), [(0, 14), pytest.param(1, 16, marks=pytest.mark.full), (3, 3)])
-def test_nothing_is_left(lasting: Any, number: int, cycles: int) -> None:
+def test_short_soak_leaves_nothing(lasting: Any, number: int, cycles: int) -> None:
     outcome = soak.soak(PHASES[number], lasting, cycles=cycles, looks=1)
     assert list(grown(outcome.looks[0], outcome.looks[-1])) == [], outcome.classes
 
@@ -68,7 +68,7 @@ def _keeps_actors(cycle: int, actors: Any) -> None:
         (_keeps_actors, ["driver: living actors"]),
     ],
 )
-def test_what_is_left_is_seen(lasting: Any, monkeypatch: pytest.MonkeyPatch, cycle: Any, seen: list[str]) -> None:
+def test_leaks_are_detected(lasting: Any, monkeypatch: pytest.MonkeyPatch, cycle: Any, seen: list[str]) -> None:
     monkeypatch.setattr(growth, "SETTLE_S", 1.0)
     try:
         outcome = soak.soak(Phase(name="leaks", cycle=cycle), lasting, cycles=3, looks=1)

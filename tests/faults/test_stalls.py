@@ -65,7 +65,7 @@ def assert_told(report, actor):
 
 
 @pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"])
-def test_a_timeout_says_what_the_late_rank_is_doing(actors, gate, held, backend):
+def test_timeout_reports_the_activity_of_the_late_rank(actors, gate, held, backend):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers, backend=backend)
     refs = refs_of(workers)
@@ -88,7 +88,7 @@ def test_a_timeout_says_what_the_late_rank_is_doing(actors, gate, held, backend)
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 9))
 
 
-def test_a_captured_run_tells_it_too(actors, gate, held):
+def test_captured_run_timeout_reports_the_late_rank(actors, gate, held):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     refs = refs_of(workers)
@@ -155,7 +155,7 @@ def test_a_process_that_is_stopped_gives_no_answer_and_is_not_taken_for_dead(act
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
 
 
-def test_members_without_the_mixin_tell_it_too(actors, gate):
+def test_members_without_the_mixin_report_their_activity(actors, gate):
     workers = actors(Plain, 2)
     group = col.declare_collective_group(workers)
     blocked = workers[0].call.remote(hold, *gate)
@@ -170,7 +170,7 @@ def test_members_without_the_mixin_tell_it_too(actors, gate):
     col.barrier()
 
 
-def test_who_stays_in_what_the_others_have_ended_is_given_up(actors):
+def test_timeout_ends_the_wait_for_a_rank_stuck_after_the_others(actors):
     """Under shm nobody waits for a rank that has brought all it has: the limit of the collective holds all the same."""
     workers = actors(Worker, 3)
     col.declare_collective_group(workers, backend="shm")
@@ -318,7 +318,7 @@ def late(self):
         watchdog.LATE_ANSWER_S = before
 
 
-def test_the_error_of_a_members_call_says_what_the_late_rank_is_doing(actors, gate, held):
+def test_error_of_a_member_call_reports_the_activity_of_the_late_rank(actors, gate, held):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     name = group.status(0).members[1].actor

@@ -123,7 +123,7 @@ def test_a_forked_child_has_no_part_in_its_parents_groups_and_does_them_no_harm(
 
 
 @pytest.mark.parametrize("name", ["call", "group", "get"])
-def test_a_forked_child_of_the_driver_is_told_so(actors, name):
+def test_forked_child_of_the_driver_is_refused(actors, name):
     pair = actors(Worker, 2)
     group = col.declare_collective_group(pair)
     refs = refs_of(pair)
@@ -613,7 +613,7 @@ def go_wrong(workers, fault):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_fails_leaves_everything_as_it_was(actors, backend):
+def test_failed_calls_change_nothing(actors, backend):
     """Values, dirt and open files are those of before, and the next one is right."""
     trio = actors(Worker, 3)
     group = col.declare_collective_group(trio, backend=backend)

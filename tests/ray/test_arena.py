@@ -215,7 +215,7 @@ VIEWS = {"whole": lambda array: array, "gaps": stride, "turned": turn}
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("place", [ARENA, ORDINARY])
-def test_what_is_read_is_a_copy(crew, tidy, place, view):
+def test_get_returns_a_copy(crew, tidy, place, view):
     expected = VIEWS[view](values(0, 0, SIZES[-1] - 1))
 
     def keep(self, place, array, view):

@@ -100,7 +100,7 @@ def test_stages_are_methods_and_plans_in_order(trainers):
     step.close()
 
 
-def test_what_methods_return_is_known_after_a_run(trainers):
+def test_explain_needs_a_run_to_know_method_results(trainers):
     step = training(trainers)
     with pytest.raises(CaptureError, match="run it once"):
         step.explain()

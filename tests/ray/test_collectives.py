@@ -379,7 +379,7 @@ class LateThreaded(col.CollectiveParticipant):
 
 @pytest.mark.parametrize("fence", [False, True])
 @pytest.mark.parametrize(("kind", "concurrency"), [(Late, 1), (Late, 2), (LateThreaded, 2)])
-def test_what_waits_keeps_no_method_from_an_overlapping_actor(actors, kind, concurrency, fence):
+def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency, fence):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
     workers = actors(ray.remote(kind), 2, max_concurrency=concurrency)
     (gate,) = actors(Gate, 1, max_concurrency=8)

@@ -52,7 +52,7 @@ def test_shard_gradients_add_up_to_the_gradient_over_all_images():
     np.testing.assert_allclose(sum(part.gradient() for part in parts), whole.gradient(), rtol=0, atol=1e-12)
 
 
-def test_a_failed_check_is_told(capsys):
+def test_failed_checks_are_printed(capsys):
     bad = digits.Result(
         actors=2, accuracy=0.5, difference=1.0, same_bits=False, loop_ms=3.0, captured_ms=0.5, timings=()
     )

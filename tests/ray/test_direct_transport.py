@@ -116,7 +116,7 @@ def stored(actor):
     return ray.get(actor.call.remote(count))
 
 
-def test_allreduce_in_place_is_seen_by_those_to_whom_ray_moves_it(trio):
+def test_inplace_allreduce_is_visible_after_ray_transfers_the_tensor(trio):
     a, b, c = trio
     refs = [a.get_moved.remote(), b.get_moved.remote()]
     assert all(map(direct_transport.is_direct, refs))
@@ -176,7 +176,7 @@ def test_a_captured_step_works_on_them(trio):
         step.call(b, "take", refs[0])
 
 
-def test_what_goes_by_value_is_said(trio):
+def test_values_without_a_tensor_raise_not_a_tensor_error(trio):
     a, b, _ = trio
     for wrong in (a.get_text, a.get_unkept):
         with pytest.raises(errors.NotATensorError):
@@ -190,7 +190,7 @@ def test_what_goes_by_value_is_said(trio):
     assert col.get(a.get_unkept.remote()).tolist() == [1.0] * 10
 
 
-def test_a_method_whose_caller_chooses_the_transport(trio):
+def test_transport_chosen_by_the_caller_of_a_method_works(trio):
     a, b, c = trio
     chosen = a.get_buffer.options(tensor_transport="gloo").remote()
     col.allreduce_refs([chosen, b.get_buffer.remote()])

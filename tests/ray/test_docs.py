@@ -180,7 +180,7 @@ def _skip_without(code):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_documents_program_does_what_it_says(programs, name):
+def test_document_program_prints_its_documented_output(programs, name):
     program = PROGRAMS[name]
     _skip_without(program.code)
 
@@ -192,7 +192,7 @@ def test_a_documents_program_does_what_it_says(programs, name):
             assert _ID.sub("id", found) == _ID.sub("id", printed)
 
 
-def test_what_is_not_run_is_listed():
+def test_blocks_that_are_not_run_are_listed():
     assert {name: whys for name, text in TEXTS.items() if (whys := blocks_of(text)[1])} == NOT_RUN
 
 
@@ -200,13 +200,13 @@ def test_no_block_is_hidden_by_its_fence():
     assert {name: odd for name, text in TEXTS.items() if (odd := _ODD_FENCE.findall(text))} == {}
 
 
-def test_no_comment_stands_before_nothing():
+def test_every_comment_precedes_a_block():
     for name, text in TEXTS.items():
         assert len(_NOT_RUN.findall(text)) == len(blocks_of(text)[1]), name
         assert _ONE not in text or len(blocks_of(text)[0]) > 1, name
 
 
-def test_a_program_that_fails_is_told(programs):
+def test_failing_program_fails_its_test(programs):
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         programs.run("1 / 0")
 
@@ -216,4 +216,4 @@ def test_a_program_of_parts_is_compared_part_by_part(monkeypatch, programs):
     text = _ONE + "".join(f"\n```python\n{code}\n```\n\n```text\n{said}\n```\n" for code, said in parts)
     monkeypatch.setitem(PROGRAMS, "parts", programs_of(text)[0])
     with pytest.raises(AssertionError, match="2"):
-        test_a_documents_program_does_what_it_says(programs, "parts")
+        test_document_program_prints_its_documented_output(programs, "parts")

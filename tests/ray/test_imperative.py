@@ -133,7 +133,7 @@ def _join_there(worker, rank, timeout_ms):
     return allreduce(rank, "garbage")[0]
 
 
-def test_what_is_no_record_is_named_by_who_follows_and_replaced_by_who_leads(actors):
+def test_malformed_record_is_reported_by_followers_and_replaced_by_the_leader(actors):
     workers = actors(Plain, 2)
     assert told([workers[0].call.remote(_post_garbage)]) == [None]
     [error] = told([workers[1].call.remote(_join_there, 1, 300)])

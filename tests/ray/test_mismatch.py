@@ -571,7 +571,7 @@ AWAITED = [
 
 
 @pytest.mark.parametrize(("declared", "team", "verb"), AWAITED, indirect=["declared", "team"])
-def test_a_rank_that_does_not_come_is_named(team, verb, tmp_path):
+def test_timeout_names_the_missing_rank(team, verb, tmp_path):
     """It is busy in a method; the others are told whom they waited for, whatever it would have brought."""
     name = "count" if verb == "allreduce" else "receive of more"
     team.each(bring, name)

@@ -96,7 +96,7 @@ def test_a_group_is_shown_by_its_ranks(patient, group):
     assert "2 ranks, destroyed" in told
 
 
-def test_what_a_group_does_is_shown(patient, held, group):
+def test_display_shows_the_activity_of_a_group(patient, held, group):
     work, _ = held
 
     def is_held_up():

@@ -170,7 +170,7 @@ def workers(actors: Any) -> list[Any]:
     ],
     ids=["program-shm", "program-tcp", "data-shm", "both-tcp"],
 )
-def test_what_threads_call_is_as_if_one_after_the_other(workers, orderings, backend, seed):
+def test_calls_of_concurrent_threads_are_serializable(workers, orderings, backend, seed):
     for (name, members), ordering in zip(GROUPS.items(), orderings, strict=True):
         actors = [workers[one] for one in members]
         col.declare_collective_group(actors, group_name=name, ordering=ordering, backend=backend)

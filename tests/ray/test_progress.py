@@ -120,7 +120,7 @@ def test_a_rank_that_is_stopped_counts_as_where_it_was(workers, gate, monkeypatc
     assert out == ""
 
 
-def test_what_waits_in_a_block_shows_a_bar_that_ends_full(workers, gate, capsys):
+def test_progress_block_shows_bars_that_end_full(workers, gate, capsys):
     """A verb, a batch, and a run; the bars of a test are drawn as soon as there is something to say."""
     col.declare_collective_group(workers, backend="shm")
     refs = made(workers)
@@ -176,7 +176,7 @@ class opened_by_the_bar:
         assert self.opens is None, "no bar has shown anything"
 
 
-def test_before_the_door_it_says_who_has_not_begun_and_ctrl_c_cancels_the_verb(workers, gate, monkeypatch, capsys):
+def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_verb(workers, gate, monkeypatch, capsys):
     col.declare_collective_group(workers)
     refs = made(workers)
     ray.wait(refs, num_returns=2)

@@ -337,7 +337,7 @@ def test_lists_of_several_gpus_need_nccl(trio):
             call()
 
 
-def test_what_verbs_of_several_gpus_ask_for(trio):
+def test_multigpu_verbs_record_their_requests(trio):
     """Recorded only, as no plan of them can be made here."""
     lists, others = buffers(trio), buffers(trio)
 
@@ -419,7 +419,7 @@ def test_group_errors(actors):
     col.declare_collective_group([a, b], group_name="g")
 
 
-def test_an_actor_whose_last_handle_was_dropped(cluster, actors):
+def test_actor_without_a_handle_raises_actor_gone_error(cluster, actors):
     (kept,) = actors(Worker, 1)
     ref = Worker.options(num_cpus=0).remote().get_buffer.remote()
     weak = ray_internals.actor_handle(ref.task_id().actor_id().hex())

@@ -44,7 +44,7 @@ def pair(actors):
     return [actors(Worker, 1, **limited(limit))[0] for limit in LIMITS]
 
 
-def test_what_members_hold(pair):
+def test_statistics_count_store_and_arena(pair):
     group = col.declare_collective_group(pair)
     first, second = group.statistics().members
     assert [(one.rank, one.actor) for one in (first, second)] == [(m.rank, m.actor) for m in group.status().members]

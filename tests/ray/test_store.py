@@ -339,7 +339,7 @@ def test_a_ref_owned_by_another_process_keeps_its_tensor(kinds, actors):
     assert wait_until(lambda: held(kinds) == before), held(kinds)
 
 
-def test_what_a_dead_actor_has_not_made_is_lost(actors):
+def test_pending_results_of_a_dead_actor_are_lost(actors):
     """Its methods had not ended, so that there is no handle; where there is one, its holder is out of reach."""
     worker = KindsActor.remote()
     there = worker.get_buffer.remote()

@@ -66,7 +66,7 @@ def trio(request, actors):
 # ---------------------------------------------------------------------------------------------- each verb
 
 
-def test_reduce_touches_nobody_but_the_root(trio):
+def test_reduce_changes_only_the_root(trio):
     for root in range(WORLD):
         refs = zeros(trio, part)
         for rank, ref in enumerate(refs):

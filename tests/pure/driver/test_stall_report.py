@@ -188,7 +188,7 @@ DONE, INSIDE, BUSY = (seen(ended=7), seen(ended=6, running=[7], steps=["in a ker
         ([(INSIDE, INSIDE, INSIDE), (INSIDE, INSIDE, DONE), (DONE, INSIDE, DONE)], (1,)),
     ],
 )
-def test_who_stays_in_what_others_have_ended_is_given_up(
+def test_wait_for_a_rank_stuck_after_the_others_ends(
     controller: Any,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -230,7 +230,7 @@ def test_the_environment_says_when(text: str, expected: float, caplog: pytest.Lo
     ("missing", "group_name", "told"),
     [((1,), "g", [1]), ((2, 0), "g", [2, 0]), ((), "g", [0, 1]), ((1,), "?", [0, 1])],
 )
-def test_an_error_says_what_those_do_whom_it_names(
+def test_timeout_error_reports_the_ranks_it_names(
     controller: Any, missing: tuple[int, ...], group_name: str, told: list[int]
 ) -> None:
     tracker: Any = Flying(0)
@@ -286,7 +286,7 @@ def at(*doors: int, ms: tuple[int, ...], ended: int = 0, running: tuple[int, ...
 
 
 @pytest.mark.parametrize("plan", [None, Stages()])
-def test_who_waits_knows_since_when(plan: Any) -> None:
+def test_wait_times_count_from_the_first_arrival(plan: Any) -> None:
     tracker: Any = Flying(plan=plan)
     first, second, nobody = at(7, ms=(3000,)), at(7, ms=(1000,)), seen(ended=6)
     assert awaited(tracker, a=first, b=second, c=nobody) == [0, 0, 3], "from the first arrival on"
@@ -326,7 +326,7 @@ def test_in_a_captured_step_a_rank_is_awaited_where_it_takes_part() -> None:
 # ---------------------------------------------------------------------------------------------- coroutines
 
 
-def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
+def test_long_wait_of_a_coroutine_is_logged_without_blocking_the_loop(
     controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stall_report, "QUIET_S", 0.01)
@@ -358,7 +358,7 @@ def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
 
 
 @pytest.mark.parametrize(("quiet_s", "ends_s"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
-def test_a_coroutine_that_does_not_wait_long_asks_nobody(
+def test_short_wait_of_a_coroutine_sends_no_query(
     controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
 ) -> None:
     monkeypatch.setattr(stall_report, "QUIET_S", quiet_s)
@@ -502,7 +502,7 @@ def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str
     return handler.texts, None
 
 
-def test_who_has_never_come_to_the_group_has_not_joined(
+def test_absent_member_is_reported_as_not_joined(
     crew: Crew, pipes: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [leader] = crew.take(1)
