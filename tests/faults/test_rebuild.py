@@ -43,7 +43,7 @@ def kill(actor):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_over_the_survivors(actors, backend):
+def test_rebuild_over_the_survivors(actors, backend):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers, backend=backend)
     assert_sums(group)
@@ -62,7 +62,7 @@ def test_over_the_survivors(actors, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_with_a_replacement_at_the_same_rank(actors, backend):
+def test_rebuild_with_a_replacement_at_the_same_rank(actors, backend):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers, backend=backend, group_name="team")
     ray.kill(workers[0])
@@ -75,7 +75,7 @@ def test_with_a_replacement_at_the_same_rank(actors, backend):
     assert_sums(group)
 
 
-def test_after_a_kernel_that_broke_the_connections(actors):
+def test_rebuild_after_a_kernel_that_broke_the_connections(actors):
     """Gloo's connections can't be used after a rank left a kernel: all actors live, and so do their tensors."""
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)

@@ -28,7 +28,7 @@ def assert_hold(refs, value):
         np.testing.assert_array_equal(found, np.full(7, value))
 
 
-def test_a_late_rank_that_came_after_all(actors):
+def test_retry_succeeds_after_a_late_rank_arrives(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
     (gate,) = actors(Gate, 1, max_concurrency=8)
@@ -107,7 +107,7 @@ def test_a_batch_that_can_be_repeated(actors, backend):
     assert_hold([others[0]], 10)
 
 
-def test_after_the_group_was_rebuilt(actors):
+def test_retry_after_a_rebuild(actors):
     """A restarted member has lost its tensors; connections that broke have not."""
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)
@@ -235,7 +235,7 @@ def test_cancel_precedes_the_collective_or_has_no_effect(actors):
     assert_hold(refs, 3)
 
 
-def test_where_a_snapshot_has_no_meaning(actors):
+def test_snapshot_is_refused_in_a_batch_and_needless_for_outputs(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
     refs = filled(workers, (1, 2))

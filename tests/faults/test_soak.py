@@ -108,6 +108,6 @@ def test_memory_may_grow_by_so_much_per_cycle(per_cycle: int, killed: bool, is_s
 
 
 @pytest.mark.parametrize(("last", "is_seen"), [(50, False), (90, False), (110, True)])
-def test_a_megabyte_in_all_is_a_process_that_warms_up(last: int, is_seen: bool) -> None:
+def test_growth_up_to_a_megabyte_counts_as_warm_up(last: int, is_seen: bool) -> None:
     looks = [_look(cycle, threads=1, private=10**8 + 11_000 * cycle) for cycle in (0, last // 2, last)]
     assert bool(list(rising(looks, killed=False))) == is_seen

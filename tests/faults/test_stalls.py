@@ -106,7 +106,7 @@ def test_captured_run_timeout_reports_the_late_rank(actors, gate, held):
     ray.get(blocked)
 
 
-def test_a_wait_that_lasts_is_warned_of_and_the_status_is_live(actors, gate, held, monkeypatch, caplog):
+def test_long_wait_is_logged_and_the_status_is_live(actors, gate, held, monkeypatch, caplog):
     monkeypatch.setattr(stall_report, "QUIET_S", 0.2)
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
@@ -183,7 +183,7 @@ def test_timeout_ends_the_wait_for_a_rank_stuck_after_the_others(actors):
     assert report.has_begun
 
 
-def test_a_group_that_is_gone_is_not_asked(actors):
+def test_status_of_a_destroyed_group_queries_no_member(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     group.destroy()
@@ -238,7 +238,7 @@ def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_a_coroutine_that_waits_is_warned_too(actors, gate, held, monkeypatch, caplog, captured):
+def test_long_await_is_logged(actors, gate, held, monkeypatch, caplog, captured):
     monkeypatch.setattr(stall_report, "QUIET_S", 0.2)
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
@@ -284,7 +284,7 @@ def summed(self, quiet_s, warned=None):
     return texts
 
 
-def test_a_call_of_a_member_that_lasts_is_warned_of(actors, gate, held):
+def test_long_member_call_is_logged(actors, gate, held):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers)
     blocked = held(workers[1])

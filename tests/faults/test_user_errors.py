@@ -303,7 +303,7 @@ CHANGES: dict[Any, list[tuple[Any, Any]]] = {
     [(of_numpy, "shm"), (of_numpy, "tcp"), (of_torch, "shm"), (of_torch, "gloo"), (of_list, "tcp"), ("closed", "gloo")],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_a_tensor_that_its_actor_changes_after_it_has_returned_it(actors, backend, make):
+def test_tensor_changed_after_its_return_is_read_anew(actors, backend, make):
     """A ref names storage: what it holds is looked at by each collective anew, and let go of by none."""
     pytest.importorskip("torch")
     pair = actors(Worker, 2)

@@ -311,7 +311,7 @@ def test_unawaited_runs_complete_and_are_visible(trio):
     assert found(refs[1:]) == [[729]] * 2
 
 
-def test_runs_take_their_place_among_plans(trio):
+def test_runs_and_plans_keep_their_order(trio):
     """What is begun before a run comes before it, and what is begun after it after."""
     refs, others = spread(trio, lambda rank: [rank + 1]), spread(trio, lambda rank: [rank])
     with col.capture() as step:
@@ -399,7 +399,7 @@ def test_threads_run_one_step(trio):
 # ---------------------------------------------------------------------------------------------- the end
 
 
-def test_close_lets_go_of_everything(trio, submits):
+def test_close_releases_everything(trio, submits):
     group = col.declare_collective_group(trio, group_name="other")
 
     def held():

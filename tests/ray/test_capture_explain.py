@@ -109,7 +109,7 @@ def test_explain_needs_a_run_to_know_method_results(trainers):
     step.close()
 
 
-def test_to_explain_is_not_to_run(trainers):
+def test_explain_does_not_run_the_step(trainers):
     step = training(trainers)
     step.run()
     for _ in range(3):
@@ -150,7 +150,7 @@ def test_a_step_of_methods_alone_is_explained_at_once(actors):
     step.close()
 
 
-def test_all_its_forms(trainers):
+def test_explanation_has_all_its_forms(trainers):
     step = training(trainers)
     step.run()
     found = step.explain()

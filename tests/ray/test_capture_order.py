@@ -86,7 +86,7 @@ def test_run_follows_pending_plans_whose_methods_it_would_block(trio, gate, name
     again.wait(WAIT_S)
 
 
-def test_a_run_with_nothing_before_it_is_not_held_up_by_methods_in_the_queue(trio, gate):  # noqa: F811
+def test_run_without_pending_plans_overtakes_queued_methods(trio, gate):  # noqa: F811
     """Nor by plans of others, nor by runs like it."""
     (first, second, third), refs = trio
     col.declare_collective_group([first, second], group_name="near")
@@ -156,7 +156,7 @@ def test_a_long_fenced_run_and_plans_behind_it_on_actors_with_coroutines(actors)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_that_is_dropped_goes_without_the_collector(actors, fails):
+def test_dropped_step_is_freed_without_the_collector(actors, fails):
     (worker,) = actors(Learner, 1)
 
     def drop():

@@ -221,7 +221,7 @@ def test_freed_with_the_last_ref_in_both_stores(trio):
     assert wait_until(lambda: held(a) == stored(a) == 0)
 
 
-def test_freed_by_hand(trio):
+def test_use_after_free_raises_tensor_freed_error(trio):
     a, b, c = trio
     ref = a.get_moved.remote()
     assert col.free(ref) == 1
@@ -246,7 +246,7 @@ def test_a_plan_waits_for_the_method(trio, actors):
     assert "float32" in col.plan(col.allreduce_refs, [ref, b.get_moved.remote()]).explain()
 
 
-def test_a_ref_that_is_watched_tells_its_handle(trio):
+def test_completion_callback_gets_the_handle(trio):
     a, _, _ = trio
     told, done = [], threading.Event()
     direct_transport.on_completed(a.get_moved.remote(), lambda value: (told.append(value), done.set()))
@@ -254,7 +254,7 @@ def test_a_ref_that_is_watched_tells_its_handle(trio):
     assert isinstance(told[0], col.Handle)
 
 
-def test_a_ray_that_does_not_let_one_look_says_so(trio, monkeypatch):
+def test_unreadable_handle_raises_unsupported_error(trio, monkeypatch):
     from ray._private.worker import Worker
 
     a, _, _ = trio

@@ -143,7 +143,7 @@ def test_malformed_record_is_reported_by_followers_and_replaced_by_the_leader(ac
     assert told([one.call.remote(_join_there, rank, 20_000) for rank, one in enumerate(workers)]) == [3.0] * 2
 
 
-def test_a_second_group_of_that_name_is_refused(actors):
+def test_second_init_raises_group_exists_error(actors):
     workers = bare(actors, 2)
     assert on_all(workers, allreduce)
     again = on_all(workers, lambda rank: col.init_collective_group(2, rank))

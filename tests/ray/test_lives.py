@@ -79,7 +79,7 @@ def _end_test():
 
 
 @pytest.mark.parametrize("name", USES)
-def test_actors_that_were_used_go_on(used, name, tmp_path):
+def test_used_actors_are_reusable(used, name, tmp_path):
     for _ in range(2):
         USES[name](used, tmp_path / "t.json")
         _end_test()
@@ -96,7 +96,7 @@ def _set(self):
     os.environ["LEFT_BEHIND"] = "1"
 
 
-def test_an_actor_that_is_in_a_method_does_not(cluster):
+def test_busy_actor_is_not_reused(cluster):
     gates = lives.start(Gate, 2, (), max_concurrency=2)
     waiting = gates[0].wait.remote()
     assert lives.begin_again(gates, (), TIMEOUT_S) == gates[1:]
@@ -106,6 +106,6 @@ def test_an_actor_that_is_in_a_method_does_not(cluster):
 
 
 @pytest.mark.parametrize("leave", [_patch, _set])
-def test_an_actor_in_which_something_is_left_does_not(workers, leave):
+def test_actor_with_leftovers_is_not_reused(workers, leave):
     ray.get(workers[0].call.remote(leave))
     assert lives.begin_again(workers, (), TIMEOUT_S) == workers[1:]

@@ -98,7 +98,7 @@ def test_a_call_overtakes_methods_that_wait_in_the_queue(crew, gate, submits, ba
         np.testing.assert_array_equal(found, np.full(10, count**3))
 
 
-def test_in_program_order_it_waits_in_the_queue(crew, gate):
+def test_program_order_call_waits_behind_queued_methods(crew, gate):
     workers, refs = crew(2, ordering="program")
     queued = workers[0].make.remote(opened, gate.wait.remote())
     work = col.allreduce_refs(refs, async_op=True)
@@ -265,7 +265,7 @@ def test_calls_with_outputs_keep_program_order(crew, submits):
         np.testing.assert_array_equal(found, np.ones((2, 10)))
 
 
-def test_a_batch_goes_by_the_channel_where_all_its_groups_say_so(crew, submits):
+def test_batch_of_data_ordered_groups_uses_the_channel(crew, submits):
     workers, refs = crew(3)
     col.declare_collective_group(workers[:2], group_name="data", ordering="data")
     col.declare_collective_group(workers[1:], group_name="program")
@@ -338,7 +338,7 @@ def test_a_producer_that_raises(crew, gate, when):
     assert_works(refs, workers)
 
 
-def test_a_participant_that_is_not_ready_in_time_is_named(crew, gate):
+def test_timeout_names_a_participant_that_is_not_ready(crew, gate):
     workers, refs = crew(3)
     late = workers[1].make.remote(wait_in, gate)
     with pytest.raises(errors.CollectiveTimeoutError) as caught:

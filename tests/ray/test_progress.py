@@ -76,7 +76,7 @@ def far(work):
     return [(one.done_nbytes / MB, one.total_nbytes / MB) for one in work.progress(20).ranks]
 
 
-def test_an_allreduce_is_as_far_as_its_ranks(workers, gate, capsys):
+def test_allreduce_progress_sums_its_ranks(workers, gate, capsys):
     col.declare_collective_group(workers)
     refs = made(workers)
     ray.get(
@@ -96,7 +96,7 @@ def test_an_allreduce_is_as_far_as_its_ranks(workers, gate, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_rank_that_is_stopped_counts_as_where_it_was(workers, gate, monkeypatch, capsys):
+def test_stopped_rank_counts_at_its_last_position(workers, gate, monkeypatch, capsys):
     group = col.declare_collective_group(workers)
     refs = made(workers)
     pid = group.status().members[1].pid

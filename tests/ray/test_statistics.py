@@ -100,7 +100,7 @@ def test_busy_members_and_those_without_the_mixin_answer(actors):
     ray.get(blocked)
 
 
-def test_a_member_that_is_gone_leaves_its_place_empty(actors):
+def test_dead_member_has_no_statistics(actors):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers)
     ray.kill(workers[1])
@@ -110,7 +110,7 @@ def test_a_member_that_is_gone_leaves_its_place_empty(actors):
     assert "rank 1: gone, or silent" in repr(found)
 
 
-def test_an_actor_that_was_restarted_is_not_the_member(actors):
+def test_restarted_actor_is_no_member(actors):
     workers = actors(Worker, 2, max_restarts=1, max_task_retries=0)
     group = col.declare_collective_group(workers)
     workers[1].call.remote(lambda self: os._exit(1))
@@ -126,7 +126,7 @@ def is_stopped(pid):
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
-def test_a_member_that_is_stopped_is_waited_for_no_longer_than_asked(actors):
+def test_statistics_wait_for_a_stopped_member_no_longer_than_asked(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     pid = group.status().members[0].pid
@@ -139,7 +139,7 @@ def test_a_member_that_is_stopped_is_waited_for_no_longer_than_asked(actors):
     assert [one and one.rank for one in group.statistics().members] == [0, 1]
 
 
-def test_a_group_that_was_destroyed_has_none(actors):
+def test_statistics_of_a_destroyed_group_raise_unknown_group_error(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     other = col.declare_collective_group(workers, group_name="other")

@@ -369,7 +369,7 @@ def test_a_run_that_can_not_be_sent_to_all(fleet: Fleet, monkeypatch: pytest.Mon
     fleet.land(tracker)
 
 
-def test_the_time_of_a_run(fleet: Fleet) -> None:
+def test_run_timeout_names_the_missing_participants(fleet: Fleet) -> None:
     tracker = fleet.begin(timeout_s=0.01)
     fleet.bell.give(0, tracker.number)
     assert tracker.wait(None)
@@ -424,7 +424,7 @@ def test_failure_wakes_all_waiters(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_so_many_are_under_way_and_no_more(fleet: Fleet, is_late: bool) -> None:
+def test_number_of_concurrent_runs_is_bounded(fleet: Fleet, is_late: bool) -> None:
     """The cells of the oldest run are those of the next one, whatever the others do."""
     trackers = [fleet.begin() for _ in range(IN_FLIGHT)]
     with ThreadPoolExecutor(1) as threads:

@@ -96,7 +96,7 @@ def test_rows_and_heads_that_do_not_match_are_no_table():
         html.table(["a", "b"], [("only one",)])
 
 
-def test_of_a_table_no_more_rows_are_made_than_are_shown():
+def test_table_makes_only_the_rows_it_shows():
     made = []
 
     def rows():
@@ -109,7 +109,7 @@ def test_of_a_table_no_more_rows_are_made_than_are_shown():
 
 
 @pytest.mark.parametrize(("ended", "count", "value"), [(None, 4, None), (0, 4, "0"), (3, 4, "3"), (0, 0, "0")])
-def test_a_bar_says_how_far(ended, count, value):
+def test_bar_shows_its_fraction(ended, count, value):
     found = re.search(r'<progress max="(\d+)"(?: value="(\d+)")?', html.bar(ended, count))
     assert found.groups() == (str(max(count, 1)), value)
 
@@ -208,7 +208,7 @@ def test_a_group_is_a_table_of_its_ranks(words):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_a_thousand_ranks_those_are_shown_of_which_there_is_something_to_say(seed):
+def test_large_group_shows_only_notable_ranks(seed):
     rng = random.Random(seed)
     strange = sorted(rng.sample(range(1000), 3))
     kinds = [{"answers": False}, {"awaited_s": 3.0}, {"doing": "train (t.py:3)"}]
@@ -266,7 +266,7 @@ def declared(count, name="default", asked="auto", machines=1):
 
 
 @pytest.mark.parametrize("name", HOSTILE[:5])
-def test_a_groups_name_is_text(name):
+def test_group_name_is_escaped(name):
     shown = declared(2, name)._repr_html_()
     assert repr(name)[1:-1] in read(shown)
 

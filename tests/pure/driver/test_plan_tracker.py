@@ -123,7 +123,7 @@ def _echo() -> PlanAbortedError:
 
 
 @pytest.mark.parametrize("world", range(1, 9))
-def test_it_succeeds_when_the_last_rank_is_done(world: int) -> None:
+def test_plan_succeeds_when_the_last_rank_is_done(world: int) -> None:
     tracker = _tracker(world)
     for rank in random.Random(world).sample(range(world), world):
         assert not tracker.resolved
@@ -137,7 +137,7 @@ def test_it_succeeds_when_the_last_rank_is_done(world: int) -> None:
     assert tracker.wait(0)
 
 
-def test_the_outcome_is_not_known_before() -> None:
+def test_plan_is_unresolved_before_the_last_rank() -> None:
     tracker = _tracker(2)
     tracker.done(0, None, [])
     assert tracker.wait(0) is False
@@ -154,7 +154,7 @@ def test_only_the_ranks_that_take_part_are_waited_for() -> None:
     assert tracker.resolved
 
 
-def test_the_last_rank_may_tell_for_all() -> None:
+def test_last_rank_may_report_for_all() -> None:
     tracker = _tracker(4)
     assert tracker.done(2, None, [], others=(0, 1, 2, 3)) == []
     assert tracker.has_ended
@@ -162,7 +162,7 @@ def test_the_last_rank_may_tell_for_all() -> None:
     assert tracker.error is None
 
 
-def test_a_rank_may_tell_for_some() -> None:
+def test_rank_may_report_for_some() -> None:
     tracker = _tracker(4)
     tracker.done(2, None, [], others=[1, 2])
     assert [rank for rank in range(4) if tracker.is_pending(rank)] == [0, 3]
@@ -369,7 +369,7 @@ def test_a_rank_lost_before_the_door_aborts_the_others() -> None:
     assert "connection reset" in error.detail
 
 
-def test_a_rank_lost_after_it_was_done_is_not_missed() -> None:
+def test_loss_of_a_done_rank_is_ignored() -> None:
     tracker = _tracker(2)
     tracker.done(0, None, [])
     assert tracker.lost(0, "killed") == []
@@ -378,13 +378,13 @@ def test_a_rank_lost_after_it_was_done_is_not_missed() -> None:
     assert tracker.error is None
 
 
-def test_a_member_lost_that_takes_no_part_is_not_missed() -> None:
+def test_loss_of_an_uninvolved_member_is_ignored() -> None:
     tracker = _tracker(4, ranks=(0, 1))
     assert tracker.lost(3, "killed") == []
     assert not tracker.resolved
 
 
-def test_losing_all_ranks_lands_the_flight() -> None:
+def test_plan_ends_when_all_ranks_are_lost() -> None:
     tracker = _tracker(3)
     for rank in range(3):
         tracker.lost(rank, "killed")
@@ -603,7 +603,7 @@ def test_events_from_many_threads_resolve_it_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_story_lands_once_all_ranks_have_ended_and_never_hides_a_failure(seed: int) -> None:
+def test_any_sequence_ends_with_all_ranks_and_hides_no_failure(seed: int) -> None:
     rng = random.Random(seed)
     world = rng.randint(1, 6)
     tracker, running = _tracker(world), set(range(world))
@@ -674,7 +674,7 @@ def test_lost_and_unsent_ranks_release_their_refs() -> None:
     assert _alive(refs) == []
 
 
-def test_refs_that_may_tell_why_an_operand_is_not_there_are_kept_until_they_have() -> None:
+def test_refs_of_lost_operands_are_kept_until_explained() -> None:
     tracker, refs = _watched(4)
     wrong = [Violation(kind=kind, rank=rank, field="operand", found="x") for kind, rank in (("lost", 2), ("dirty", 1))]
     for rank in range(4):

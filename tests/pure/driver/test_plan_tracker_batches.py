@@ -94,7 +94,7 @@ def test_all_participants_are_waited_for(chain: PlanTracker) -> None:
     assert chain.error is None
 
 
-def test_its_numbers_are_those_of_all_its_launches(chain: PlanTracker) -> None:
+def test_batch_numbers_cover_all_its_launches(chain: PlanTracker) -> None:
     assert chain.plan.width > 1
     assert [chain.has(SEQ + at) for at in (-1, 0, chain.plan.width - 1, chain.plan.width)] == [False, True, True, False]
 
@@ -164,7 +164,7 @@ def test_the_first_use_of_a_ref_is_found(chain: PlanTracker) -> None:
     assert flying((left, asked(left, (0, 1)))).location.first_use(key(1)) == (-1, 1)
 
 
-def test_which_refs_it_writes() -> None:
+def test_batch_knows_the_refs_it_writes() -> None:
     left = group("left", (5, 6))
     read = asked(left, (0, 1), inplace=False)
     tracker = flying((left, read), (left, asked(left, (Made(0), Made(0)))), (left, asked(left, (2, 1))))

@@ -102,7 +102,7 @@ def shared(size: int) -> Any:
     ("backend", "make", "count"),
     [("shm", plain, 1), ("shm", shared, 1), ("shm", plain, 3), ("shm", shared, 3), ("tcp", plain, 1)],
 )
-def test_kernels_tell_how_far_they_are(backend: str, make: Any, count: int) -> None:
+def test_kernels_report_their_progress(backend: str, make: Any, count: int) -> None:
     team = ThreadTeam(backend, 2)
     try:
         for shown in team.must(run_metered, team.launch(), allreduces(count, 8 * MB, make)):
@@ -177,7 +177,7 @@ def test_a_barrier_has_no_bytes() -> None:
     assert NOWHERE.fraction == 0.0
 
 
-def test_an_execution_is_asked_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[tuple[str, int], BytesDone] = {}
     at = Execution._at
 
@@ -271,7 +271,7 @@ def look(one: ProgressProbe) -> Progress:
     return one.read()
 
 
-def test_bytes_are_those_of_all(tracker: Flying) -> None:
+def test_bytes_are_summed_over_all_ranks(tracker: Flying) -> None:
     told = Told({"done": 10, "total": 100}, {"done": 20, "total": 100}, {"done": 60, "total": 100})
     one = gauge_of(tracker, told)
     tracker.clock.now_s += 2.0
@@ -306,7 +306,7 @@ def test_the_wait_for_late_ranks_is_not_counted_in_the_rate(tracker: Flying) -> 
     assert look(one).rate == 150.0
 
 
-def test_the_rate_is_that_of_late(tracker: Flying) -> None:
+def test_rate_is_the_recent_one(tracker: Flying) -> None:
     told = Told(*[{"done": 100, "total": 1000}] * 3)
     one = gauge_of(tracker, told)
     for _ in range(10):
@@ -339,7 +339,7 @@ def test_unheard_rank_counts_like_the_others(tracker: Flying) -> None:
     assert str(far.ranks[1]) == "rank 1 was not heard of yet"
 
 
-def test_a_participant_that_is_gone_is_asked_no_more(tracker: Flying) -> None:
+def test_dead_participant_is_not_queried(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     told.mute = {1}
     one = gauge_of(tracker, told)
@@ -456,7 +456,7 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(tracker: Flying, drawn: li
     assert bar.leave
 
 
-def test_a_short_wait_shows_none(tracker: Flying, drawn: list[Drawn]) -> None:
+def test_short_wait_shows_no_bar(tracker: Flying, drawn: list[Drawn]) -> None:
     told = Told(*[{}] * 3)
     tracker.ends_s = tracker.clock.now_s + 0.4
     assert wait(tracker, told, progress=True)
@@ -544,7 +544,7 @@ def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("after_s", [-1, math.inf, math.nan, "x", None])
-def test_a_time_makes_sense(after_s: Any) -> None:
+def test_unreasonable_progress_delay_is_refused(after_s: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"after_s is .*, expected a number of seconds"):
         progress_bar.progress(after_s=after_s)
 

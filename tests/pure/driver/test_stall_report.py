@@ -136,7 +136,7 @@ def controller(clock: Clock) -> Any:
         (50, 0, 0, False, False),
     ],
 )
-def test_a_wait_is_warned_of_once_and_takes_no_longer(
+def test_long_wait_is_logged_once_without_delay(
     controller: Any,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -220,7 +220,7 @@ def test_wait_for_a_rank_stuck_after_the_others_ends(
 @pytest.mark.parametrize(
     ("text", "expected"), [("", 10.0), ("2.5", 2.5), ("0", math.inf), ("-1", math.inf), ("x", 10.0)]
 )
-def test_the_environment_says_when(text: str, expected: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_environment_sets_the_warning_delay(text: str, expected: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     assert watchdog.warn_after_s({watchdog.WARNING_VARIABLE: text}) == expected
     assert bool(caplog.records) == (text == "x")
@@ -297,7 +297,7 @@ def test_wait_times_count_from_the_first_arrival(plan: Any) -> None:
     assert awaited(tracker, a=first, b=second, c=at(ms=())) == [0, 0, 3], "it has begun, and looks at its operands"
 
 
-def test_one_that_the_abort_ended_was_awaited_all_the_same(controller: Any) -> None:
+def test_aborted_rank_still_counts_as_awaited(controller: Any) -> None:
     tracker: Any = Flying()
     tracker.error = error = CollectiveTimeoutError(op="allreduce", group_name="g", missing=(1,), timeout_s=1.0)
     came, never = at(7, ms=(3000,), ended=7, running=()), at(6, ms=(4000,), ended=7, running=())
@@ -315,7 +315,7 @@ def test_calls_of_a_members_own_have_numbers_too() -> None:
     assert awaited(tracker, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "doors of other plans"
 
 
-def test_in_a_captured_step_a_rank_is_awaited_where_it_takes_part() -> None:
+def test_captured_step_awaits_a_rank_in_its_own_stages() -> None:
     tracker: Any = Flying(plan=Stages())
     far, middle = at(7, 9, 10, ms=(9000, 5000, 4000)), at(7, 9, ms=(9000, 6000))
     assert awaited(tracker, a=far, b=at(7, ms=(8000,)), c=middle) == [0, 4, 4], "the second plan is none of rank 1's"

@@ -79,12 +79,12 @@ class _Store:
         return made
 
 
-def test_a_record_survives_its_way() -> None:
+def test_record_survives_a_round_trip() -> None:
     one = _group(since=1.5)
     assert GroupRecord.from_bytes(one.to_bytes()) == one
 
 
-def test_a_record_beyond_all_bounds_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_record_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the store can post: what is read is bounded."""
     record = _group().to_bytes()
     fields = msgpack.unpackb(record)
@@ -247,7 +247,7 @@ def test_nothing_is_posted_where_no_ray_runs(monkeypatch: pytest.MonkeyPatch) ->
     cluster_registry.remove(membership)
 
 
-def test_a_store_that_is_away_does_not_keep_a_group_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_store_does_not_block_destroy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def delete(*args: object, timeout: float) -> None:

@@ -249,7 +249,7 @@ def test_a_run_that_was_not_rung_for_is_done_all_the_same(bench: MakeBench) -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_all_ways_are_in_one_order(bench: MakeBench, seed: int) -> None:
+def test_runs_of_all_ways_share_one_order(bench: MakeBench, seed: int) -> None:
     """By the bell, by the channel, fenced, and plans between them: each after its predecessor."""
     rng = random.Random(seed)
     one = bench(post=FakePost() if seed % 2 else None)
@@ -592,7 +592,7 @@ def test_closing_waits_for_a_fenced_run_before_it_lets_go(bench: MakeBench) -> N
     assert isinstance(one.failed.get(1), PlanAbortedError) or one.ran[1] == ("kept",)
 
 
-def test_values_are_let_go_of(bench: MakeBench) -> None:
+def test_values_are_released(bench: MakeBench) -> None:
     array = full(1)
     alive = weakref.ref(array)
     script = Script(0, [pinned(array)])

@@ -261,7 +261,7 @@ def test_aborts_at_any_moment_leave_no_thread_waiting(threads: ThreadPoolExecuto
 # ---------------------------------------------------------------------------------------------- doors
 
 
-def test_the_story_knows_when_one_came_to_which_door() -> None:
+def test_story_records_arrivals_at_doors() -> None:
     now_s = iter(range(100))
     recorder = Recorder(lambda: float(next(now_s)))
     for what, seq in [("start", 3), ("door", 3), ("door", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
@@ -272,7 +272,7 @@ def test_the_story_knows_when_one_came_to_which_door() -> None:
     assert arrivals((), 1.0) == {}
 
 
-def test_of_many_doors_the_last_are_known() -> None:
+def test_story_keeps_the_last_doors() -> None:
     recorder = Recorder(lambda: 0.0)
     for seq in [*range(1, 3 * ARRIVALS), 5]:
         recorder.add("again", seq)
