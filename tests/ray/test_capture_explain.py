@@ -12,9 +12,11 @@ import raycollect as col
 from raycollect.errors import CaptureError
 from raycollect.planner.explain import Explanation
 from raycollect.planner.report import Methods
+from tests.lives import lasting
 from tests.ray.workers import Buffers, Worker
 
 
+@lasting
 @ray.remote
 class Trainer(Buffers):
     """Counts what it is asked for."""

@@ -10,6 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from tests.lives import lasting
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import Learner, Learning
 
@@ -27,7 +28,7 @@ class Odd(Learning):
         return {1, 2}
 
 
-Odd_ = ray.remote(Odd)
+Odd_ = lasting(ray.remote(Odd))
 
 
 @pytest.fixture
