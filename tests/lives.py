@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable
+from traceback import walk_stack
 from typing import Any
 
 import ray
@@ -18,6 +20,9 @@ MOST_IDLE = int(os.environ.get("RAYCOLLECT_TEST_IDLE_ACTORS", "4"))
 """How many actors of a class wait for another test."""
 
 RESET_TIMEOUT_S = 5.0
+METHOD_TIMEOUT_S = 0.5
+"""How long the methods of a test may go on after it."""
+
 MOST_LIVES = 40
 """Each leaves a few idle threads behind."""
 
@@ -28,11 +33,17 @@ def lasting(cls: Any) -> Any:
     return cls
 
 
-def start(cls: Any, count: int, args: tuple[Any, ...]) -> list[Any]:
+def may_last(cls: Any, options: dict[str, Any]) -> bool:
+    """Whether an actor of a class that was started with options can go on in another test."""
+    return cls in LASTING and options.keys() <= {"max_concurrency"}
+
+
+def start(cls: Any, count: int, args: tuple[Any, ...], **options: Any) -> list[Any]:
     """Starts actors, each of which notes how its process looks before anything else happens in it."""
-    made = [cls.options(num_cpus=0).remote(*args) for _ in range(count)]
-    for actor in made:
-        actor.__ray_call__.remote(_note)
+    made = [cls.options(num_cpus=0, **options).remote(*args) for _ in range(count)]
+    noted = [actor.__ray_call__.remote(_note) for actor in made]
+    if options:  # several threads: what is called next may overtake it
+        ray.get(noted)
     return made
 
 
@@ -70,6 +81,8 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     from raycollect.observe import Tracer
 
     first, lives = sys._raycollect_first  # type: ignore[attr-defined]
+    if not _comes_true(lambda: not _is_busy(), METHOD_TIMEOUT_S):
+        return False
     runtime, process_groups = Runtime._current, ProcessGroups._current
     if runtime is not None:
         if not _comes_true(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
@@ -91,6 +104,13 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     vars(actor).clear()
     actor.__init__(*args)
     return True
+
+
+def _is_busy() -> bool:
+    """Whether another thread runs a method."""
+    me = threading.get_ident()
+    frames = [walk_stack(frame) for thread, frame in sys._current_frames().items() if thread != me]
+    return any(frame.f_code.co_name == "actor_method_executor" for stack in frames for frame, _ in stack)
 
 
 def _comes_true(condition: Callable[[], bool], timeout_s: float) -> bool:

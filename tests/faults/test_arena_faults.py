@@ -168,7 +168,7 @@ def test_a_member_that_is_killed(actors, point):
 def test_a_member_that_stalls_amid_a_kernel(actors, ends):
     """The others stop, and it does as soon as it goes on; the group can be used again."""
     workers = actors(Worker, 3)
-    reached, gate = actors(Gate, 2, max_concurrency=2)
+    reached, gate = actors(Gate, 2, max_concurrency=8)
     group, refs = formed(workers)
     ray.get(workers[1].call.remote(strike, reached, gate))
     work = col.allreduce_refs(refs, async_op=True, timeout_s=3 if ends == "by a limit" else 60)

@@ -34,7 +34,7 @@ def held(actors):
     """Two members, of which the second is in a method until the gate opens."""
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     yield refs, gate
@@ -67,7 +67,7 @@ def interrupt_a_wait():
 
 
 @pytest.mark.parametrize("form", ["verb", "batch"])
-def test_ctrl_c_cancels_what_the_cell_waits_for(held, ctrl_c, form):
+def test_ctrl_c_cancels_the_awaited_call(held, ctrl_c, form):
     refs, gate = held
     thread = interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):

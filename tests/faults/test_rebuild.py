@@ -43,7 +43,7 @@ def kill(actor):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_over_the_survivors(actors, backend):
+def test_rebuild_over_the_survivors(actors, backend):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers, backend=backend)
     assert_sums(group)
@@ -62,7 +62,7 @@ def test_over_the_survivors(actors, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_with_a_replacement_at_the_same_rank(actors, backend):
+def test_rebuild_with_a_replacement_at_the_same_rank(actors, backend):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers, backend=backend, group_name="team")
     ray.kill(workers[0])
@@ -75,7 +75,7 @@ def test_with_a_replacement_at_the_same_rank(actors, backend):
     assert_sums(group)
 
 
-def test_after_a_kernel_that_broke_the_connections(actors):
+def test_rebuild_after_a_kernel_that_broke_the_connections(actors):
     """Gloo's connections can't be used after a rank left a kernel: all actors live, and so do their tensors."""
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)
@@ -88,10 +88,10 @@ def test_after_a_kernel_that_broke_the_connections(actors):
         np.testing.assert_array_equal(found, np.full(7, 3))
 
 
-def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
+def test_rebuild_aborts_running_plans_and_ignores_late_arrivals(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
-    (gate,), others = actors(Gate, 1, max_concurrency=2), actors(Worker, 2)
+    (gate,), others = actors(Gate, 1, max_concurrency=8), actors(Worker, 2)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True)
@@ -104,10 +104,10 @@ def test_what_is_under_way_is_aborted_and_comes_too_late(actors):
     assert_sums(group)
 
 
-def test_what_a_member_does_that_is_waited_for_goes_on(actors):
+def test_rebuild_waits_for_running_methods_of_kept_members(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
-    gates = actors(Gate, 2, max_concurrency=2)
+    gates = actors(Gate, 2, max_concurrency=8)
     refs = filled(workers, (1, 2))
     before = block(workers[1], gates[0])
     work = col.allreduce_refs(refs, async_op=True)
@@ -151,7 +151,7 @@ def test_bad_input_changes_nothing(actors):
         group.rebuild(timeout_s=0)
     with pytest.raises(errors.ActorGoneError, match="rank 1"):
         group.rebuild([workers[0], dead])
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     ray.get(spare.read.remote())  # it is there
     blocked = block(spare, gate)
     busy = r"busy with a method, or being made: rank 1 \(Buffers"
@@ -196,7 +196,7 @@ def test_a_group_that_could_not_be_rebuilt_may_be_rebuilt_again(actors):
     assert_sums(group)
 
 
-def test_nobody_lives(actors):
+def test_rebuild_without_a_live_member_raises_group_broken_error(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     for worker in workers:

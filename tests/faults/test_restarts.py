@@ -148,7 +148,7 @@ def other(cluster):
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_a_ref_of_the_process_before_is_lost_however_it_is_used(other, tidy, use):
+def test_refs_of_the_previous_process_are_lost(other, tidy, use):
     """The second process returns its buffer by a ref of the same actor; none of the two is taken for the other."""
     before = ray.get([other.keeper.read.remote(), other.restarted.read.remote()])
     with pytest.raises(errors.TensorLostError) as caught:
@@ -164,7 +164,7 @@ def test_a_ref_of_the_process_before_is_lost_however_it_is_used(other, tidy, use
     np.testing.assert_array_equal(before, after)
 
 
-def test_its_old_group_is_broken_and_a_new_one_works_on_its_new_refs(other, tidy):
+def test_restart_breaks_the_old_group_and_a_new_one_works(other, tidy):
     """Where a member died, nobody works on in its name."""
     assert isinstance(other.told, errors.GroupBrokenError)
     assert "died" in str(other.told)
@@ -185,7 +185,7 @@ def dies_once(self, path):
     return np.full(4, 7.0)
 
 
-def test_a_method_that_ray_retries_in_another_process_is_waited_for(actors, tmp_path):
+def test_plan_waits_for_a_method_that_ray_retries_in_another_process(actors, tmp_path):
     first, second = actors(Worker, 2, max_restarts=1, max_task_retries=1)
     refs = [first.make.remote(dies_once, str(tmp_path / "died")), second.make.remote(lambda self: np.ones(4))]
     for expected in (8, 16):
@@ -210,7 +210,7 @@ def test_a_method_that_ray_retries_after_an_exception(actors):
     """A collective takes its place among the methods: behind the first attempt, and before the second."""
     (flaky,), (other,) = actors(ray.remote(Flaky), 1), actors(Worker, 1)
     col.declare_collective_group([flaky, other])
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     blocked = block(flaky, gate)  # until the collective is in its queue: Ray may retry at once, or in a second
     refs = [
         flaky.flaky.options(max_task_retries=3, retry_exceptions=True).remote(),

@@ -28,10 +28,10 @@ def assert_hold(refs, value):
         np.testing.assert_array_equal(found, np.full(7, value))
 
 
-def test_a_late_rank_that_came_after_all(actors):
+def test_retry_succeeds_after_a_late_rank_arrives(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True, timeout_s=5)  # which holds for the retry as well
@@ -63,7 +63,7 @@ def test_new_outputs_leave_the_operands_as_they_were(actors, backend):
     assert_hold([refs[1]], 2)
 
 
-def test_what_is_half_written_is_refused(actors):
+def test_retry_of_half_written_tensors_is_refused(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
     refs = filled(workers, (1, 2))
@@ -107,7 +107,7 @@ def test_a_batch_that_can_be_repeated(actors, backend):
     assert_hold([others[0]], 10)
 
 
-def test_after_the_group_was_rebuilt(actors):
+def test_retry_after_a_rebuild(actors):
     """A restarted member has lost its tensors; connections that broke have not."""
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers, backend="gloo", timeout_s=20)
@@ -140,7 +140,7 @@ def test_a_derived_group_is_derived_again(actors):
     assert_hold(work.retry().wait(), 3)
 
 
-def test_what_went_well_holds_no_operands(actors):
+def test_successful_work_holds_no_operands(actors):
     """Nobody else has a ref of the operands: they are freed as soon as the outcome is known (P5)."""
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
@@ -202,7 +202,7 @@ def test_a_death_before_all_have_the_result_changes_nothing(actors, point):
     assert_hold([refs[0], refs[2]], 5)
 
 
-def test_who_has_its_result_keeps_it(actors):
+def test_ranks_keep_results_committed_before_a_failure(actors):
     """What fails later fails on one rank only: its tensor is dirty, the others hold the result."""
     workers = actors(Worker, 3)
     col.declare_collective_group(workers)
@@ -218,10 +218,10 @@ def test_who_has_its_result_keeps_it(actors):
         work.retry()
 
 
-def test_a_cancel_comes_before_or_not_at_all(actors):
+def test_cancel_precedes_the_collective_or_has_no_effect(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = filled(workers, (1, 2))
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, snapshot=True, async_op=True)
@@ -235,7 +235,7 @@ def test_a_cancel_comes_before_or_not_at_all(actors):
     assert_hold(refs, 3)
 
 
-def test_where_a_snapshot_has_no_meaning(actors):
+def test_snapshot_is_refused_in_a_batch_and_needless_for_outputs(actors):
     workers = actors(Worker, 2)
     col.declare_collective_group(workers)
     refs = filled(workers, (1, 2))

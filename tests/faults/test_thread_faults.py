@@ -25,9 +25,7 @@ class Async(Buffers):
 
 
 @pytest.mark.parametrize(("inplace", "thread"), [(True, "raycollect-plan"), (False, "raycollect-kernel")])
-def test_a_program_that_fails_in_an_unforeseen_way_is_told_and_the_next_one_runs(
-    actors: Any, inplace: bool, thread: str
-) -> None:
+def test_unexpected_program_failure_is_raised_and_the_next_one_runs(actors: Any, inplace: bool, thread: str) -> None:
     workers = actors(Async, 2)
     group = col.declare_collective_group(workers)
     refs = [worker.get_buffer.remote() for worker in workers]

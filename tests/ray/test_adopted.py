@@ -44,7 +44,7 @@ class Member:
         self.communicator.close()
 
 
-def test_rays_own_gloo_group(actors: Any) -> None:
+def test_gloo_group_of_ray_is_adopted(actors: Any) -> None:
     a, b = members = actors(Member, 2)
     ops = ray.get([member.join.remote(rank, 2) for rank, member in enumerate(members)])
     assert (

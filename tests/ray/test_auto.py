@@ -28,7 +28,7 @@ def owners(actors, monkeypatch):
     return actors(Worker, 2)
 
 
-def test_actors_without_gpus_are_not_asked(actors, monkeypatch):
+def test_auto_considers_no_gpu_backend_without_gpus(actors, monkeypatch):
     monkeypatch.setattr("raycollect.member.runtime.gpu", None)
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)

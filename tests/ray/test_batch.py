@@ -35,7 +35,7 @@ def trio(actors):
 
 
 @pytest.mark.parametrize(("backend", "staging"), [("shm", 32 << 20), ("shm", 64), ("tcp", 0), ("gloo", 32 << 20)])
-def test_calls_of_every_kind_give_what_they_give_one_by_one(actors, submits, backend, staging):
+def test_batched_calls_of_every_kind_equal_single_calls(actors, submits, backend, staging):
     workers = actors(Worker, 3)
     col.declare_collective_group(workers, backend=backend)
     a, b = spread(workers, lambda rank: [rank + 1, 2]), spread(workers, lambda rank: [3 * rank])
@@ -72,7 +72,7 @@ def test_calls_of_every_kind_give_what_they_give_one_by_one(actors, submits, bac
     assert batch.wait() == batch.refs
 
 
-def test_what_one_call_makes_is_what_later_ones_take(trio, submits):
+def test_outputs_of_a_batched_call_are_operands_of_later_ones(trio, submits):
     given = spread(trio, lambda rank: [rank, 10 * rank])
     submits.clear()
     with col.batch() as batch:
@@ -390,7 +390,7 @@ def test_a_block_in_a_block_joins_it(trio, submits):
 # ---------------------------------------------------------------------------------------------- rehearsals
 
 
-def test_a_recording_sends_nothing_and_says_what_it_would(trio, submits):
+def test_plan_of_a_batch_sends_nothing(trio, submits):
     refs = spread(trio)
     seen = []
 

@@ -56,7 +56,7 @@ def ranks(actors):
         ray.kill(actor)
 
 
-def test_every_operation_is_right_in_every_way_and_what_fails_is_told(ranks, monkeypatch):
+def test_every_operation_is_right_in_every_way_and_failures_are_raised(ranks, monkeypatch):
     for operation in bench.OPERATIONS:
         done = []
         settings = replace(TINY, operation=operation)

@@ -104,7 +104,7 @@ def test_a_training_loop_gives_the_same_bits_as_call_by_call(actors, seed):
     assert len({tuple(one) for one in losses}) == count
 
 
-def test_what_collectives_make_goes_on_from_plan_to_plan(trio):
+def test_outputs_of_collectives_are_operands_of_later_plans(trio):
     refs = spread(trio, lambda rank: [rank, 10 * rank])
     with col.capture() as step:
         lists = col.allgather_refs(None, refs)
@@ -296,7 +296,7 @@ def test_several_runs_are_under_way_in_order(trio, request, carrier):
     assert asyncio.run(main()) == [[3 * IN_FLIGHT + 1 + number] * 3 for number in range(4)]
 
 
-def test_runs_that_nobody_waits_for_are_done_and_seen(trio):
+def test_unawaited_runs_complete_and_are_visible(trio):
     refs = spread(trio, lambda rank: [1])
     with col.capture() as step:
         col.allreduce_refs(refs)
@@ -311,7 +311,7 @@ def test_runs_that_nobody_waits_for_are_done_and_seen(trio):
     assert found(refs[1:]) == [[729]] * 2
 
 
-def test_runs_take_their_place_among_plans(trio):
+def test_runs_and_plans_keep_their_order(trio):
     """What is begun before a run comes before it, and what is begun after it after."""
     refs, others = spread(trio, lambda rank: [rank + 1]), spread(trio, lambda rank: [rank])
     with col.capture() as step:
@@ -399,7 +399,7 @@ def test_threads_run_one_step(trio):
 # ---------------------------------------------------------------------------------------------- the end
 
 
-def test_close_lets_go_of_everything(trio, submits):
+def test_close_releases_everything(trio, submits):
     group = col.declare_collective_group(trio, group_name="other")
 
     def held():
@@ -436,7 +436,7 @@ def test_a_step_that_never_ran_is_closed_everywhere(trio):
     assert wait_until(lambda: held_by(trio) == [0] * 3)
 
 
-def test_a_step_that_nobody_has_is_closed(actors):
+def test_unreferenced_step_is_closed(actors):
     trio = [actors(Learner, 1, seed)[0] for seed in range(3)]
     col.declare_collective_group(trio, group_name="other")
     refs = spread(trio)
@@ -469,7 +469,7 @@ def test_derived_groups_are_kept(actors):
     assert found(refs[:2]) == [[2]] * 2
 
 
-def test_what_its_operands_look_like(trio):
+def test_tensor_infos_describe_the_operands_of_a_step(trio):
     with col.capture() as step:
         gradients = [step.call(worker, "gradient") for worker in trio]
         col.allreduce_refs([*gradients[:2], hold(trio[2], [0] * 5)])

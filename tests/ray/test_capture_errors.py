@@ -120,7 +120,7 @@ def test_a_shape_that_changes_is_refused_at_the_door(trio):
     assert works_on(trio)
 
 
-def test_those_of_other_plans_hear_of_a_refusal(trio):
+def test_refusal_reaches_participants_of_other_plans(trio):
     """The third actor waits in a plan that will not come: it was not at the door that refused."""
     with col.capture() as step:
         col.allreduce_refs([step.call(trio[0], "grow"), step.call(trio[1], "steady")], "pair")
@@ -283,7 +283,7 @@ def test_a_fault_of_a_kernel(trio, point):
         assert ray.get(trio[0].noted.remote()) == []
 
 
-def test_a_failure_that_nobody_waits_for_is_logged(trio, caplog):
+def test_unawaited_failure_is_logged(trio, caplog):
     with col.capture() as step:
         step.call(trio[0], "fail_at", 1)
     step.run(async_op=True)
@@ -394,7 +394,7 @@ def test_actors_that_can_not_take_part(actors, trio):
     assert works_on(trio)
 
 
-def test_refs_whose_methods_failed(trio):
+def test_refs_of_failed_methods_are_refused(trio):
     def fail(self):
         raise ValueError("no tensor today")
 

@@ -12,9 +12,11 @@ import raycollect as col
 from raycollect.errors import CaptureError
 from raycollect.planner.explain import Explanation
 from raycollect.planner.report import Methods
+from tests.lives import lasting
 from tests.ray.workers import Buffers, Worker
 
 
+@lasting
 @ray.remote
 class Trainer(Buffers):
     """Counts what it is asked for."""
@@ -100,7 +102,7 @@ def test_stages_are_methods_and_plans_in_order(trainers):
     step.close()
 
 
-def test_what_methods_return_is_known_after_a_run(trainers):
+def test_explain_needs_a_run_to_know_method_results(trainers):
     step = training(trainers)
     with pytest.raises(CaptureError, match="run it once"):
         step.explain()
@@ -109,7 +111,7 @@ def test_what_methods_return_is_known_after_a_run(trainers):
     step.close()
 
 
-def test_to_explain_is_not_to_run(trainers):
+def test_explain_does_not_run_the_step(trainers):
     step = training(trainers)
     step.run()
     for _ in range(3):
@@ -150,7 +152,7 @@ def test_a_step_of_methods_alone_is_explained_at_once(actors):
     step.close()
 
 
-def test_all_its_forms(trainers):
+def test_explanation_has_all_its_forms(trainers):
     step = training(trainers)
     step.run()
     found = step.explain()

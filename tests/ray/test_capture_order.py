@@ -62,7 +62,7 @@ PENDING = {
 
 
 @pytest.mark.parametrize("name", PENDING)
-def test_a_run_goes_behind_what_waits_for_a_method_that_it_would_hold_up(trio, gate, name):  # noqa: F811
+def test_run_follows_pending_plans_whose_methods_it_would_block(trio, gate, name):  # noqa: F811
     """The run would hold the turn of the first actor, for whose queued method the second waits."""
     (first, second, third), refs = trio
     ordering, make = PENDING[name]
@@ -86,7 +86,7 @@ def test_a_run_goes_behind_what_waits_for_a_method_that_it_would_hold_up(trio, g
     again.wait(WAIT_S)
 
 
-def test_a_run_with_nothing_before_it_is_not_held_up_by_methods_in_the_queue(trio, gate):  # noqa: F811
+def test_run_without_pending_plans_overtakes_queued_methods(trio, gate):  # noqa: F811
     """Nor by plans of others, nor by runs like it."""
     (first, second, third), refs = trio
     col.declare_collective_group([first, second], group_name="near")
@@ -105,7 +105,7 @@ def test_a_run_with_nothing_before_it_is_not_held_up_by_methods_in_the_queue(tri
     ray.wait([queued, behind], num_returns=2)
 
 
-def test_runs_nobody_has_asked_about_are_no_hindrance(trio):
+def test_ended_unawaited_runs_do_not_delay_the_next_one(trio):
     """They have ended, and the next one is the first to notice."""
     (first, second, _), refs = trio
     col.declare_collective_group([first, second], group_name="near")
@@ -156,7 +156,7 @@ def test_a_long_fenced_run_and_plans_behind_it_on_actors_with_coroutines(actors)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_that_is_dropped_goes_without_the_collector(actors, fails):
+def test_dropped_step_is_freed_without_the_collector(actors, fails):
     (worker,) = actors(Learner, 1)
 
     def drop():

@@ -10,6 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
+from tests.lives import lasting
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import Learner, Learning
 
@@ -27,7 +28,7 @@ class Odd(Learning):
         return {1, 2}
 
 
-Odd_ = ray.remote(Odd)
+Odd_ = lasting(ray.remote(Odd))
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_method_itself_is_recorded_with_its_arguments(pair):
     assert step.run(second="b") == [(1, 2), (None, "b")]
 
 
-def test_what_can_not_travel_is_told_with_what_to_do_there(pair):
+def test_unserializable_argument_error_gives_advice(pair):
     ref = hold(pair[0], [1])
     advice = {
         "as an argument of its own": [
@@ -97,7 +98,7 @@ def test_what_can_not_travel_is_told_with_what_to_do_there(pair):
             assert str(refused(errors.InvalidArgumentError, text, record)).count("expected") == 1
 
 
-def test_what_stands_for_a_value_is_none(pair):
+def test_placeholders_refuse_to_act_as_values(pair):
     refs = spread(pair)
     with col.capture() as step:
         rate, made = step.argument("rate"), step.call(pair[0], "loss")
@@ -122,7 +123,7 @@ def test_what_stands_for_a_value_is_none(pair):
     step.run(rate=1)
 
 
-def test_what_belongs_elsewhere_is_told(pair):
+def test_misplaced_calls_raise_capture_error(pair):
     refs = spread(pair)
     with col.capture() as step:
         made = col.allreduce_refs(refs, inplace=False)
@@ -143,7 +144,7 @@ def test_what_belongs_elsewhere_is_told(pair):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_what_runs_return_besides_what_calls_gave(pair, seed):
+def test_runs_return_arguments_and_constants_too(pair, seed):
     array = np.random.default_rng(seed).standard_normal(5)
     with col.capture() as step:
         rate = step.argument("rate", 1)
@@ -206,7 +207,7 @@ def test_a_failure_names_the_calls_and_values_of_the_step(pair):
     assert "call 3 of the step" in text
 
 
-def test_a_failed_method_is_told_in_one_line_later(pair):
+def test_later_run_names_the_failed_method_in_one_line(pair):
     with col.capture() as step:
         step.call(pair[0], "note")
         step.call(pair[1], "fail_at", 1)
@@ -231,7 +232,7 @@ def test_declared_groups_keep_their_names(actors):
     assert {one.call for one in caught.value.violations} == {2}
 
 
-def test_what_is_wrong_on_several_participants_is_one_error(pair):
+def test_violations_on_several_participants_are_one_error(pair):
     freed = [hold(one, [1]) for one in pair]
     col.free(freed)
 
@@ -256,7 +257,7 @@ def test_what_is_wrong_on_several_participants_is_one_error(pair):
     assert found(refs) == [[sum(one[0] for one in before)]] * 2, "nothing was touched, and all go on"
 
 
-def test_refs_are_told_as_fixed(pair):
+def test_explain_shows_refs_as_fixed(pair):
     refs = spread(pair)
     with col.capture() as step:
         col.allreduce_refs(refs)

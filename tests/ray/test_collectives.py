@@ -340,7 +340,7 @@ def test_threaded_actors_take_part(actors):
 
 def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors):
     workers = actors(Worker, 2, max_concurrency=2)
-    (gate,) = actors(Gate, 1, max_concurrency=3)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
 
     def late(self, gate):
@@ -379,10 +379,10 @@ class LateThreaded(col.CollectiveParticipant):
 
 @pytest.mark.parametrize("fence", [False, True])
 @pytest.mark.parametrize(("kind", "concurrency"), [(Late, 1), (Late, 2), (LateThreaded, 2)])
-def test_what_waits_keeps_no_method_from_an_overlapping_actor(actors, kind, concurrency, fence):
+def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency, fence):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
     workers = actors(ray.remote(kind), 2, max_concurrency=concurrency)
-    (gate,) = actors(Gate, 1, max_concurrency=5)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     buffers = [worker.get_buffer.remote() for worker in workers]
     with col.capture() as step:
@@ -399,7 +399,7 @@ def test_what_waits_keeps_no_method_from_an_overlapping_actor(actors, kind, conc
 
 def test_plans_with_outputs_leave_a_thread_to_the_plans_before_them(actors):
     workers = actors(ray.remote(Late), 2)
-    (gate,) = actors(Gate, 1, max_concurrency=3)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     buffers = [worker.get_buffer.remote() for worker in workers]
     late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]

@@ -283,7 +283,7 @@ def test_a_member_that_died_leaves_nothing(actors, is_rebuilt):
     assert "\n".join([*left, *_left_in(workers[:2])]) == ""
 
 
-def test_nobody_has_the_handles_of_actors_whose_group_was_destroyed(tidy):
+def test_destroyed_group_releases_its_actor_handles(tidy):
     """Ray ends them with their last handle: others wait for their CPUs."""
     workers = [Worker.options(num_cpus=0).remote() for _ in range(2)]
     known = [weakref.ref(one) for one in workers]

@@ -58,7 +58,7 @@ def spec_of(group_name="default"):
     return Controller.current().groups.named(group_name).spec
 
 
-def test_an_actor_that_could_not_be_made_is_told_with_the_cause(actors):
+def test_failed_actor_constructor_raises_actor_gone_error_with_cause(actors):
     (unmade,), (worker,) = actors(Unmade, 1), actors(Worker, 1)
     with refused(errors.ActorGoneError, "could not be made", "no weights at /models/7b"):
         col.declare_collective_group([worker, unmade])
@@ -68,7 +68,7 @@ def test_an_actor_that_could_not_be_made_is_told_with_the_cause(actors):
 # ---------------------------------------------------------------------------------------------- plain actors
 
 
-def test_an_actor_that_ray_does_not_know_is_told(actors):
+def test_actor_unknown_to_ray_raises_actor_gone_error(actors):
     """As that of a handle from before `ray.shutdown()`, in a notebook."""
     known = actors(Worker, 2)
     stranger = object.__new__(type(known[1]))
@@ -104,7 +104,7 @@ def test_actors_without_the_mixin_are_members(actors, backend):
     col.barrier()
 
 
-def test_a_barrier_comes_after_what_a_plain_actor_was_asked_before(actors):
+def test_barrier_follows_earlier_methods_of_a_plain_actor(actors):
     plain = actors(Plain, 2)
     col.declare_collective_group(plain)
 
@@ -203,7 +203,7 @@ def test_the_call_of_rays_experimental_module_is_explained(actors):
         col.declare_collective_group(workers, "grads")
 
 
-def test_an_actor_that_waits_to_be_made_is_told_from_one_that_is_busy(actors):
+def test_timeout_distinguishes_pending_from_busy_actors(actors):
     (busy,), unmade = actors(Gated, 1), Worker.options(num_cpus=1000).remote()
     ray.get(busy.ready.remote())
     held = busy.hold.remote()
@@ -216,7 +216,7 @@ def test_an_actor_that_waits_to_be_made_is_told_from_one_that_is_busy(actors):
     ray.get([busy.let_go.remote(), held])
 
 
-def test_a_members_verb_on_the_driver_is_told_apart(actors):
+def test_member_verb_on_the_driver_raises_unknown_group_error(actors):
     col.declare_collective_group(actors(Worker, 2), group_name="g")
     with refused(errors.UnknownGroupError, "this process drives it", "allreduce_refs(refs)"):
         col.allreduce(np.ones(2), "g")

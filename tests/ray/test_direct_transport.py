@@ -116,7 +116,7 @@ def stored(actor):
     return ray.get(actor.call.remote(count))
 
 
-def test_allreduce_in_place_is_seen_by_those_to_whom_ray_moves_it(trio):
+def test_inplace_allreduce_is_visible_after_ray_transfers_the_tensor(trio):
     a, b, c = trio
     refs = [a.get_moved.remote(), b.get_moved.remote()]
     assert all(map(direct_transport.is_direct, refs))
@@ -176,7 +176,7 @@ def test_a_captured_step_works_on_them(trio):
         step.call(b, "take", refs[0])
 
 
-def test_what_goes_by_value_is_said(trio):
+def test_values_without_a_tensor_raise_not_a_tensor_error(trio):
     a, b, _ = trio
     for wrong in (a.get_text, a.get_unkept):
         with pytest.raises(errors.NotATensorError):
@@ -190,7 +190,7 @@ def test_what_goes_by_value_is_said(trio):
     assert col.get(a.get_unkept.remote()).tolist() == [1.0] * 10
 
 
-def test_a_method_whose_caller_chooses_the_transport(trio):
+def test_transport_chosen_by_the_caller_of_a_method_works(trio):
     a, b, c = trio
     chosen = a.get_buffer.options(tensor_transport="gloo").remote()
     col.allreduce_refs([chosen, b.get_buffer.remote()])
@@ -221,7 +221,7 @@ def test_freed_with_the_last_ref_in_both_stores(trio):
     assert wait_until(lambda: held(a) == stored(a) == 0)
 
 
-def test_freed_by_hand(trio):
+def test_use_after_free_raises_tensor_freed_error(trio):
     a, b, c = trio
     ref = a.get_moved.remote()
     assert col.free(ref) == 1
@@ -235,7 +235,7 @@ def test_freed_by_hand(trio):
 def test_a_plan_waits_for_the_method(trio, actors):
 
     a, b, c = trio
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group([a, b])
     ref = a.get_late.remote(gate)
     work = col.allreduce_refs([ref, b.get_moved.remote()], async_op=True)
@@ -246,7 +246,7 @@ def test_a_plan_waits_for_the_method(trio, actors):
     assert "float32" in col.plan(col.allreduce_refs, [ref, b.get_moved.remote()]).explain()
 
 
-def test_a_ref_that_is_watched_tells_its_handle(trio):
+def test_completion_callback_gets_the_handle(trio):
     a, _, _ = trio
     told, done = [], threading.Event()
     direct_transport.on_completed(a.get_moved.remote(), lambda value: (told.append(value), done.set()))
@@ -254,7 +254,7 @@ def test_a_ref_that_is_watched_tells_its_handle(trio):
     assert isinstance(told[0], col.Handle)
 
 
-def test_a_ray_that_does_not_let_one_look_says_so(trio, monkeypatch):
+def test_unreadable_handle_raises_unsupported_error(trio, monkeypatch):
     from ray._private.worker import Worker
 
     a, _, _ = trio

@@ -12,6 +12,8 @@ from __future__ import annotations
 import functools
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,33 +91,81 @@ _LOST = "not found in RDT object store"
 """What Ray says where a transfer of Direct Transport never came, which was seen once on a busy machine."""
 
 
-@functools.cache  # some documents show the same program
-def _run(code: str, folder: Path) -> str:
-    """Runs a program as a user would, but on the Ray of the tests; gives what it printed."""
-    import ray
+FORKS = """
+import os, runpy, sys
+import numpy, ray, raycollect
 
-    program = folder / "program.py"
-    program.write_text(code, encoding="utf-8")
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, program.name],
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+else:
+    sys.exit()
+
+program = line.rstrip()
+for fd, name, flags in (0, os.devnull, os.O_RDONLY), (1, "printed", os.O_WRONLY), (2, "errors", os.O_WRONLY):
+    os.dup2(os.open(name, flags | os.O_CREAT | os.O_TRUNC, 0o600), fd)
+runpy.run_path(program, run_name="__main__")
+"""
+"""Makes a process for each program that it is told of. It has imported what all of them import, and nothing else."""
+
+
+class Programs:
+    """Runs programs as a user would, each in a process of its own, but on the Ray of the tests.
+
+    Args:
+        folder: One for all programs: what they leave there is theirs to remove.
+        address: That of the Ray.
+    """
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        self.forks = subprocess.Popen(
+            [sys.executable, "-c", FORKS],
             cwd=folder,
-            env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)},
-            capture_output=True,
+            env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             text=True,
-            timeout=LIMIT_S,
-            check=False,
+            start_new_session=True,
         )
-        if _LOST not in done.stderr:
-            break
-    assert done.returncode == 0, done.stderr
-    return "".join(line for line in done.stdout.splitlines(keepends=True) if "(raylet)" not in line)  # Ray's own words
+        self.run = functools.cache(self._run)  # some documents show the same program
+
+    def _run(self, code: str) -> str:
+        """Gives what a program printed."""
+        program = self.folder / "program.py"
+        program.write_text(code, encoding="utf-8")
+        for _ in range(2):
+            exitcode = self._wait_for(program.name)
+            errors = (self.folder / "errors").read_text(encoding="utf-8")
+            if _LOST not in errors:
+                break
+        assert exitcode == 0, errors
+        printed = (self.folder / "printed").read_text(encoding="utf-8")
+        return "".join(line for line in printed.splitlines(keepends=True) if "(raylet)" not in line)  # Ray's own words
+
+    def _wait_for(self, program: str) -> int:
+        print(program, file=self.forks.stdin, flush=True)
+        if not select.select([self.forks.stdout], [], [], LIMIT_S)[0]:
+            os.killpg(self.forks.pid, signal.SIGKILL)
+            pytest.fail(f"the program still runs after {LIMIT_S} s")
+        return int(self.forks.stdout.readline())
+
+    def close(self) -> None:
+        """Ends the process that makes the others."""
+        with self.forks:
+            self.forks.stdin.close()
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """One for all programs: what they leave there is theirs to remove."""
-    return tmp_path_factory.mktemp("documents")
+def programs(cluster, tmp_path_factory):
+    """What runs them."""
+    import ray
+
+    made = Programs(tmp_path_factory.mktemp("documents"), ray.get_runtime_context().gcs_address)
+    yield made
+    made.close()
 
 
 def _skip_without(code):
@@ -130,11 +180,11 @@ def _skip_without(code):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_documents_program_does_what_it_says(cluster, folder, name):
+def test_document_program_prints_its_documented_output(programs, name):
     program = PROGRAMS[name]
     _skip_without(program.code)
 
-    told = _run(program.code, folder).split(f"{_MARK}\n")
+    told = programs.run(program.code).split(f"{_MARK}\n")
 
     assert len(told) == len(program.blocks)
     for found, printed in zip(told, program.printed, strict=True):
@@ -142,7 +192,7 @@ def test_a_documents_program_does_what_it_says(cluster, folder, name):
             assert _ID.sub("id", found) == _ID.sub("id", printed)
 
 
-def test_what_is_not_run_is_listed():
+def test_blocks_that_are_not_run_are_listed():
     assert {name: whys for name, text in TEXTS.items() if (whys := blocks_of(text)[1])} == NOT_RUN
 
 
@@ -150,20 +200,20 @@ def test_no_block_is_hidden_by_its_fence():
     assert {name: odd for name, text in TEXTS.items() if (odd := _ODD_FENCE.findall(text))} == {}
 
 
-def test_no_comment_stands_before_nothing():
+def test_every_comment_precedes_a_block():
     for name, text in TEXTS.items():
         assert len(_NOT_RUN.findall(text)) == len(blocks_of(text)[1]), name
         assert _ONE not in text or len(blocks_of(text)[0]) > 1, name
 
 
-def test_a_program_that_fails_is_told(cluster, tmp_path):
+def test_failing_program_fails_its_test(programs):
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
-        _run("1 / 0", tmp_path)
+        programs.run("1 / 0")
 
 
-def test_a_program_of_parts_is_compared_part_by_part(tmp_path, monkeypatch, cluster):
+def test_a_program_of_parts_is_compared_part_by_part(monkeypatch, programs):
     parts = ["x = 1\nprint(x)", "1"], ["print(x + 1)", "3"]
     text = _ONE + "".join(f"\n```python\n{code}\n```\n\n```text\n{said}\n```\n" for code, said in parts)
     monkeypatch.setitem(PROGRAMS, "parts", programs_of(text)[0])
     with pytest.raises(AssertionError, match="2"):
-        test_a_documents_program_does_what_it_says(cluster, tmp_path, "parts")
+        test_document_program_prints_its_documented_output(programs, "parts")

@@ -126,7 +126,7 @@ class Leader(Buffers):
         return homes, sums
 
 
-@pytest.fixture(params=["STRICT_PACK", "SPREAD"])
+@pytest.fixture(params=[pytest.param("STRICT_PACK", marks=pytest.mark.full), "SPREAD"])
 def placed(request, tidy):
     """A placement group of two bundles."""
     made = placement_group([{"CPU": 1}, {"CPU": 1}], strategy=request.param)

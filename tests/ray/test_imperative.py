@@ -133,7 +133,7 @@ def _join_there(worker, rank, timeout_ms):
     return allreduce(rank, "garbage")[0]
 
 
-def test_what_is_no_record_is_named_by_who_follows_and_replaced_by_who_leads(actors):
+def test_malformed_record_is_reported_by_followers_and_replaced_by_the_leader(actors):
     workers = actors(Plain, 2)
     assert told([workers[0].call.remote(_post_garbage)]) == [None]
     [error] = told([workers[1].call.remote(_join_there, 1, 300)])
@@ -143,7 +143,7 @@ def test_what_is_no_record_is_named_by_who_follows_and_replaced_by_who_leads(act
     assert told([one.call.remote(_join_there, rank, 20_000) for rank, one in enumerate(workers)]) == [3.0] * 2
 
 
-def test_a_second_group_of_that_name_is_refused(actors):
+def test_second_init_raises_group_exists_error(actors):
     workers = bare(actors, 2)
     assert on_all(workers, allreduce)
     again = on_all(workers, lambda rank: col.init_collective_group(2, rank))

@@ -10,6 +10,7 @@ import ray
 import raycollect as col
 from raycollect.driver.controller import Controller
 from tests import lives
+from tests.ray.test_refusals import Gate
 from tests.ray.workers import Worker, filled
 
 TIMEOUT_S = 40.0
@@ -54,12 +55,22 @@ USES = {"shm": _declared("shm"), "tcp": _declared("tcp"), "gloo": _declared("glo
 USES |= {"captured": _captured, "recorded": _recorded, "a group of their own": _own}
 
 
-@pytest.fixture
-def workers(cluster):
+def _started():
     started = lives.start(Worker, 2, ())
     yield started
     for worker in started:
         ray.kill(worker)
+
+
+@pytest.fixture
+def workers(cluster):
+    yield from _started()
+
+
+@pytest.fixture(scope="module")
+def used(cluster):
+    """Workers that go on from case to case, which is what they have to."""
+    yield from _started()
 
 
 def _end_test():
@@ -68,11 +79,11 @@ def _end_test():
 
 
 @pytest.mark.parametrize("name", USES)
-def test_actors_that_were_used_go_on(workers, name, tmp_path):
+def test_used_actors_are_reusable(used, name, tmp_path):
     for _ in range(2):
-        USES[name](workers, tmp_path / "t.json")
+        USES[name](used, tmp_path / "t.json")
         _end_test()
-        assert lives.begin_again(workers, (), TIMEOUT_S) == workers
+        assert lives.begin_again(used, (), TIMEOUT_S) == used
 
 
 def _patch(self):
@@ -85,7 +96,16 @@ def _set(self):
     os.environ["LEFT_BEHIND"] = "1"
 
 
+def test_busy_actor_is_not_reused(cluster):
+    gates = lives.start(Gate, 2, (), max_concurrency=2)
+    waiting = gates[0].wait.remote()
+    assert lives.begin_again(gates, (), TIMEOUT_S) == gates[1:]
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(waiting)
+    ray.kill(gates[1])
+
+
 @pytest.mark.parametrize("leave", [_patch, _set])
-def test_an_actor_in_which_something_is_left_does_not(workers, leave):
+def test_actor_with_leftovers_is_not_reused(workers, leave):
     ray.get(workers[0].call.remote(leave))
     assert lives.begin_again(workers, (), TIMEOUT_S) == workers[1:]

@@ -24,7 +24,7 @@ def test_a_group_is_derived_from_the_refs(actors):
     np.testing.assert_array_equal(col.get(b.get_buffer.remote()), np.full(10, 2, np.float32))
 
 
-def test_one_message_per_participant_whatever_the_plan_holds(actors, monkeypatch):
+def test_plan_of_any_size_sends_one_message_per_participant(actors, monkeypatch):
     from raycollect.driver.participant_link import ParticipantLink
 
     sent = []

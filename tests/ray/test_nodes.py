@@ -33,16 +33,22 @@ def run(*arguments):
     return done.stdout
 
 
-def test_three_nodes_choose_tcp_and_members_of_one_node_shared_memory():
-    assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "across")
+@pytest.fixture(scope="module")
+def printed():
+    """What the programs print that run on three nodes; the last one loses a node."""
+    return run("-m", "tests.ray.three_nodes", "across", "inside", "lost")
 
 
-def test_groups_inside_a_group_carry_its_bytes_host_by_host():
-    assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "inside")
+def test_three_nodes_choose_tcp_and_members_of_one_node_shared_memory(printed):
+    assert "across: done" in printed
 
 
-def test_a_whole_node_that_dies_is_noticed_and_replaced():
-    assert "three nodes: done" in run("-m", "tests.ray.three_nodes", "lost")
+def test_groups_inside_a_group_carry_its_bytes_host_by_host(printed):
+    assert "inside: done" in printed
+
+
+def test_a_whole_node_that_dies_is_noticed_and_replaced(printed):
+    assert "lost: done" in printed
 
 
 def test_ray_starts_by_itself():

@@ -69,7 +69,7 @@ def group(workers):
 @pytest.fixture
 def held(actors, workers, group):
     """A work that waits for rank 1, which is in a method until the gate opens."""
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     refs = refs_of(workers)
     blocked = block(workers[1], gate)
     work = col.allreduce_refs(refs, async_op=True)
@@ -96,7 +96,7 @@ def test_a_group_is_shown_by_its_ranks(patient, group):
     assert "2 ranks, destroyed" in told
 
 
-def test_what_a_group_does_is_shown(patient, held, group):
+def test_display_shows_the_activity_of_a_group(patient, held, group):
     work, _ = held
 
     def is_held_up():
@@ -233,7 +233,7 @@ def test_a_captured_step_is_shown_in_each_of_its_states(patient, digits, learner
 
 
 def test_a_captured_step_with_a_busy_actor_is_shown_without_bytes(actors, digits, learners):
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     step = learning(learners)
     step.run()
     blocked = block(learners[0], gate)
@@ -365,7 +365,7 @@ def test_a_work_that_outlives_the_loop_of_its_await_is_cancelled_as_any(ctrl_c, 
 
 def test_ctrl_c_while_a_captured_step_runs_leaves_it_as_it_is(ctrl_c, actors, digits, learners):
     """The run that was waited for goes on, and the next one comes after it."""
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     with col.capture() as step:
         step.returns([step.call(one, "note") for one in learners])
     assert step.run() == [1, 1]

@@ -47,7 +47,7 @@ def code_cells(notebook):
 
 
 @pytest.mark.parametrize("name", refresh.NAMES)
-def test_a_notebook_runs_and_shows_what_is_stored(environment, name):
+def test_notebook_outputs_equal_the_stored_ones(environment, name):
     stored = refresh.load(name)
     fresh = refresh.run(stored, environment)
     for before, now in zip(code_cells(stored), code_cells(fresh), strict=True):
@@ -57,7 +57,7 @@ def test_a_notebook_runs_and_shows_what_is_stored(environment, name):
 
 
 @pytest.mark.parametrize("name", refresh.NAMES)
-def test_what_is_stored_is_small_and_of_no_machine(name):
+def test_stored_outputs_are_small_and_machine_independent(name):
     stored = refresh.load(name)
     text = nbformat.writes(stored)
     assert len(text) < MOST_NOTEBOOK_NBYTES
@@ -79,7 +79,7 @@ def notebook_of(*cells):
     return nbformat.v4.new_notebook(cells=made)
 
 
-def test_a_notebook_with_a_cell_that_fails_is_told(environment):
+def test_unplanned_cell_failure_is_raised(environment):
     planned, not_planned = ("1 / 0", refresh.FAILS), ("[][0]",)
     with pytest.raises(CellExecutionError, match="IndexError"):
         refresh.run(notebook_of(planned, not_planned), environment)
@@ -95,7 +95,7 @@ def test_a_notebook_with_a_cell_that_fails_is_told(environment):
         ("in Worker.load (a cell, line 3)", "in load (a cell, line 3)"),
     ],
 )
-def test_what_varies_is_masked(one, other):
+def test_varying_output_is_masked(one, other):
     assert refresh.masked(one) == refresh.masked(other)
 
 
@@ -103,7 +103,7 @@ def test_what_varies_is_masked(one, other):
     ("one", "other"),
     [("rank 1", "rank 2"), ("[7. 7.]", "[8. 8.]"), ("20 B", "40 B"), ("3 ranks", "2 ranks"), ("in load", "in save")],
 )
-def test_what_counts_is_not_masked(one, other):
+def test_significant_output_is_not_masked(one, other):
     assert refresh.masked(one) != refresh.masked(other)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ import ray
 import raycollect as col
 from raycollect.core.model import OpKind
 from raycollect.member.runtime import Runtime
+from tests.lives import lasting
 from tests.pure.driver.test_order_model import FOLDS, KINDS, MUCH, Call
 from tests.pure.sites import BUFFERS, OFTEN, first_values
 
@@ -28,7 +28,8 @@ GROUPS = {"left": (0, 1, 2), "right": (3, 2, 1), "round": (2, 0, 3)}
 """Four actors; no group has all, and each shares two with each other."""
 
 
-@ray.remote(num_cpus=0)
+@lasting
+@ray.remote
 class Loaded(col.CollectiveParticipant):
     """A participant with some arrays, which notes when its methods ran."""
 
@@ -153,15 +154,12 @@ class Load:
 
 
 @pytest.fixture
-def workers(tidy) -> Iterator[list[Any]]:
-    made = [Loaded.remote(number) for number in range(4)]
-    yield made
-    for worker in made:
-        ray.kill(worker)
+def workers(actors: Any) -> list[Any]:
+    return [actors(Loaded, 1, number)[0] for number in range(4)]
 
 
 @pytest.mark.timeout(120 * MUCH)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("orderings", "backend"),
     [
@@ -172,7 +170,7 @@ def workers(tidy) -> Iterator[list[Any]]:
     ],
     ids=["program-shm", "program-tcp", "data-shm", "both-tcp"],
 )
-def test_what_threads_call_is_as_if_one_after_the_other(workers, orderings, backend, seed):
+def test_calls_of_concurrent_threads_are_serializable(workers, orderings, backend, seed):
     for (name, members), ordering in zip(GROUPS.items(), orderings, strict=True):
         actors = [workers[one] for one in members]
         col.declare_collective_group(actors, group_name=name, ordering=ordering, backend=backend)

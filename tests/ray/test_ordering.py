@@ -17,7 +17,7 @@ from raycollect.member.runtime import Runtime
 from tests.ray.test_refusals import Gate
 from tests.ray.workers import Buffers, Plain, Worker
 
-SEEDS = range(2)
+SEEDS = [0, pytest.param(1, marks=pytest.mark.full)]
 
 
 def buffers(workers):
@@ -51,7 +51,7 @@ def occupy(actors, gate):
     """Lets a method of a worker run until the gate opens: gives its ref, once it has begun."""
 
     def begin(worker):
-        (begun,) = actors(Gate, 1, max_concurrency=2)
+        (begun,) = actors(Gate, 1, max_concurrency=8)
         ref = worker.make.remote(wait_in, gate, begun)
         ray.get(begun.wait.remote())
         return ref
@@ -98,7 +98,7 @@ def test_a_call_overtakes_methods_that_wait_in_the_queue(crew, gate, submits, ba
         np.testing.assert_array_equal(found, np.full(10, count**3))
 
 
-def test_in_program_order_it_waits_in_the_queue(crew, gate):
+def test_program_order_call_waits_behind_queued_methods(crew, gate):
     workers, refs = crew(2, ordering="program")
     queued = workers[0].make.remote(opened, gate.wait.remote())
     work = col.allreduce_refs(refs, async_op=True)
@@ -200,7 +200,7 @@ def test_methods_and_calls_take_turns(crew):
 # ---------------------------------------------------------------------------------------------- no deadlock
 
 
-def test_who_is_ready_first_does_not_hold_up_what_another_waits_for(crew, gate):
+def test_early_rank_does_not_block_a_method_another_rank_needs(crew, gate):
     """Rank 1 waits for a method of its own, which waits for one of rank 0 that stands in the queue there."""
     workers, refs = crew(2)
     made = workers[0].make.remote(opened, gate.wait.remote())
@@ -211,7 +211,7 @@ def test_who_is_ready_first_does_not_hold_up_what_another_waits_for(crew, gate):
     np.testing.assert_array_equal(col.get(late), np.full(10, 2))
 
 
-def test_who_is_ready_first_does_not_hold_up_what_an_earlier_plan_waits_for(crew, gate):
+def test_early_rank_does_not_block_a_method_an_earlier_plan_needs(crew, gate):
     """The same, by way of a plan in program order that another rank has to end first."""
     workers, refs = crew(3)
     col.declare_collective_group(workers[1:], group_name="pair")
@@ -255,7 +255,7 @@ def test_plans_of_both_orders_keep_the_order_of_the_calls(crew, seed):
 # ---------------------------------------------------------------------------------------------- what goes otherwise
 
 
-def test_what_makes_refs_goes_in_program_order(crew, submits):
+def test_calls_with_outputs_keep_program_order(crew, submits):
     _, refs = crew(2)
     gathered = col.allgather_refs(None, refs)
     assert len(submits) == 2
@@ -265,7 +265,7 @@ def test_what_makes_refs_goes_in_program_order(crew, submits):
         np.testing.assert_array_equal(found, np.ones((2, 10)))
 
 
-def test_a_batch_goes_by_the_channel_where_all_its_groups_say_so(crew, submits):
+def test_batch_of_data_ordered_groups_uses_the_channel(crew, submits):
     workers, refs = crew(3)
     col.declare_collective_group(workers[:2], group_name="data", ordering="data")
     col.declare_collective_group(workers[1:], group_name="program")
@@ -278,7 +278,7 @@ def test_a_batch_goes_by_the_channel_where_all_its_groups_say_so(crew, submits):
     np.testing.assert_array_equal(col.get(refs[2]), np.full(10, 30))
 
 
-def test_what_is_too_long_for_a_message_goes_in_program_order(crew, submits, monkeypatch):
+def test_oversized_orders_keep_program_order(crew, submits, monkeypatch):
     _, refs = crew(2)
     dispatch.prepare.cache_clear()
     monkeypatch.setattr(dispatch, "ORDER_NBYTES", 100)
@@ -338,7 +338,7 @@ def test_a_producer_that_raises(crew, gate, when):
     assert_works(refs, workers)
 
 
-def test_a_participant_that_is_not_ready_in_time_is_named(crew, gate):
+def test_timeout_names_a_participant_that_is_not_ready(crew, gate):
     workers, refs = crew(3)
     late = workers[1].make.remote(wait_in, gate)
     with pytest.raises(errors.CollectiveTimeoutError) as caught:
@@ -352,7 +352,7 @@ def test_a_participant_that_is_not_ready_in_time_is_named(crew, gate):
     assert_works([refs[0], late, refs[2]], workers)
 
 
-def test_a_participant_whose_method_runs_too_long_is_named(crew, gate, occupy):
+def test_timeout_names_a_participant_busy_in_a_method(crew, gate, occupy):
     """Its operand is there, but the method that runs has its turn."""
     workers, refs = crew(3)
     running = occupy(workers[2])
@@ -366,7 +366,7 @@ def test_a_participant_whose_method_runs_too_long_is_named(crew, gate, occupy):
     assert_works(refs, workers)
 
 
-def test_what_no_participant_is_ready_for_does_not_time_out(crew, gate):
+def test_call_without_a_ready_participant_does_not_time_out(crew, gate):
     workers, _ = crew(2)
     late = [worker.make.remote(wait_in, gate) for worker in workers]
     work = col.allreduce_refs(late, async_op=True, timeout_s=0.5)
@@ -431,7 +431,7 @@ def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy, awaited):
     np.testing.assert_array_equal(col.get(refs[mine]), np.full(10, 2))
 
 
-def test_a_participant_that_can_not_be_told(crew, monkeypatch):
+def test_failed_send_of_an_order_aborts_the_call(crew, monkeypatch):
     """The order reaches rank 0 only: it is aborted there, and no tensor is touched."""
     workers, refs = crew(3)
     order, told = dispatch.ParticipantLink.order, []

@@ -27,7 +27,7 @@ Each of their numbered defects and where it has its test; `tests/` is left out, 
     32 streams per call; cupy's send raises
         none: needs a GPU
  9  looking up a group blocks
-        pure/member/test_verbs.py::test_defect_9_looking_up_a_group_waits_for_nobody
+        pure/member/test_verbs.py::test_defect_9_group_lookup_does_not_block
 10  four reduce ops
         pure/member/test_verbs.py::test_defect_10_more_reduce_ops
     no gather, scatter, all-to-all

@@ -148,7 +148,7 @@ def test_shapes_that_differ_are_refused(pair):
     assert "shape" in str(error)
 
 
-def test_a_ref_that_was_put_is_named_by_what_it_holds(pair):
+def test_put_ref_is_reported_as_the_ref_it_holds(pair):
     odd = made(pair[1], 5)
     error = as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), ray.put(ray.get(odd))])
     assert odd.hex() in {violation.ref for violation in error.violations}
@@ -158,7 +158,7 @@ def test_dtypes_that_differ_are_refused(pair):
     as_the_call(MismatchError, col.allreduce_refs, [made(pair[0], 4), made(pair[1], 4, "float64")])
 
 
-def test_what_can_not_be_cut_is_refused(pair):
+def test_indivisible_alltoall_raises_invalid_argument_error(pair):
     as_the_call(InvalidArgumentError, col.alltoall_refs, None, [made(worker, 5) for worker in pair])
 
 

@@ -76,7 +76,7 @@ def far(work):
     return [(one.done_nbytes / MB, one.total_nbytes / MB) for one in work.progress(20).ranks]
 
 
-def test_an_allreduce_is_as_far_as_its_ranks(workers, gate, capsys):
+def test_allreduce_progress_sums_its_ranks(workers, gate, capsys):
     col.declare_collective_group(workers)
     refs = made(workers)
     ray.get(
@@ -96,7 +96,7 @@ def test_an_allreduce_is_as_far_as_its_ranks(workers, gate, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_rank_that_is_stopped_counts_as_where_it_was(workers, gate, monkeypatch, capsys):
+def test_stopped_rank_counts_at_its_last_position(workers, gate, monkeypatch, capsys):
     group = col.declare_collective_group(workers)
     refs = made(workers)
     pid = group.status().members[1].pid
@@ -120,7 +120,7 @@ def test_a_rank_that_is_stopped_counts_as_where_it_was(workers, gate, monkeypatc
     assert out == ""
 
 
-def test_what_waits_in_a_block_shows_a_bar_that_ends_full(workers, gate, capsys):
+def test_progress_block_shows_bars_that_end_full(workers, gate, capsys):
     """A verb, a batch, and a run; the bars of a test are drawn as soon as there is something to say."""
     col.declare_collective_group(workers, backend="shm")
     refs = made(workers)
@@ -176,7 +176,7 @@ class opened_by_the_bar:
         assert self.opens is None, "no bar has shown anything"
 
 
-def test_before_the_door_it_says_who_has_not_begun_and_ctrl_c_cancels_the_verb(workers, gate, monkeypatch, capsys):
+def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_verb(workers, gate, monkeypatch, capsys):
     col.declare_collective_group(workers)
     refs = made(workers)
     ray.wait(refs, num_returns=2)

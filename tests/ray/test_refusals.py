@@ -12,6 +12,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.core import ray_internals
 from raycollect.driver.batch import record
+from tests.lives import lasting
 from tests.ray.test_store import KindsActor, wait_until
 from tests.ray.workers import Plain, Worker
 
@@ -336,7 +337,7 @@ def test_lists_of_several_gpus_need_nccl(trio):
             call()
 
 
-def test_what_verbs_of_several_gpus_ask_for(trio):
+def test_multigpu_verbs_record_their_requests(trio):
     """Recorded only, as no plan of them can be made here."""
     lists, others = buffers(trio), buffers(trio)
 
@@ -418,7 +419,7 @@ def test_group_errors(actors):
     col.declare_collective_group([a, b], group_name="g")
 
 
-def test_an_actor_whose_last_handle_was_dropped(cluster, actors):
+def test_actor_without_a_handle_raises_actor_gone_error(cluster, actors):
     (kept,) = actors(Worker, 1)
     ref = Worker.options(num_cpus=0).remote().get_buffer.remote()
     weak = ray_internals.actor_handle(ref.task_id().actor_id().hex())
@@ -490,7 +491,7 @@ def test_too_many_pending_calls_in_mid_submit(actors):
     group = when_accepted(lambda: col.declare_collective_group([a, b]))
     refs = [a.get_buffer.remote(), when_accepted(b.get_buffer.remote)]
     ray.wait(refs, num_returns=2)
-    gate = actors(Gate, 1, max_concurrency=2)[0]
+    gate = actors(Gate, 1, max_concurrency=8)[0]
     blocked = when_accepted(lambda: b.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate))
     with pytest.raises(errors.DispatchError, match=r"rank 1.*PendingCallsLimitExceeded"):
         col.allreduce_refs(refs)
@@ -502,6 +503,7 @@ def test_too_many_pending_calls_in_mid_submit(actors):
     np.testing.assert_array_equal(when_accepted(lambda: col.get(refs[1])), np.full(10, 2))
 
 
+@lasting
 @ray.remote
 class Gate:
     """Lets a test decide when a method goes on."""

@@ -44,7 +44,7 @@ def pair(actors):
     return [actors(Worker, 1, **limited(limit))[0] for limit in LIMITS]
 
 
-def test_what_members_hold(pair):
+def test_statistics_count_store_and_arena(pair):
     group = col.declare_collective_group(pair)
     first, second = group.statistics().members
     assert [(one.rank, one.actor) for one in (first, second)] == [(m.rank, m.actor) for m in group.status().members]
@@ -73,7 +73,8 @@ def test_what_members_hold(pair):
     assert [one.store.freed for one in group.statistics().members] == [1, 1]
 
 
-def test_dirt_is_counted_until_it_is_overwritten(pair):
+def test_dirt_is_counted_until_it_is_overwritten(actors):
+    pair = actors(Worker, 2)
     group = col.declare_collective_group(pair)
     refs = [worker.make.remote(fill) for worker in pair]
     ray.get(pair[1].call.remote(inject.put, "after_kernel", "raise"))
@@ -85,7 +86,7 @@ def test_dirt_is_counted_until_it_is_overwritten(pair):
 
 
 def test_busy_members_and_those_without_the_mixin_answer(actors):
-    (busy,), (plain,), (gate,) = actors(Worker, 1), actors(Plain, 1), actors(Gate, 1, max_concurrency=3)
+    (busy,), (plain,), (gate,) = actors(Worker, 1), actors(Plain, 1), actors(Gate, 1, max_concurrency=8)
     group = col.declare_collective_group([busy, plain])
 
     def hold(self, gate):
@@ -99,7 +100,7 @@ def test_busy_members_and_those_without_the_mixin_answer(actors):
     ray.get(blocked)
 
 
-def test_a_member_that_is_gone_leaves_its_place_empty(actors):
+def test_dead_member_has_no_statistics(actors):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers)
     ray.kill(workers[1])
@@ -109,7 +110,7 @@ def test_a_member_that_is_gone_leaves_its_place_empty(actors):
     assert "rank 1: gone, or silent" in repr(found)
 
 
-def test_an_actor_that_was_restarted_is_not_the_member(actors):
+def test_restarted_actor_is_no_member(actors):
     workers = actors(Worker, 2, max_restarts=1, max_task_retries=0)
     group = col.declare_collective_group(workers)
     workers[1].call.remote(lambda self: os._exit(1))
@@ -125,7 +126,7 @@ def is_stopped(pid):
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
 
-def test_a_member_that_is_stopped_is_waited_for_no_longer_than_asked(actors):
+def test_statistics_wait_for_a_stopped_member_no_longer_than_asked(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     pid = group.status().members[0].pid
@@ -138,7 +139,7 @@ def test_a_member_that_is_stopped_is_waited_for_no_longer_than_asked(actors):
     assert [one and one.rank for one in group.statistics().members] == [0, 1]
 
 
-def test_a_group_that_was_destroyed_has_none(actors):
+def test_statistics_of_a_destroyed_group_raise_unknown_group_error(actors):
     workers = actors(Worker, 2)
     group = col.declare_collective_group(workers)
     other = col.declare_collective_group(workers, group_name="other")

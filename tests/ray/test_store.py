@@ -204,7 +204,7 @@ def test_a_tensor_without_dimensions_goes_by_value(kinds, name):
     assert col.get(kinds.scalar.remote(name)) == value
 
 
-def test_one_without_dimensions_beside_others(kinds):
+def test_zero_dimensional_tensors_beside_others(kinds):
     """Each return and item by itself; in a container it is one of its tensors, as in a state_dict."""
     loss, state = kinds.scalar_and_state.options(num_returns=2).remote()
     assert ray.get(loss) == 3
@@ -339,7 +339,7 @@ def test_a_ref_owned_by_another_process_keeps_its_tensor(kinds, actors):
     assert wait_until(lambda: held(kinds) == before), held(kinds)
 
 
-def test_what_a_dead_actor_has_not_made_is_lost(actors):
+def test_pending_results_of_a_dead_actor_are_lost(actors):
     """Its methods had not ended, so that there is no handle; where there is one, its holder is out of reach."""
     worker = KindsActor.remote()
     there = worker.get_buffer.remote()
@@ -386,7 +386,7 @@ def test_ray_values_pass_through_get(kinds):
     assert col.get([ray.put(3), kinds.scalar.remote()]) == [3, np.float32(3)]
 
 
-def test_a_ray_that_cannot_tell_when_refs_are_gone_gets_a_bounded_store(actors):
+def test_store_is_bounded_without_reference_counts_of_ray(actors):
     """The feature is Ray's own and may go: then `free` and a limit take its place."""
 
     def forget(self):
@@ -418,7 +418,7 @@ class Blind(col.CollectiveParticipant):
         return np.ones(10, np.float32)
 
 
-def test_an_output_that_finds_the_store_full_fails_its_plan_and_no_other(actors):
+def test_full_store_fails_only_the_plan_of_the_output(actors):
     def forget(self):
         from raycollect.core import ray_internals
         from raycollect.member import runtime

@@ -120,7 +120,7 @@ def test_small_floats_are_summed_in_float32(pair, name):
 
 
 @pytest.mark.parametrize("protocol", ["dlpack", "interface"])
-def test_whatever_shows_its_memory(pair, protocol):
+def test_any_object_with_a_memory_protocol_is_a_tensor(pair, protocol):
     def put(self, rank):
         self.array = np.full((2, 2), rank + 1.0)
         return Borrowed(self.array, protocol)
@@ -194,7 +194,7 @@ def test_defect_11_a_list_of_one_tensor_twice(pair):
     assert not any(one.any() for found in col.get(lists) for one in found)
 
 
-def test_what_is_no_tensor_goes_by_value(pair):
+def test_unsupported_tensors_go_by_value(pair):
     ref = pair[0].make.remote(lambda self: torch.zeros(3).to_sparse())
     with refused(errors.NotATensorError, "rank 0", "torch.sparse_coo", "to_dense()", actors=pair):
         col.allreduce_refs([ref, pair[1].get_buffer.remote()])

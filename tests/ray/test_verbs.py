@@ -66,7 +66,7 @@ def trio(request, actors):
 # ---------------------------------------------------------------------------------------------- each verb
 
 
-def test_reduce_touches_nobody_but_the_root(trio):
+def test_reduce_changes_only_the_root(trio):
     for root in range(WORLD):
         refs = zeros(trio, part)
         for rank, ref in enumerate(refs):
@@ -257,7 +257,7 @@ def test_an_error_that_was_raised_is_not_logged_as_unhandled_too(actors, monkeyp
         unhandled.set()
 
     monkeypatch.setattr(ray._private.worker.logger, "error", note)
-    (gate,) = actors(Gate, 1, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
     col.allgather_refs(None, make(workers, part))  # while both can join a group
     busy = block(workers[1], gate)
     work = col.gather_refs(None, make(workers, part), async_op=True)

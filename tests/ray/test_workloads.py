@@ -27,7 +27,7 @@ def told(report):
 
 
 @pytest.mark.usefixtures("tidy")
-def test_weights_come_to_all_rollout_workers():
+def test_weights_reach_all_rollout_workers():
     pytest.importorskip("torch")
     from examples.workloads import weight_sync
 
@@ -64,7 +64,7 @@ def test_a_sharded_table_is_as_good_as_a_whole_one():
 # ---------------------------------------------------------------------------------------------- their parts
 
 
-def test_a_report_tells_what_is_not_good():
+def test_report_shows_failed_checks():
     bad = Check(name="loss", found="rises", good=False)
     timing = Timing(what="1 MB", ms={"ours": 2.0, "theirs": 3.0})
     report = Report(title="title", unit="step", checks=(bad,), timings=(timing,))
@@ -100,7 +100,7 @@ def test_a_pushed_cart_moves_as_the_equations_say():
 
 
 @pytest.mark.parametrize("slack", [0, 2])
-def test_nobody_gets_further_ahead_than_the_slack(slack):
+def test_no_worker_exceeds_the_slack(slack):
     class Stalled:
         """Worker 0 does not move before it is told to."""
 
@@ -129,7 +129,7 @@ def test_nobody_gets_further_ahead_than_the_slack(slack):
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_shards_without_ray_give_what_the_whole_table_gives(ranks):
+def test_shards_without_ray_equal_the_whole_table(ranks):
     rows = 101
     shards = [embedding.Shard() for _ in range(ranks)]
     batches = embedding.strange_batches(ranks, rows)

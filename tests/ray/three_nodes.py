@@ -1,12 +1,12 @@
-"""A program on three Ray nodes of one machine; run by test_nodes.py in a process of its own."""
+"""Programs on three Ray nodes of one machine; run by test_nodes.py, one after the other, in a process of their own."""
 
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -139,16 +139,24 @@ def every_call(self):
 
 def host_by_host():
     """Two members on each of two nodes, one on the third: by costs that make it cheaper, and wherever it can be."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         slow = Path(folder, "costs.json")
         link_costs.write(slow, [link_costs.given(latency_s=1e-3, bandwidth=1e6)])
-        os.environ[link_costs.ENVIRONMENT_VARIABLE] = str(slow)
+        patch.setenv(link_costs.ENVIRONMENT_VARIABLE, str(slow))
         without_inner()
-        _host_by_host("tcp", (OpKind.BROADCAST,))
-        _host_by_host("gloo", (OpKind.ALLREDUCE,))
-        passes.route = forced
-        _host_by_host("tcp", (OpKind.BROADCAST, OpKind.ALLREDUCE))
-        _host_by_host("gloo", (OpKind.BROADCAST, OpKind.ALLREDUCE))
+        workers = [_on(node) for node in PLACES]
+        _host_by_host(workers, "tcp", (OpKind.BROADCAST,))
+        _host_by_host(workers, "gloo", (OpKind.ALLREDUCE,))
+        patch.setattr(passes, "route", forced)
+        _host_by_host(workers, "tcp", (OpKind.BROADCAST, OpKind.ALLREDUCE))
+        _host_by_host(workers, "gloo", (OpKind.BROADCAST, OpKind.ALLREDUCE))
+
+
+PLACES = ("one", "one", "two", "three", "three")
+
+
+def _on(node):
+    return Worker.options(num_cpus=0, resources={node: 0.1}).remote()
 
 
 def without_inner():
@@ -191,9 +199,7 @@ def forced(part, roster):
     return build(part, roster, ALGORITHMS["hierarchical"])
 
 
-def _host_by_host(backend, routed):
-    nodes = ("one", "one", "two", "three", "three")
-    workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in nodes]
+def _host_by_host(workers, backend, routed):
     group = col.declare_collective_group(workers, backend=backend)
     assert [m.spec.world_size for m in Controller.current().groups.named("default").tree] == [5, 2, 1, 2, 3]
     values = [np.random.default_rng(rank).normal(size=2501) for rank in range(5)]
@@ -237,6 +243,7 @@ def _host_by_host(backend, routed):
     with pytest.raises(col.errors.GroupBrokenError):
         col.allreduce_refs(refs)
     col.destroy_collective_group()
+    workers[3] = _on(PLACES[3])
     del group
 
 
@@ -287,7 +294,7 @@ PROGRAMS = {
 }
 
 
-def main(name):
+def main(*names):
     arguments = {"num_cpus": 2, "object_store_memory": 100 << 20}
     cluster = Cluster(
         initialize_head=True, head_node_args={**arguments, "resources": {"one": 1}, "include_dashboard": False}
@@ -295,13 +302,25 @@ def main(name):
     try:
         cluster.add_node(**arguments, resources={"two": 1})
         cluster.add_node(**arguments, resources={"three": 1})
-        ray.init(address=cluster.address, log_to_driver=False)
-        PROGRAMS[name](cluster)
+        for name in names:
+            run(name, cluster)
     finally:
-        ray.shutdown()
         cluster.shutdown()
-    print("three nodes: done")
+
+
+def run(name, cluster):
+    """Runs a program as a driver of its own, and says how it went."""
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        PROGRAMS[name](cluster)
+        print(f"{name}: done")
+    except Exception:  # the others run all the same
+        print(f"{name}: {traceback.format_exc()}")
+    finally:
+        Controller.current().close()
+        Controller._current = None
+        ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

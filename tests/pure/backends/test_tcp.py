@@ -83,7 +83,7 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: in
     for world in (1, 2, 3, 4):
         team = ThreadTeam("tcp", world)
         for dtype in ("int16", "complex128"):
-            check_cases(team, list(every_case(dtype, world, (7, 1024))))
+            check_cases(team, list(every_case(dtype, world, (7, 500))))
         team.close()
 
 

@@ -91,7 +91,7 @@ def test_a_repeated_plan_is_answered_once_before_its_launch_is_left(
         assert told.run() == [EARLY if run >= REPEATED_FROM else LATE] * world
 
 
-def test_who_is_not_asked_is_told_nothing(loop: MakeLoop) -> None:
+def test_run_without_requested_answers_reports_nothing(loop: MakeLoop) -> None:
     one, _ = loop("local", [np.ones(3)])
     for _ in range(5):
         assert one.run() == [None]
@@ -131,7 +131,7 @@ def made_anew(team: Team) -> None:
 
 @pytest.mark.parametrize("add", [after, gives_back, gathers, made_anew])
 @pytest.mark.parametrize("world", [1, 3])
-def test_where_more_is_to_come_than_a_repeated_plan_nothing_is_told_early(
+def test_early_answers_need_a_step_of_one_repeated_plan(
     loop: MakeLoop, world: int, add: Callable[[Team], None]
 ) -> None:
     """A method, results, outputs, or a plan on what is new in each run."""
@@ -381,7 +381,7 @@ def test_an_answer_that_fails_ends_the_run_and_no_thread(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_fails_is_told_as_failed_alone(step: Callable[..., Step], way: str) -> None:
+def test_failed_run_is_reported_only_as_failed(step: Callable[..., Step], way: str) -> None:
     one = step(way)
     for _ in range(REPEATED_FROM):
         one.start()
@@ -395,7 +395,7 @@ def test_a_run_that_fails_is_told_as_failed_alone(step: Callable[..., Step], way
     assert one.told == before
 
 
-def test_results_are_told_once_after_all_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_reported_once_after_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     post = Counting()
     one = Bench(echo(), post, note=lambda value: value)
     run, told = one.runner.run, list[int]()

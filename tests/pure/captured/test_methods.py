@@ -401,7 +401,7 @@ def test_refs_are_pinned_or_go_by_value(here: Lease) -> None:
     assert other is shared
 
 
-def test_tensors_of_others_and_what_is_not_here_are_refused(here: Lease) -> None:
+def test_foreign_and_missing_tensors_are_refused(here: Lease) -> None:
     script = Script(0, [None])
     key = Key(bytes(28))
     with pytest.raises(NotAMemberError, match="send_ref it first"):

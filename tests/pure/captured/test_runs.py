@@ -196,7 +196,7 @@ def test_a_run_has_ended_when_all_have_answered(fleet: Fleet, seed: int) -> None
     assert [said(peer) for peer in fleet.peers] == [[]] * 4
 
 
-def test_what_does_not_fit_goes_by_the_channel(controller: Controller) -> None:
+def test_oversized_runs_use_the_channel(controller: Controller) -> None:
     fleet = Fleet(controller, slots=(0, -1, 1, -1))
     long = bytes(SHORT + 1)
     tracker = fleet.begin(b"a", b"b", long, long)
@@ -233,7 +233,7 @@ def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     tracker.abort(PlanAbortedError(detail="the end"))
 
 
-def test_what_a_run_writes(fleet: Fleet) -> None:
+def test_run_reports_the_tensors_it_writes(fleet: Fleet) -> None:
     tracker = fleet.begin()
     assert [tracker.writes.get(key(at)) for at in (0, 3, 4, 9, 7)] == [True, True, True, True, None]
     assert tracker.refs == dict.fromkeys(map(key, range(5)))
@@ -267,7 +267,7 @@ def test_the_doors_of_a_run_are_those_of_its_plans(fleet: Fleet) -> None:
 # ---------------------------------------------------------------------------------------------- failures
 
 
-def test_a_failure_breaks_the_step_and_ends_what_is_behind(fleet: Fleet) -> None:
+def test_failure_breaks_the_step_and_ends_later_runs(fleet: Fleet) -> None:
     before, tracker, *behind = [fleet.begin() for _ in range(4)]
     error = MethodError(op="step", call=2, raised="ValueError", detail="x", trace="t")
     fleet.fail(2, tracker, error)
@@ -292,7 +292,7 @@ def test_a_failure_breaks_the_step_and_ends_what_is_behind(fleet: Fleet) -> None
         fleet.land(one)
 
 
-def test_who_has_ended_well_before_it_heard_of_a_failure(fleet: Fleet) -> None:
+def test_completion_before_the_news_of_a_failure_counts(fleet: Fleet) -> None:
     """Nobody waits for its answer, and yet it counts."""
     tracker = fleet.begin()
     fleet.fail(1, tracker, KernelError(detail="broke"))
@@ -315,7 +315,7 @@ def test_an_echo_waits_for_its_cause(fleet: Fleet) -> None:
     fleet.land(tracker)
 
 
-def test_a_refusal_is_told_to_those_of_other_plans(fleet: Fleet) -> None:
+def test_refusal_reaches_participants_of_other_plans(fleet: Fleet) -> None:
     tracker = fleet.begin()
     violation = Violation(kind="mismatch", rank=1, field="shape", found="[2]", expected="[1]", call=0)
     fleet.fail(0, tracker, refusal("allreduce", "", (violation,)))
@@ -329,7 +329,7 @@ def test_a_refusal_is_told_to_those_of_other_plans(fleet: Fleet) -> None:
     fleet.land(tracker)
 
 
-def test_who_has_answered_before_it_died_has_ended(fleet: Fleet) -> None:
+def test_answer_before_a_death_counts_as_ended(fleet: Fleet) -> None:
     first, second = fleet.begin(), fleet.begin()
     fleet.bell.give(3, first.number)
     fleet.controller.messages.lost(fleet.peers[3], "killed")
@@ -369,7 +369,7 @@ def test_a_run_that_can_not_be_sent_to_all(fleet: Fleet, monkeypatch: pytest.Mon
     fleet.land(tracker)
 
 
-def test_the_time_of_a_run(fleet: Fleet) -> None:
+def test_run_timeout_names_the_missing_participants(fleet: Fleet) -> None:
     tracker = fleet.begin(timeout_s=0.01)
     fleet.bell.give(0, tracker.number)
     assert tracker.wait(None)
@@ -408,7 +408,7 @@ def test_threads_that_wait_for_different_runs(fleet: Fleet, seed: int) -> None:
         assert all(one.result(WAIT_S) for one in waits)
 
 
-def test_a_failure_wakes_all_who_wait(fleet: Fleet) -> None:
+def test_failure_wakes_all_waiters(fleet: Fleet) -> None:
     trackers = [fleet.begin() for _ in range(4)]
     works = [CapturedRun(fleet.controller, None, tracker, lambda one: one.error) for tracker in trackers]
     with ThreadPoolExecutor(4) as threads:
@@ -424,7 +424,7 @@ def test_a_failure_wakes_all_who_wait(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_so_many_are_under_way_and_no_more(fleet: Fleet, is_late: bool) -> None:
+def test_number_of_concurrent_runs_is_bounded(fleet: Fleet, is_late: bool) -> None:
     """The cells of the oldest run are those of the next one, whatever the others do."""
     trackers = [fleet.begin() for _ in range(IN_FLIGHT)]
     with ThreadPoolExecutor(1) as threads:
@@ -584,7 +584,7 @@ def test_runs_that_have_ended_unasked_make_room_for_themselves_alone(fleet: Flee
 # ---------------------------------------------------------------------------------------------- behind plans
 
 
-def test_a_run_goes_behind_what_waits_on_its_participants(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_follows_pending_plans_of_its_participants(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is pending there, or a fenced run, may wait for methods; a run by the doorbell does not."""
     fenced: list[int] = []
     monkeypatch.setattr(fleet.runs, "_fence", lambda at: lambda payload: fenced.append(at))
@@ -614,7 +614,7 @@ def test_a_run_goes_behind_what_waits_on_its_participants(fleet: Fleet, monkeypa
 # ---------------------------------------------------------------------------------------------- the end
 
 
-def test_close_ends_what_is_under_way(fleet: Fleet) -> None:
+def test_close_ends_running_runs(fleet: Fleet) -> None:
     done, *open_ones = [fleet.begin() for _ in range(3)]
     for at in range(4):
         fleet.bell.give(at, done.number)
@@ -632,7 +632,7 @@ def test_close_ends_what_is_under_way(fleet: Fleet) -> None:
         fleet.land(one)
 
 
-def test_what_nobody_has_is_closed_by_the_next_plan_once_it_is_idle(fleet: Fleet) -> None:
+def test_unreferenced_idle_step_is_closed_by_the_next_plan(fleet: Fleet) -> None:
     controller = fleet.controller
     other = Fleet(controller, beside=fleet)
     tracker = fleet.begin()

@@ -61,7 +61,7 @@ def test_each_participant_gets_its_own_arguments_in_its_own_order(seed: int) -> 
     assert [unpack_values(one) for one in packed] == [tuple(values[name] for name in mine) for mine in wanted]
 
 
-def test_a_run_is_told_all_that_is_wrong_with_its_arguments() -> None:
+def test_argument_error_lists_all_violations() -> None:
     parameters = Parameters()
     parameters.declare("rate", MISSING)
     parameters.place([("rate",)])
@@ -136,7 +136,7 @@ def test_a_constant_is_another_array_each_time() -> None:
     assert second.tolist() == [0, 1, 2]
 
 
-def test_what_can_not_be_read_says_where_it_is() -> None:
+def test_unreadable_value_error_gives_its_place() -> None:
     def refuse(value: Any, where: str) -> int:
         raise ValueError(where)
 

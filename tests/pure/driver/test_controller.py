@@ -134,14 +134,14 @@ def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
         assert all((mine[0].lane, mine[0].group_id) == (ALL, pair.spec.group_id) for mine in told)
 
 
-def test_what_is_too_long_and_answers_no_meeting_is_an_error(controller: Controller) -> None:
+def test_oversized_message_outside_a_meeting_raises_protocol_error(controller: Controller) -> None:
     pair = group("pair", (5, 6))
     lease(controller, pair)
     with pytest.raises(ProtocolError, match="Abort has"):
         controller.groups.coordinators.relay(pair, [(0, Abort(seq=1, reason="x" * MAX_FRAME_NBYTES))])
 
 
-def test_who_publishes_before_all_are_invited_is_heard_by_all(controller):
+def test_early_publish_reaches_members_invited_later(controller):
     """Rank 0 is quick: what it publishes must not reach rank 1 before rank 1 knows of the group, and would drop it."""
     membership = group("late", (5, 6))
     peers = list(lease(controller, membership).values())
@@ -204,7 +204,7 @@ def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
 # ---------------------------------------------------------------------------------------------- what is let go of
 
 
-def test_a_participant_that_was_given_back_ends_what_it_had_under_way(controller):
+def test_released_participant_ends_its_running_plans(controller):
     """Nobody hears of it any more, so that the plan would hold its refs for good."""
     membership = group("team", (5, 6, 7))
     controller.groups.add(membership)
@@ -232,7 +232,7 @@ def test_a_group_that_is_gone_breaks_no_more(controller):
     assert not controller.groups._broken
 
 
-def test_what_is_let_go_of_later_does_not_wait_for_a_derived_group(controller):
+def test_deferred_release_does_not_wait_for_a_derived_group(controller):
     membership = group("team", (5, 6))
     controller.groups.add(membership)
     for _ in range(3):

@@ -58,7 +58,7 @@ def plain(words):
 
 
 @pytest.mark.parametrize("words", HOSTILE)
-def test_whatever_a_user_names_is_text(words):
+def test_user_given_names_are_escaped(words):
     fragments = [
         html.block(
             "group",
@@ -96,7 +96,7 @@ def test_rows_and_heads_that_do_not_match_are_no_table():
         html.table(["a", "b"], [("only one",)])
 
 
-def test_of_a_table_no_more_rows_are_made_than_are_shown():
+def test_table_makes_only_the_rows_it_shows():
     made = []
 
     def rows():
@@ -109,7 +109,7 @@ def test_of_a_table_no_more_rows_are_made_than_are_shown():
 
 
 @pytest.mark.parametrize(("ended", "count", "value"), [(None, 4, None), (0, 4, "0"), (3, 4, "3"), (0, 0, "0")])
-def test_a_bar_says_how_far(ended, count, value):
+def test_bar_shows_its_fraction(ended, count, value):
     found = re.search(r'<progress max="(\d+)"(?: value="(\d+)")?', html.bar(ended, count))
     assert found.groups() == (str(max(count, 1)), value)
 
@@ -154,16 +154,16 @@ class Unspeakable(Exception):
 
 
 @pytest.mark.parametrize("error", [ValueError("<b>"), OSError(), Unspeakable()], ids=lambda one: type(one).__name__)
-def test_what_fails_to_be_shown_says_so(error):
+def test_failing_display_shows_the_error_type(error):
     assert f"Broken, which can't be shown: {type(error).__name__}" in read(Broken(error)._repr_html_())
 
 
-def test_an_error_that_can_not_be_told_does_not_raise_in_a_work():
+def test_unprintable_error_does_not_raise_in_the_display_of_a_work():
     work = Work(None, Flying(3, error=Unspeakable()), None)
     assert "can't be shown: RuntimeError" in read(work._repr_html_())
 
 
-def test_ctrl_c_is_heard_while_something_is_shown():
+def test_ctrl_c_is_raised_during_a_display():
     with pytest.raises(KeyboardInterrupt):
         Broken(KeyboardInterrupt())._repr_html_()
 
@@ -208,7 +208,7 @@ def test_a_group_is_a_table_of_its_ranks(words):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_a_thousand_ranks_those_are_shown_of_which_there_is_something_to_say(seed):
+def test_large_group_shows_only_notable_ranks(seed):
     rng = random.Random(seed)
     strange = sorted(rng.sample(range(1000), 3))
     kinds = [{"answers": False}, {"awaited_s": 3.0}, {"doing": "train (t.py:3)"}]
@@ -266,7 +266,7 @@ def declared(count, name="default", asked="auto", machines=1):
 
 
 @pytest.mark.parametrize("name", HOSTILE[:5])
-def test_a_groups_name_is_text(name):
+def test_group_name_is_escaped(name):
     shown = declared(2, name)._repr_html_()
     assert repr(name)[1:-1] in read(shown)
 
@@ -284,7 +284,7 @@ def test_a_group_says_why_it_has_its_backend(count, asked, machines, why):
     assert f"tcp, {why}" in read(declared(count, asked=asked, machines=machines)._repr_html_())
 
 
-def test_a_group_of_a_thousand_is_told_in_a_few_words():
+def test_large_group_has_a_short_repr():
     group = declared(1000)
     assert len(repr(group)) < 200
     assert "992 more" in repr(group)
@@ -338,7 +338,7 @@ def test_a_work_is_a_bar(tracker, bar, state):
             assert "<b>" in read(shown)
 
 
-def test_who_has_not_ended_is_named_and_not_all_of_a_thousand():
+def test_display_names_a_few_of_many_pending_ranks():
     shown = Work(None, Flying(1000, 2), None)._repr_html_()
     assert "rank 2 (W(2))" in shown
     assert "990 more" in shown
@@ -347,7 +347,7 @@ def test_who_has_not_ended_is_named_and_not_all_of_a_thousand():
 
 
 @pytest.mark.parametrize("words", HOSTILE)
-def test_what_a_work_names_is_text(words):
+def test_names_in_a_work_are_escaped(words):
     shown = Work(None, Flying(2, 1, name=words, group=words), None)._repr_html_()
     assert plain(words)[:100] in read(shown)
 
@@ -380,7 +380,7 @@ def tensor(*shape, dtype="float32"):
     return TensorInfo(shape=shape, dtype=dtype, itemsize=np.dtype(dtype).itemsize)
 
 
-def test_a_handle_says_what_it_stands_for():
+def test_handle_display_describes_its_tensor():
     told_of = read(handle(TENSOR, tensor(1000, 10))._repr_html_())
     for expected in ("tensor, 39.06 KiB, kept in Worker(0a1b2c)", "[1000, 10]", "float32", "cpu", "numpy"):
         assert expected in told_of
@@ -399,7 +399,7 @@ def test_a_handle_of_several_tensors_does_not_offer_to_be_an_array(count):
 
 
 @pytest.mark.parametrize("words", HOSTILE[:5])
-def test_the_places_of_several_tensors_are_told(words):
+def test_handle_display_gives_the_place_of_each_tensor(words):
     layers = Structure("list", (), (TENSOR, Structure("tuple", (), (TENSOR, TENSOR))))
     made = Structure("dict", (words, 7), (layers, TENSOR))
     shown = handle(made, *(tensor(at) for at in range(4)), actor=words)._repr_html_()
@@ -456,13 +456,13 @@ def test_a_message_goes_from_its_sender_to_its_receiver_with_its_bytes():
 
 
 @pytest.mark.parametrize("root", range(3))
-def test_what_all_do_at_once_is_one_line_with_a_head_at_each_who_takes(root):
+def test_broadcast_is_drawn_as_one_line_with_a_head_per_receiver(root):
     there = roster([0] * 3)
     shown = told([broadcast(there, root)], there, {"x": info(100)})._repr_html_()
     assert arrows(shown) == [(f"broadcast from rank {root}", 1, 2)]
 
 
-def test_what_hosts_do_by_themselves_is_drawn_apart():
+def test_steps_within_a_host_are_drawn_dashed():
     shown = SHOWN["hierarchical"]()._repr_html_()
     lines = re.findall(r"<g><title>(.*?)</title><path [^>]*?/>", shown)
     dashed = re.findall(r"<g><title>([^<]*)</title><path [^>]*dasharray[^>]*/>", shown)

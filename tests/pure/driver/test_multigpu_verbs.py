@@ -386,7 +386,7 @@ def repeated(gpus: Gpus, device: int) -> Any:
 
 
 @pytest.mark.parametrize(("change", "error"), BAD.values(), ids=BAD.keys())
-def test_what_is_wrong_on_one_rank_is_heard_by_all(
+def test_violation_on_one_rank_is_raised_on_all(
     gpus: Gpus, change: Callable[[Gpus, list[Any]], Any], error: type[RefusedError]
 ) -> None:
     lists = gpus.lists([0, 1])
@@ -455,7 +455,7 @@ def test_indexes_have_to_be_there(gpus: Gpus, kind: OpKind, index: str) -> None:
     gpus.must(kind, lists, root=1, lists=GpuLists(**{index: 1}))
 
 
-def test_where_there_is_no_memory_all_ranks_hear_of_it(gpus: Gpus) -> None:
+def test_allocation_failure_is_raised_on_all_ranks(gpus: Gpus) -> None:
     lists = gpus.lists([0, 1], (1 << 12,))
     before = [host(row) for row in lists]
     fake = gpus.fake
@@ -482,7 +482,9 @@ def kept(convoy: Convoy, kind: OpKind, lists: Sequence[Any], **more: Any) -> Req
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.REDUCE])
 @pytest.mark.parametrize("point", ["after_door", "before_kernel"])
-def test_what_fails_before_lists_are_written_leaves_them(gpus: Gpus, convoy: Convoy, kind: OpKind, point: str) -> None:
+def test_failure_before_the_write_leaves_the_lists_unchanged(
+    gpus: Gpus, convoy: Convoy, kind: OpKind, point: str
+) -> None:
     lists = gpus.lists([2, 0])
     before = [host(row) for row in lists]
     convoy.faults = fault = FailAt(point=point, rank=2)
@@ -536,7 +538,7 @@ def test_a_gpu_that_does_not_get_there_ends_the_call_in_time(gpus: Gpus) -> None
     assert gpus.fleet.dirty == [0] * WORLD
 
 
-def test_what_fails_as_lists_are_written_is_half_written(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_during_the_write_leaves_lists_dirty(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the tensors that the call writes, on the rank that fails."""
     spread = across.spread
 
@@ -743,7 +745,7 @@ def test_another_backend_is_refused_before_anything_is_sent(kind: OpKind) -> Non
             plan([replace(one, group=replace(one.group, backend=backend))])
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
+def test_invalid_requests_are_refused_before_sending() -> None:
     for kind in (OpKind.GATHER, OpKind.ALLTOALL, OpKind.BARRIER):
         with pytest.raises(UnsupportedError, match="lists"):
             plan([replace(request_of(kind), root=0 if kind is OpKind.GATHER else -1)])
@@ -792,7 +794,7 @@ def _infos(tensors: Sequence[Any]) -> Any:
     return tuple(map(arrays.describe, tensors))
 
 
-def test_what_the_door_would_refuse_is_foreseen(gpus: Gpus) -> None:
+def test_mismatches_are_predicted_from_handles(gpus: Gpus) -> None:
     def judged(planned: Plan, lists: dict[Any, Any]) -> None:
         held = {source: contain(one) for source, one in lists.items()}
         handles: Any = {

@@ -342,7 +342,7 @@ class Machine(RuleBasedStateMachine):
                 self.fleet.close()
 
 
-def test_what_any_threads_call_is_as_if_one_after_the_other() -> None:
+def test_calls_of_any_threads_are_serializable() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(

@@ -97,7 +97,7 @@ def test_a_connection_that_ends_while_the_question_is_sent(peer):
     assert peer.survey().result(0) is None
 
 
-def test_what_is_too_long_for_the_channel_is_told_to_the_sender(peer):
+def test_oversized_message_raises_for_the_sender(peer):
     def refuse(message):
         raise ProtocolError(detail="Survey has 1048577 bytes, the limit is 1048576")
 

@@ -123,7 +123,7 @@ def _echo() -> PlanAbortedError:
 
 
 @pytest.mark.parametrize("world", range(1, 9))
-def test_it_succeeds_when_the_last_rank_is_done(world: int) -> None:
+def test_plan_succeeds_when_the_last_rank_is_done(world: int) -> None:
     tracker = _tracker(world)
     for rank in random.Random(world).sample(range(world), world):
         assert not tracker.resolved
@@ -137,7 +137,7 @@ def test_it_succeeds_when_the_last_rank_is_done(world: int) -> None:
     assert tracker.wait(0)
 
 
-def test_the_outcome_is_not_known_before() -> None:
+def test_plan_is_unresolved_before_the_last_rank() -> None:
     tracker = _tracker(2)
     tracker.done(0, None, [])
     assert tracker.wait(0) is False
@@ -154,7 +154,7 @@ def test_only_the_ranks_that_take_part_are_waited_for() -> None:
     assert tracker.resolved
 
 
-def test_the_last_rank_may_tell_for_all() -> None:
+def test_last_rank_may_report_for_all() -> None:
     tracker = _tracker(4)
     assert tracker.done(2, None, [], others=(0, 1, 2, 3)) == []
     assert tracker.has_ended
@@ -162,14 +162,14 @@ def test_the_last_rank_may_tell_for_all() -> None:
     assert tracker.error is None
 
 
-def test_a_rank_may_tell_for_some() -> None:
+def test_rank_may_report_for_some() -> None:
     tracker = _tracker(4)
     tracker.done(2, None, [], others=[1, 2])
     assert [rank for rank in range(4) if tracker.is_pending(rank)] == [0, 3]
     assert _aborted(tracker.done(0, KernelError(detail="x"), [])) == [3]
 
 
-def test_done_told_twice_counts_once() -> None:
+def test_duplicate_done_counts_once() -> None:
     tracker = _tracker(2)
     tracker.done(0, None, [])
     tracker.done(0, None, [])
@@ -181,7 +181,7 @@ def test_done_told_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize("first", range(3))
-def test_a_refusal_tells_nobody_to_abort_since_every_rank_knows(first: int) -> None:
+def test_refusal_sends_no_aborts(first: int) -> None:
     tracker = _tracker(3)
     order = [first, *(rank for rank in range(3) if rank != first)]
     for rank in order:
@@ -290,7 +290,7 @@ def test_the_first_cause_stays() -> None:
     assert tracker.has_ended
 
 
-def test_a_rank_that_knows_who_failed_is_believed() -> None:
+def test_error_with_a_named_culprit_is_kept_as_reported() -> None:
     tracker = _tracker(3)
     tracker.done(0, KernelError(detail="x", rank=2, actor="Theirs(2)", story=("its own",)), ["mine"])
     assert isinstance(tracker.error, KernelError)
@@ -304,7 +304,7 @@ def test_an_error_of_another_kind_is_kept_as_it_is() -> None:
     assert tracker.error is error
 
 
-def test_each_rank_is_told_to_abort_once() -> None:
+def test_each_rank_gets_one_abort() -> None:
     tracker = _tracker(6)
     told = _aborted(tracker.done(0, KernelError(detail="x"), []))
     for rank in (1, 2, 3):
@@ -369,7 +369,7 @@ def test_a_rank_lost_before_the_door_aborts_the_others() -> None:
     assert "connection reset" in error.detail
 
 
-def test_a_rank_lost_after_it_was_done_is_not_missed() -> None:
+def test_loss_of_a_done_rank_is_ignored() -> None:
     tracker = _tracker(2)
     tracker.done(0, None, [])
     assert tracker.lost(0, "killed") == []
@@ -378,13 +378,13 @@ def test_a_rank_lost_after_it_was_done_is_not_missed() -> None:
     assert tracker.error is None
 
 
-def test_a_member_lost_that_takes_no_part_is_not_missed() -> None:
+def test_loss_of_an_uninvolved_member_is_ignored() -> None:
     tracker = _tracker(4, ranks=(0, 1))
     assert tracker.lost(3, "killed") == []
     assert not tracker.resolved
 
 
-def test_losing_all_ranks_lands_the_flight() -> None:
+def test_plan_ends_when_all_ranks_are_lost() -> None:
     tracker = _tracker(3)
     for rank in range(3):
         tracker.lost(rank, "killed")
@@ -407,7 +407,7 @@ def test_a_timeout_names_the_missing_ranks_and_their_actors() -> None:
     assert "Worker(2)" not in str(tracker.error)
 
 
-def test_a_timeout_at_the_star_knows_who_is_missing_from_the_door() -> None:
+def test_timeout_at_the_star_names_ranks_missing_from_the_door() -> None:
     tracker = _tracker(3)
     _come(tracker, 0, 0, b"")
     _come(tracker, 2, 0, b"")
@@ -416,7 +416,7 @@ def test_a_timeout_at_the_star_knows_who_is_missing_from_the_door() -> None:
     assert tracker.error.missing == (1,)
 
 
-def test_a_timeout_in_the_second_round_names_who_is_missing_there() -> None:
+def test_timeout_in_the_second_round_names_ranks_missing_there() -> None:
     tracker = _learning(3)
     for rank in range(3):
         _come(tracker, rank, 0, b"")
@@ -427,7 +427,7 @@ def test_a_timeout_in_the_second_round_names_who_is_missing_there() -> None:
 
 
 @pytest.mark.parametrize("missing", [(3,), (-1, 2), (1, 99)])
-def test_a_timeout_that_names_no_rank_of_the_group_is_told_all_the_same(missing: tuple[int, ...]) -> None:
+def test_timeout_naming_foreign_ranks_is_still_raised(missing: tuple[int, ...]) -> None:
     tracker = _tracker(3)
     tracker.done(0, CollectiveTimeoutError(missing=missing, timeout_s=1.0), [])
     assert isinstance(tracker.error, CollectiveTimeoutError)
@@ -512,7 +512,7 @@ def test_cancelling_aborts_everyone_and_is_the_outcome() -> None:
     assert tracker.error is error
 
 
-def test_cancelling_what_is_done_changes_nothing() -> None:
+def test_cancel_of_a_done_plan_changes_nothing() -> None:
     tracker = _tracker(2)
     for rank in range(2):
         tracker.done(rank, None, [])
@@ -520,7 +520,7 @@ def test_cancelling_what_is_done_changes_nothing() -> None:
     assert tracker.error is None
 
 
-def test_ranks_that_never_got_it_are_neither_told_nor_waited_for() -> None:
+def test_unsent_ranks_get_no_abort_and_are_not_awaited() -> None:
     tracker = _tracker(4)
     error = DispatchError(rank=2, detail="the queue is full")
     assert _aborted(tracker.fail(error, unsent=(2, 3))) == [0, 1]
@@ -532,7 +532,7 @@ def test_ranks_that_never_got_it_are_neither_told_nor_waited_for() -> None:
     assert tracker.has_ended
 
 
-def test_a_plan_that_nobody_got_has_landed_at_once() -> None:
+def test_plan_sent_to_no_rank_has_ended_at_once() -> None:
     tracker = _tracker(2)
     assert tracker.fail(DispatchError(detail="x"), unsent=(0, 1)) == []
     assert tracker.has_ended
@@ -565,7 +565,7 @@ def test_a_watcher_may_ask_and_watch_again() -> None:
     assert seen == ["inner"], "no lock is held while watchers run"
 
 
-def test_whoever_waits_is_woken() -> None:
+def test_all_waiters_are_woken() -> None:
     tracker = _tracker(2)
     started = threading.Barrier(4)
 
@@ -603,7 +603,7 @@ def test_events_from_many_threads_resolve_it_once(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_any_story_lands_once_all_ranks_have_ended_and_never_hides_a_failure(seed: int) -> None:
+def test_any_sequence_ends_with_all_ranks_and_hides_no_failure(seed: int) -> None:
     rng = random.Random(seed)
     world = rng.randint(1, 6)
     tracker, running = _tracker(world), set(range(world))
@@ -663,7 +663,7 @@ def test_refs_live_as_long_as_anyone_runs_it(world: int, first: RaycollectError 
     assert tracker.writes[_key(0)] is True
 
 
-def test_refs_are_let_go_where_processes_are_lost_and_where_nobody_got_it() -> None:
+def test_lost_and_unsent_ranks_release_their_refs() -> None:
     tracker, refs = _watched(2)
     tracker.lost(1, "killed")
     assert _alive(refs) == [0, 1]
@@ -674,7 +674,7 @@ def test_refs_are_let_go_where_processes_are_lost_and_where_nobody_got_it() -> N
     assert _alive(refs) == []
 
 
-def test_refs_that_may_tell_why_an_operand_is_not_there_are_kept_until_they_have() -> None:
+def test_refs_of_lost_operands_are_kept_until_explained() -> None:
     tracker, refs = _watched(4)
     wrong = [Violation(kind=kind, rank=rank, field="operand", found="x") for kind, rank in (("lost", 2), ("dirty", 1))]
     for rank in range(4):
@@ -687,7 +687,7 @@ def test_refs_that_may_tell_why_an_operand_is_not_there_are_kept_until_they_have
     assert _alive(refs) == []
 
 
-def test_what_is_explained_early_lets_go_when_the_last_has_ended() -> None:
+def test_early_explained_plan_releases_refs_after_the_last_rank() -> None:
     tracker, refs = _watched(2)
     error = _refused(Violation(kind="lost", rank=0, field="operand", found="x"))
     tracker.done(0, error, [])
@@ -698,7 +698,7 @@ def test_what_is_explained_early_lets_go_when_the_last_has_ended() -> None:
 
 
 @pytest.mark.parametrize("first", ["failure", "abandon"])
-def test_a_failure_that_nobody_will_ask_for_is_logged_once(first: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_abandoned_failure_is_logged_once(first: str, caplog: pytest.LogCaptureFixture) -> None:
     tracker = _tracker(2)
     steps = [lambda: tracker.abandon(), lambda: tracker.fail(KernelError(detail="it broke"))]
     for step in steps if first == "abandon" else reversed(steps):
@@ -709,7 +709,7 @@ def test_a_failure_that_nobody_will_ask_for_is_logged_once(first: str, caplog: p
     assert "it broke" in line
 
 
-def test_what_went_well_or_was_cancelled_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_abandoned_success_or_cancellation_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     well, cancelled = _tracker(2), _tracker(2)
     for rank in range(2):
         well.done(rank, None, ())

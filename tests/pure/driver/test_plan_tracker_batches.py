@@ -94,7 +94,7 @@ def test_all_participants_are_waited_for(chain: PlanTracker) -> None:
     assert chain.error is None
 
 
-def test_its_numbers_are_those_of_all_its_launches(chain: PlanTracker) -> None:
+def test_batch_numbers_cover_all_its_launches(chain: PlanTracker) -> None:
     assert chain.plan.width > 1
     assert [chain.has(SEQ + at) for at in (-1, 0, chain.plan.width - 1, chain.plan.width)] == [False, True, True, False]
 
@@ -127,13 +127,13 @@ def test_an_error_is_located_in_the_group_that_it_names(
     assert (error.op, error.story) == (op, ("a story",))
 
 
-def test_what_the_controller_says_is_of_all_groups(chain: PlanTracker) -> None:
+def test_controller_error_names_all_groups(chain: PlanTracker) -> None:
     chain.fail(PlanAbortedError(detail="cancelled by its caller"))
     assert isinstance(chain.error, PlanAbortedError)
     assert (chain.error.op, chain.error.group_name, chain.error.rank) == ("batch", "left, right", -1)
 
 
-def test_who_never_got_it_is_not_told(chain: PlanTracker) -> None:
+def test_unsent_ranks_of_a_batch_get_no_abort(chain: PlanTracker) -> None:
     orders = chain.fail(DispatchError(rank=0, actor="Worker(8)"), unsent=range(2, 4))
     assert [at for at, _ in orders] == [0, 1]
 
@@ -164,7 +164,7 @@ def test_the_first_use_of_a_ref_is_found(chain: PlanTracker) -> None:
     assert flying((left, asked(left, (0, 1)))).location.first_use(key(1)) == (-1, 1)
 
 
-def test_which_refs_it_writes() -> None:
+def test_batch_knows_the_refs_it_writes() -> None:
     left = group("left", (5, 6))
     read = asked(left, (0, 1), inplace=False)
     tracker = flying((left, read), (left, asked(left, (Made(0), Made(0)))), (left, asked(left, (2, 1))))
@@ -203,7 +203,7 @@ def test_a_link_that_breaks_between_two_that_live_ends_the_wait_of_all_others(ch
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations((5, 6, 7))))
-def test_a_cause_that_is_told_after_echoes_is_the_outcome(chain: PlanTracker, order: Sequence[int]) -> None:
+def test_cause_reported_after_echoes_is_the_outcome(chain: PlanTracker, order: Sequence[int]) -> None:
     cause = KernelError(detail="the cause", group_name="id of left", rank=1)
     told = []
     for number in order:
@@ -220,7 +220,7 @@ def test_a_process_that_ended_is_the_cause_of_echoes(chain: PlanTracker) -> None
     assert isinstance(chain.error, ParticipantDiedError)
 
 
-def test_who_runs_on_to_its_end_after_an_echo_is_no_success(chain: PlanTracker) -> None:
+def test_completion_after_an_echo_is_no_success(chain: PlanTracker) -> None:
     for number in (7, 5, 6, 8):
         chain.done(position(chain, number), echo(0) if number == 5 else None, [])
     assert isinstance(chain.error, PlanAbortedError)
@@ -346,7 +346,7 @@ def test_a_timeout_inside_names_ranks_of_the_group_around(nodes: PlanTracker) ->
     assert "rank 4 (Worker(9))" in nodes.error.detail
 
 
-def test_a_timeout_inside_that_names_no_rank_there_is_told_all_the_same(nodes: PlanTracker) -> None:
+def test_inner_timeout_naming_foreign_ranks_is_still_raised(nodes: PlanTracker) -> None:
     host = nodes.groups[0].inner[0]
     nodes.done(0, CollectiveTimeoutError(timeout_s=1.0, missing=(7, 2), group_name=host.spec.name), [])
     assert isinstance(nodes.error, CollectiveTimeoutError)
@@ -396,7 +396,7 @@ def test_plans_are_remembered_by_form_and_not_by_refs() -> None:
     assert prepare(tuple(call._replace(roster=other.roster) for call in calls), 1 << 20) is not first, "another group"
 
 
-def test_what_is_wrong_with_all_calls_is_said_at_once() -> None:
+def test_violations_of_all_calls_are_one_error() -> None:
     left = group("left", (1, 2, 3))
     fine = asked(left, (0, 1, 2))
     bad = asked(left, (0, 1, None))

@@ -37,7 +37,7 @@ MB = 1 << 20
 
 
 @pytest.mark.parametrize(("size", "step"), [(0, 3), (1, 3), (3, 3), (7, 3), (9, 3), (2, 0)])
-def test_what_is_metered_is_cut_as_ever(size: int, step: int) -> None:
+def test_metered_chunks_equal_plain_chunks(size: int, step: int) -> None:
     kernel_progress.here().clear()
     assert list(metered(size, step)) == list(chunks(size, step))
     assert kernel_progress.here().part == (1.0 if size > max(step, 1) else 0.0), "one chunk is not worth a note"
@@ -102,7 +102,7 @@ def shared(size: int) -> Any:
     ("backend", "make", "count"),
     [("shm", plain, 1), ("shm", shared, 1), ("shm", plain, 3), ("shm", shared, 3), ("tcp", plain, 1)],
 )
-def test_kernels_tell_how_far_they_are(backend: str, make: Any, count: int) -> None:
+def test_kernels_report_their_progress(backend: str, make: Any, count: int) -> None:
     team = ThreadTeam(backend, 2)
     try:
         for shown in team.must(run_metered, team.launch(), allreduces(count, 8 * MB, make)):
@@ -114,7 +114,7 @@ def test_kernels_tell_how_far_they_are(backend: str, make: Any, count: int) -> N
 
 
 @pytest.mark.parametrize("make", [plain, shared])
-def test_who_lends_its_array_says_so(make: Any) -> None:
+def test_lent_array_is_reported(make: Any) -> None:
     team = ThreadTeam("shm", 2)
     arrays = [make(4 * MB) for _ in range(2)]
     kernels = [
@@ -165,7 +165,7 @@ def test_a_bundle_counts_with_its_collectives_and_kernels_share_that() -> None:
     assert extent.at(move(7), 1, 0.5) == BytesDone(0, 1100), "of another script"
 
 
-def test_what_is_done_instead_takes_the_place_of_what_was_offered() -> None:
+def test_replacement_moves_count_for_the_offered_ones() -> None:
     packed = (move(30), move(70))
     extent = ByteMap(script((100, (move(10, 20, 70, instead=packed),)), (50, (move(50),))))
     assert [extent.at(one, 1, 0.5).done for one in packed] == [15, 65]
@@ -177,7 +177,7 @@ def test_a_barrier_has_no_bytes() -> None:
     assert NOWHERE.fraction == 0.0
 
 
-def test_an_execution_is_asked_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_execution_can_be_queried_at_every_point(fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[tuple[str, int], BytesDone] = {}
     at = Execution._at
 
@@ -271,7 +271,7 @@ def look(one: ProgressProbe) -> Progress:
     return one.read()
 
 
-def test_bytes_are_those_of_all(tracker: Flying) -> None:
+def test_bytes_are_summed_over_all_ranks(tracker: Flying) -> None:
     told = Told({"done": 10, "total": 100}, {"done": 20, "total": 100}, {"done": 60, "total": 100})
     one = gauge_of(tracker, told)
     tracker.clock.now_s += 2.0
@@ -287,7 +287,7 @@ def test_bytes_are_those_of_all(tracker: Flying) -> None:
     assert str(far) == "90 B of 300 B (30 %), 45 B/s, 4.67 s left"
 
 
-def test_before_the_door_nobody_knows_bytes(tracker: Flying) -> None:
+def test_no_bytes_are_known_before_the_door(tracker: Flying) -> None:
     told = Told({}, {"has_begun": False}, {})
     far = look(gauge_of(tracker, told))
     assert (far.done_nbytes, far.total_nbytes, far.rate, far.left_s, far.fraction) == (0, 0, 0.0, None, 0.0)
@@ -306,7 +306,7 @@ def test_the_wait_for_late_ranks_is_not_counted_in_the_rate(tracker: Flying) -> 
     assert look(one).rate == 150.0
 
 
-def test_the_rate_is_that_of_late(tracker: Flying) -> None:
+def test_rate_is_the_recent_one(tracker: Flying) -> None:
     told = Told(*[{"done": 100, "total": 1000}] * 3)
     one = gauge_of(tracker, told)
     for _ in range(10):
@@ -315,7 +315,7 @@ def test_the_rate_is_that_of_late(tracker: Flying) -> None:
     assert (far.rate, far.left_s) == (0.0, None), "it stands still"
 
 
-def test_who_is_silent_counts_as_where_it_was(tracker: Flying) -> None:
+def test_silent_rank_counts_at_its_last_position(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     one = gauge_of(tracker, told)
     look(one)
@@ -331,7 +331,7 @@ def test_who_is_silent_counts_as_where_it_was(tracker: Flying) -> None:
     assert str(look(one).laggard) == "None"
 
 
-def test_who_was_never_heard_of_counts_like_the_others(tracker: Flying) -> None:
+def test_unheard_rank_counts_like_the_others(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     told.mute = {1}
     far = look(gauge_of(tracker, told))
@@ -339,7 +339,7 @@ def test_who_was_never_heard_of_counts_like_the_others(tracker: Flying) -> None:
     assert str(far.ranks[1]) == "rank 1 was not heard of yet"
 
 
-def test_a_participant_that_is_gone_is_asked_no_more(tracker: Flying) -> None:
+def test_dead_participant_is_not_queried(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     told.mute = {1}
     one = gauge_of(tracker, told)
@@ -357,7 +357,7 @@ def test_numbers_never_go_back(tracker: Flying) -> None:
 
 
 @pytest.mark.parametrize("odd", [answer(-1, 100), answer(1, -100), answer(0, 100, -5), "nonsense", None])
-def test_what_makes_no_sense_is_not_heard(tracker: Flying, odd: Any) -> None:
+def test_malformed_reports_are_ignored(tracker: Flying, odd: Any) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     told.mute = {0}
     one = gauge_of(tracker, told)
@@ -367,13 +367,13 @@ def test_what_makes_no_sense_is_not_heard(tracker: Flying, odd: Any) -> None:
     assert (one.read().done_nbytes, one.read().ranks[0].is_heard) == (100, False)
 
 
-def test_what_is_lent_is_as_far_as_the_rest(tracker: Flying) -> None:
+def test_lending_rank_counts_like_the_others(tracker: Flying) -> None:
     told = Told({"total": 100, "lent": 100}, {"done": 40, "total": 100}, {"done": 60, "total": 100})
     far = look(gauge_of(tracker, told))
     assert (far.done_nbytes, far.ranks[0].done_nbytes, far.laggard) == (150, 50, None)
 
 
-def test_who_has_ended_has_done_all(tracker: Flying) -> None:
+def test_ended_rank_counts_as_complete(tracker: Flying) -> None:
     told = Told(*[{"done": 50, "total": 100}] * 3)
     one = gauge_of(tracker, told)
     look(one)
@@ -456,7 +456,7 @@ def test_a_wait_that_lasts_shows_a_bar_that_ends_full(tracker: Flying, drawn: li
     assert bar.leave
 
 
-def test_a_short_wait_shows_none(tracker: Flying, drawn: list[Drawn]) -> None:
+def test_short_wait_shows_no_bar(tracker: Flying, drawn: list[Drawn]) -> None:
     told = Told(*[{}] * 3)
     tracker.ends_s = tracker.clock.now_s + 0.4
     assert wait(tracker, told, progress=True)
@@ -529,7 +529,7 @@ def test_a_bar_that_can_not_be_drawn_does_not_end_the_wait(
     assert told.asked == [0, 1, 2], "nobody looks any more"
 
 
-def test_a_bar_of_which_nobody_told_bytes_goes(tracker: Flying, drawn: list[Drawn]) -> None:
+def test_bar_without_reported_bytes_is_removed(tracker: Flying, drawn: list[Drawn]) -> None:
     tracker.ends_s = tracker.clock.now_s + 0.8
     assert wait(tracker, Told(*[{}] * 3), progress=True)
     assert not drawn[0].leave
@@ -544,12 +544,12 @@ def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("after_s", [-1, math.inf, math.nan, "x", None])
-def test_a_time_makes_sense(after_s: Any) -> None:
+def test_unreasonable_progress_delay_is_refused(after_s: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"after_s is .*, expected a number of seconds"):
         progress_bar.progress(after_s=after_s)
 
 
-def test_the_rate_of_a_bar_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_shows_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
     made = progress_bar._tqdm()(desc="x", unit="B", unit_scale=True, total=100)
     made.n, made.rate = 50, 25.0
     made.refresh()

@@ -136,7 +136,7 @@ def controller(clock: Clock) -> Any:
         (50, 0, 0, False, False),
     ],
 )
-def test_a_wait_is_warned_of_once_and_takes_no_longer(
+def test_long_wait_is_logged_once_without_delay(
     controller: Any,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -188,7 +188,7 @@ DONE, INSIDE, BUSY = (seen(ended=7), seen(ended=6, running=[7], steps=["in a ker
         ([(INSIDE, INSIDE, INSIDE), (INSIDE, INSIDE, DONE), (DONE, INSIDE, DONE)], (1,)),
     ],
 )
-def test_who_stays_in_what_others_have_ended_is_given_up(
+def test_wait_for_a_rank_stuck_after_the_others_ends(
     controller: Any,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -220,7 +220,7 @@ def test_who_stays_in_what_others_have_ended_is_given_up(
 @pytest.mark.parametrize(
     ("text", "expected"), [("", 10.0), ("2.5", 2.5), ("0", math.inf), ("-1", math.inf), ("x", 10.0)]
 )
-def test_the_environment_says_when(text: str, expected: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_environment_sets_the_warning_delay(text: str, expected: float, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     assert watchdog.warn_after_s({watchdog.WARNING_VARIABLE: text}) == expected
     assert bool(caplog.records) == (text == "x")
@@ -230,7 +230,7 @@ def test_the_environment_says_when(text: str, expected: float, caplog: pytest.Lo
     ("missing", "group_name", "told"),
     [((1,), "g", [1]), ((2, 0), "g", [2, 0]), ((), "g", [0, 1]), ((1,), "?", [0, 1])],
 )
-def test_an_error_says_what_those_do_whom_it_names(
+def test_timeout_error_reports_the_ranks_it_names(
     controller: Any, missing: tuple[int, ...], group_name: str, told: list[int]
 ) -> None:
     tracker: Any = Flying(0)
@@ -286,7 +286,7 @@ def at(*doors: int, ms: tuple[int, ...], ended: int = 0, running: tuple[int, ...
 
 
 @pytest.mark.parametrize("plan", [None, Stages()])
-def test_who_waits_knows_since_when(plan: Any) -> None:
+def test_wait_times_count_from_the_first_arrival(plan: Any) -> None:
     tracker: Any = Flying(plan=plan)
     first, second, nobody = at(7, ms=(3000,)), at(7, ms=(1000,)), seen(ended=6)
     assert awaited(tracker, a=first, b=second, c=nobody) == [0, 0, 3], "from the first arrival on"
@@ -297,7 +297,7 @@ def test_who_waits_knows_since_when(plan: Any) -> None:
     assert awaited(tracker, a=first, b=second, c=at(ms=())) == [0, 0, 3], "it has begun, and looks at its operands"
 
 
-def test_one_that_the_abort_ended_was_awaited_all_the_same(controller: Any) -> None:
+def test_aborted_rank_still_counts_as_awaited(controller: Any) -> None:
     tracker: Any = Flying()
     tracker.error = error = CollectiveTimeoutError(op="allreduce", group_name="g", missing=(1,), timeout_s=1.0)
     came, never = at(7, ms=(3000,), ended=7, running=()), at(6, ms=(4000,), ended=7, running=())
@@ -315,7 +315,7 @@ def test_calls_of_a_members_own_have_numbers_too() -> None:
     assert awaited(tracker, a=at(6, 12, ms=(3000, 3000)), b=other, c=other) == [0, 0, 0], "doors of other plans"
 
 
-def test_in_a_captured_step_a_rank_is_awaited_where_it_takes_part() -> None:
+def test_captured_step_awaits_a_rank_in_its_own_stages() -> None:
     tracker: Any = Flying(plan=Stages())
     far, middle = at(7, 9, 10, ms=(9000, 5000, 4000)), at(7, 9, ms=(9000, 6000))
     assert awaited(tracker, a=far, b=at(7, ms=(8000,)), c=middle) == [0, 4, 4], "the second plan is none of rank 1's"
@@ -326,7 +326,7 @@ def test_in_a_captured_step_a_rank_is_awaited_where_it_takes_part() -> None:
 # ---------------------------------------------------------------------------------------------- coroutines
 
 
-def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
+def test_long_wait_of_a_coroutine_is_logged_without_blocking_the_loop(
     controller: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(stall_report, "QUIET_S", 0.01)
@@ -358,7 +358,7 @@ def test_a_coroutines_wait_is_warned_of_and_holds_up_nobody(
 
 
 @pytest.mark.parametrize(("quiet_s", "ends_s"), [(math.inf, 1), (0.0, 0), (3600.0, 1)])
-def test_a_coroutine_that_does_not_wait_long_asks_nobody(
+def test_short_wait_of_a_coroutine_sends_no_query(
     controller: Any, monkeypatch: pytest.MonkeyPatch, quiet_s: float, ends_s: float
 ) -> None:
     monkeypatch.setattr(stall_report, "QUIET_S", quiet_s)
@@ -502,7 +502,7 @@ def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str
     return handler.texts, None
 
 
-def test_who_has_never_come_to_the_group_has_not_joined(
+def test_absent_member_is_reported_as_not_joined(
     crew: Crew, pipes: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [leader] = crew.take(1)

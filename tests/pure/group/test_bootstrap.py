@@ -100,7 +100,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("case", GARBAGE)
-def test_a_leader_replaces_what_is_no_record(place: Place, case: str) -> None:
+def test_leader_replaces_a_malformed_record(place: Place, case: str) -> None:
     _file(place).write_bytes(GARBAGE[case])
     following = place.start(place.follow)
     assert place.lead().world_size == following.result(WAIT_S).world_size == 2
@@ -116,14 +116,14 @@ def test_a_follower_says_which_file_is_no_record_once_its_time_is_over(place: Pl
     _file(place).unlink()
 
 
-def test_what_can_not_be_replaced_is_a_typed_error(place: Place) -> None:
+def test_irreplaceable_record_raises_invalid_group_error(place: Place) -> None:
     _file(place).mkdir()
     with pytest.raises(InvalidGroupError, match="rendezvous directory"):
         place.lead()
     _file(place).rmdir()
 
 
-def test_a_record_of_nobody_is_waited_out_and_replaced(place: Place) -> None:
+def test_stale_record_is_replaced_by_a_new_leader(place: Place) -> None:
     dead = Record(address=Address(host="127.0.0.1", port=9, secret=bytes(32)), who="process 77")
     place.board.post(NAME, dead.to_bytes())
     with pytest.raises(CollectiveTimeoutError, match="process 77 does not answer"):
@@ -133,7 +133,7 @@ def test_a_record_of_nobody_is_waited_out_and_replaced(place: Place) -> None:
     following.result(WAIT_S)
 
 
-def test_a_port_that_is_anothers_now_is_as_good_as_nobody(place: Place) -> None:
+def test_port_of_a_foreign_server_counts_as_no_leader(place: Place) -> None:
     """What answers there is no endpoint of this protocol."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         over = threading.Event()
@@ -165,7 +165,7 @@ class _Older:
         self.pack = lambda magic, version, nonce: form.pack(magic, version - 1, nonce)
 
 
-def test_what_can_not_be_said_is_told_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_hello_raises_protocol_error_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     leading = place.start(place.lead, options=(("x", "y" * 100_000),))
     while place.board.read(NAME) is None:
         time.sleep(0.01)  # polls for what another thread does
@@ -181,7 +181,7 @@ def test_what_can_not_be_said_is_told_at_once(place: Place, monkeypatch: pytest.
     place.end_fading()
 
 
-def test_what_a_member_says_of_itself_is_checked() -> None:
+def test_malformed_self_description_raises_protocol_error() -> None:
     for word in (b"", b"7", b"{}", b'{"who": 1, "machine": 2, "gpu": {"a": 1}}', b"[" * 5000):
         with pytest.raises(ProtocolError, match="rank 3"):
             bootstrap._said(3, word)
@@ -212,7 +212,7 @@ def test_groups_of_one_name_follow_each_other_at_any_pace(place: Place) -> None:
 
 
 @pytest.mark.parametrize("fading", [True, False])
-def test_who_knows_that_a_group_failed_waits_for_the_next_one(
+def test_rejected_follower_waits_for_the_next_group(
     place: Place, fading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader stays for a while, to tell others; who has been told, and comes again, does not mean that group."""
@@ -258,7 +258,7 @@ class _Caller:
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_star_turns_away_who_comes_for_the_next_group(place: Place, complete: bool) -> None:
+def test_complete_star_turns_later_followers_away(place: Place, complete: bool) -> None:
     """Without a word: who comes reads the record again, where the next leader will post."""
     star = CoordinatorServer(
         "127.0.0.1", NAME, {"rank": 0, "world_size": 2, "backend": "tcp", "who": "w", "options": ""}
@@ -284,7 +284,7 @@ def test_a_star_turns_away_who_comes_for_the_next_group(place: Place, complete: 
         star.close()
 
 
-def test_a_record_that_goes_and_comes_leads_to_the_one_that_is_there(place: Place) -> None:
+def test_turned_away_follower_tries_the_new_record(place: Place) -> None:
     """A follower that was turned away tries a new record at once."""
     star = CoordinatorServer(
         "127.0.0.1", NAME, {"rank": 0, "world_size": 2, "backend": "tcp", "who": "w", "options": ""}

@@ -114,7 +114,7 @@ def test_a_directory_that_is_a_link_or_none_is_refused(board: DirectoryBulletin,
             DirectoryBulletin(place)
 
 
-def test_what_the_system_says_is_a_typed_error(board: DirectoryBulletin, path: Path) -> None:
+def test_system_errors_become_invalid_group_error(board: DirectoryBulletin, path: Path) -> None:
     path.rmdir()
     for act in (board.post, board.replace):
         with pytest.raises(InvalidGroupError, match="No such file") as caught:
@@ -133,7 +133,7 @@ def _fifo(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_link, _fifo, lambda path: (path / "group-g").mkdir()], ids=["link", "fifo", "dir"])
-def test_what_is_no_regular_file_is_no_record(board: DirectoryBulletin, path: Path, make: Any) -> None:
+def test_irregular_file_is_no_record(board: DirectoryBulletin, path: Path, make: Any) -> None:
     make(path)
     with pytest.raises(InvalidGroupError, match="no record of rank 0"):
         board.read("g")
@@ -212,7 +212,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_what_is_no_record_is_said_to_be_none(case: str) -> None:
+def test_malformed_record_raises_invalid_group_error(case: str) -> None:
     with pytest.raises(InvalidGroupError, match="no record of rank 0") as caught:
         Record.from_bytes(MALFORMED[case])
     assert len(str(caught.value)) < 300

@@ -254,7 +254,7 @@ def _nobody_comes(name, rank):
     return [_in_thread(name, "second", _summed, 2, timeout_s=0.3).result(WAIT_S), first.result(WAIT_S)]
 
 
-def test_they_are_refused_where_nobody_else_comes(crew):
+def test_concurrent_calls_are_refused_without_another_rank(crew):
     group = crew.group(2)
     group.must(_sum)
     [said] = group.must(_nobody_comes, ranks=[0])
@@ -315,7 +315,7 @@ def _four_threads(name, rank):
     return [one.result(WAIT_S) for one in [_in_thread(name, f"thread-{number}", work, number) for number in range(4)]]
 
 
-def test_threads_that_keep_no_order_are_told_so(crew, backend):
+def test_unordered_threads_are_refused(crew, backend):
     """Which calls have met in the end only luck knows; but all end, and the threads have heard of it."""
     group = crew.group(2, backend)
     for results in group.must(_four_threads):

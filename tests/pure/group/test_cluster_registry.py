@@ -79,12 +79,12 @@ class _Store:
         return made
 
 
-def test_a_record_survives_its_way() -> None:
+def test_record_survives_a_round_trip() -> None:
     one = _group(since=1.5)
     assert GroupRecord.from_bytes(one.to_bytes()) == one
 
 
-def test_a_record_beyond_all_bounds_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_record_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever can write to the store can post: what is read is bounded."""
     record = _group().to_bytes()
     fields = msgpack.unpackb(record)
@@ -106,7 +106,7 @@ def test_an_error_does_not_list_all_the_groups_of_a_cluster() -> None:
 
 
 @pytest.mark.parametrize("at", range(0, 60, 7))
-def test_what_is_no_record_is_none(at: int) -> None:
+def test_malformed_record_is_ignored(at: int) -> None:
     record = _group().to_bytes()
     fields = msgpack.unpackb(record)
     name = sorted(fields)[at % len(fields)]
@@ -162,7 +162,7 @@ def test_a_strange_record_is_left_alone() -> None:
     assert store.records
 
 
-def test_a_group_that_nobody_declared_is_unknown() -> None:
+def test_undeclared_group_raises_unknown_group_error() -> None:
     with pytest.raises(UnknownGroupError, match=r"there are \['g'\]"):
         _Store(_group()).cluster().groups("h")
 
@@ -214,7 +214,7 @@ def test_status_as_json_has_everything(shown: _Store) -> None:
     assert told[0]["summary"] == "all members alive"
 
 
-def test_status_of_no_group_is_told(shown: _Store) -> None:
+def test_status_without_groups_says_so(shown: _Store) -> None:
     shown.records.clear()
     assert _run("status").stdout == "Ray cluster at 10.0.0.1:6379: no declared groups\n"
 
@@ -233,7 +233,7 @@ def test_status_is_watched_until_it_is_stopped(shown: _Store, monkeypatch: pytes
     assert [len(json.loads(line)) for line in result.stdout.splitlines()] == [2, 2, 2]
 
 
-def test_an_address_where_nobody_is_is_refused_at_once() -> None:
+def test_dead_address_raises_connection_error_at_once() -> None:
     with pytest.raises(ConnectionError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
         cluster_registry.ClusterReader("127.0.0.1:1")
     with pytest.raises(ConnectionError, match="no Ray cluster answers at nonsense"):
@@ -247,7 +247,7 @@ def test_nothing_is_posted_where_no_ray_runs(monkeypatch: pytest.MonkeyPatch) ->
     cluster_registry.remove(membership)
 
 
-def test_a_store_that_is_away_does_not_keep_a_group_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_store_does_not_block_destroy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def delete(*args: object, timeout: float) -> None:

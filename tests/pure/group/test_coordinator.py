@@ -26,7 +26,7 @@ def gate():
     return Coordinator("g", 3, "team")
 
 
-def test_all_get_what_all_brought_when_the_last_comes(gate):
+def test_last_arrival_delivers_all_blobs_to_all_ranks(gate):
     assert gate.receive(2, meet(call=7, blob=b"c")) == []
     assert gate.receive(0, meet(call=5, blob=b"a")) == []
     orders = gate.receive(1, meet(call=6, blob=b"b"))
@@ -49,7 +49,7 @@ def test_lanes_do_not_meet(gate):
     assert [rank for rank, _ in gate.receive(1, meet(lane="0>1"))] == [0, 1]
 
 
-def test_who_gives_up_ends_the_meeting_for_all_who_wait_there(gate):
+def test_timed_out_withdrawal_ends_the_meeting_for_all_waiting_ranks(gate):
     gate.receive(0, meet(call=4))
     gate.receive(2, meet(call=9))
     missed = {rank: Missed(group_id="g", lane="all", call=call, missing=[1]) for rank, call in ((0, 4), (2, 9))}
@@ -59,7 +59,7 @@ def test_who_gives_up_ends_the_meeting_for_all_who_wait_there(gate):
     assert [rank for rank, _ in gate.receive(2, meet(call=10))] == [0, 1, 2]
 
 
-def test_who_is_called_away_leaves_alone(gate):
+def test_withdrawal_without_timeout_removes_one_rank(gate):
     gate.receive(0, meet(call=4))
     gate.receive(2, meet(call=9))
     assert [rank for rank, _ in gate.receive(2, withdraw(9, timed_out=False))] == [2]
@@ -67,7 +67,7 @@ def test_who_is_called_away_leaves_alone(gate):
     assert [rank for rank, _ in gate.receive(2, meet(call=10))] == [0, 1, 2]
 
 
-def test_a_withdrawal_that_comes_too_late_changes_nothing(gate):
+def test_late_withdrawal_changes_nothing(gate):
     for rank in range(3):
         gate.receive(rank, meet())
     gate.receive(0, meet(call=2))
@@ -77,7 +77,7 @@ def test_a_withdrawal_that_comes_too_late_changes_nothing(gate):
 
 
 @pytest.mark.parametrize(("lane", "others"), [("all", [0, 2]), ("1>2", [2]), ("0>1", [0])])
-def test_what_is_said_on_a_lane_reaches_its_other_ranks(gate, lane, others):
+def test_lane_messages_reach_the_other_ranks_of_the_lane(gate, lane, others):
     drop = Drop(group_id="g", lane=lane, generation="x", seq=3, rank=1, error={})
     publish = Publish(group_id="g", lane=lane, generation="x", name="n", value=b"v")
     assert gate.receive(1, drop) == [(rank, drop) for rank in others]
@@ -85,7 +85,7 @@ def test_what_is_said_on_a_lane_reaches_its_other_ranks(gate, lane, others):
 
 
 @pytest.mark.parametrize(("leave", "died"), [(lambda g: g.lost(1, "why"), True), (None, False)])
-def test_all_hear_of_a_rank_that_is_gone_and_again_when_they_come(gate, leave, died):
+def test_departed_rank_is_announced_to_all_and_to_later_arrivals(gate, leave, died):
     gate.receive(0, meet())
     orders = leave(gate) if leave else gate.receive(1, Depart(group_id="g"))
     assert [rank for rank, _ in orders] == [0, 2]

@@ -149,9 +149,7 @@ def _is_made(message: Message) -> bool:
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2])
-def test_nobody_has_joined_before_all_have_and_who_leaves_then_fails_nobody(
-    table: Callable[..., Table], slow: int
-) -> None:
+def test_join_completes_for_all_or_none_and_a_later_leave_fails_no_join(table: Callable[..., Table], slow: int) -> None:
     """A rank that is still being told, or still makes its end, gets the group: another's leaving comes after that."""
     here = table()
     done = {rank: threading.Event() for rank in range(WORLD) if rank != slow}
@@ -174,9 +172,7 @@ def test_nobody_has_joined_before_all_have_and_who_leaves_then_fails_nobody(
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "orphaned"])
-def test_what_comes_after_the_word_that_all_have_joined_is_for_later_calls(
-    table: Callable[..., Table], how: str
-) -> None:
+def test_messages_after_the_join_belong_to_later_calls(table: Callable[..., Table], how: str) -> None:
     here = table()
     here.holds = lambda rank, message: rank == 2 and isinstance(message, Met) and not message.blobs[0]
     joining = [here.start(process_group.form) for process_group in here.process_groups]
@@ -198,7 +194,7 @@ def test_what_comes_after_the_word_that_all_have_joined_is_for_later_calls(
 
 
 @pytest.mark.parametrize("how", ["leaves", "dies", "orphaned"])
-def test_who_goes_before_all_have_joined_ends_it_for_all(table: Callable[..., Table], how: str) -> None:
+def test_departure_during_the_join_ends_it_for_all(table: Callable[..., Table], how: str) -> None:
     here = table()
     waits = {rank: threading.Event() for rank in (0, 1)}
     here.heard = lambda rank, message: waits[rank].set() if _is_made(message) else None
@@ -219,7 +215,7 @@ def test_who_goes_before_all_have_joined_ends_it_for_all(table: Callable[..., Ta
     go.set()
 
 
-def test_who_fails_as_soon_as_all_have_joined_fails_those_who_only_hear_of_that(table: Callable[..., Table]) -> None:
+def test_failure_right_after_the_join_reaches_slow_ranks(table: Callable[..., Table]) -> None:
     """The word that all are ready, and that of the failure, come at once: nobody waits for its next call."""
     here = table()
     here.holds = lambda rank, message: rank == 2 and isinstance(message, Met) and not message.blobs[0]
@@ -314,9 +310,7 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
-def test_a_door_that_all_had_passed_counts_though_the_death_is_heard_with_it(
-    table: Callable[..., Table], kind: type[Plain]
-) -> None:
+def test_passed_door_counts_despite_a_simultaneous_death(table: Callable[..., Table], kind: type[Plain]) -> None:
     """The hub's answer and the end of a process come at once; the caller looks at both afterwards."""
     here = table(kind)
     here.form()
@@ -334,7 +328,7 @@ def test_a_door_that_all_had_passed_counts_though_the_death_is_heard_with_it(
     running[1].result(WAIT_S)
 
 
-def test_a_call_that_lacks_what_the_dead_should_have_done_names_them(table: Callable[..., Table]) -> None:
+def test_call_missing_the_work_of_dead_ranks_names_them(table: Callable[..., Table]) -> None:
     here = table(Seeing)
     calls = start_calls(here, lambda: Outcome(error=PlanAbortedError(detail="rank 2 has ended")))
     for call, _ in calls:

@@ -35,7 +35,7 @@ def test_plain_values_are_sorted_and_frozen():
 
 
 @pytest.mark.parametrize("nothing", [None, {}])
-def test_nothing_is_nothing(nothing):
+def test_no_options_are_empty(nothing):
     assert pg_options.read(nothing) == ((), ())
 
 

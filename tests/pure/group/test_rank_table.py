@@ -97,7 +97,7 @@ def test_numbers_may_be_integers_and_the_version_a_number() -> None:
     assert RankTable.from_dict(document).chip_map == (1, 0)
 
 
-def test_what_vendors_add_is_ignored() -> None:
+def test_vendor_fields_are_ignored() -> None:
     document = _document([("0", "0")])
     document["status"] = "completed"
     document["node_list"][0]["server_id"] = "10.0.0.1"
@@ -283,7 +283,7 @@ HUGE = 10**5000  # which Python does not write
     ],
     ids=range(11),
 )
-def test_whatever_is_wrong_its_error_is_typed_and_short(document: Any) -> None:
+def test_any_malformed_table_raises_a_short_typed_error(document: Any) -> None:
     with pytest.raises(InvalidGroupError) as caught:
         RankTable.from_dict(document)
     assert len(str(caught.value)) < 10_000
@@ -314,7 +314,7 @@ def test_a_file_that_is_too_long_is_not_read_to_its_end(tmp_path: Path, monkeypa
         RankTable.read("/dev/zero")
 
 
-def test_a_table_that_does_not_fit_thousands_of_actors_is_told_in_short() -> None:
+def test_mismatch_with_thousands_of_actors_is_a_short_error() -> None:
     places = [Place(node_id=f"node {at}", actor="W" * 100) for at in range(5000)]
     with pytest.raises(InvalidGroupError, match="expected as many actors") as caught:
         assign(RankTable.of_device_ids([[0, 1]]), places)
@@ -472,7 +472,7 @@ def test_actors_that_share_a_device_are_counted_through() -> None:
         ("aabb", ["node_list[1] has 1 device; Ray node b has 2 actors (W2, W3)"]),
     ],
 )
-def test_a_table_that_does_not_fit_says_what_is_where(nodes: str, says: list[str]) -> None:
+def test_table_mismatch_error_shows_placements(nodes: str, says: list[str]) -> None:
     table = RankTable.from_dict(_document([(0, 0), (1, 1)], [(0, 2)]), source="rank table t.json")
     places = [Place(node_id=node, actor=f"W{at}") for at, node in enumerate(nodes)]
     with pytest.raises(InvalidGroupError) as caught:
@@ -497,7 +497,9 @@ def test_an_actor_without_a_name_is_named_by_its_position() -> None:
         ({"GPU": ["GPU-8f2c"], "NPU": ["5"]}, (5,)),
     ],
 )
-def test_a_place_is_read_from_what_ray_tells(accelerator_ids: dict[str, list[str]], devices: tuple[int, ...]) -> None:
+def test_place_is_read_from_ray_accelerator_ids(
+    accelerator_ids: dict[str, list[str]], devices: tuple[int, ...]
+) -> None:
     assert Place.of("n", accelerator_ids, "W(1)") == Place(node_id="n", devices=devices, actor="W(1)")
 
 

@@ -78,7 +78,7 @@ def answer(rank: int, standing: Standing, what: str = "W.train (t.py:3)") -> Pub
 
 
 @pytest.mark.usefixtures("patient")
-def test_who_is_late_is_asked_and_reported() -> None:
+def test_late_ranks_are_queried_and_reported() -> None:
     """One has not come; another one has, and stays in it. The end of the wait is the last answer."""
     desk = Desk()
 
@@ -98,7 +98,7 @@ def test_who_is_late_is_asked_and_reported() -> None:
     assert len(desk.sent) == 1
 
 
-def test_who_gives_no_answer_in_time_is_reported_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_an_answer_is_reported_as_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LATE_ANSWER_S", 0.01)
     desk = Desk()
     desk.on_send = lambda question: desk.watchdog.received(answer(1, HERE)) and None
@@ -111,7 +111,7 @@ def test_who_gives_no_answer_in_time_is_reported_as_silent(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("case", ["nobody", "itself", "strangers", "joining"])
-def test_where_nobody_can_be_asked_nobody_is(case: str) -> None:
+def test_no_query_is_sent_without_a_queryable_rank(case: str) -> None:
     desk = Desk()
     if case == "joining":
         desk.members = ()
@@ -133,7 +133,7 @@ def test_where_the_hub_is_gone_nothing_is_waited_for(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("rank", "answers"), [(1, 1), (2, 0)])
-def test_who_is_asked_answers_and_nobody_else(rank: int, answers: int) -> None:
+def test_only_queried_ranks_answer(rank: int, answers: int) -> None:
     desk = Desk(rank)
     desk.the_communicator.call = 0
     for _ in range(2):  # at once: one answer is enough
@@ -157,7 +157,7 @@ def test_who_is_asked_answers_and_nobody_else(rank: int, answers: int) -> None:
         said("!standing", [1, "place", math.inf, "doing", []]),
     ],
 )
-def test_what_is_no_question_and_no_answer_is_refused(message: Publish) -> None:
+def test_malformed_queries_and_answers_raise_protocol_error(message: Publish) -> None:
     with pytest.raises(ProtocolError):
         Desk(1).watchdog.received(message)
 

@@ -195,7 +195,7 @@ def echo(method: str = "note") -> Script:
 # ---------------------------------------------------------------------------------------------- order and carriers
 
 
-def test_runs_come_over_the_channel_and_are_answered_there(bench: MakeBench) -> None:
+def test_runs_over_the_channel_are_answered_there(bench: MakeBench) -> None:
     one = bench()
     for seq in range(1, 6):
         one.run(seq, seq - 1, seq * 10)
@@ -205,7 +205,7 @@ def test_runs_come_over_the_channel_and_are_answered_there(bench: MakeBench) -> 
     assert one.sequencer.begun == 5
 
 
-def test_runs_come_by_the_bell_and_are_answered_there(bench: MakeBench) -> None:
+def test_runs_by_the_bell_are_answered_there(bench: MakeBench) -> None:
     one = bench(post=FakePost())
     numbers = [one.post.ring(seq, seq - 1, pack_values([seq])) for seq in range(1, 6)]  # type: ignore[union-attr]
     assert [one.answered(number) for number in numbers] == [(seq,) for seq in range(1, 6)]
@@ -213,7 +213,7 @@ def test_runs_come_by_the_bell_and_are_answered_there(bench: MakeBench) -> None:
 
 
 @pytest.mark.parametrize("rung_first", [True, False])
-def test_arguments_too_long_for_the_bell_come_by_the_channel(bench: MakeBench, rung_first: bool) -> None:
+def test_oversized_arguments_use_the_channel(bench: MakeBench, rung_first: bool) -> None:
     """The bell is rung before the message is sent; the thread may see them in any order."""
     one = bench(post=FakePost())
     assert one.post is not None
@@ -249,7 +249,7 @@ def test_a_run_that_was_not_rung_for_is_done_all_the_same(bench: MakeBench) -> N
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_all_ways_are_in_one_order(bench: MakeBench, seed: int) -> None:
+def test_runs_of_all_ways_share_one_order(bench: MakeBench, seed: int) -> None:
     """By the bell, by the channel, fenced, and plans between them: each after its predecessor."""
     rng = random.Random(seed)
     one = bench(post=FakePost() if seed % 2 else None)
@@ -464,7 +464,7 @@ def test_an_abort_reaches_the_run_under_way(bench: MakeBench) -> None:
     assert [name for name, _, _ in one.actor.calls] == ["hold"]
 
 
-def test_an_unforeseen_failure_is_told_as_ours(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_failure_becomes_internal_error(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
     one = bench()
     monkeypatch.setattr(one.runner, "run", lambda *args, **kwargs: 1 / 0)
     one.run(1, 0, 1)
@@ -491,7 +491,7 @@ def test_results_too_long_for_a_message_fail_the_run(bench: MakeBench) -> None:
     assert "refs" in str(one.failed[2])
 
 
-def test_a_controller_that_is_gone_stops_nobody(bench: MakeBench) -> None:
+def test_lost_controller_does_not_stop_runs(bench: MakeBench) -> None:
     one = bench()
     one.lost = True
     one.run(1, 0, 1)
@@ -524,7 +524,7 @@ def test_closing_while_it_is_idle(bench: MakeBench, by_bell: bool) -> None:
 
 
 @pytest.mark.parametrize("by_bell", [True, False])
-def test_closing_ends_what_came_in_its_order(bench: MakeBench, by_bell: bool) -> None:
+def test_close_ends_runs_in_order(bench: MakeBench, by_bell: bool) -> None:
     """The run under way is aborted, those behind it are refused, and plans after them go on."""
     gate, script = Gate(), Script(0)
     script.call("hold")
@@ -569,7 +569,7 @@ def test_closing_while_a_run_waits_for_its_predecessor(bench: MakeBench) -> None
     assert not one.actor.calls
 
 
-def test_the_end_of_the_lease_wakes_who_waits_for_its_predecessor(bench: MakeBench) -> None:
+def test_end_of_the_lease_wakes_runs_awaiting_a_predecessor(bench: MakeBench) -> None:
     one = bench()
     one.run(2, 1, 1)
     assert one.sequencer.close("the controller is gone") in ((), (2,))
@@ -592,7 +592,7 @@ def test_closing_waits_for_a_fenced_run_before_it_lets_go(bench: MakeBench) -> N
     assert isinstance(one.failed.get(1), PlanAbortedError) or one.ran[1] == ("kept",)
 
 
-def test_values_are_let_go_of(bench: MakeBench) -> None:
+def test_values_are_released(bench: MakeBench) -> None:
     array = full(1)
     alive = weakref.ref(array)
     script = Script(0, [pinned(array)])
@@ -612,7 +612,7 @@ def test_values_are_let_go_of(bench: MakeBench) -> None:
     assert alive() is None
 
 
-def test_what_was_closed_of_late_keeps_nothing_that_is_constant(bench: MakeBench) -> None:
+def test_closed_step_releases_its_constants(bench: MakeBench) -> None:
     """Neither what travelled, nor what it became, nor the values of refs; whether it has run or not."""
     nbytes, table = 1 << 20, CapturedSteps()
     for runs in (0, 2):
@@ -740,7 +740,7 @@ def _made(table: CapturedSteps, capture: bytes) -> Any:
     return table.add(capture, Fake)  # type: ignore[arg-type,return-value]
 
 
-def test_the_table_finds_what_lives_and_what_was_closed_of_late() -> None:
+def test_table_finds_live_and_recently_closed_steps() -> None:
     table = CapturedSteps()
     one, other = _made(table, b"1"), _made(table, b"2")
     assert table.find(b"1") is one

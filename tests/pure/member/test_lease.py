@@ -97,7 +97,7 @@ def test_methods_come_in_order_where_all_groups_of_a_program_say_so(
 
 
 @pytest.mark.parametrize("count", [1, reporter.MOST_VIOLATIONS, reporter.MOST_VIOLATIONS + 1, 20_000])
-def test_a_refusal_is_told_with_as_many_reasons_as_a_message_holds(count: int) -> None:
+def test_refusal_carries_as_many_violations_as_fit_a_message(count: int) -> None:
     reasons = tuple(
         Violation(kind="mismatch", rank=1, field="shape", found="x" * 400, expected="y" * 400, call=at)
         for at in range(count)
@@ -151,9 +151,7 @@ def premises(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_who_joins_late_tells_nobody_but_the_controller_that_asked(
-    monkeypatch: pytest.MonkeyPatch, premises: Any
-) -> None:
+def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
     """A later controller would not know the group, and end the link over it."""
     began, over = threading.Event(), threading.Event()
 
@@ -275,9 +273,7 @@ def member(monkeypatch: pytest.MonkeyPatch, premises: Any) -> Callable[..., Any]
 
 
 @pytest.mark.parametrize("died", [True, False])
-def test_a_plan_that_the_death_of_a_member_ends_says_who_has_died(
-    monkeypatch: pytest.MonkeyPatch, member: Any, died: bool
-) -> None:
+def test_plan_ended_by_a_death_names_the_dead_member(monkeypatch: pytest.MonkeyPatch, member: Any, died: bool) -> None:
     """Its communicator does not see how far the dead came, and is closed under it, which explains nothing."""
     begun: list[Any] = []
 

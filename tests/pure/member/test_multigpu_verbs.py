@@ -274,7 +274,7 @@ def test_send_and_recv(ranks, source, target, n_elements):
 
 
 @every_seed
-def test_it_follows_the_callers_streams_on_all_gpus_and_what_comes_next_follows_it(ranks):
+def test_multigpu_call_is_ordered_with_the_callers_streams(ranks):
     """No stream is waited for by the test itself: the tensors are written, reduced and read on streams of their own."""
     name = ranks.group(2)
     cuda = ranks.cupy.cuda
@@ -394,7 +394,7 @@ def _repeated(ranks, device):
 
 
 @pytest.mark.parametrize(("change", "error"), BAD.values(), ids=BAD.keys())
-def test_what_is_wrong_on_one_rank_is_heard_by_all(ranks, change, error):
+def test_violation_on_one_rank_is_raised_on_all(ranks, change, error):
     name = ranks.group(2)
 
     def body(rank):
@@ -478,7 +478,7 @@ def test_lists_of_lists_have_to_fit(ranks):
     ranks.must(2, body, lambda taken: taken)
 
 
-def test_where_there_is_no_memory_all_ranks_hear_of_it(ranks):
+def test_allocation_failure_is_raised_on_all_ranks(ranks):
     name = ranks.group(2)
     ranks.must(2, _reduce(ranks, name, [[0, 1], [0, 1]]))
 

@@ -144,14 +144,14 @@ def test_aborting_a_plan_that_has_ended_says_so() -> None:
     assert sequencer.abort(1, "much too late") is True
 
 
-def test_the_last_reason_of_an_abort_is_told() -> None:
+def test_last_abort_reason_wins() -> None:
     sequencer = PlanSequencer()
     sequencer.abort(1, "first")
     sequencer.abort(1, "second")
     assert sequencer.start(1, 0) == "second"
 
 
-def test_closing_wakes_whoever_waits_and_refuses_whoever_comes(threads: ThreadPoolExecutor) -> None:
+def test_close_wakes_waiters_and_refuses_later_plans(threads: ThreadPoolExecutor) -> None:
     sequencer, watched = _sequencer()
     sequencer.start(1, 0)
     third = threads.submit(sequencer.start, 3, 2)
@@ -236,7 +236,7 @@ def test_no_plan_runs_before_its_predecessor_or_after_its_abort(events: list[tup
             assert sequencer.reason(other) == "because"
 
 
-def test_many_threads_and_an_abort_at_any_moment_leave_nobody_waiting(threads: ThreadPoolExecutor) -> None:
+def test_aborts_at_any_moment_leave_no_thread_waiting(threads: ThreadPoolExecutor) -> None:
     for seed in range(20):
         sequencer = PlanSequencer()
         barrier = threading.Barrier(9)
@@ -261,7 +261,7 @@ def test_many_threads_and_an_abort_at_any_moment_leave_nobody_waiting(threads: T
 # ---------------------------------------------------------------------------------------------- doors
 
 
-def test_the_story_knows_when_one_came_to_which_door() -> None:
+def test_story_records_arrivals_at_doors() -> None:
     now_s = iter(range(100))
     recorder = Recorder(lambda: float(next(now_s)))
     for what, seq in [("start", 3), ("door", 3), ("door", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
@@ -272,7 +272,7 @@ def test_the_story_knows_when_one_came_to_which_door() -> None:
     assert arrivals((), 1.0) == {}
 
 
-def test_of_many_doors_the_last_are_known() -> None:
+def test_story_keeps_the_last_doors() -> None:
     recorder = Recorder(lambda: 0.0)
     for seq in [*range(1, 3 * ARRIVALS), 5]:
         recorder.add("again", seq)

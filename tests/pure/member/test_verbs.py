@@ -309,7 +309,7 @@ def _argument(name, rank, calls):
 
 
 @pytest.mark.parametrize("case", ARGUMENTS)
-def test_an_argument_that_makes_no_sense_is_told_to_all_as_that(crew, backend, case):
+def test_invalid_argument_is_raised_on_all_ranks(crew, backend, case):
     """Nobody waits for the rank that can't begin, nor is told to be at odds with it."""
     calls, culprits, said = ARGUMENTS[case]
     group = crew.group(2, backend)
@@ -333,7 +333,7 @@ def _op_of_rank(name, rank, ops):
 
 
 @pytest.mark.parametrize("calls", [[("broadcast", np.ones(2), 7)] * 2, [("allreduce", np.ones(2))] * 2])
-def test_what_no_backend_has_a_meaning_for_is_refused_on_all(crew, backend, calls):
+def test_meaningless_operation_is_refused_on_all_ranks(crew, backend, calls):
     group = crew.group(2, backend)
     if calls[0][0] == "allreduce":
         errors = group.run(_op_of_rank, ("nonsense", "sum"))
@@ -344,7 +344,7 @@ def test_what_no_backend_has_a_meaning_for_is_refused_on_all(crew, backend, call
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized, nested, half complex tensors
-def test_what_looks_like_a_tensor_is_refused_by_what_is_in_the_way(crew):
+def test_unsuitable_tensors_are_refused_with_the_reason(crew):
     pytest.importorskip("torch")
     group = crew.group(2, "shm")
     for said in group.must(_unsuited):
@@ -413,7 +413,7 @@ def _until_it_works(name, rank, timeout_s):
 
 
 @pytest.mark.parametrize("way", ["call", "async", "send"])
-def test_the_error_says_what_those_do_who_have_not_come(crew, backend, way):
+def test_timeout_error_reports_the_missing_ranks(crew, backend, way):
     """Whether they have ever made a call of the group, or not."""
     group = crew.group(2, backend)
     for is_formed in (False, True):
@@ -446,7 +446,7 @@ def _fails_late(name, rank, way):
         watchdog.LATE_ANSWER_S = before
 
 
-def test_one_rank_calls_where_nobody_comes(crew, backend):
+def test_lone_receive_times_out_and_later_meets_its_send(crew, backend):
     group = crew.group(2, backend)
     [error] = group.run(_receive, 0.3, ranks=[1])
     assert isinstance(error, CollectiveTimeoutError)
@@ -467,12 +467,27 @@ def _receive(name, rank, timeout_s):
     return x
 
 
+def _sum_and_tell(name, rank, folder):
+    """Makes a file once the call is under way."""
+    hub = ProcessGroups.current().find(name).communicator("all").hub
+
+    def tell():
+        while hub.place != "door":
+            time.sleep(0.001)  # polls for what another thread does
+        (folder / str(rank)).touch()
+
+    threading.Thread(target=tell, daemon=True).start()
+    return _sum(name, rank)
+
+
 @pytest.mark.parametrize("victim", [0, 2], ids=["leader", "member"])
-def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, victim):
+def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, victim, tmp_path):
     group = crew.group(3, backend)
     group.must(_sum)
     survivors = [rank for rank in range(3) if rank != victim]
-    waiting = [group.start(rank, _sum) for rank in survivors]
+    waiting = [group.start(rank, _sum_and_tell, tmp_path) for rank in survivors]
+    while not all((tmp_path / str(rank)).exists() for rank in survivors):
+        time.sleep(0.001)  # polls for what other processes do
     group.processes[victim].kill()
     killed_s = time.monotonic()
     errors = [outcome(one) for one in waiting]
@@ -502,7 +517,7 @@ def _sum_for_ever(name, rank, n):
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
 @pytest.mark.parametrize("backend", ["shm", "tcp"])
-def test_who_has_its_result_gets_it_though_the_other_has_ended_its_process(crew, backend, victim):
+def test_completed_receive_succeeds_though_the_sender_has_died(crew, backend, victim):
     """The death is heard of while the call is at work; the next call tells it."""
     group = crew.group(2, backend)
     other = 1 - victim
@@ -616,7 +631,7 @@ def _join_all(crew, claims, name="g", timeout_ms=20_000):
         ([(3, 0, "auto"), (3, 1, "auto"), (3, 1, "auto")], "twice"),
     ],
 )
-def test_members_that_disagree_are_told_so(crew, claims, said):
+def test_disagreeing_members_raise_invalid_group_error(crew, claims, said):
     _, errors = _join_all(crew, claims)
     assert [type(one) for one in errors] == [InvalidGroupError] * len(claims), errors
     assert all(said in str(one) for one in errors)
@@ -629,14 +644,14 @@ def test_a_group_can_be_formed_after_it_could_not(crew):
     assert [outcome(one) for one in joining] == [None, None]
 
 
-def test_members_that_do_not_come_are_named(crew):
+def test_join_timeout_names_the_missing_members(crew):
     _, errors = _join_all(crew, [(3, 0, "auto"), (3, 2, "auto")], timeout_ms=3_000)
     assert [type(one) for one in errors] == [CollectiveTimeoutError] * 2, errors
     assert errors[0].missing == (1,)
     assert errors[1].missing == (1,)
 
 
-def test_a_leader_that_does_not_come_is_named(crew):
+def test_join_timeout_names_the_missing_leader(crew):
     _, [error] = _join_all(crew, [(2, 1, "auto")], timeout_ms=300)
     assert isinstance(error, CollectiveTimeoutError)
     assert error.missing == (0,)
@@ -662,7 +677,7 @@ def _posted(rendezvous):
     return True
 
 
-def test_two_leaders_of_one_name_are_told_apart(crew):
+def test_second_leader_raises_group_exists_error(crew):
     first = crew.take(1)[0].start(join, 2, 0, "auto", "g", 20_000, crew.rendezvous)
     [other] = crew.take(1)
     assert outcome(other.start(_posted, crew.rendezvous)) is True
@@ -825,7 +840,7 @@ def _strided(name, rank):
     return whole
 
 
-def test_defect_9_looking_up_a_group_waits_for_nobody(crew):
+def test_defect_9_group_lookup_does_not_block(crew):
     group = crew.group(2)
     assert group.must(_look_up_while_joining, crew.rendezvous) == [(0, 3.0), (1, 3.0)]
 

@@ -7,7 +7,7 @@ import threading
 from raycollect.member.wait_monitor import WaitMonitor
 
 
-def test_a_wait_that_lasts_is_told_of_once_and_so_is_its_end():
+def test_long_wait_and_its_end_are_reported_once():
     told, events = threading.Event(), []
 
     def tell():
@@ -22,7 +22,7 @@ def test_a_wait_that_lasts_is_told_of_once_and_so_is_its_end():
     assert events == ["told", "over"] * 2
 
 
-def test_a_short_wait_is_never_told_of():
+def test_short_wait_is_not_reported():
     events = []
     watch = WaitMonitor(60)
     for _ in range(100):
