@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -47,6 +48,12 @@ class Worker(col.CollectiveParticipant):
         return all(
             value - slack <= float(array.min()) and float(array.max()) <= value + slack for array in self._all(name)
         )
+
+    def make(self, name: str, nbytes: int, busy_ms: float) -> Any:
+        """Computes for so long, and gives a ref to an array that was not there before, of the rank + 1."""
+        busy(busy_ms)
+        self.arrays[name] = np.full(max(1, nbytes // 4), self.rank + 1, np.float32)
+        return self.arrays[name]
 
     def drop(self, name: str) -> None:
         """Lets go of them."""
@@ -108,6 +115,12 @@ class Worker(col.CollectiveParticipant):
         """The same for one array."""
         getattr(_library("ray"), op)(self.arrays[name][at], group_name=group)
 
+    def make_and_reduce(self, library: str, name: str, nbytes: int, busy_ms: float, group: str) -> None:
+        """Makes an array as `make` does, and reduces it in a group, if one is given."""
+        self.make(name, nbytes, busy_ms)
+        if group:
+            _library(library).allreduce(self.arrays[name], group)
+
     def loop(self, library: str, op: str, name: str, group: str, count: int) -> list[float]:
         """So many calls in a loop, after a barrier; gives the seconds that each took on this rank.
 
@@ -168,6 +181,13 @@ class Worker(col.CollectiveParticipant):
     def peak(self) -> int:
         """The peak since then, in bytes."""
         return _status("VmHWM")
+
+
+def busy(milliseconds: float) -> None:
+    """Computes for so long."""
+    until_s = time.perf_counter() + milliseconds / 1e3
+    while time.perf_counter() < until_s:
+        pass
 
 
 def _library(name: str) -> Any:

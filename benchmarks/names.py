@@ -27,7 +27,13 @@ IMPERATIVE_ARENA = "raycollect, in actors, arena"
 PLANNED = "raycollect, planned"
 REMEMBERED = "raycollect, remembered"
 
+DATA_ORDERED = "raycollect, data order"
+
+METHODS = "the bare methods"
+PING = "bare ping"
 RAY = "ray.util.collective"
+RAY_INSIDE = "ray.util.collective inside the method"
+RAY_BESIDE = "ray.util.collective in a second method"
 RAY_CALLS = "ray.util.collective, a call each"
 RAY_AHEAD = "ray.util.collective, all calls ahead"
 RDT = "Ray Direct Transport"

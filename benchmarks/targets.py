@@ -151,9 +151,20 @@ TARGETS: tuple[Goal, ...] = (
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.MPICH, _TO_MPICH),
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.LIMIT, {64 * MB: 0.85}),
     *_targets("kernel", "allreduce", names.TCP, names.XOSCAR, _TCP_TO_XOSCAR),
-    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 1.3, MB: 2.5, 64 * MB: 5.0}),
+    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 5.0, MB: 3.5, 64 * MB: 5.0}),
     *_targets("driver", "allreduce", names.ORDINARY, names.RAY, {64 * MB: 2.0}),
-    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 1.3, MB: 2.0, 64 * MB: 3.5}, ranks=4),
+    *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 5.0, MB: 3.5, 64 * MB: 3.5}, ranks=4),
+    *(
+        target
+        for ranks in (2, 4)
+        for target in (
+            *_targets("iteration", "methods of 0 ms", names.ORDINARY, names.METHODS, {4: 1 / 1.3}, ranks),
+            *_targets("iteration", "methods of 0 ms", names.ORDINARY, names.RAY_INSIDE, {4: 1.3}, ranks),
+            *_targets("iteration", "methods of 0 ms", names.ORDINARY, names.RAY_BESIDE, {4: 1.5}, ranks),
+            *_targets("iteration", "methods of 0 ms", names.IMPERATIVE, names.RAY_INSIDE, {4: 1.1}, ranks),
+            *_targets("cold", "pauses of 10 ms", names.CAPTURED, names.PING, {4: 0.5}, ranks),
+        )
+    ),
     *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 12.0, MB: 10.0}),
     *_targets("captured", "allreduce", names.CAPTURED, names.RAY, {4: 13.0}, ranks=4),
     *_targets("captured", "allreduce", names.CAPTURED, names.GRAPH, {4: 40.0, MB: 40.0}),

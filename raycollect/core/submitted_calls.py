@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -40,7 +41,7 @@ class SubmittedCalls:
     __slots__ = ("__weakref__", "before", "last", "lock")
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a finalizer may call the same actor
+        self.lock: AbstractContextManager[Any] = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = NOTHING
         self.before: Callable[[], object] | None = None
 

@@ -164,14 +164,8 @@ class ParticipantLink:
             if calls.last is None:
                 self.submit(payload, 0)
                 return
+            calls.before = partial(_keep_behind, ref(tracker), position, ref(self))
             self.order(Order(payload=payload, together=False, in_order=True, after=calls.last))
-            calls.before = partial(self._fence, tracker.seq, ref(tracker), position)
-
-    def _fence(self, seq: int, tracker: ref[PlanTracker], position: int) -> None:
-        """Keeps the methods that are submitted from now on behind a plan, as long as it is under way there."""
-        found = tracker()
-        if found is not None and found.is_pending(position):
-            self.fence(seq)
 
     def fence(self, seq: int) -> None:
         """Submits an actor task that lets a plan begin, and ends with it."""
@@ -292,3 +286,10 @@ class ParticipantLink:
                 self.link.send(message)
         except ConnectionLostError:
             pass
+
+
+def _keep_behind(tracker: ref[PlanTracker], position: int, link: ref[ParticipantLink]) -> None:
+    """Keeps what is submitted from now on behind a plan, as long as that is under way there."""
+    found, here = tracker(), link()
+    if found is not None and here is not None and found.is_pending(position):
+        here.fence(found.seq)

@@ -508,9 +508,9 @@ def test_a_thousand_ranks_are_told_in_few_lines():
     ("backend", "module", "chunks"),
     [
         ("shm", "shm.staged", 2),
-        ("tcp", "tcp.communicator", 6),
+        ("tcp", "tcp.run", 6),
         ("gloo", "gloo.communicator", 8),
-        ("torch:gloo", "torch_dist.communicator", 4),
+        ("torch:gloo", "torch_dist.run", 4),
     ],
 )
 def test_the_chunks_of_a_backend_are_those_that_it_says(backend, module, chunks):
