@@ -387,14 +387,16 @@ def _left_under_way(name, rank):
 
 
 EVERYWHERE = (_calls, _refused, _library_fails)
-LIVES = {
-    f"{one.__name__.strip('_')}-{backend}": (one, backend)
+LIVES = [
+    pytest.param(
+        one, backend, marks=[pytest.mark.full] * (backend == "gloo"), id=f"{one.__name__.strip('_')}-{backend}"
+    )
     for one in (*EVERYWHERE, _late, _kernel_fails, _one_leaves, _left_under_way)
     for backend in (("shm", "tcp", "gloo") if one in EVERYWHERE else ("shm",))
-}
+]
 
 
-@pytest.mark.parametrize(("life", "backend"), LIVES.values(), ids=LIVES)
+@pytest.mark.parametrize(("life", "backend"), LIVES)
 def test_a_group_that_members_made_leaves_nothing(crew, life, backend):
     taken = crew.take(2)
     if backend not in vars(crew).setdefault("warm", set()):  # what a process makes once: threads, memory

@@ -549,7 +549,9 @@ def body_door(communicator: Communicator, launch: Launch) -> None:
     communicator.agree(launch, b"")
 
 
-@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.ALLTOALL, OpKind.RECV])
+@pytest.mark.parametrize(
+    "kind", [OpKind.ALLREDUCE, *(pytest.param(kind, marks=pytest.mark.full) for kind in (OpKind.ALLTOALL, OpKind.RECV))]
+)
 def test_a_peer_that_dies_breaks_the_group(kind: OpKind) -> None:
     workers = [Worker() for _ in range(2)]
     team = ProcessTeam("torch:gloo", 2, workers)

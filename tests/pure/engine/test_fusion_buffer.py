@@ -278,7 +278,7 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("torch:gloo", marks=pytest.mark.full)])
 def test_libraries_take_a_bound_for_the_largest_piece(backend: str) -> None:
     """That of a packed kernel is the sum of those of its tensors: no rank may hold as much."""
     if not backends.is_available(backend):
