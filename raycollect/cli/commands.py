@@ -12,8 +12,10 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,12 +211,13 @@ def demo(context: click.Context, name: str | None, address: str | None, as_json:
     from raycollect.cli import demo as showing  # with Ray
 
     chosen = name or showing.default()
-    showing.start_ray(address)
-    if chosen == showing.DIGITS:
-        found = showing.digits(show=not as_json)
-    else:
-        result = showing.allreduce(lambda line: click.echo(line, err=as_json))
-        found = {**asdict(result), "ok": result.ok}
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's warnings are no JSON
+        showing.start_ray(address)
+        if chosen == showing.DIGITS:
+            found = showing.digits(show=not as_json)
+        else:
+            result = showing.allreduce(click.echo)
+            found = {**asdict(result), "ok": result.ok}
     if as_json:
         print_json({"demo": chosen, **found})
     elif not found["ok"]:

@@ -16,8 +16,6 @@ from weakref import WeakValueDictionary
 
 from ray.actor import ActorHandle
 
-from raycollect.core import threads
-
 __all__ = ["NOTHING", "SubmittedCalls", "watch"]
 
 _FUNNEL = "_actor_method_call"
@@ -34,7 +32,7 @@ class SubmittedCalls:
     Attributes:
         lock: Held while a call is submitted, so that calls of several threads are noted in Ray's order, and by whoever
             uses the other attributes.
-        last: The task of the latest call, `NOTHING`, or None where the actor does not note when the call has ended.
+        last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
         before: Called before the next call is submitted, once.
     """
 
@@ -42,15 +40,15 @@ class SubmittedCalls:
 
     def __init__(self) -> None:
         self.lock: AbstractContextManager[Any] = threading.RLock()  # a finalizer may call the same actor
-        self.last: bytes | None = NOTHING
+        self.last: bytes | None = None
         self.before: Callable[[], object] | None = None
 
     def submit(self, name: str, submit: Callable[[], Any]) -> Any:
         """Submits a call of a method and returns what `submit` does; the caller does not hold the lock."""
         with self.lock:
-            before, self.before = self.before, None
-            if before is not None:
-                threads.survives(before)  # where the actor is gone, the call itself says so
+            if self.before is not None:
+                self.before()  # if that fails, the call must not be submitted either
+                self.before = None
             self.last = None  # unless it is known that it was submitted
             made = submit()
             if not name.startswith("_"):

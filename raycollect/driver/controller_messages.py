@@ -26,6 +26,7 @@ from raycollect.core.model import Key
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
+    DispatchError,
     GroupBrokenError,
     PlanAbortedError,
     ProtocolError,
@@ -154,8 +155,15 @@ class ControllerMessages:
 
     def _behind(self, peer: ParticipantLink, message: Behind) -> None:
         """A participant can't tell when a call has ended: an actor task, which is behind all calls so far, will."""
-        if self._controller.tracker(message.seq) is not None:
+        controller, tracker = self._controller, self._controller.tracker(message.seq)
+        if tracker is None:
+            return
+        try:
             peer.fence(message.seq)
+        except Exception as exc:  # noqa: BLE001 - whatever Ray raises
+            rank, actor = tracker.member(_position(tracker, peer)).rank, peer.info["actor"]
+            error = DispatchError(rank=rank, actor=actor, detail=f"{type(exc).__name__}: {exc}")
+            controller.send(tracker, tracker.fail(error))
 
     def _waiting(self, peer: ParticipantLink, message: Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""

@@ -121,6 +121,9 @@ class ParticipantLink:
         self.info = info
         self.actor = actor
         self._calls = calls  # None: plans in program order have to be actor tasks
+        if calls is not None:
+            with calls.lock:  # another process may have been leased before, whose calls Ray may run here again
+                calls.last, calls.before = None, None
         self._controller_id = controller_id
         self.last_seq = 0
         self.group_ids: set[str] = set()

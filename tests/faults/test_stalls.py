@@ -77,7 +77,7 @@ def test_timeout_reports_the_activity_of_the_late_rank(actors, gate, held, backe
     assert error.missing == (1,)
     (report,) = error.reports
     assert_told(report, group.status(0).members[1].actor)
-    assert report.ended == 1
+    assert report.ended in (1, 2)  # the second once it heard of the abort
     assert 1 <= report.awaited_s < 30, "from the first arrival on"
     assert report.step == ""
     assert any("plan 1" in line for line in report.story)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 from pathlib import Path
 
@@ -15,6 +16,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import raycollect as col
 from raycollect import errors
 from tests.ray.workers import Buffers, filled
+
+
+@pytest.fixture
+def signals():
+    """Ray Tune takes Ctrl-C for itself, and never gives it back."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
 
 GroupWorker = ray.remote(Buffers)
 
@@ -88,7 +98,7 @@ def try_together(config):
     tune.report({"found": found, "members": members})
 
 
-def test_trials_of_ray_tune_have_groups_of_one_name(cluster, tmp_path):
+def test_trials_of_ray_tune_have_groups_of_one_name(cluster, tmp_path, signals):
     from ray import tune
 
     meeting = Meeting.remote(2)

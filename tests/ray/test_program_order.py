@@ -207,6 +207,8 @@ def test_no_actor_task_is_needed(actors, tasks, name):
     col.declare_collective_group(workers)
     refs = [one.get_buffer.remote() for one in workers]
     ray.get([one.__ray_call__.remote(be_patient) for one in workers])
+    col.allreduce_refs(refs)  # the first does not know what was called before the group was declared
+    tasks.clear()
     for _ in range(3):
         held = [getattr(one, name).remote() for one in workers]
         col.allreduce_refs(refs)
@@ -216,6 +218,8 @@ def test_no_actor_task_is_needed(actors, tasks, name):
 
 def test_a_method_after_one_that_goes_on_waits_behind_a_fence(pair, tasks):
     workers, refs = pair()
+    col.barrier()
+    tasks.clear()
     workers[0].change.remote()
     work = col.allreduce_refs(refs, async_op=True)
     workers[1].change.remote()
