@@ -86,6 +86,9 @@ TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
 PROGRAMS = {f"{name}:{at}": program for name, text in TEXTS.items() for at, program in enumerate(programs_of(text), 1)}
 """Document and place -> the program."""
 
+FIRST = "README.md", "docs/ordering.md", "docs/captured.md", "docs/failures.md"
+"""Where a reader begins, and what is promised of order."""
+
 
 _LOST = "not found in RDT object store"
 """What Ray says where a transfer of Direct Transport never came, which was seen once on a busy machine."""
@@ -179,7 +182,12 @@ def _skip_without(code):
         pytest.skip("the Ray of the tests has no GPU")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+def _marked(name):
+    """`.ci/run` runs them all; `make test` those that a reader meets first."""
+    return pytest.param(name, marks=[pytest.mark.full] * (not name.startswith(FIRST)))
+
+
+@pytest.mark.parametrize("name", map(_marked, PROGRAMS))
 def test_document_program_prints_its_documented_output(programs, name):
     program = PROGRAMS[name]
     _skip_without(program.code)

@@ -98,6 +98,7 @@ def try_together(config):
     tune.report({"found": found, "members": members})
 
 
+@pytest.mark.full
 def test_trials_of_ray_tune_have_groups_of_one_name(cluster, tmp_path, signals):
     from ray import tune
 
