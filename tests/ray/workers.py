@@ -49,7 +49,6 @@ def block(worker, gate):
     return worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
 
 
-@lasting
 @ray.remote
 class Plain:
     """An actor without the mixin."""
