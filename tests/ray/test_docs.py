@@ -187,7 +187,7 @@ def _marked(name):
     return pytest.param(name, marks=[pytest.mark.full] * (not name.startswith(FIRST)))
 
 
-@pytest.mark.parametrize("name", map(_marked, PROGRAMS))
+@pytest.mark.parametrize("name", [_marked(name) for name in PROGRAMS])
 def test_document_program_prints_its_documented_output(programs, name):
     program = PROGRAMS[name]
     _skip_without(program.code)
