@@ -14,39 +14,6 @@ if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
     sys.setswitchinterval(float(os.environ["RAYCOLLECT_SWITCH_S"]))
 
 
-LONG = (
-    "tests/pure/backends/test_conformance.py",
-    "tests/pure/backends/test_tcp.py",
-    "tests/pure/backends/test_shm.py",
-    "tests/pure/member/test_verbs.py",
-    "tests/pure/test_cycles.py",
-    "tests/pure/backends/test_gloo.py",
-    "tests/pure/backends/test_torch_dist.py",
-    "tests/pure/planner/test_wire.py",
-    "tests/pure/project/test_types.py",
-    "tests/ray/test_docs.py",
-    "tests/ray/test_nodes.py",
-    "tests/faults/test_fault_matrix.py",
-    "tests/ray/test_examples.py",
-    "tests/ray/test_notebooks.py",
-    "tests/ray/test_ecosystem.py",
-    "tests/faults/test_soak.py",
-    "tests/faults/test_stalls.py",
-    "tests/ray/test_mismatch.py",
-    "tests/ray/test_imperative.py",
-    "tests/ray/test_collectives.py",
-    "tests/ray/test_ordering.py",
-    "tests/ray/test_workloads.py",
-)
-"""The files that take the longest, in that order (`make test ARGS="--durations=0 tests"` measures)."""
-
-
-def pytest_collection_modifyitems(items):
-    """Long files come first, so that at the end of a run no process waits long for another."""
-    places = {name: at for at, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.location[0], len(LONG)))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def frozen():
     """What is loaded by now stays; tests that collect garbage need not look through it, which takes half a second."""
