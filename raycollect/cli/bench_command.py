@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from raycollect.cli.options import ADDRESS_HELP, as_json, print_json
+from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside
 
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
 WAYS = ("captured", "refs", "members")
@@ -154,11 +154,12 @@ def _time(given: dict[str, Any], as_json: bool) -> None:
     from raycollect.cli import bench as measuring  # with Ray
     from raycollect.cli import demo
 
-    demo.start_ray(address)
-    settings = measuring.Settings(**given)
-    hidden = not sys.stderr.isatty()
-    with click.progressbar(length=len(settings.wholes), label="sizes", file=sys.stderr, hidden=hidden) as bar:
-        result = measuring.measure(settings, lambda: bar.update(1))
+    with ray_warnings_aside(as_json):
+        demo.start_ray(address)
+        settings = measuring.Settings(**given)
+        hidden = not sys.stderr.isatty()
+        with click.progressbar(length=len(settings.wholes), label="sizes", file=sys.stderr, hidden=hidden) as bar:
+            result = measuring.measure(settings, lambda: bar.update(1))
     if as_json:
         print_json(asdict(result))
     else:

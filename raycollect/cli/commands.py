@@ -12,10 +12,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,7 @@ from click.core import ParameterSource
 
 import raycollect
 from raycollect.cli.bench_command import bench
-from raycollect.cli.options import ADDRESS_HELP, as_json, print_json
+from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside
 from raycollect.errors import InvalidGroupError, RaycollectError
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, RankTable
 
@@ -211,7 +209,7 @@ def demo(context: click.Context, name: str | None, address: str | None, as_json:
     from raycollect.cli import demo as showing  # with Ray
 
     chosen = name or showing.default()
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # Ray's warnings are no JSON
+    with ray_warnings_aside(as_json):
         showing.start_ray(address)
         if chosen == showing.DIGITS:
             found = showing.digits(show=not as_json)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from typing import Any, TypeVar
 
 import click
@@ -21,3 +23,8 @@ def as_json(command: _Command) -> _Command:
 def print_json(value: Any) -> None:
     """Prints a value, for a program to read."""
     click.echo(json.dumps(value, indent=2))
+
+
+def ray_warnings_aside(as_json: bool) -> AbstractContextManager[object]:
+    """Sends to stderr what Ray prints meanwhile, which is no JSON."""
+    return redirect_stdout(sys.stderr) if as_json else nullcontext()
