@@ -16,10 +16,11 @@ from weakref import WeakValueDictionary
 
 from ray.actor import ActorHandle
 
+from raycollect.core.model import TASK_NBYTES
+
 __all__ = ["NOTHING", "SubmittedCalls", "watch"]
 
 _FUNNEL = "_actor_method_call"
-_TASK_NBYTES = 24  # an ObjectRef is the id of its task and the index of the return
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
 
 NOTHING = b""
@@ -91,4 +92,4 @@ def _replace() -> bool:
 
 def _task_of(made: Any) -> bytes | None:
     first = made[0] if type(made) is list else getattr(made, "_generator_ref", made)
-    return None if first is None else first.binary()[:_TASK_NBYTES]
+    return None if first is None else first.binary()[:TASK_NBYTES]

@@ -26,7 +26,6 @@ from raycollect.core.model import Key
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
-    DispatchError,
     GroupBrokenError,
     PlanAbortedError,
     ProtocolError,
@@ -161,9 +160,8 @@ class ControllerMessages:
         try:
             peer.fence(message.seq)
         except Exception as exc:  # noqa: BLE001 - whatever Ray raises
-            rank, actor = tracker.member(_position(tracker, peer)).rank, peer.info["actor"]
-            error = DispatchError(rank=rank, actor=actor, detail=f"{type(exc).__name__}: {exc}")
-            controller.send(tracker, tracker.fail(error))
+            rank = tracker.member(_position(tracker, peer)).rank
+            controller.send(tracker, tracker.fail(peer.unsent(exc, rank)))
 
     def _waiting(self, peer: ParticipantLink, message: Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""

@@ -27,11 +27,8 @@ from raycollect.driver.pending import Pending
 from raycollect.driver.plan_tracker import PlanTracker, retrieve_errors
 from raycollect.errors import (
     CollectiveTimeoutError,
-    ConnectionLostError,
     DispatchError,
-    ParticipantDiedError,
     PlanAbortedError,
-    RaycollectError,
     RefusedError,
     RetryError,
     Violation,
@@ -164,7 +161,7 @@ def send_plan(
                 else:
                     made = peer.submit(order, len(outputs))
             except Exception as exc:  # noqa: BLE001 - whatever Ray raises: too many pending calls, a dead actor, its own bugs
-                error = _unsent(exc, tracker.member(at).rank, peer.info["actor"])
+                error = peer.unsent(exc, tracker.member(at).rank)
                 controller.send(tracker, tracker.fail(error, unsent=range(at, len(peers))))
                 return tracker
             except BaseException:  # a signal: this one may have been sent
@@ -177,16 +174,6 @@ def send_plan(
             if outputs:
                 tracker.made.update(zip(((number, at) for number in outputs), made, strict=True))
     return tracker
-
-
-def _unsent(exc: Exception, rank: int, actor: str) -> RaycollectError:
-    error: RaycollectError
-    if isinstance(exc, ConnectionLostError):
-        error = ParticipantDiedError(rank=rank, actor=actor, detail=f"it got no order ({exc.detail})")
-    else:
-        error = DispatchError(rank=rank, actor=actor, detail=f"{type(exc).__name__}: {exc}")
-    error.__cause__ = exc
-    return kept(error)
 
 
 def _may_wait(controller: Controller, participants: Iterable[str], refs: Iterable[Any]) -> bool:

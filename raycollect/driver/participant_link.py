@@ -38,6 +38,8 @@ from raycollect.errors import (
     ChannelError,
     CollectiveTimeoutError,
     ConnectionLostError,
+    DispatchError,
+    ParticipantDiedError,
     ProtocolError,
     RaycollectError,
     anew,
@@ -184,6 +186,17 @@ class ParticipantLink:
         if link is None or self._lost:
             raise ConnectionLostError(detail="its connection has ended")
         link.send(message)
+
+    def unsent(self, exc: Exception, rank: int) -> RaycollectError:
+        """What to tell where something could not be sent to it, for the reason that `exc` gives."""
+        actor = self.info["actor"]
+        error: RaycollectError
+        if isinstance(exc, ConnectionLostError):
+            error = ParticipantDiedError(rank=rank, actor=actor, detail=f"it got no order ({exc.detail})")
+        else:
+            error = DispatchError(rank=rank, actor=actor, detail=f"{type(exc).__name__}: {exc}")
+        error.__cause__ = exc
+        return kept(error)
 
     def welcome(self, timeout_s: float) -> None:
         """Waits for the answer to the lease; ControllerConflictError where another process drives the participant."""
