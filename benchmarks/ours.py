@@ -30,6 +30,37 @@ class Declared(Contestant):
         super().close()
 
 
+class Replayed(Contestant):
+    """A contender that records its operation as a captured step, once per size; stands before the other base."""
+
+    step: Any = None
+
+    def record(self) -> None:
+        """Does the operation once, to be recorded in `step`."""
+        raise NotImplementedError
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes what the operation needs, and records it."""
+        self._forget()
+        super().prepare(nbytes)
+        with col.capture() as self.step:
+            self.record()
+
+    def operate(self) -> None:
+        """One replay."""
+        self.step.run()
+
+    def close(self) -> None:
+        """Lets go of the step, then of the rest."""
+        self._forget()
+        super().close()
+
+    def _forget(self) -> None:
+        if self.step is not None:
+            self.step.close()
+            self.step = None
+
+
 class RaycollectAllreduce(Declared):
     """`allreduce_refs`, in place."""
 

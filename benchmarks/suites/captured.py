@@ -21,7 +21,7 @@ import ray
 import raycollect as col
 from benchmarks import names
 from benchmarks.crew import Contestant, crew, expected, needs, needs_torch
-from benchmarks.ours import Declared, RaycollectAllreduce
+from benchmarks.ours import Declared, RaycollectAllreduce, Replayed
 from benchmarks.report import Record, Skipped, size
 from benchmarks.suite import Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import KB, MB
@@ -38,34 +38,16 @@ BURST = 24
 """How many operations follow each other: a loop that is worth a capture is longer than what is called now and then."""
 
 
-class Captured(Declared):
+class Captured(Replayed, Declared):
     """``raycollect.capture()``: recorded once per size, replayed in each operation."""
 
     def __init__(self, name: str, actors: Sequence[Any], *, arena: bool = False) -> None:
         needs("capture")
         super().__init__(name, actors, arena=arena)
-        self._step: Any = None
 
-    def prepare(self, nbytes: int) -> None:
-        """Makes the buffers and records one allreduce of them."""
-        self._forget()
-        super().prepare(nbytes)
-        with col.capture() as self._step:
-            col.allreduce_refs(self.refs, group_name=self.group)
-
-    def operate(self) -> None:
-        """One replay."""
-        self._step.run()
-
-    def close(self) -> None:
-        """Lets go of the capture, then of the rest."""
-        self._forget()
-        super().close()
-
-    def _forget(self) -> None:
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+    def record(self) -> None:
+        """One allreduce of the buffers."""
+        col.allreduce_refs(self.refs, group_name=self.group)
 
 
 class Agreeing(Captured):

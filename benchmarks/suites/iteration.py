@@ -16,6 +16,7 @@ import ray
 import raycollect as col
 from benchmarks import names
 from benchmarks.crew import Contestant, busy, crew, needs_torch
+from benchmarks.ours import Replayed
 from benchmarks.report import Record, size
 from benchmarks.suite import Choice, Maker, close, compare, entry, gather
 from benchmarks.targets import MB
@@ -42,7 +43,7 @@ class Bare:
         busy(busy_ms)
         self._array = np.full(max(1, nbytes // 4), self._rank + 1, np.float32)
 
-    def made(self, value: float) -> bool:
+    def is_made(self) -> bool:
         """Whether the array is there."""
         return bool((self._array == self._rank + 1).all())
 
@@ -84,7 +85,7 @@ class Methods(Fresh):
 
     def check(self, runs: int) -> None:
         """Raises unless the arrays are there."""
-        if not all(ray.get([actor.made.remote(0.0) for actor in self.actors])):
+        if not all(ray.get([actor.is_made.remote() for actor in self.actors])):
             raise AssertionError(f"{self.name}: an array is missing")
 
     def close(self) -> None:
@@ -110,35 +111,17 @@ class Eager(Fresh):
         super().close()
 
 
-class Step(Eager):
+class Step(Replayed, Eager):
     """The same as a captured step: a new array each time, of a method that the step calls."""
 
     def __init__(self, name: str, actors: Sequence[Any], busy_ms: float) -> None:
         super().__init__(name, actors, busy_ms, "program")
-        self._step: Any = None
 
-    def prepare(self, nbytes: int) -> None:
-        """Records the iteration."""
-        super().prepare(nbytes)
-        self._forget()
-        with col.capture() as self._step:
-            call = self._step.call
-            made = [call(actor, "make", self.name, self.nbytes, self.busy_ms) for actor in self.actors]
-            col.allreduce_refs(made, group_name=self.group)
-
-    def operate(self) -> None:
-        """One run."""
-        self._step.run()
-
-    def close(self) -> None:
-        """Lets go of the step, then of the rest."""
-        self._forget()
-        super().close()
-
-    def _forget(self) -> None:
-        if self._step is not None:
-            self._step.close()
-            self._step = None
+    def record(self) -> None:
+        """The methods and the collective."""
+        arguments = self.name, self.nbytes, self.busy_ms
+        made = [self.step.call(actor, "make", *arguments) for actor in self.actors]
+        col.allreduce_refs(made, group_name=self.group)
 
 
 class Within(Fresh):
