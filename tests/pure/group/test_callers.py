@@ -198,7 +198,7 @@ def test_a_call_that_is_recalled_as_all_have_come_is_refused_and_shifts_nothing(
     assert _is_told(first)
     assert "refused" in first
     if backend == "shm":
-        assert beside == 11, "rank 0 had left its part in shared memory"
+        assert beside == 11 or _is_told(beside), "rank 0 had left its part, which rank 1 takes unless it hears first"
     else:
         assert "ConcurrentCallError on rank 0" in beside, "it was in its kernel"
     assert _is_told(second)
