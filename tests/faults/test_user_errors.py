@@ -612,7 +612,7 @@ def go_wrong(workers, fault):
         np.testing.assert_array_equal(found, value)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
 def test_failed_calls_change_nothing(actors, backend):
     """Values, dirt and open files are those of before, and the next one is right."""
     trio = actors(Worker, 3)

@@ -86,8 +86,8 @@ TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS}
 PROGRAMS = {f"{name}:{at}": program for name, text in TEXTS.items() for at, program in enumerate(programs_of(text), 1)}
 """Document and place -> the program."""
 
-FIRST = "README.md", "docs/ordering.md", "docs/captured.md", "docs/failures.md"
-"""Where a reader begins, and what is promised of order."""
+FIRST = "README.md"
+"""Where a reader begins."""
 
 
 _LOST = "not found in RDT object store"

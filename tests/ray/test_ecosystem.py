@@ -60,6 +60,7 @@ def train_together(config):
     Path(config["folder"], f"{rank}.json").write_text(json.dumps(said), encoding="utf-8")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:`use_.*` is deprecated:DeprecationWarning")  # Ray Data, of its own defaults
 def test_workers_of_ray_train_make_a_group_of_their_own(cluster, tmp_path):
     from ray.train import RunConfig, ScalingConfig

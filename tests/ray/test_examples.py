@@ -62,7 +62,7 @@ class Again:
         return self.made[rank]
 
 
-MORE = ("all_gather", "reduce", "reduce_scatter")
+MORE = ("all_gather", "all_reduce", "reduce", "reduce_scatter")
 """Programs that differ from the others in the verb alone; tests/ray/test_verbs.py has all verbs."""
 
 

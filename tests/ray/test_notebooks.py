@@ -46,9 +46,8 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.full] * (one != "tour")) for one in refresh.NAMES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", refresh.NAMES)
 def test_notebook_outputs_equal_the_stored_ones(environment, name):
     stored = refresh.load(name)
     fresh = refresh.run(stored, environment)

@@ -99,8 +99,13 @@ def team_of(request: pytest.FixtureRequest) -> Iterator[TeamOf]:
 # ------------------------------------------------------------------------------- the product
 
 
+MOST_NBYTES = 5_000_000
+"""About how much the largest arrays take: several chunks of each backend. Most of the time is numpy's."""
+
+
 def case_of(chosen: dict) -> Case:
     values = {name: value for name, value in chosen.items() if name not in ("world", "staged")}
+    values["size"] = min(values["size"], MOST_NBYTES // np.dtype(chosen["dtype"]).itemsize | 1)
     return Case(**values, peer=(chosen["root"] + 1) % chosen["world"] if chosen["kind"] is OpKind.SEND else -1)
 
 

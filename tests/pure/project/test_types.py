@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PYRIGHT = (sys.executable, "-m", "pyright")
 
-pytestmark = pytest.mark.timeout(300)  # it reads all of torch's and scikit-learn's types, too
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(300),  # it reads all of torch's and scikit-learn's types, too
+]
 
 ENVIRONMENT = {
     **os.environ,
