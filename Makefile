@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is made and filled on first use, and again when pyproject.toml changes.
 #
 #   make demo    the main job on real input, under a minute once installed
-#   make test    the tests, JOBS=2 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
+#   make test    the tests, JOBS=3 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (40 minutes)
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
@@ -14,7 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

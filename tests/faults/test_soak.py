@@ -32,7 +32,9 @@ def lasting(tidy, soaked):
     return soaked
 
 
-@pytest.mark.parametrize(("number", "cycles"), [(0, 14), pytest.param(1, 16, marks=pytest.mark.full), (3, 3)])
+@pytest.mark.parametrize(
+    ("number", "cycles"), [(0, 14), *(pytest.param(*one, marks=pytest.mark.full) for one in ((1, 16), (3, 3)))]
+)
 def test_short_soak_leaves_nothing(lasting: Any, number: int, cycles: int) -> None:
     outcome = soak.soak(PHASES[number], lasting, cycles=cycles, looks=1)
     assert list(grown(outcome.looks[0], outcome.looks[-1])) == [], outcome.classes
@@ -59,6 +61,7 @@ def _keeps_actors(cycle: int, actors: Any) -> None:
     _kept.append(one)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("cycle", "seen"),
     [

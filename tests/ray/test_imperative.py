@@ -63,7 +63,9 @@ def on_all(workers, function, *args):
 # ---------------------------------------------------------------------------------------------- groups of their own
 
 
-@pytest.mark.parametrize("backend", ["auto", "shm", "gloo", "GLOO"])
+@pytest.mark.parametrize(
+    "backend", ["auto", *(pytest.param(one, marks=pytest.mark.full) for one in ("shm", "gloo")), "GLOO"]
+)
 def test_actors_without_the_mixin_make_a_group(actors, backend):
     workers = bare(actors, 2, backend)
     assert all((x == 3).all() for x in on_all(workers, allreduce))

@@ -39,14 +39,17 @@ def printed():
     return run("-m", "tests.ray.three_nodes", "across", "inside", "lost")
 
 
+@pytest.mark.full
 def test_three_nodes_choose_tcp_and_members_of_one_node_shared_memory(printed):
     assert "across: done" in printed
 
 
+@pytest.mark.full
 def test_groups_inside_a_group_carry_its_bytes_host_by_host(printed):
     assert "inside: done" in printed
 
 
+@pytest.mark.full
 def test_a_whole_node_that_dies_is_noticed_and_replaced(printed):
     assert "lost: done" in printed
 

@@ -51,6 +51,7 @@ def team(cluster, job):
     Controller._current = None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in ways.WAYS if name != ways.ALONE])
 def test_every_way_learns_what_one_process_learns(name, team, expected):
     if name not in team.ways:
@@ -65,6 +66,7 @@ def test_every_way_learns_what_one_process_learns(name, team, expected):
         assert way.digests() == [one.digest()] * RANKS
 
 
+@pytest.mark.full
 def test_ranks_that_learn_alone_differ(team, expected):
     way = team.ways[ways.ALONE]
     way.restart()
@@ -75,6 +77,7 @@ def test_ranks_that_learn_alone_differ(team, expected):
         benchmark._check(ways.CAPTURED, way, expected[0])
 
 
+@pytest.mark.full
 def test_the_loss_falls_and_entities_are_found(team, tmp_path):
     import spacy
 

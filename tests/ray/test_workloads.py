@@ -26,6 +26,7 @@ def told(report):
 # ---------------------------------------------------------------------------------------------- the programs
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tidy")
 def test_weights_reach_all_rollout_workers():
     pytest.importorskip("torch")
@@ -37,6 +38,7 @@ def test_weights_reach_all_rollout_workers():
     assert {check.name for check in report.checks} >= {"a rollout sees, calls", "a rollout sees, captured"}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tidy")
 def test_replicas_learn_the_same_as_one_process():
     pytest.importorskip("torch")
@@ -54,6 +56,7 @@ def test_the_parameter_server_loses_no_update():
     assert told(report) == set(parameter_server.WAYS)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tidy")
 def test_a_sharded_table_is_as_good_as_a_whole_one():
     report = embedding.main(actors=4, rows=1003, runs=1, sizes=[64])  # shards of unequal size
