@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,14 @@ class Hub:
             stream.close()
             raise ConnectionLostError(detail="the hub is closed", peer=stream.peer)
         return link
+
+    def later(self, delay_s: float, call: Callable[[], None]) -> None:
+        """Makes a call on the hub's thread after a while; never where the hub is closed by then."""
+
+        def begin() -> None:
+            self._loop.call_later(delay_s, call)
+
+        self._loop.call_soon(begin)
 
     def close(self) -> None:
         """Ends all links, and the thread. May be called twice."""

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from ray.actor import ActorHandle
 
+from raycollect.core.call_tokens import CallTokens
 from raycollect.core.model import TASK_NBYTES
 
 __all__ = ["NOTHING", "SubmittedCalls", "watch"]
@@ -35,23 +36,31 @@ class SubmittedCalls:
             uses the other attributes.
         last: The task of the latest call; `NOTHING`; None where it is not known, or the actor does not note its end.
         before: Called before the next call is submitted, once.
+        tokens: What is lent to the calls, if they take tokens.
     """
 
-    __slots__ = ("__weakref__", "before", "last", "lock")
+    __slots__ = ("__weakref__", "before", "last", "lock", "tokens")
 
     def __init__(self) -> None:
         self.lock: AbstractContextManager[Any] = threading.RLock()  # a finalizer may call the same actor
         self.last: bytes | None = None
         self.before: Callable[[], object] | None = None
+        self.tokens: CallTokens | None = None
 
-    def submit(self, name: str, submit: Callable[[], Any]) -> Any:
-        """Submits a call of a method and returns what `submit` does; the caller does not hold the lock."""
+    def submit(self, handle: Any, name: str, submit: Callable[..., Any], options: dict[str, Any]) -> Any:
+        """Submits a call of a method, and returns what Ray's function `submit` does; the caller has not the lock."""
         with self.lock:
             if self.before is not None:
                 self.before()  # if that fails, the call must not be submitted either
                 self.before = None
             self.last = None  # unless it is known that it was submitted
-            made = submit()
+            lent = None if self.tokens is None else self.tokens.lend(name, options)
+            if lent is None:
+                made = submit(handle, name, **options)
+            else:
+                to, submitted = lent
+                made = submit(to, name, **options)
+                submitted(made)
             if not name.startswith("_"):
                 self.last = _task_of(made)
         return made
@@ -79,11 +88,12 @@ def _replace() -> bool:
         return submit is not None
 
     @functools.wraps(submit)
-    def noted(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Any, method_name: str, args: Any = None, kwargs: Any = None, **options: Any) -> Any:
         calls = _watched.get(self._ray_actor_id)
+        options.update(args=args, kwargs=kwargs)
         if calls is None or method_name.startswith(_OWN):
-            return submit(self, method_name, *args, **kwargs)
-        return calls.submit(method_name, functools.partial(submit, self, method_name, *args, **kwargs))
+            return submit(self, method_name, **options)
+        return calls.submit(self, method_name, submit, options)
 
     noted.__raycollect__ = True  # type: ignore[attr-defined]
     setattr(ActorHandle, _FUNNEL, noted)

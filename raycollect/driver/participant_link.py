@@ -29,9 +29,12 @@ from raycollect.channel.messages import (
     Tick,
     Ticked,
     Unable,
+    Unused,
     Welcome,
 )
 from raycollect.core import threads
+from raycollect.core.call_tokens import CallTokens
+from raycollect.core.model import Key
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
@@ -139,6 +142,7 @@ class ParticipantLink:
         self._asked: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self._lost = False
+        self._tokens: CallTokens | None = None
         self._run = () if info["participant"] else (run,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
@@ -179,6 +183,40 @@ class ParticipantLink:
             method = self.actor._raycollect_fence.options(num_returns=0, max_task_retries=0, enable_task_events=False)
             self._submits[-1] = method
         method.remote(self._controller_id, seq)
+
+    # ------------------------------------------------------------------------------------------ values
+
+    def lend_tokens(self, owner: bytes, methods: frozenset[str], soon: Callable[[Callable[[], None]], object]) -> None:
+        """Lends tokens to the calls of its methods, from now on; see `CallTokens`."""
+        if self._calls is not None:
+            self._tokens = self._calls.tokens = CallTokens(
+                self.actor, owner, methods, self._make_tokens, self._tell_unused, soon
+            )
+
+    def _make_tokens(self, count: int) -> list[Any]:
+        method = self.actor._raycollect_tokens
+        return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
+
+    def _tell_unused(self, keys: list[Key]) -> None:
+        self.send(Unused(keys=list(keys)))
+
+    def retire(self) -> None:
+        """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
+        link, self.actor = self.link, None  # the actor may end before
+        self._submits.clear()
+        if link is not None:
+            self._end_tokens(link.close)
+
+    def _end_tokens(self, call: Callable[[], None]) -> None:
+        tokens, calls = self._tokens, self._calls
+        if tokens is None or calls is None:
+            call()
+            return
+        if calls.tokens is tokens:  # else the actor was leased again
+            calls.tokens = None
+        tokens.end(call)
+
+    # ------------------------------------------------------------------------------------------ messages
 
     def order(self, message: Order) -> None:
         """Sends a program by the channel, past the methods that wait in the actor's queue."""
@@ -292,6 +330,7 @@ class ParticipantLink:
             self._answer = kept(reason)
             self._answered.set()
         self._lost = True
+        threads.survives(self._end_tokens, lambda: None)
         threads.survives(self._end_questions)
         self._owner.lost(self, reason.detail)
 

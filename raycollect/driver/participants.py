@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -34,6 +36,9 @@ from raycollect.member import runtime
 from raycollect.observe.timeline_session import TimelineSession
 
 __all__ = ["Participants"]
+
+UNUSED_S = 0.01
+"""How long a participant is not told that nobody holds a value any more, unless its next method is called before."""
 
 
 class _Joining:
@@ -101,16 +106,32 @@ class Participants:
     # ------------------------------------------------------------------------------------------ leases
 
     def lease(
-        self, member: Member, actor: Any, info: dict[str, Any], calls: SubmittedCalls | None, deadline_s: float
+        self,
+        member: Member,
+        actor: Any,
+        info: dict[str, Any],
+        calls: SubmittedCalls | None,
+        keeps: frozenset[str],
+        deadline_s: float,
     ) -> ParticipantLink:
-        """Leases a member, unless it is leased already; `calls`: its calls since before it said who it is."""
+        """Leases a member, unless it is leased already.
+
+        Args:
+            member: The member.
+            actor: Its actor.
+            info: What it said of itself.
+            calls: Its calls since before it said so.
+            keeps: Its methods whose tensors stay in it.
+            deadline_s: By when it must have answered, by `time.monotonic`.
+        """
         peer = self._peers.get(member.actor_id)
         if peer is not None and peer.info["incarnation"] == member.incarnation:
             return peer
         controller_id = self._controller_id
         calls = calls if info["participant"] and info["ordered"] else None
         peer = ParticipantLink(self._owner, info, actor, runtime.run_program, controller_id=controller_id, calls=calls)
-        hello = {"controller": controller_id, "description": ray_internals.describe_process()}
+        owner = secrets.token_bytes(8)
+        hello = {"controller": controller_id, "description": ray_internals.describe_process(), "owner": owner}
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))
@@ -120,6 +141,7 @@ class Participants:
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
+        peer.lend_tokens(owner, keeps, partial(self._hub.later, UNUSED_S))
         self.add(peer)
         if self.timeline is not None:
             self.timeline.leased(peer)
@@ -139,8 +161,7 @@ class Participants:
                     self.timeline.leaving(peer)
                 peer.send(Bye())
                 del self._peers[member.actor_id]
-                if peer.link is not None:
-                    peer.link.close()
+                peer.retire()
                 self._owner.parted(peer)
 
     # ------------------------------------------------------------------------------------------ joining

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from raycollect.backends import arrays
 from raycollect.core import direct_transport, ray_internals
+from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import TENSOR, task_key
 from raycollect.engine.step_runner import Invoke
 from raycollect.errors import RefusedError, Violation, refusal
@@ -29,6 +30,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _BY_VALUE = "__raycollect_by_value__"
 _HELD = "__raycollect_held__"
+_TAKES_TOKEN = "__raycollect_takes_token__"
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True while a method that Ray called runs: calls that it makes itself are plain calls."""
@@ -65,10 +67,16 @@ class CollectiveParticipant:
     # The controller calls these.
 
     def _raycollect_describe(self) -> dict[str, Any]:
-        return {**describe(self), "participant": True}
+        names = (name for name in dir(type(self)) if not name.startswith("_"))
+        keeps = [name for name in names if hasattr(inspect.getattr_static(type(self), name), _TAKES_TOKEN)]
+        return {**describe(self), "participant": True, "keeps": keeps}
 
     def _raycollect_run(self, payload: bytes) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
+
+    def _raycollect_tokens(self, count: int) -> list[None]:
+        """Has Ray make refs that the caller owns."""
+        return [None] * count
 
     def _raycollect_fence(self, controller: str = "", seq: int = 0) -> None:
         """When it ends, all that was submitted before it has ended, and that plan of that controller."""
@@ -118,6 +126,8 @@ def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         held = _hold_coroutine(method, name)
     else:
         held = _hold_plain(method, name)
+        if not hasattr(method, _BY_VALUE):
+            setattr(held, _TAKES_TOKEN, True)
     setattr(held, _HELD, True)
     return held
 
@@ -125,6 +135,9 @@ def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def held(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lent = None
+        if args and type(args[0]) is LentToken:
+            lent, *args = args  # type: ignore[assignment]
         task = _outermost(name)
         if task is None:
             return method(self, *args, **kwargs)
@@ -133,7 +146,7 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
                 args, kwargs = _resolve(args, kwargs)
                 with Runtime.method_guard():
                     value = method(self, *args, **kwargs)
-            found = _keep(method, task, value)
+            found = _keep(method, task, value, lent)
         except BaseException:
             Runtime.note_end(task, is_over=False)
             raise
@@ -313,16 +326,24 @@ def _value(argument: Any) -> Any:
     return argument.fetch_for_use() if isinstance(argument, Handle) else argument
 
 
-def _keep(method: Callable[..., Any], task: bytes, value: Any) -> Any:
+def _keep(method: Callable[..., Any], task: bytes, value: Any, lent: LentToken | None = None) -> Any:
     if type(value) in (list, tuple) and not hasattr(method, _BY_VALUE):
-        return _Returns(task, value)
-    return _keep_one(method, task, 1, value)
+        return _Returns(task, value, lent)
+    return _keep_one(method, task, 1, value, lent)
 
 
-def _keep_one(method: Callable[..., Any], task: bytes, index: int, value: Any, *, streamed: bool = False) -> Any:
+def _keep_one(
+    method: Callable[..., Any],
+    task: bytes,
+    index: int,
+    value: Any,
+    lent: LentToken | None = None,
+    *,
+    streamed: bool = False,
+) -> Any:
     container = None if hasattr(method, _BY_VALUE) else _kept(value)
     if container is not None and index != _UNKNOWN:
-        handle = Runtime.current().keep(task_key(task, index), container, streamed=streamed)
+        handle = Runtime.current().keep(task_key(task, index), container, lent, streamed=streamed)
         return direct_transport.Returned(handle, value, {type(tensor) for tensor in container.tensors})
     if not isinstance(value, Handle):
         found = _NOT_DECLARED
@@ -349,9 +370,10 @@ class _Returns:
     one value, which is kept under the one ref if it holds only tensors.
     """
 
-    def __init__(self, task: bytes, value: Any) -> None:
+    def __init__(self, task: bytes, value: Any, lent: LentToken | None) -> None:
         self._task = task
         self._value = value
+        self._lent = lent
         self._is_inert = True
 
     def __len__(self) -> int:
@@ -368,7 +390,7 @@ class _Returns:
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
-        found = _keep_one(_Returns, self._task, 1, self._value)
+        found = _keep_one(_Returns, self._task, 1, self._value, self._lent)
         Runtime.note_end(self._task, is_over=_is_inert(found))
         return _same, (found,)
 

@@ -20,8 +20,9 @@ import ray
 
 from raycollect.backends import Gpu, arrays, gpus, streams
 from raycollect.channel import DataLink, Link, Server
-from raycollect.channel.messages import Bye, Message, Refused, Welcome
+from raycollect.channel.messages import Bye, Message, Refused, Unused, Welcome
 from raycollect.core import ray_internals, threads
+from raycollect.core.call_tokens import LentToken
 from raycollect.core.model import Key
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_runner import Invoke
@@ -37,6 +38,7 @@ from raycollect.errors import (
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.lease import Lease
+from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder
 from raycollect.planner import decode_order
@@ -125,6 +127,7 @@ class Runtime:
         self.method_lock: threading.Lock = threading.Lock()
         self.finished_calls: FinishedCalls = FinishedCalls()
         self.watch: WaitMonitor = WaitMonitor()
+        self._lenders = TokenLenders(self.store)
         self._lease: Lease | None = None
         self._lock = threading.Lock()  # guards it
         secret = secrets.token_bytes(32)
@@ -155,8 +158,15 @@ class Runtime:
             "accelerators": tuple((kind, tuple(ids)) for kind, ids in context.get_accelerator_ids().items() if ids),
         }
 
-    def keep(self, key: Key, container: Container, *, streamed: bool = False) -> Handle:
-        """Keeps a value under a key and makes its handle; `streamed`: a generator yielded it."""
+    def keep(self, key: Key, container: Container, lent: LentToken | None = None, *, streamed: bool = False) -> Handle:
+        """Keeps a value under a key and makes its handle.
+
+        Args:
+            key: The key.
+            container: The value.
+            lent: A token of the caller's.
+            streamed: Whether a generator yielded it.
+        """
         infos = tuple(map(arrays.describe, container.tensors))
         streams.settle(infos)  # what the method has left to a GPU comes before what plans do
         handle = Handle(
@@ -167,7 +177,7 @@ class Runtime:
             structure=container.structure,
             infos=infos,
             incarnation=self.incarnation,
-            token=self._tokens.take(key),
+            token=lent.token if lent is not None and self._lenders.note(lent.owner, key) else self._tokens.take(key),
         )
         self.store.put(key, container)
         if streamed:
@@ -252,12 +262,16 @@ class Runtime:
                 link.send(Refused(error=to_wire(error)))
                 return
             before, self._lease = self._lease, Lease(controller, description, link, self)
+            self._lenders.open(_lender(link))
         if before is not None:
             before.end("its controller came anew")
         link.send(Welcome(participant={"actor": self.actor}))
 
     def received(self, link: Link, message: Message) -> None:
         """A message of the controller; on the channel's thread, so nothing here may wait."""
+        if isinstance(message, Unused):
+            self._lenders.unused(_lender(link), message.keys)
+            return
         lease = self._lease
         if lease is None or lease.link is not link:
             raise ProtocolError(detail=f"{type(message).__name__} from a controller without the lease")
@@ -268,6 +282,7 @@ class Runtime:
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """A controller is gone: what it drove ends, and another one may come."""
+        self._lenders.close(_lender(link))
         lease = self._lease
         if lease is not None and lease.link is link:
             self._end_lease(lease, f"the controller is gone ({reason.detail})")
@@ -280,6 +295,12 @@ class Runtime:
         lease.end(reason)
         with self._lock:
             self._lease = None
+
+
+def _lender(link: Link) -> bytes:
+    """By what name who is at the other end lends tokens."""
+    name = link.hello.get("owner")
+    return name if isinstance(name, bytes) else b""
 
 
 def describe(actor: Any) -> dict[str, Any]:

@@ -213,11 +213,11 @@ class Site:
         return ref
 
     def _submit_call(self, came: Came, run: Callable[[], None], ref: Ref) -> None:
-        def submit() -> Ref:
+        def submit(handle: object, name: str) -> Ref:
             self._enter(came, run)
             return ref
 
-        self.calls.submit("method", submit)
+        self.calls.submit(self, "method", submit, {})
 
     def _end(self, ref: Ref, end: str) -> None:
         if end:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -344,9 +346,10 @@ def test_pending_results_of_a_dead_actor_are_lost(actors):
     worker = KindsActor.remote()
     there = worker.get_buffer.remote()
     handle = ray.get(there)
-    ray.get(worker.call.remote(lambda self: None))
+    pid = ray.get(worker.call.remote(lambda self: os.getpid()))
     running, waiting = worker.call.remote(lambda self: threading.Event().wait()), worker.get_buffer.remote()
     ray.kill(worker)
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists()), "as long as it lives its values can be fetched"
     for ref in (running, waiting, [waiting], there, handle):
         with pytest.raises(TensorLostError, match=r"Kinds\("):
             col.get(ref)

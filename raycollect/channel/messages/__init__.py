@@ -61,6 +61,7 @@ from raycollect.channel.messages.to_participant import (
     Stored,
     Survey,
     Tick,
+    Unused,
 )
 
 __all__ = [
@@ -112,6 +113,7 @@ __all__ = [
     "Tick",
     "Ticked",
     "Unable",
+    "Unused",
     "Waiting",
     "Welcome",
     "Withdraw",

@@ -120,6 +120,13 @@ class Order(Message):
 
 
 @message
+class Unused(Message):
+    """Nobody holds the values of these keys any more, whose tokens came from this controller."""
+
+    keys: list[bytes]
+
+
+@message
 class Go(Message):
     """All participants have said that they are `Ready` for plan `seq`."""
 

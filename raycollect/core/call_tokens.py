@@ -1,0 +1,162 @@
+"""Tokens of the caller: how it learns that nobody holds a result any more, and tells the actor that keeps it (P5).
+
+A result that stays in its actor travels as a handle. Ray counts the ref that is nested in the handle with it, through
+every borrower. If the actor owned that ref, its process and the caller's would exchange messages about each result. So
+the caller lends a ref of its own. It goes to the method in an argument that only the mixin sees, and comes back in the
+handle. The caller owns the result and the token, and all that Ray needs to know is in the task's reply.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from inspect import Parameter
+from typing import Any, NamedTuple
+
+import ray
+
+from raycollect.core import ray_internals, threads
+from raycollect.core.model import Key
+
+__all__ = ["CallTokens", "LentToken"]
+
+_TOKEN = Parameter("_raycollect_token", Parameter.POSITIONAL_ONLY)
+"""The first argument of a method that gets a `LentToken`, which the mixin takes away."""
+
+BATCH = 64
+"""How many tokens one actor task makes."""
+
+MOST_TOLD = 4096
+"""How many keys one message tells."""
+
+
+class LentToken(NamedTuple):
+    """What a method gets: the token, and by what name the actor knows who has lent it."""
+
+    token: Any
+    owner: bytes
+
+
+class CallTokens:
+    """The tokens for one actor. Those who call its methods hold a lock (`SubmittedCalls`); any thread may do the rest.
+
+    Args:
+        handle: The actor's.
+        owner: By what name the actor knows this end of the connection.
+        methods: Those of its methods that take a token.
+        order: Has the actor make that many refs; a task of its own, so that they are small and in this process.
+        tell: Tells the actor that nobody holds the values of these keys any more.
+        soon: Makes a call in a moment, in another thread.
+    """
+
+    def __init__(
+        self,
+        handle: Any,
+        owner: bytes,
+        methods: frozenset[str],
+        order: Callable[[int], list[Any]],
+        tell: Callable[[list[Key]], None],
+        soon: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._handle = _taking_tokens(handle)
+        self._owner = owner
+        self._methods = methods
+        self._order: Callable[[int], list[Any]] | None = order
+        self._tell = tell
+        self._soon = soon
+        self._ready: list[tuple[Any, list[Key]]] = []
+        self._coming: list[Any] = []
+        self._living: set[Key] = set()
+        self._gone: deque[Key] = deque()
+        self._is_telling = threading.Lock()
+        self._is_due = False
+        self._at_end: Callable[[], None] | None = None
+        self._request()
+
+    def lend(self, method: str, options: dict[str, Any]) -> tuple[Any, Callable[[Any], None]] | None:
+        """Adds a token to the arguments of a call whose only result may stay in the actor.
+
+        Args:
+            method: The method that is called.
+            options: The arguments of Ray's function that submits the call; changed.
+
+        Returns:
+            The handle to call it by, and what is to be called with the ref of the result; None: the actor has to make a
+            token itself.
+        """
+        takes = method in self._methods and options.get("num_returns") == 1 and options.get("tensor_transport") is None
+        taken = self._take() if takes else None
+        if taken is None:
+            return None
+        token, cell = taken
+        options["args"] = (LentToken(token, self._owner), *(options["args"] or ()))
+
+        def submitted(result: Any) -> None:
+            key = Key(result.binary())
+            self._living.add(key)
+            cell.append(key)
+
+        return self._handle, submitted
+
+    def tell(self) -> None:
+        """Tells the actor what nobody holds any more."""
+        with self._is_telling:
+            self._is_due = False
+            while self._gone:
+                keys = [self._gone.popleft() for _ in range(min(len(self._gone), MOST_TOLD))]
+                self._tell(keys)
+                self._living.difference_update(keys)
+        if self._at_end is not None and not self._living:
+            self._at_end()
+
+    def end(self, call: Callable[[], None]) -> None:
+        """Lends no more; makes a call once nobody holds a value any more whose token was lent."""
+        self._order, self._at_end = None, call
+        self._ready.clear()
+        self._coming.clear()
+        self.tell()
+
+    def _take(self) -> tuple[Any, list[Key]] | None:
+        if len(self._ready) < BATCH // 2:
+            self._refill()
+        try:
+            return self._ready.pop()
+        except IndexError:  # not made yet, or `end` came
+            return None
+
+    def _refill(self) -> None:
+        if not self._coming:
+            self._request()
+        elif ray.wait(self._coming[:1], timeout=0, fetch_local=False)[0]:  # they are returns of one task
+            for ref in self._coming:
+                cell: list[Key] = []
+                if ray_internals.on_last_ref(ref, partial(self._nobody_holds, cell)):
+                    self._ready.append((ref, cell))
+            self._coming = []
+
+    def _request(self) -> None:
+        order = self._order
+        if order is not None:
+            try:
+                self._coming = order(BATCH)
+            except Exception as exc:  # noqa: BLE001 - whatever Ray raises, as of a queue that is full: it can do without
+                threads.failed("ordering tokens", exc)
+
+    def _nobody_holds(self, cell: list[Key]) -> None:
+        if not cell:
+            return
+        self._gone.extend(cell)
+        if not self._is_due:
+            self._is_due = True
+            self._soon(self.tell)
+
+
+def _taking_tokens(handle: Any) -> Any:
+    """A handle of the same actor, whose methods have one more argument; it does not keep the actor alive."""
+    made = object.__new__(type(handle))
+    made.__dict__.update(handle.__dict__)
+    made._ray_weak_ref = True
+    made._ray_method_signatures = {name: [_TOKEN, *known] for name, known in handle._ray_method_signatures.items()}
+    return made
