@@ -208,7 +208,7 @@ class ParticipantLink:
             self._end_tokens(link.close)
 
     def _end_tokens(self, call: Callable[[], None]) -> None:
-        tokens, calls = self._tokens, self._calls
+        tokens, self._tokens, calls = self._tokens, None, self._calls
         if tokens is None or calls is None:
             call()
             return

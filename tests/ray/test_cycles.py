@@ -276,6 +276,7 @@ def test_a_member_that_died_leaves_nothing(actors, is_rebuilt):
             group.rebuild()
             col.allreduce_refs([one.ones.remote() for one in group.actors], "g")
         group.destroy()
+        del work  # the connections are open as long as somebody holds a value whose token was lent
         _ended()
 
     ray.get([one.__ray_call__.remote(_begin) for one in workers[:2]])
@@ -298,8 +299,7 @@ def test_destroyed_group_releases_its_actor_handles(tidy):
     step.close()
     work.wait()
     group.destroy()
-    _ended()
     del workers, group
-    assert all(one() is None for one in known)
+    assert all(one() is None for one in known), "though refs are left, and so the connections"
     assert "\n".join(cycles.end()) == ""
     assert (work.done(), repr(step)) == (True, repr(step))  # what is kept of them holds no actor
