@@ -300,7 +300,7 @@ class Runtime:
 def _lender(link: Link) -> bytes:
     """By what name who is at the other end lends tokens."""
     name = link.hello.get("owner")
-    return name if isinstance(name, bytes) else b""
+    return name if isinstance(name, bytes) else link.peer.encode()
 
 
 def describe(actor: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from raycollect.core.model import Key
+from raycollect.errors import ProtocolError
 from raycollect.pos import Store
 
 __all__ = ["TokenLenders"]
@@ -33,9 +34,11 @@ class TokenLenders:
             return keys is not None
 
     def unused(self, owner: bytes, keys: Sequence[bytes]) -> None:
-        """Nobody holds these values any more."""
+        """Nobody holds these values any more; ProtocolError: it lends nothing here."""
         with self._lock:
-            known = self._keys.get(owner, set())
+            known = self._keys.get(owner)
+            if known is None:
+                raise ProtocolError(detail="Unused from a controller that lends no tokens")
             gone = [Key(key) for key in keys if key in known]
             known.difference_update(gone)
         self._store.free(gone)
