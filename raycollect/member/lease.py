@@ -269,13 +269,10 @@ class Lease:
         invoke = invoker(methods)
         runner = StepRunner(step_program, refs, invoke, here.instruments, self._groups.communicator)
         doorbell = open_doorbell(segment, slot, keeps_core=not methods)  # methods' threads may run on any core
-
-        def make() -> CapturedStep:
-            method_lock = here.method_lock if here.is_ordered else None
-            send, tell_failure = self.link.send, self._reporter.tell_failure
-            return CapturedStep(runner, doorbell, self._sequencer, method_lock, send, tell_failure)
-
+        lock = here.method_lock if here.is_ordered else None
+        tell = self.link.send, self._reporter.tell_failure
         try:
+            make = partial(CapturedStep, runner, doorbell, self._sequencer, lock, *tell)
             self._captures.add(step_program.capture, make)
         except RaycollectError:
             if doorbell is not None:
@@ -287,10 +284,7 @@ class Lease:
         """Does a run that comes as an actor task; CaptureError: no such step."""
         capture, seq, predecessor, arguments = decode_fenced(payload)
         self._plan_queue.reached(seq)
-
-        def watched() -> AbstractContextManager[None]:
-            return self._reporter.waiting("", "", "a captured step", (), seq=seq, call=lambda: 0)
-
+        watched = partial(self._reporter.waiting, "", "", "a captured step", (), seq=seq, call=lambda: 0)
         try:
             captured = self.captured_step(capture)
         except CaptureError as exc:  # what comes after it goes on
