@@ -39,13 +39,13 @@ class Hub:
             raise ConnectionLostError(detail="the hub is closed", peer=stream.peer)
         return link
 
-    def later(self, delay_s: float, call: Callable[[], None]) -> None:
-        """Makes a call on the hub's thread after a while; never where the hub is closed by then."""
+    def later(self, delay_s: float, call: Callable[[], None]) -> bool:
+        """Makes a call on the hub's thread after a while; False where the hub is closed."""
 
         def begin() -> None:
             self._loop.call_later(delay_s, call)
 
-        self._loop.call_soon(begin)
+        return self._loop.call_soon(begin)
 
     def close(self) -> None:
         """Ends all links, and the thread. May be called twice."""

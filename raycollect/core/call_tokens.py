@@ -48,7 +48,7 @@ class CallTokens:
         methods: Those of its methods that take a token.
         order: Has the actor make that many refs; a task of its own, so that they are small and in this process.
         tell: Tells the actor that nobody holds the values of these keys any more.
-        soon: Makes a call in a moment, in another thread.
+        soon: Makes a call in a moment, in another thread; False where it won't.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CallTokens:
         methods: frozenset[str],
         order: Callable[[int], list[Any]],
         tell: Callable[[list[Key]], None],
-        soon: Callable[[Callable[[], None]], object],
+        soon: Callable[[Callable[[], None]], bool],
     ) -> None:
         self._handle = _taking_tokens(handle)
         self._owner = owner
@@ -150,7 +150,8 @@ class CallTokens:
         self._gone.extend(cell)
         if not self._is_due:
             self._is_due = True
-            self._soon(self.tell)
+            if not self._soon(self.tell):
+                self.tell()
 
 
 def _taking_tokens(handle: Any) -> Any:

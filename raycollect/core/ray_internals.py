@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray import _raylet
 from ray._private import services
-from ray._private.state import GlobalState
+from ray._private.state import GlobalState, state
 from ray._private.worker import global_worker
 from ray._raylet import ActorID
 from ray.actor import ActorHandle, ActorMethod
@@ -238,6 +238,20 @@ def describe_process() -> str:
     context = ray.get_runtime_context()
     kind = "actor" if current_actor_id() else "driver"
     return f"{kind} process {os.getpid()} on {node_address()} (job {context.get_job_id()})"
+
+
+def worker_id() -> str:
+    """Ray's id of this process, in hexadecimal."""
+    return str(ray.get_runtime_context().get_worker_id())
+
+
+def is_alive(worker: str) -> bool:
+    """Whether Ray takes a process for alive, by its `worker_id`; asks the cluster's control store."""
+    from ray.core.generated import gcs_pb2
+
+    read: Any = gcs_pb2  # its names are made when it is imported
+    table = map(read.WorkerTableData.FromString, state._connect_and_get_accessor().get_worker_table())
+    return any(one.is_alive and one.worker_address.worker_id.hex() == worker for one in table)
 
 
 def is_ordered() -> bool:

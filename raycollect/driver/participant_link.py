@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -49,6 +50,7 @@ from raycollect.errors import (
     from_wire,
     kept,
 )
+from raycollect.pos import fetch
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
@@ -186,7 +188,7 @@ class ParticipantLink:
 
     # ------------------------------------------------------------------------------------------ values
 
-    def lend_tokens(self, owner: bytes, methods: frozenset[str], soon: Callable[[Callable[[], None]], object]) -> None:
+    def lend_tokens(self, owner: bytes, methods: frozenset[str], soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of its methods, from now on; see `CallTokens`."""
         if self._calls is not None:
             self._tokens = self._calls.tokens = CallTokens(
@@ -198,7 +200,14 @@ class ParticipantLink:
         return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
 
     def _tell_unused(self, keys: list[Key]) -> None:
-        self.send(Unused(keys=list(keys)))
+        try:
+            self.order(Unused(keys=list(keys)))
+        except ConnectionLostError:  # the participant may live: then it holds them until it hears
+            threads.start("raycollect-unused", threads.survives, self._free, keys)
+
+    def _free(self, keys: list[Key]) -> None:
+        with suppress(RaycollectError):  # it is gone
+            fetch.free(self.info["address"], keys, actor=self.info["actor"], incarnation=self.info["incarnation"])
 
     def retire(self) -> None:
         """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
@@ -218,8 +227,8 @@ class ParticipantLink:
 
     # ------------------------------------------------------------------------------------------ messages
 
-    def order(self, message: Order) -> None:
-        """Sends a program by the channel, past the methods that wait in the actor's queue."""
+    def order(self, message: Message) -> None:
+        """Sends a message; ConnectionLostError: its connection has ended."""
         link = self.link
         if link is None or self._lost:
             raise ConnectionLostError(detail="its connection has ended")

@@ -131,7 +131,12 @@ class Participants:
         calls = calls if info["participant"] and info["ordered"] else None
         peer = ParticipantLink(self._owner, info, actor, runtime.run_program, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
-        hello = {"controller": controller_id, "description": ray_internals.describe_process(), "owner": owner}
+        hello = {
+            "controller": controller_id,
+            "description": ray_internals.describe_process(),
+            "owner": owner,
+            "worker": ray_internals.worker_id(),
+        }
         try:
             peer.link = self._hub.connect(member.address, hello, peer, max(deadline_s - monotonic(), 0.1))
             peer.welcome(max(deadline_s - monotonic(), 0.1))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -137,7 +137,7 @@ class Runtime:
     @cached_property
     def incarnation(self) -> str:
         """Which start of the actor this is."""
-        return str(ray.get_runtime_context().get_worker_id())
+        return ray_internals.worker_id()
 
     # ------------------------------------------------------------------------------------------ values
 
@@ -282,7 +282,7 @@ class Runtime:
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """A controller is gone: what it drove ends, and another one may come."""
-        self._lenders.close(_lender(link))
+        self._lenders.close(_lender(link), partial(ray_internals.is_alive, str(link.hello.get("worker"))))
         lease = self._lease
         if lease is not None and lease.link is link:
             self._end_lease(lease, f"the controller is gone ({reason.detail})")

@@ -38,6 +38,8 @@ from raycollect.channel.messages import (
 from raycollect.channel.packing import pack, unpack
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Kernel, Key, Launch, OpKind
+from raycollect.driver import participant_link
+from raycollect.driver.participant_link import ParticipantLink
 from raycollect.engine.execution import Outcome
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import BackendUnavailableError, InternalError, from_wire
@@ -48,11 +50,13 @@ from raycollect.group.communicator_init import CommunicatorInit
 from raycollect.group.coordinator import Coordinator
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
+from raycollect.member import token_lenders
 from raycollect.member.finished_calls import FinishedCalls
 from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.lease import Lease
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
+from raycollect.member.token_lenders import TokenLenders
 from raycollect.member.wait_monitor import WaitMonitor
 from raycollect.observe import Recorder, Ring, Tracer, metrics
 from raycollect.observe.metrics import Publisher
@@ -430,6 +434,36 @@ def test_tokens_are_made_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) 
         assert pool.take(Key(bytes(28))) is not None
     for _ in range(9):  # the first, and as many as are kept ready
         assert made.acquire(timeout=WAIT_S)
+
+
+@fault_in("raycollect-orphans")
+def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_lenders, "LOOK_S", 0.001)
+    key, store, freed = Key(bytes(28)), Store(), threading.Event()
+    monkeypatch.setattr(store, "free", lambda keys: freed.set())
+    owner = SimpleNamespace(is_alive=lambda: not fault.told.is_set())
+    lenders = TokenLenders(store)
+    lenders.open(b"owner")
+    store.put(key, contain(np.ones(2)))
+    assert lenders.note(b"owner", key)
+    with fail_at(owner, "is_alive", thread="raycollect-orphans") as fault:
+        lenders.close(b"owner", lambda: owner.is_alive())
+        assert freed.wait(WAIT_S)
+    assert not lenders.note(b"owner", key)
+
+
+@fault_in("raycollect-unused")
+def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: SimpleQueue[list[Key]] = SimpleQueue()
+    data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys))
+    monkeypatch.setattr(participant_link, "fetch", data)
+    info = {"participant": True, "address": None, "actor": "Worker(1)", "incarnation": ""}
+    peer = ParticipantLink(cast(Any, None), info, None, lambda *_: None)
+    with fail_at(data, "free", thread="raycollect-unused") as fault:
+        peer._tell_unused([Key(b"1")])
+        assert fault.told.wait(WAIT_S)
+    peer._tell_unused([Key(b"2")])
+    assert told.get(timeout=WAIT_S) == [Key(b"2")]
 
 
 @fault_in("raycollect-order")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import weakref
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import ray
 
 import raycollect as col
 from raycollect.core import call_tokens, submitted_calls
+from raycollect.driver.controller import Controller
 from raycollect.errors import TensorFreedError
+from raycollect.member import token_lenders
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Buffers, Plain
 
@@ -222,6 +225,22 @@ def test_results_of_a_driver_that_dies_are_freed(tidy, is_destroyed):
         ray.get(driver.call.remote(lambda self: col.destroy_collective_group("driven")))
     assert lent(maker) == (1, 1, 1)
     ray.kill(driver)
+    assert wait_until(lambda: lent(maker) == (0, 0, 0))
+
+
+@pytest.mark.parametrize("is_destroyed", [False, True])
+def test_a_connection_that_is_cut_frees_nothing(maker, is_destroyed):
+    ref, other = maker.make.remote(3), maker.make.remote(4)
+    assert lent(maker) == (2, 2, 1)
+    peer = Controller.current().participants.get(maker._actor_id.hex())
+    if is_destroyed:
+        col.destroy_collective_group("lent")
+    peer.link._sock.shutdown(socket.SHUT_RDWR)
+    del other
+    assert wait_until(lambda: lent(maker)[0] == 1), "it is told by another connection"
+    assert not wait_until(lambda: lent(maker)[0] == 0, 1.5 * token_lenders.LOOK_S)
+    assert col.get(ref).tolist() == [3]
+    del ref
     assert wait_until(lambda: lent(maker) == (0, 0, 0))
 
 
