@@ -190,6 +190,8 @@ class Work(UnderWay):
     def cancel(self) -> bool:
         """Aborts the collective on all ranks.
 
+        Does not wait. Where all ranks have come before they hear of it, tensors may hold the result.
+
         Returns:
             False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
         """

@@ -267,7 +267,7 @@ DRIVER = """
     mine = col.ones(1 << 20)
     group, refs = formed(workers)
     copy = col.get(refs[0])
-    print(*(member.pid for member in group.status().members), flush=True)
+    print("pids", *(member.pid for member in group.status().members), flush=True)
     sys.stdin.read()
 """
 
@@ -284,7 +284,8 @@ def test_a_driver_that_is_killed(tidy, tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     ) as driver:
-        *pids, _ = map(int, driver.stdout.readline().split())
+        line = next(line for line in driver.stdout if line.startswith("pids"))  # Ray may print warnings before
+        *pids, _ = map(int, line.split()[1:])
         driver.kill()
     assert wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 60)
     stays = ray.get_actor("stays", "killed")

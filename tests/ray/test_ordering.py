@@ -386,6 +386,7 @@ def test_cancel(crew, gate, occupy, awaited):
     assert work.cancel()
     with pytest.raises(errors.PlanAbortedError, match="cancelled"):
         work.wait()
+    col.get_group_handle("default").statistics()  # what has answered has heard of it
     ray.get(gate.open.remote())
     follower.wait()
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
