@@ -38,7 +38,7 @@ def crew(actors):
 
     def make(count, cls=Worker, **declared):
         workers = actors(cls, count)
-        col.declare_collective_group(workers, **{"ordering": "data", **declared})
+        make.group = col.declare_collective_group(workers, **{"ordering": "data", **declared})
         refs = buffers(workers)
         ray.wait(refs, num_returns=count)
         return workers, refs
@@ -386,7 +386,7 @@ def test_cancel(crew, gate, occupy, awaited):
     assert work.cancel()
     with pytest.raises(errors.PlanAbortedError, match="cancelled"):
         work.wait()
-    col.get_group_handle("default").statistics()  # what has answered has heard of it
+    crew.group.statistics()  # what has answered has heard of it
     ray.get(gate.open.remote())
     follower.wait()
     np.testing.assert_array_equal(col.get(refs[0]), np.full(10, 2))
