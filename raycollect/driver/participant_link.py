@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 from weakref import ref
@@ -30,13 +29,11 @@ from raycollect.channel.messages import (
     Tick,
     Ticked,
     Unable,
-    Unused,
     Welcome,
 )
 from raycollect.core import threads
-from raycollect.core.call_tokens import CallTokens
-from raycollect.core.model import Key
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
+from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import (
     ChannelError,
@@ -50,7 +47,6 @@ from raycollect.errors import (
     from_wire,
     kept,
 )
-from raycollect.pos import fetch
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
@@ -144,7 +140,7 @@ class ParticipantLink:
         self._asked: dict[int, Future[Any]] = {}
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self._lost = False
-        self._tokens: CallTokens | None = None
+        self._lent_tokens: LentTokens | None = None
         self._run = () if info["participant"] else (run,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
@@ -186,46 +182,21 @@ class ParticipantLink:
             self._submits[-1] = method
         method.remote(self._controller_id, seq)
 
-    # ------------------------------------------------------------------------------------------ values
-
     def lend_tokens(self, owner: bytes, methods: frozenset[str], soon: Callable[[Callable[[], None]], bool]) -> None:
         """Lends tokens to the calls of its methods, from now on; see `CallTokens`."""
-        if self._calls is not None:
-            self._tokens = self._calls.tokens = CallTokens(
-                self.actor, owner, methods, self._make_tokens, self._tell_unused, soon
+        if self._calls is not None and self.link is not None:
+            self._lent_tokens = LentTokens(
+                self._calls, self.actor, self.info, self.link, owner=owner, methods=methods, soon=soon
             )
-
-    def _make_tokens(self, count: int) -> list[Any]:
-        method = self.actor._raycollect_tokens
-        return list(method.options(num_returns=count, max_task_retries=0, enable_task_events=False).remote(count))
-
-    def _tell_unused(self, keys: list[Key]) -> None:
-        try:
-            self.order(Unused(keys=list(keys)))
-        except ConnectionLostError:  # the participant may live: then it holds them until it hears
-            threads.start("raycollect-unused", threads.survives, self._free, keys)
-
-    def _free(self, keys: list[Key]) -> None:
-        with suppress(RaycollectError):  # it is gone
-            fetch.free(self.info["address"], keys, actor=self.info["actor"], incarnation=self.info["incarnation"])
 
     def retire(self) -> None:
         """It was given back: the connection ends once nobody holds a value any more whose token was lent."""
         link, self.actor = self.link, None  # the actor may end before
         self._submits.clear()
-        if link is not None:
-            self._end_tokens(link.close)
-
-    def _end_tokens(self, call: Callable[[], None]) -> None:
-        tokens, self._tokens, calls = self._tokens, None, self._calls
-        if tokens is None or calls is None:
-            call()
-            return
-        if calls.tokens is tokens:  # else the actor was leased again
-            calls.tokens = None
-        tokens.end(call)
-
-    # ------------------------------------------------------------------------------------------ messages
+        if link is not None and self._lent_tokens is not None:
+            self._lent_tokens.end(link.close)
+        elif link is not None:
+            link.close()
 
     def order(self, message: Message) -> None:
         """Sends a message; ConnectionLostError: its connection has ended."""
@@ -339,7 +310,8 @@ class ParticipantLink:
             self._answer = kept(reason)
             self._answered.set()
         self._lost = True
-        threads.survives(self._end_tokens, lambda: None)
+        if self._lent_tokens is not None:
+            threads.survives(self._lent_tokens.end, lambda: None)
         threads.survives(self._end_questions)
         self._owner.lost(self, reason.detail)
 

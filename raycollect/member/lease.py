@@ -107,7 +107,7 @@ class Lease:
         self._captures = CapturedSteps()
         self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
-        self._plan_queue = PlanQueue(
+        self.plan_queue = PlanQueue(
             self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock
         )
 
@@ -117,7 +117,7 @@ class Lease:
         for seq in self._sequencer.close(reason):
             threads.survives(self._wake, seq)
         threads.survives(self._captures.close, reason)
-        threads.survives(self._plan_queue.close)
+        threads.survives(self.plan_queue.close)
         for joined_group in groups:
             threads.survives(joined_group.close, reason)
         self._recording.end()
@@ -160,7 +160,7 @@ class Lease:
         """
         ticket, keys, program = decode_order(payload)
         if order is None:
-            self._plan_queue.reached(ticket.seq)
+            self.plan_queue.reached(ticket.seq)
         handles, step = [], run_steps.here()
         step.begin(ticket.seq)
         try:
@@ -170,14 +170,14 @@ class Lease:
             ring = self._tracer.ring
             is_in_turn = order is not None and order.in_order
             if order is not None and is_in_turn:
-                self._plan_queue.wait_for_call(order.after, ticket.seq)
+                self.plan_queue.wait_for_call(order.after, ticket.seq)
             reason = self._sequencer.start(ticket.seq, ticket.predecessor)
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
             between: AbstractContextManager[Any] = self._runtime.method_lock if is_in_turn else nullcontext()
             if order is not None and not is_in_turn:
                 came_s = 0.0 if ring is None else ring.clock()
-                between = self._plan_queue.between_methods(
+                between = self.plan_queue.between_methods(
                     order, ticket.seq, keys, program.timeout_s, is_ordered=is_ordered
                 )
                 if ring is not None:
@@ -197,11 +197,6 @@ class Lease:
         if outcome.error is not None and program.makes:
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
-
-    def pass_fence(self, seq: int) -> None:
-        """An actor task came that is behind all calls before a plan, and keeps those after it behind the plan."""
-        self._plan_queue.reached(seq)
-        self._sequencer.wait(seq)
 
     def _run_ordered(self, order: Order) -> None:
         try:
@@ -283,7 +278,7 @@ class Lease:
     def run_fenced(self, payload: bytes) -> None:
         """Does a run that comes as an actor task; CaptureError: no such step."""
         capture, seq, predecessor, arguments = decode_fenced(payload)
-        self._plan_queue.reached(seq)
+        self.plan_queue.reached(seq)
         watched = partial(self._reporter.waiting, "", "", "a captured step", (), seq=seq, call=lambda: 0)
         try:
             captured = self.captured_step(capture)
@@ -353,7 +348,7 @@ class Lease:
         else:
             self._captures.wake(seq)
         self._store.wake()
-        self._plan_queue.wake()
+        self.plan_queue.wake()
 
     def _run_came(self, message: Run) -> None:
         found = self._captures.find(message.capture)
@@ -424,8 +419,8 @@ _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     ),
     Run: Lease._run_came,
     Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    Order: lambda lease, message: lease._plan_queue.received(message, lease._run_ordered),
-    Go: lambda lease, message: lease._plan_queue.go(message),
+    Order: lambda lease, message: lease.plan_queue.received(message, lease._run_ordered),
+    Go: lambda lease, message: lease.plan_queue.go(message),
     Record: lambda lease, message: lease._recording.record(message),
     Tick: lambda lease, message: lease._recording.tick(message),
     Collect: lambda lease, message: lease._recording.collect(message),

@@ -77,6 +77,11 @@ class PlanQueue:
         self._reached = max(self._reached, seq)
         self._finished_calls.wake()
 
+    def pass_fence(self, seq: int) -> None:
+        """An actor task came that is behind all calls before a plan, and keeps those after it behind the plan."""
+        self.reached(seq)
+        self._sequencer.wait(seq)
+
     def wake(self) -> None:
         """A plan was aborted: whoever waits looks whether it is the one."""
         with self._going:

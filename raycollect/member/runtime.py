@@ -236,10 +236,10 @@ class Runtime:
             lease.run_fenced(payload)
 
     def pass_fence(self, controller: str, seq: int) -> None:
-        """`Lease.pass_fence`, if that controller still has the lease."""
+        """`PlanQueue.pass_fence`, if that controller still has the lease."""
         lease = self._lease
         if lease is not None and lease.controller == controller:
-            lease.pass_fence(seq)
+            lease.plan_queue.pass_fence(seq)
 
     def look(self, capture: bytes) -> list[Any]:
         """How the tensors of a captured step look, slot by slot; ConnectionLostError: the controller is gone."""

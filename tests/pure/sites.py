@@ -185,7 +185,7 @@ class Site:
     def _fence_options(self, **_: Any) -> Any:
         def fence(controller: str, seq: int) -> None:
             self.fences += 1
-            self.queue.send(lambda: self.lease.pass_fence(seq))
+            self.queue.send(lambda: self.lease.plan_queue.pass_fence(seq))
 
         return SimpleNamespace(remote=fence)
 

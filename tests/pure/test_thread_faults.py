@@ -38,11 +38,12 @@ from raycollect.channel.messages import (
 from raycollect.channel.packing import pack, unpack
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Kernel, Key, Launch, OpKind
-from raycollect.driver import participant_link
-from raycollect.driver.participant_link import ParticipantLink
+from raycollect.core.submitted_calls import SubmittedCalls
+from raycollect.driver import lent_tokens
+from raycollect.driver.lent_tokens import LentTokens
 from raycollect.engine.execution import Outcome
 from raycollect.engine.value_codec import pack_values
-from raycollect.errors import BackendUnavailableError, InternalError, from_wire
+from raycollect.errors import BackendUnavailableError, ConnectionLostError, InternalError, from_wire
 from raycollect.group import cluster_registry, watchdog
 from raycollect.group.bootstrap import BootstrapRequest, FailureNotice, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
@@ -456,13 +457,20 @@ def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     told: SimpleQueue[list[Key]] = SimpleQueue()
     data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys))
-    monkeypatch.setattr(participant_link, "fetch", data)
-    info = {"participant": True, "address": None, "actor": "Worker(1)", "incarnation": ""}
-    peer = ParticipantLink(cast(Any, None), info, None, lambda *_: None)
+    monkeypatch.setattr(lent_tokens, "fetch", data)
+    info = {"address": None, "actor": "Worker(1)", "incarnation": ""}
+    task = SimpleNamespace(remote=lambda count: [])
+    actor = SimpleNamespace(_ray_method_signatures={}, _raycollect_tokens=SimpleNamespace(options=lambda **_: task))
+
+    def send(message: Message) -> None:
+        raise ConnectionLostError(detail="it was cut")
+
+    link = cast(Any, SimpleNamespace(send=send))
+    made = LentTokens(SubmittedCalls(), actor, info, link, owner=b"", methods=frozenset(), soon=lambda call: True)
     with fail_at(data, "free", thread="raycollect-unused") as fault:
-        peer._tell_unused([Key(b"1")])
+        made._tell([Key(b"1")])
         assert fault.told.wait(WAIT_S)
-    peer._tell_unused([Key(b"2")])
+    made._tell([Key(b"2")])
     assert told.get(timeout=WAIT_S) == [Key(b"2")]
 
 
