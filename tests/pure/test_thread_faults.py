@@ -460,7 +460,8 @@ def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.Monke
     monkeypatch.setattr(lent_tokens, "fetch", data)
     info = {"address": None, "actor": "Worker(1)", "incarnation": ""}
     task = SimpleNamespace(remote=lambda count: [])
-    actor = SimpleNamespace(_ray_method_signatures={}, _raycollect_tokens=SimpleNamespace(options=lambda **_: task))
+    actor = type("Handle", (), {})()
+    vars(actor).update(_ray_method_signatures={}, _raycollect_tokens=SimpleNamespace(options=lambda **_: task))
 
     def send(message: Message) -> None:
         raise ConnectionLostError(detail="it was cut")
