@@ -198,8 +198,8 @@ class ParticipantLink:
         elif link is not None:
             link.close()
 
-    def order(self, message: Message) -> None:
-        """Sends a message; ConnectionLostError: its connection has ended."""
+    def order(self, message: Order) -> None:
+        """Sends a program by the channel, past the methods that wait in the actor's queue."""
         link = self.link
         if link is None or self._lost:
             raise ConnectionLostError(detail="its connection has ended")
