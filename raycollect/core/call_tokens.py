@@ -20,7 +20,7 @@ import ray
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import Key
 
-__all__ = ["CallTokens", "LentToken"]
+__all__ = ["CallTokens", "LentToken", "let_go"]
 
 _TOKEN = Parameter("_raycollect_token", Parameter.POSITIONAL_ONLY)
 """The first argument of a method that gets a `LentToken`, which the mixin takes away."""
@@ -30,6 +30,17 @@ BATCH = 64
 
 MOST_TOLD = 4096
 """How many keys one message tells."""
+
+
+_ended: deque[CallTokens] = deque()
+"""Those that lend no more. A thread that lets go of a ref while Ray is being shut down ends the process, and the hub's
+hears of the end of actors then. So what was not lent is let go of in threads of the user's, by `let_go`."""
+
+
+def let_go() -> None:
+    """Gives back what was not lent of those that have ended; called by a thread of the user's."""
+    while _ended:
+        _ended.popleft()._let_go()
 
 
 class LentToken(NamedTuple):
@@ -60,6 +71,7 @@ class CallTokens:
         tell: Callable[[list[Key]], None],
         soon: Callable[[Callable[[], None]], bool],
     ) -> None:
+        let_go()
         self._handle = _taking_tokens(handle)
         self._owner = owner
         self._methods = methods
@@ -112,11 +124,14 @@ class CallTokens:
             self._at_end()
 
     def end(self, call: Callable[[], None]) -> None:
-        """Lends no more; makes a call once nobody holds a value any more whose token was lent."""
+        """Lends no more; makes a call once nobody holds a value any more whose token was lent. Any thread."""
         self._order, self._at_end = None, call
+        _ended.append(self)
+        self.tell()
+
+    def _let_go(self) -> None:
         self._ready.clear()
         self._coming.clear()
-        self.tell()
 
     def _take(self) -> tuple[Any, list[Key]] | None:
         if len(self._ready) < BATCH // 2:

@@ -31,7 +31,7 @@ from raycollect.channel.messages import (
     Unable,
     Welcome,
 )
-from raycollect.core import threads
+from raycollect.core import call_tokens, threads
 from raycollect.core.submitted_calls import NOTHING, SubmittedCalls
 from raycollect.driver.lent_tokens import LentTokens
 from raycollect.driver.plan_tracker import PlanTracker
@@ -122,7 +122,7 @@ class ParticipantLink:
         calls: SubmittedCalls | None = None,
     ) -> None:
         self.info = info
-        self.actor = actor
+        self.actor: Any = actor
         self._calls = calls  # None: plans in program order have to be actor tasks
         if calls is not None:
             with calls.lock:  # another process may have been leased before, whose calls Ray may run here again
@@ -195,6 +195,7 @@ class ParticipantLink:
         self._submits.clear()
         if link is not None and self._lent_tokens is not None:
             self._lent_tokens.end(link.close)
+            call_tokens.let_go()
         elif link is not None:
             link.close()
 

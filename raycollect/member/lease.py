@@ -107,7 +107,7 @@ class Lease:
         self._captures = CapturedSteps()
         self._tracer = Tracer.current()
         self._recording = RecordingAgent(controller, runtime, self._reporter, self._sequencer, self._groups)
-        self.plan_queue = PlanQueue(
+        self.plan_queue: PlanQueue = PlanQueue(
             self._store, self._sequencer, self._reporter, runtime.finished_calls, runtime.method_lock
         )
 
