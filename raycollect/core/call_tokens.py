@@ -137,8 +137,8 @@ class CallTokens:
         if len(self._ready) < BATCH // 2:
             self._refill()
         try:
-            return self._ready.pop()
-        except IndexError:  # not made yet, or `end` came
+            return self._ready.pop() if self._order is not None else None
+        except IndexError:  # they are not made yet, or were let go of by another thread
             return None
 
     def _refill(self) -> None:

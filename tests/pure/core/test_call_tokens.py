@@ -1,0 +1,131 @@
+"""Tokens that a caller lends, on refs that Ray does not know: `tests/ray/test_lent_tokens.py` has the real ones."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from raycollect.core import call_tokens, ray_internals
+from raycollect.core.call_tokens import BATCH, CallTokens
+from raycollect.core.model import Key
+
+
+class Ref:
+    """In place of a ref: calls back when the test says that nobody holds it."""
+
+    def __init__(self, name: int = 0) -> None:
+        self.name = name
+
+    def binary(self) -> bytes:
+        return self.name.to_bytes(28, "big")
+
+
+class Actor:
+    """In place of a handle."""
+
+    def __init__(self) -> None:
+        self._ray_weak_ref = False
+        self._ray_method_signatures = {"make": []}
+
+
+class Caller:
+    """Makes calls of one actor, and notes what is told to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.callbacks: dict[int, object] = {}
+        self.told: list[list[Key]] = []
+        self.due: list[object] = []
+        self.ended = 0
+        monkeypatch.setattr(call_tokens, "ray", SimpleNamespace(wait=lambda refs, **_: (refs, [])))
+        monkeypatch.setattr(ray_internals, "on_last_ref", self._on_last_ref)
+        methods = frozenset({"make"})
+        self.tokens = CallTokens(Actor(), b"owner", methods, self._order, self.told.append, self._soon)
+
+    def _soon(self, call: object) -> bool:
+        self.due.append(call)
+        return True
+
+    def _order(self, count: int) -> list[Ref]:
+        return [Ref() for _ in range(count)]
+
+    def _on_last_ref(self, ref: Ref, callback: object) -> bool:
+        self.callbacks[id(ref)] = callback
+        return True
+
+    def call(self, number: int, method: str = "make", **options: object) -> object:
+        """What comes to the method as its first argument; None where nothing is lent."""
+        given = {"args": [], "kwargs": {}, "num_returns": 1, "tensor_transport": None, **options}
+        lent = self.tokens.lend(method, given)
+        if lent is None:
+            assert given["args"] == []
+            return None
+        handle, submitted = lent
+        assert handle._ray_weak_ref
+        assert len(handle._ray_method_signatures["make"]) == 1
+        submitted(Ref(number))
+        return given["args"][0]
+
+    def nobody_holds(self, lent: object) -> None:
+        self.callbacks[id(lent.token)]()
+
+    def end(self) -> None:
+        def ended() -> None:
+            self.ended += 1
+
+        self.tokens.end(ended)
+
+
+@pytest.fixture
+def caller(monkeypatch: pytest.MonkeyPatch) -> Caller:
+    return Caller(monkeypatch)
+
+
+def key(number: int) -> Key:
+    return Key(Ref(number).binary())
+
+
+def test_the_keys_that_nobody_holds_are_told_together(caller):
+    lent = [caller.call(number) for number in range(3)]
+    assert {one.owner for one in lent} == {b"owner"}
+    assert len({id(one.token) for one in lent}) == 3
+    for one in lent[:2]:
+        caller.nobody_holds(one)
+    assert len(caller.due) == 1
+    caller.due.pop()()
+    assert caller.told == [[key(0), key(1)]]
+    caller.nobody_holds(lent[2])
+    assert len(caller.due) == 1, "it comes a second time"
+
+
+@pytest.mark.parametrize("other", [{"method": "other"}, {"num_returns": 2}, {"tensor_transport": "gloo"}])
+def test_other_calls_get_no_token(caller, other):
+    assert caller.call(1, **other) is None
+
+
+def test_tokens_never_run_out(caller):
+    lent = [caller.call(number) for number in range(5 * BATCH)]
+    assert len({id(one.token) for one in lent}) == 5 * BATCH
+
+
+def test_the_end_is_told_once_nobody_holds_a_value(caller):
+    lent = caller.call(1)
+    caller.end()
+    assert caller.call(2) is None
+    assert caller.ended == 0
+    caller.nobody_holds(lent)
+    caller.due.pop()()
+    assert caller.told == [[key(1)]]
+    assert caller.ended == 1
+
+
+def test_what_was_not_lent_is_let_go_of_where_the_user_is(caller):
+    """A thread that lets go of a ref while Ray is being shut down ends the process."""
+    caller.call(1)
+    known = [weakref.ref(ref) for ref, _ in caller.tokens._ready]
+    assert known
+    caller.end()
+    assert all(one() is not None for one in known)
+    call_tokens.let_go()
+    assert all(one() is None for one in known)
