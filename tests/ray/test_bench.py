@@ -24,7 +24,8 @@ def test_an_allreduce_is_timed_and_drawn(tmp_path):
     path = tmp_path / "allreduce.svg"
     args = ["bench", "--sizes", "4,4K", "--runs", "6", "--json", "--plot", str(path)]
     result = CliRunner().invoke(main, args, catch_exceptions=False)
-    assert (result.exit_code, result.stderr) == (0, f"written to {path}\n")
+    assert result.exit_code == 0
+    assert result.stderr.endswith(f"written to {path}\n"), "Ray may have warned before"
     told = json.loads(result.stdout)
     assert [told[name] for name in ("operation", "ranks", "backend", "dtype", "runs")] == [
         "allreduce",
