@@ -87,6 +87,8 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     if runtime is not None:
         if not _comes_true(lambda: runtime._lease is None, timeout_s):  # its controller's goodbye is on its way
             return False
+        for keys in list(runtime._lenders._keys.values()):  # of the test before, whose controller is gone
+            runtime.store.free(list(keys))
         runtime._server.close()
         runtime.kernel_threads.shutdown(wait=False)
         runtime.plan_threads.shutdown(wait=False)
