@@ -38,7 +38,7 @@ from raycollect.observe.timeline_session import TimelineSession
 __all__ = ["Participants"]
 
 UNUSED_S = 0.01
-"""How long a participant is not told that nobody holds a value any more, unless its next method is called before."""
+"""How long keys of values that nobody holds any more are gathered before their participant is told."""
 
 
 class _Joining:

@@ -19,6 +19,7 @@ from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
 from raycollect.errors import TensorFreedError
 from raycollect.member import token_lenders
+from tests.ray.test_refusals import Gate
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Buffers, Plain
 
@@ -133,22 +134,12 @@ def wait_and_add(handle, gate):
     return float(np.asarray(handle).sum())
 
 
-@ray.remote(num_cpus=0)
-class Gate:
-    def __init__(self):
-        import asyncio
-
-        self.opened = asyncio.Event()
-
-    async def wait(self):
-        await self.opened.wait()
-
-    async def open(self):
-        self.opened.set()
+@pytest.fixture
+def gate(actors):
+    return actors(Gate, 1, max_concurrency=8)[0]
 
 
-def test_a_task_that_got_it_in_its_arguments_holds_it(maker):
-    gate = Gate.remote()
+def test_a_task_that_got_it_in_its_arguments_holds_it(maker, gate):
     total = wait_and_add.remote(maker.make.remote(2, 3), gate)
     assert not wait_until(lambda: lent(maker)[1] == 0, 0.3)
     ray.get(gate.open.remote())
@@ -165,9 +156,8 @@ def test_an_actor_holds_it_longer_than_its_method_runs(maker):
     assert is_empty(maker)
 
 
-def test_a_borrower_passes_it_on_and_forgets_it(maker):
+def test_a_borrower_passes_it_on_and_forgets_it(maker, gate):
     """Ray puts the value of a small result into the call: what is nested in it has to be counted, too."""
-    gate = Gate.remote()
 
     @ray.remote(num_cpus=0)
     def pass_on(refs, gate):
@@ -253,9 +243,8 @@ def test_free_and_use_after_free(maker):
     assert is_empty(maker)
 
 
-def test_calls_while_the_actor_is_busy_do_without(maker):
+def test_calls_while_the_actor_is_busy_do_without(maker, gate):
     """The next tokens are made by a task behind the method; its calls have the actor's own meanwhile."""
-    gate = Gate.remote()
     held = maker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
     refs = [maker.make.remote(n) for n in range(2 * call_tokens.BATCH)]
     ray.get(gate.open.remote())
