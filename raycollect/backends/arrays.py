@@ -223,7 +223,7 @@ def place_of(tensor: object) -> tuple[Any, ...]:
         TypeError: It has no memory any more; see `memory`.
     """
     if type(tensor) is not np.ndarray:
-        return _place_of_torch(tensor) if _is_plain_torch(tensor) else place(memory(tensor))
+        return _place_of_torch(tensor) if is_plain_torch(tensor) else place(memory(tensor))
     if tensor.base is not None:  # only an array that owns its memory can move it (`ndarray.resize`)
         return tensor.shape, tensor.strides, tensor.dtype, tensor.flags.num
     try:
@@ -241,7 +241,8 @@ def _place_of_torch(tensor: Any) -> tuple[Any, ...]:
     return *where, tensor.is_conj(), tensor.is_neg()
 
 
-def _is_plain_torch(tensor: object) -> bool:
+def is_plain_torch(tensor: object) -> bool:
+    """Tells whether it is a tensor of torch's own classes."""
     kind = type(tensor)
     if kind.__module__ not in _TORCH_MODULES:
         return False
@@ -251,7 +252,7 @@ def _is_plain_torch(tensor: object) -> bool:
 
 def has_version(tensor: object) -> bool:
     """Tells whether torch's autograd counts the writes to a tensor."""
-    return _is_plain_torch(tensor) and not cast("Any", tensor).is_inference()
+    return is_plain_torch(tensor) and not cast("Any", tensor).is_inference()
 
 
 def raise_versions(tensors: Sequence[Any]) -> None:

@@ -11,14 +11,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
 from typing import Any, NamedTuple
 
+import msgpack
 import ray
 
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import Key
+from raycollect.core.serialization import PackedRef, as_bytes, take_over
 
 __all__ = ["CallTokens", "LentToken", "let_go"]
 
@@ -31,6 +34,8 @@ BATCH = 64
 MOST_TOLD = 4096
 """How many keys one message tells."""
 
+_MARK = b"\x93raycollect\x8e token "
+"""How a token begins among a method's arguments, where users' own bytes may stand."""
 
 _ended: deque[CallTokens] = deque()
 """Those that lend no more. A thread that lets go of a ref while Ray is being shut down ends the process, and the hub's
@@ -48,6 +53,29 @@ class LentToken(NamedTuple):
 
     token: Any
     owner: bytes
+
+    @staticmethod
+    def read(argument: Any) -> LentToken | None:
+        """Reads the first argument of a call, as it came; None: it is the caller's own."""
+        if type(argument) is not bytes or not argument.startswith(_MARK):
+            return None
+        owner, *packed = msgpack.unpackb(argument[len(_MARK) :])
+        return LentToken(PackedRef(*packed).ref(), owner)
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenArgument:
+    """A token on its way to a method; Ray counts it with the call."""
+
+    token: Any
+    data: bytes
+
+    @classmethod
+    def of(cls, token: Any, owner: bytes) -> _TokenArgument:
+        return cls(token, _MARK + msgpack.packb((owner, *PackedRef.of(token))))
+
+    def form(self) -> Any:
+        return as_bytes(self.data, self.token)
 
 
 class CallTokens:
@@ -75,10 +103,12 @@ class CallTokens:
         self._handle = _taking_tokens(handle)
         self._owner = owner
         self._methods = methods
-        self._order: Callable[[int], list[Any]] | None = order
+        self._order: Callable[[int], list[Any]] | None = (
+            order if take_over(_TokenArgument, _TokenArgument.form) else None
+        )
         self._tell = tell
         self._soon = soon
-        self._ready: list[tuple[Any, list[Key]]] = []
+        self._ready: list[tuple[_TokenArgument, list[Key]]] = []
         self._coming: list[Any] = []
         self._living: set[Key] = set()
         self._gone: deque[Key] = deque()
@@ -102,8 +132,8 @@ class CallTokens:
         taken = self._take() if takes else None
         if taken is None:
             return None
-        token, cell = taken
-        options["args"] = (LentToken(token, self._owner), *(options["args"] or ()))
+        argument, cell = taken
+        options["args"] = (argument, *(options["args"] or ()))
 
         def submitted(result: Any) -> None:
             key = Key(result.binary())
@@ -133,7 +163,7 @@ class CallTokens:
         self._ready.clear()
         self._coming.clear()
 
-    def _take(self) -> tuple[Any, list[Key]] | None:
+    def _take(self) -> tuple[_TokenArgument, list[Key]] | None:
         if len(self._ready) < BATCH // 2:
             self._refill()
         try:
@@ -148,7 +178,7 @@ class CallTokens:
             for ref in self._coming:
                 cell: list[Key] = []
                 if ray_internals.on_last_ref(ref, partial(self._nobody_holds, cell)):
-                    self._ready.append((ref, cell))
+                    self._ready.append((_TokenArgument.of(ref, self._owner), cell))
             self._coming = []
 
     def _request(self) -> None:

@@ -44,6 +44,10 @@ class Returned:
             return _arrived, (self._value, cloudpickle.dumps(self._handle))
         return _arrived, (self._handle, b"")
 
+    def form(self) -> Any:
+        """Its short form for Ray: the handle's; None where Ray takes tensors."""
+        return None if _taken_types() else self._handle.form()
+
 
 def _taken_types() -> Collection[type]:
     """The types of tensors that Ray takes as they are from what this thread pickles; none where it copies all."""

@@ -160,6 +160,9 @@ class Call:
         if controller.groups.is_declared(group_name) or group_name != "default" or self._kind is OpKind.BARRIER:
             return controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
+        actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
+        if known := controller.groups.derived_over(actor_ids):
+            return known
         if not lists:
             expected = "a declared group, or a list of actors where the outputs are to be made"
             self._violations.append(
@@ -169,7 +172,7 @@ class Call:
             self._violations += [*operand_binding.repeated(lists[0]), *operand_binding.strangers(lists[0])]
         self._raise()
         limit_s = groups.DEFAULT_TIMEOUT_S if self._timeout_s is None else self._timeout_s
-        return controller.groups.derive(tuple(one.actor_id for one in lists[0]), limit_s)
+        return controller.groups.derive(actor_ids, limit_s)
 
     def _bind(self, name: str, operands: list[Operand], *, alone: bool) -> dict[int, Operand]:
         whole = name != _SINGLE and self._kind is not OpKind.SEND

@@ -176,15 +176,23 @@ class Groups:
 
     # ------------------------------------------------------------------------------------------ derived ones
 
-    def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
-        """The group of these actors in this order, formed now or before."""
+    def derived_over(self, actor_ids: tuple[str, ...]) -> Membership | None:
+        """The group of these actors in this order; None where it was not formed before, or is broken."""
         with self._changing:
             self._settle()
             known = self._derived.get(actor_ids)
-            if known is not None and known.spec.group_id not in self._broken:
-                self._derived.move_to_end(actor_ids)
-                return known
+            if known is None or known.spec.group_id in self._broken:
+                return None
+            self._derived.move_to_end(actor_ids)
+            return known
+
+    def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
+        """The group of these actors in this order, formed now or before."""
+        with self._changing:
+            known = self.derived_over(actor_ids)
             if known is not None:
+                return known
+            if actor_ids in self._derived:
                 self._dissolve(self._derived.pop(actor_ids))
             name = f"derived-{secrets.token_hex(3)}"
             actors = tuple(ray_internals.actor_handle(actor_id) for actor_id in actor_ids)

@@ -10,6 +10,7 @@ from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
 from raycollect.core.protocols import Clock, Faults, NoFaults
 from raycollect.engine.fusion_buffer import FusionPool
+from raycollect.engine.run_shapes import RunShapes
 from raycollect.observe import Recorder, Tracer
 from raycollect.pos import Store
 
@@ -27,4 +28,5 @@ class Instruments:
     faults: Faults = field(default_factory=NoFaults)  # where tests inject failures
     allocate: Callable[[TensorInfo], Any] = arrays.empty  # outputs, scratch, staging; raises MemoryError
     staging: FusionPool = field(default_factory=FusionPool)
+    shapes: RunShapes = field(default_factory=RunShapes)
     tracer: Tracer = field(default_factory=Tracer.current)

@@ -66,12 +66,21 @@ class Preparation:
         self._step, step.at = step, _PREPARES
         values = tuple([self._find(key) for key in self.keys]) if self.values is None else self.values
         self._found = values
-        if self.recalled is None and not self.given and MissingOperand not in map(type, values):
-            self.recalled = RunCache.recall(self.program, values, self.instruments.store)  # type: ignore[arg-type]
+        if self.recalled is None and MissingOperand not in map(type, values):
+            self.recalled = self._recall(values)  # type: ignore[arg-type]
         if self.recalled is None:
             self.make_ready(0)
         else:
             self.buffer, self.first = self.recalled.block, self.recalled.first
+
+    def _recall(self, values: Sequence[Container]) -> RunCache | None:
+        program, store = self.program, self.instruments.store
+        known = None if self.given else RunCache.recall(program, values, store)
+        if known is None:
+            known = self.instruments.shapes.recall(program, values, store, given=self.given)
+            if known is not None:
+                known.remember(values)
+        return known
 
     def make_ready(self, round_index: int) -> None:
         """Prepares the tasks that come in a round of the agreement; before the last round, the staging too."""
@@ -118,12 +127,14 @@ class Preparation:
                 schedule=schedule,
                 block=self.buffer,
             )
-            cache.remember(self._containers())
+            containers = self._containers()
+            cache.remember(containers)
+            self.instruments.shapes.remember(cache, containers, given=self.given)
 
     def _look(self) -> ProgramOperands:
         home = partial(_home_of, self.communicators)  # a method would keep the tensors as long as this object
         operands = ProgramOperands(self.program, self.instruments.allocate, self.keys, given=self.given, home_of=home)
-        if not self.given and operands.is_repeatable:
+        if operands.is_repeatable:
             try:
                 self._places = places_of(self._containers())  # before the agreement: later changes must be noticed
             except TypeError:  # a tensor has no memory any more, which the agreement hears of

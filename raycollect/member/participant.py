@@ -135,9 +135,9 @@ def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def held(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lent = None
-        if args and type(args[0]) is LentToken:
-            lent, *args = args  # type: ignore[assignment]
+        lent = LentToken.read(args[0]) if args else None
+        if lent is not None:
+            args = args[1:]
         task = _outermost(name)
         if task is None:
             return method(self, *args, **kwargs)

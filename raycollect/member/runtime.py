@@ -23,7 +23,9 @@ from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import Bye, Message, Refused, Unused, Welcome
 from raycollect.core import ray_internals, threads
 from raycollect.core.call_tokens import LentToken
+from raycollect.core.direct_transport import Returned
 from raycollect.core.model import Key
+from raycollect.core.serialization import take_over
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.step_runner import Invoke
 from raycollect.errors import (
@@ -110,6 +112,8 @@ class Runtime:
             lease.link.close()
 
     def __init__(self) -> None:
+        take_over(Handle, Handle.form)
+        take_over(Returned, Returned.form)
         self._tokens = RefTokenPool(self._forget)
         self.process_groups: ProcessGroups = ProcessGroups.current()
         self.instruments: Instruments = self.process_groups.instruments

@@ -15,6 +15,7 @@ from raycollect.backends.device_arrays import put_on_gpu
 from raycollect.core import html
 from raycollect.core.model import Address, Key, Structure, TensorInfo
 from raycollect.core.placeholder import Placeholder
+from raycollect.core.serialization import PackedRef, as_pickled
 from raycollect.errors import HandleAttributeError, HandleError
 from raycollect.planner.wording import counted, nbytes_words
 from raycollect.pos import Container, fetch
@@ -56,8 +57,18 @@ class Handle(Placeholder):
     token: Any = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        return self._reduced(self.token)
+
+    def form(self) -> Any:
+        """Its short form for Ray; None: it has none."""
+        token = self.token
+        if token is None:
+            return None
+        return as_pickled(pickle.dumps([_Reduced(self._reduced(tuple(PackedRef.of(token))))], protocol=5), token)
+
+    def _reduced(self, token: Any) -> tuple[Any, ...]:
         where, what = (self.actor_id, self.actor, self.address, self.incarnation), (self.structure, self.infos)
-        return _handle, (self.key, _packed(where), _packed(what), self.token)
+        return _handle, (self.key, _packed(where), _packed(what), token)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -159,6 +170,16 @@ def _places(structure: Structure) -> Iterator[str]:
         yield from (f"[{name!r}]{place}" for place in _places(item))
 
 
+@dataclass(frozen=True, slots=True)
+class _Reduced:
+    """Pickles as what it was given says."""
+
+    given: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.given
+
+
 @lru_cache(maxsize=512)
 def _packed(parts: tuple[Any, ...]) -> bytes:
     # An actor's handles differ in their keys, and seldom in more: a third of the time that pickling them whole takes.
@@ -179,5 +200,5 @@ def _handle(key: Key, where: bytes, what: bytes, token: Any) -> Handle:
         structure=structure,
         infos=infos,
         incarnation=incarnation,
-        token=token,
+        token=PackedRef(*token).ref() if type(token) is tuple else token,
     )

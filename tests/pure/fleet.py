@@ -18,6 +18,7 @@ from raycollect.core.protocols import Communicator, Completion, Faults, NoFaults
 from raycollect.engine.execution import Execution, Outcome
 from raycollect.engine.fusion_buffer import FusionPool
 from raycollect.engine.instruments import POINTS, Instruments
+from raycollect.engine.run_shapes import RunShapes
 from raycollect.errors import KernelError, RefusedError
 from raycollect.observe import Recorder
 from raycollect.planner import Plan, Request, Roster, Topology, decode_program, encode_program, plan
@@ -110,6 +111,7 @@ class Fleet:
         self.communicators: list[Communicator] = [LocalCommunicator(shared, rank) for rank in range(world)]
         self.stores = [Store() for _ in range(world)]
         self.recorders = [Recorder(Ticks()) for _ in range(world)]
+        self.shapes = [RunShapes() for _ in range(world)]
         self.aborts: list[dict[int, str]] = [{} for _ in range(world)]
         self.waiting: list[Callable[[Key], None] | None] = [None] * world
         self.faults: Faults = NoFaults()
@@ -168,6 +170,7 @@ class Fleet:
                 clock=Ticks(),
                 faults=self.faults,
                 allocate=self.allocate,
+                shapes=self.shapes[rank],
             ),
             seq=seq,
             aborted=lambda: self.aborts[rank].get(seq),

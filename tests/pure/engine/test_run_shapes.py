@@ -1,0 +1,154 @@
+"""What the runs of an iteration, each on fresh tensors, know from those before, and what they must notice."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.core.model import OpKind
+from raycollect.engine import preparation
+from raycollect.engine.execution import Outcome
+from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
+from tests.pure.fleet import Fleet
+
+WORLD = 3
+
+Run = Callable[..., list[Outcome]]
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    made = Fleet(WORLD)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["refs", "a member's call"])
+def run(fleet: Fleet, request: pytest.FixtureRequest) -> Run:
+    """Runs an operation on one tensor per rank."""
+    if request.param == "refs":
+        return lambda kind, values, **given: fleet.run(kind, fleet.keep_all(values), **given)
+    return fleet.call
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each time that a rank had to look at its operands."""
+    found: list[Any] = []
+    look = preparation.Preparation._look
+
+    def noted(self: preparation.Preparation) -> Any:
+        found.append(self.program)
+        return look(self)
+
+    monkeypatch.setattr(preparation.Preparation, "_look", noted)
+    return found
+
+
+def fresh(seed: int, shape: Any = (7,), dtype: str = "float32") -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(-9, 9, shape).astype(dtype) for _ in range(WORLD)]
+
+
+def ran(outcomes: list[Outcome]) -> None:
+    assert [one.error for one in outcomes] == [None] * WORLD
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (1025,)])
+@pytest.mark.parametrize("dtype", ["float32", "int8", "complex128", ">f8"])
+def test_fresh_tensors_of_a_known_shape_are_not_looked_at_again(run: Run, looks: list[Any], shape: Any, dtype: str):
+    for seed in range(4):
+        values = fresh(seed, shape, dtype)
+        expected = values[0] + values[1] + values[2]
+        ran(run(OpKind.ALLREDUCE, values))
+        for value in values:
+            np.testing.assert_array_equal(value, expected)
+    assert len(looks) == WORLD, "each rank looks in the first run"
+
+
+def test_each_root_has_its_own(fleet: Fleet, looks: list[Any]):
+    for seed in range(3):
+        for root in range(WORLD):
+            values = fresh(seed)
+            expected = values[root].copy()
+            ran(fleet.run(OpKind.BROADCAST, fleet.keep_all(values), root=root))
+            for value in values:
+                np.testing.assert_array_equal(value, expected)
+    assert len(looks) == WORLD * WORLD
+
+
+def test_other_shapes_and_dtypes_are_other_runs(run: Run, looks: list[Any]):
+    for dtype in ("float32", "float64", "float32"):
+        for shape in ((4,), (2, 2), (4,)):
+            ran(run(OpKind.ALLREDUCE, fresh(0, shape, dtype)))
+    assert len(looks) == 4 * WORLD
+
+
+@pytest.mark.parametrize("shape", [(8,), ()])
+def test_what_lies_otherwise_is_looked_at(run: Run, shape: Any):
+    ran(run(OpKind.ALLREDUCE, fresh(0, shape)))
+    wide = [np.zeros((*shape, 2), np.float32)[..., 0] for _ in range(WORLD)]
+    for rank, one in enumerate(wide):
+        one[...] = rank
+    ran(run(OpKind.ALLREDUCE, wide))
+    for one in wide:
+        np.testing.assert_array_equal(one, np.full(shape, 3, np.float32))
+        np.testing.assert_array_equal(one.base[..., 1], np.zeros(shape, np.float32))
+
+
+def test_a_read_only_tensor_is_refused(run: Run):
+    ran(run(OpKind.ALLREDUCE, fresh(0)))
+    values = fresh(1)
+    values[1].setflags(write=False)
+    before = [value.copy() for value in values]
+    assert all(isinstance(one.error, ReadOnlyError) for one in run(OpKind.ALLREDUCE, values))
+    for value, kept in zip(values, before, strict=True):
+        np.testing.assert_array_equal(value, kept)
+    ran(run(OpKind.ALLREDUCE, fresh(2)))
+
+
+def test_a_half_written_tensor_is_refused(fleet: Fleet, run: Run):
+    ran(run(OpKind.ALLREDUCE, fresh(0)))
+    values = fresh(1)
+    fleet.stores[2].mark_dirty([arrays.byte_range(values[2])], [values[2]])
+    assert all(isinstance(one.error, TensorDirtyError) for one in run(OpKind.ALLREDUCE, values))
+    ran(run(OpKind.ALLREDUCE, fresh(2)))
+
+
+@pytest.mark.parametrize("odd", range(WORLD))
+def test_a_rank_that_brings_another_shape_is_named(run: Run, odd: int):
+    ran(run(OpKind.ALLREDUCE, fresh(0)))
+    values = fresh(1)
+    values[odd] = np.ones(8, np.float32)
+    before = [value.copy() for value in values]
+    for one in run(OpKind.ALLREDUCE, values):
+        assert isinstance(one.error, MismatchError)
+    for value, kept in zip(values, before, strict=True):
+        np.testing.assert_array_equal(value, kept)
+    ran(run(OpKind.ALLREDUCE, fresh(2)))
+
+
+def test_no_memory_is_kept(fleet: Fleet):
+    values = fresh(0)
+    known = [weakref.ref(value) for value in values]
+    ran(fleet.call(OpKind.ALLREDUCE, values))
+    del values
+    gc.collect()
+    assert [one() for one in known] == [None] * WORLD
+
+
+def test_tensors_of_torch_count_their_writes(run: Run, looks: list[Any]):
+    torch = pytest.importorskip("torch")
+    for scale in (1.0, 2.0, 3.0):
+        values = [torch.full((4,), scale * rank) for rank in range(WORLD)]
+        ran(run(OpKind.ALLREDUCE, values))
+        for value in values:
+            assert value.tolist() == [3 * scale] * 4
+            assert value._version == 1
+    assert len(looks) == WORLD
