@@ -61,8 +61,8 @@ class RunShapes:
         if len(move.kernels) != 1 or move != LaunchStep(move.number, move.group_id, move.ranks, move.kernels):
             return
         (kernel,), array = move.kernels, arrays.memory(tensor)
-        given = [side for side in (kernel.src, kernel.dst) if side is not None]
-        if not _is_plain(array) or not all(_is_whole(side, array) for side in given):
+        sides = [side for side in (kernel.src, kernel.dst) if side is not None]
+        if not _is_plain(array) or not all(_is_whole(side, array) for side in sides):
             return
         if len(self._known) >= _MOST:
             self._known.clear()
