@@ -14,7 +14,6 @@ from raycollect.captured.step_values import MISSING, Parameters, Returned, packe
 from raycollect.core import ray_internals
 from raycollect.driver import operand_binding
 from raycollect.driver.batch import Batch
-from raycollect.driver.controller import Controller
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Argument, Pending, plain
 from raycollect.driver.requests import Ref
@@ -22,7 +21,6 @@ from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value
 from raycollect.errors import CaptureError, Violation, refusal
 from raycollect.errors.text import a_type, listed
-from raycollect.group.membership import Membership
 
 __all__ = ["Recording"]
 
@@ -54,15 +52,10 @@ class Recording(Batch):
         """Whether it did not end well."""
         return bool(self._why)
 
-    def end(self) -> dict[Membership, Controller]:
-        """Ends the recording; returns the groups that are held, for the capture to hold on to."""
-        held, self._held, self._nodes = self._held, {}, {}
-        return held
-
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
         self.recorded.clear()
-        self.leaves = []
+        self.leaves, self._nodes = [], {}
 
     def stand_in(self, value: Any) -> Any:
         """Calls a bound method where it first appears; everything else stands for itself."""
@@ -81,7 +74,7 @@ class Recording(Batch):
         pass  # the capture does more
 
     def _release(self) -> None:
-        pass  # the capture keeps them
+        pass  # the capture holds on to them
 
     def _sent(self) -> Batch:
         raise CaptureError(detail="a batch in a captured step has no results of its own: let the step return them")

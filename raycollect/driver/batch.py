@@ -18,7 +18,7 @@ from raycollect.errors import BatchError, Violation, refusal
 from raycollect.group.membership import Membership
 from raycollect.planner import STAGING_NBYTES, Request, Source
 
-__all__ = ["Batch", "Recorded", "batch", "check_arguments", "current", "is_time_limit", "record"]
+__all__ = ["Batch", "HeldGroups", "Recorded", "batch", "check_arguments", "current", "is_time_limit", "record"]
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
 
@@ -26,6 +26,30 @@ _MOST_STAGING_NBYTES = 1 << 62
 
 _FAILED = "its batch failed, and nothing of it was sent"
 _REHEARSED = "its call was only planned, not made"
+
+
+class HeldGroups:
+    """Groups that are kept for calls that are recorded, and not sent yet: nobody dissolves a derived one meanwhile."""
+
+    def __init__(self) -> None:
+        self._held: dict[Membership, Controller] = {}
+
+    @property
+    def memberships(self) -> tuple[Membership, ...]:
+        """The groups."""
+        return tuple(self._held)
+
+    def hold(self, controller: Controller, membership: Membership) -> None:
+        """Keeps a group."""
+        if membership not in self._held:
+            self._held[membership] = controller
+            controller.groups.hold(membership)
+
+    def release(self) -> None:
+        """Lets go of all."""
+        held, self._held = self._held, {}
+        for membership, controller in held.items():
+            controller.groups.release(membership)
 
 
 class Batch:
@@ -38,6 +62,7 @@ class Batch:
         staging_nbytes: See `batch`.
         timeout_s: The time limit of calls that name none, in seconds; None: the verbs' own.
         is_rehearsal: Whether it is never sent.
+        held: The groups of its calls, until all is sent.
     """
 
     _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
@@ -61,7 +86,7 @@ class Batch:
         self._task: Any = None
         self._is_open = False
         self._first = self._refs_before = self._end = 0  # this block's part of the request list
-        self._held: dict[Membership, Controller] = {}
+        self.held: HeldGroups = HeldGroups()
         self._work: Work | None = None
         self._why = "it was not entered"  # why there are no results; empty once the block has ended well
 
@@ -115,17 +140,8 @@ class Batch:
         """The batch that sends what this one records."""
         return self if self._outer is None else self._outer.outermost
 
-    def hold(self, controller: Controller, membership: Membership) -> None:
-        """Keeps a derived group until all is sent."""
-        held = self.outermost._held
-        if membership not in held:
-            held[membership] = controller
-            controller.groups.hold(membership)
-
     def _release(self) -> None:
-        held, self._held = self._held, {}
-        for membership, controller in held.items():
-            controller.groups.release(membership)
+        self.held.release()
 
     def stand_in(self, value: Any) -> Any:
         """What stands for something that a verb was given; here, itself."""
@@ -178,20 +194,7 @@ class Batch:
         return work is None or work.done()
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> list[Any]:
-        """Waits for the outcome, as `Work.wait`.
-
-        Args:
-            timeout_s: How long this call waits, in seconds; None: as long as the calls' own limits allow.
-            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
-
-        Returns:
-            `refs`.
-
-        Raises:
-            ProgressError: A progress bar is wanted, and tqdm is not installed.
-            CollectiveTimeoutError: The outcome was not known in time; the plan goes on.
-            RaycollectError: The plan failed; the error says on which rank and why.
-        """
+        """Waits for the outcome, and returns `refs`; arguments and errors are those of `Work.wait`."""
         work = self.work
         if work is not None:
             work.wait(timeout_s, progress=progress)
