@@ -10,7 +10,7 @@ import ray
 from ray.dag import ClassMethodNode
 
 from raycollect.captured.calls import StepRequests
-from raycollect.captured.step_values import MISSING, Parameters, Returned, packed, wrong
+from raycollect.captured.step_values import MISSING, Parameters, Returned, packed
 from raycollect.core import ray_internals
 from raycollect.driver import operand_binding
 from raycollect.driver.batch import Batch
@@ -19,7 +19,7 @@ from raycollect.driver.pending import Argument, Pending, plain
 from raycollect.driver.requests import Ref
 from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value
-from raycollect.errors import CaptureError, Violation, refusal
+from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
 
 __all__ = ["Recording"]
@@ -103,13 +103,13 @@ class Recording(Batch):
         violations: list[Violation] = []
         actor_id = ""
         if not isinstance(actor, ray.actor.ActorHandle):
-            violations.append(wrong("actor", *_no_actor(actor)))
+            violations.append(wrong_argument("actor", *_no_actor(actor)))
         else:
             actor_id = actor._actor_id.hex()
             violations += operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)])
         if actor_id and not isinstance(method, str):
             found = "missing" if method is MISSING else a_type(method)
-            violations.append(wrong("method", found, "its name"))
+            violations.append(wrong_argument("method", found, "its name"))
         elif actor_id and not violations:
             violations += _misfits(actor, method, args, kwargs)
         given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
@@ -134,7 +134,7 @@ class Recording(Batch):
         try:
             return Given(pack_value(value))
         except TypeError as exc:
-            violations.append(wrong(where, str(exc), _AS_ARGUMENT))
+            violations.append(wrong_argument(where, str(exc), _AS_ARGUMENT))
             return None
 
     # ------------------------------------------------------------------------------------------ results
@@ -180,12 +180,14 @@ def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
     who = ray_internals.describe_actor(actor)
     if method not in known:
         public = [name for name in known if not name.startswith("_")]
-        return [wrong("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
+        return [wrong_argument("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
     if ray_internals.is_generator(actor, method):
         found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
         return [Violation(kind="unsupported", rank=-1, field="method", found=found, expected=expected)]
     try:
         known[method].bind(*args, **kwargs)
     except TypeError as exc:
-        return [wrong("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")]
+        return [
+            wrong_argument("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")
+        ]
     return []

@@ -118,7 +118,7 @@ class RunTracker(PlanTracker):
 
     def abort(self, error: RaycollectError) -> None:
         """Ends it here and on all participants."""
-        self._runs.send(self, self.fail(error))
+        self._runs.controller.send(self, self.fail(error))
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -136,7 +136,7 @@ class RunTracker(PlanTracker):
             return
         outgoing = super().done(ended[0], None, (), others=ended[1:])
         if outgoing or not self._pending:
-            self._runs.send(self, outgoing)
+            self._runs.controller.send(self, outgoing)
 
     def done(
         self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()

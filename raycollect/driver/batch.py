@@ -14,11 +14,11 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
-from raycollect.errors import BatchError, Violation, refusal
+from raycollect.errors import BatchError, Violation, refusal, wrong_argument
 from raycollect.group.membership import Membership
 from raycollect.planner import STAGING_NBYTES, Request, Source
 
-__all__ = ["Batch", "HeldGroups", "Recorded", "batch", "check_arguments", "current", "is_time_limit", "record"]
+__all__ = ["Batch", "HeldGroups", "Recorded", "batch", "check_arguments", "current", "record", "wrong_time_limit"]
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
 
@@ -274,20 +274,17 @@ def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any) -> None:
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
-        found.append(_argument("staging_nbytes", staging_nbytes, expected))
-    if timeout_s is not None and not is_time_limit(timeout_s):
-        found.append(_argument("timeout_s", timeout_s, "a positive, finite number of seconds"))
+        found.append(wrong_argument("staging_nbytes", repr(staging_nbytes), expected))
+    found += wrong_time_limit(timeout_s)
     if found:
         raise refusal(op, "", tuple(found))
 
 
-def is_time_limit(value: Any) -> bool:
-    """Whether ranks can wait for each other that many seconds."""
-    return isinstance(value, (int, float)) and 0 < value < math.inf
-
-
-def _argument(field: str, value: Any, expected: str) -> Violation:
-    return Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
+def wrong_time_limit(timeout_s: Any) -> list[Violation]:
+    """The violation of a time limit for which ranks can't wait for each other; none of None, which is the default."""
+    if timeout_s is None or (isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
+        return []
+    return [wrong_argument("timeout_s", repr(timeout_s), "a positive, finite number of seconds")]
 
 
 class Recorded(NamedTuple):

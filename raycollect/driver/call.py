@@ -18,7 +18,7 @@ from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
-from raycollect.errors import Violation, refusal
+from raycollect.errors import Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
 from raycollect.group.membership import Membership
@@ -69,8 +69,8 @@ class Call:
         if timeout_s is None and self._batch is not None:
             timeout_s = self._batch.timeout_s
         self._timeout_s = timeout_s
-        if timeout_s is not None and not batch.is_time_limit(timeout_s):
-            self._wrong("timeout_s", timeout_s, "a positive, finite number of seconds")
+        if timeout_s is not None:
+            self._violations += batch.wrong_time_limit(timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
@@ -201,8 +201,7 @@ class Call:
             return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
-        violation = Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
-        self._violations.append(violation)
+        self._violations.append(wrong_argument(field, repr(value), expected))
 
     def _raise(self) -> None:
         if self._violations:

@@ -12,20 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
-from raycollect.backends import arrays
 from raycollect.core import direct_transport
 from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
 from raycollect.driver.batch import Recorded, record
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import explained, prepare
+from raycollect.driver.work import absence
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
 from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
 from raycollect.planner.explain import Explanation, explain
-from raycollect.pos import unkept
 from raycollect.pos.handle import Handle
 
 __all__ = ["plan"]
@@ -98,24 +97,13 @@ def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
         if isinstance(value, Handle):
             found[source] = value
         else:
-            violations += _numbered([_no_handle(value, rank)], number, plan)
+            kind, what, expected = absence(value)
+            violation = Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
+            violations += _numbered([violation], number, plan)
             causes += [value] if isinstance(value, RayError) else []
     if violations:
         raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)
     return found
-
-
-def _no_handle(value: Any, rank: int) -> Violation:
-    if isinstance(value, RayTaskError):
-        raised = value.cause or value
-        kind, expected = "producer_failed", "a value"
-        what = f"missing: its method raised {type(raised).__name__}: {raised}"
-    elif isinstance(value, RayError):
-        kind, what, expected = "lost", f"lost ({type(value).__name__})", ""
-    else:
-        kind, what = "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value"
-        expected = "a tensor, or a list, tuple or dict of tensors"
-    return Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
 
 
 def _user(plan: Plan, source: Source) -> tuple[int, int]:

@@ -41,6 +41,7 @@ from raycollect.errors import (
     from_wire,
     kept,
 )
+from raycollect.member import runtime
 
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages
@@ -93,7 +94,6 @@ class ParticipantLink:
         owner: ControllerMessages,
         info: dict[str, Any],
         actor: Any,
-        run: Callable[[Any, bytes], None],
         *,
         controller_id: str = "",
         calls: SubmittedCalls | None = None,
@@ -118,7 +118,7 @@ class ParticipantLink:
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self._lost = False
         self._lent_tokens: LentTokens | None = None
-        self._run = () if info["participant"] else (run,)
+        self._run = () if info["participant"] else (runtime.run_program,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
         """Submits a program as one actor task; returns the refs of its outputs."""

@@ -46,7 +46,6 @@ from raycollect.errors import (
 from raycollect.errors.text import listed
 from raycollect.group.coordinator import Orders
 from raycollect.group.membership import Membership
-from raycollect.member import runtime
 from raycollect.observe.timeline_session import TimelineSession
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class Participants:
             return peer
         controller_id = self._controller_id
         calls = calls if info["participant"] and info["ordered"] else None
-        peer = ParticipantLink(self._owner, info, actor, runtime.run_program, controller_id=controller_id, calls=calls)
+        peer = ParticipantLink(self._owner, info, actor, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
         hello = {
             "controller": controller_id,

@@ -349,14 +349,24 @@ def _explain(tracker: PlanTracker) -> RaycollectError | None:
 def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
     """What became of the method that should have made a ref's value, and the exception that says so."""
     try:
-        value = direct_transport.get(ref, 5)
-    except RayTaskError as exc:
-        found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
-        return replace(violation, kind="producer_failed", found=found, expected="a value"), exc.with_traceback(None)
+        value: Any = direct_transport.get(ref, 5)
     except (RayError, GetTimeoutError) as exc:
-        return replace(violation, found=f"lost ({type(exc).__name__})"), exc.with_traceback(None)
+        value = exc.with_traceback(None)
     if isinstance(value, Handle):
         return violation, None
-    found = f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value"
+    kind, found, expected = absence(value)
+    if kind == "lost":
+        kind, expected = violation.kind, violation.expected
+    cause = value if isinstance(value, RayError) else None
+    return replace(violation, kind=kind, found=found, expected=expected), cause
+
+
+def absence(value: Any) -> tuple[str, str, str]:
+    """Why a ref stands for no tensor: what a violation says (kind, found, expected) of its value, or of Ray's error."""
+    if isinstance(value, RayTaskError):
+        raised = value.cause or value
+        return "producer_failed", f"missing: its method raised {type(raised).__name__}: {raised}", "a value"
+    if isinstance(value, RayError):
+        return "lost", f"lost ({type(value).__name__})", ""
     expected = "a tensor, or a list, tuple or dict of tensors, of a method whose name begins with no underscore"
-    return replace(violation, kind="not_tensor", found=found, expected=expected), None
+    return "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value", expected

@@ -211,6 +211,11 @@ REFUSALS: dict[str, type[RefusedError]] = {
 """Violation.kind -> the error that is raised when every violation is of that kind."""
 
 
+def wrong_argument(field: str, found: str, expected: str) -> Violation:
+    """A violation of an argument of the call itself."""
+    return Violation(kind="argument", rank=-1, field=field, found=found, expected=expected)
+
+
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:
     """Builds the most specific error of the table `REFUSALS` for at least one violation."""
     kinds = {violation.kind for violation in violations}

@@ -136,7 +136,7 @@ class CapturedStep:
         send: Callable[[Message], None],
         tell_failure: Callable[[int, RaycollectError], None],
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._doorbell = doorbell
         self._sequencer = sequencer
         self._method_lock = threading.Lock() if method_lock is None else method_lock
@@ -174,22 +174,10 @@ class CapturedStep:
         """Does a run in the caller's thread; it is answered over the channel. `watched` is entered around it."""
         self._do(0, seq, predecessor, payload, watched)
 
-    def wake(self, seq: int) -> None:
-        """Ends the waits of a run that was aborted, if it is under way."""
-        self._runner.abort(seq)
-
     def exchange(self, seq: int) -> ChannelExchange | None:
         """The agreement of launch `seq` through the controller, if it is under way here."""
         found = self._exchange
         return found[1] if found is not None and found[0] == seq else None
-
-    def bytes_done(self, seq: int) -> BytesDone | None:
-        """How far a run is; None: it is not under way here."""
-        return self._runner.bytes_done(seq)
-
-    def look(self) -> list[Any]:
-        """How the tensors look, slot by slot."""
-        return self._runner.look()
 
     def close(self, reason: str) -> None:
         """Aborts the run under way, refuses what comes, and lets go of all values. Never waits."""
@@ -198,7 +186,7 @@ class CapturedStep:
                 return
             self._closed = reason
             self._changed.notify_all()
-        self._runner.abort()
+        self.runner.abort()
         self._wake_doorbell()
 
     def join(self, timeout_s: float) -> bool:
@@ -216,7 +204,7 @@ class CapturedStep:
     def _work(self) -> None:
         threads.repeat(self._take)
         with self._busy:  # a fenced run may be under way
-            threads.survives(self._runner.close)
+            threads.survives(self.runner.close)
         doorbell, self._doorbell = self._doorbell, None
         if doorbell is not None:
             doorbell.close()
@@ -269,7 +257,7 @@ class CapturedStep:
         watched: Callable[[], AbstractContextManager[Any]] | None = None,
     ) -> None:
         ring = self._tracer.ring
-        if ring is not None and self._runner.is_single:  # the plan notes all
+        if ring is not None and self.runner.is_single:  # the plan notes all
             ring = None
         error: RaycollectError | None = None
         is_answered = False
@@ -330,7 +318,7 @@ class CapturedStep:
         reason = self._closed or self._broken or sequencer.reason(seq)
         if reason:
             raise PlanAbortedError(detail=reason)
-        results = self._runner.run(
+        results = self.runner.run(
             seq,
             payload,
             aborted=lambda: self._closed or sequencer.reason(seq),
@@ -397,7 +385,7 @@ class CapturedSteps:
     def wake(self, seq: int) -> None:
         """Ends the waits of a run that was aborted, if it is under way."""
         for one in list(self._living.values()):
-            one.wake(seq)
+            one.runner.abort(seq)
 
     def exchange(self, seq: int) -> ChannelExchange | None:
         """The agreement of launch `seq` through the controller, if a run is at it."""
@@ -405,4 +393,6 @@ class CapturedSteps:
 
     def bytes_done(self, seq: int) -> BytesDone | None:
         """How far a run is; None: it is not under way here."""
-        return next((found for one in list(self._living.values()) if (found := one.bytes_done(seq)) is not None), None)
+        return next(
+            (found for one in list(self._living.values()) if (found := one.runner.bytes_done(seq)) is not None), None
+        )

@@ -243,7 +243,7 @@ class Runtime:
 
     def look(self, capture: bytes) -> list[Any]:
         """How the tensors of a captured step look, slot by slot; ConnectionLostError: the controller is gone."""
-        return self._leased().captured_step(capture).look()
+        return self._leased().captured_step(capture).runner.look()
 
     def _leased(self) -> Lease:
         lease = self._lease

@@ -124,12 +124,8 @@ def allgather(
 ) -> MemberWork | Any:
     """Gives every rank the tensors of all ranks, whose sizes may differ.
 
-    Args:
-        tensor_list: Where they go, by rank; of the shapes that the ranks give.
-        tensor: What this rank gives.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
+    is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.ALLGATHER, group_name)
     return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
@@ -146,13 +142,8 @@ def reducescatter(
 ) -> MemberWork | Any:
     """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
 
-    Args:
-        tensor: Where this rank's item of the result goes.
-        tensor_list: One tensor for each rank; they stay as they are.
-        group_name: See `allreduce`, also for what follows.
-        op: See there.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
+    goes. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.REDUCESCATTER, group_name, op=op)
     return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -169,13 +160,8 @@ def gather(
 ) -> MemberWork | Any:
     """Gives one rank the tensors of all ranks, whose sizes may differ.
 
-    Args:
-        tensor_list: On `dst_rank`, where they go, by rank; not looked at elsewhere.
-        tensor: What this rank gives.
-        dst_rank: Who gets them.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
+    looked at elsewhere. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.GATHER, group_name, root=dst_rank)
     values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
@@ -193,13 +179,8 @@ def scatter(
 ) -> MemberWork | Any:
     """Gives each rank its item of one rank's list, whose sizes may differ.
 
-    Args:
-        tensor: Where this rank's item goes.
-        tensor_list: On `src_rank`, one tensor for each rank; not looked at elsewhere.
-        src_rank: Who gives.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
+    where this rank's item goes. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.SCATTER, group_name, root=src_rank)
     values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
@@ -216,12 +197,8 @@ def alltoall(
 ) -> MemberWork | Any:
     """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
 
-    Args:
-        tensor_list_out: Where what each rank gives to this one goes, by rank.
-        tensor_list_in: What this rank gives to each.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
+    by rank. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.ALLTOALL, group_name)
     values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]

@@ -167,7 +167,7 @@ def _leased(actor, ending):
     """Leases a participant, and ends that."""
     theirs, mine = Owner(), Owner()
     server, hub = Server("127.0.0.1", b"s" * 32, theirs), Hub()
-    peer = ParticipantLink(mine, {"participant": True, "actor": "Worker(3f2a91)"}, actor, lambda actor, payload: None)
+    peer = ParticipantLink(mine, {"participant": True, "actor": "Worker(3f2a91)"}, actor)
     peer.link = hub.connect(server.address, {}, peer, 10)
     assert theirs.came.acquire(timeout=10)
     ending(peer, theirs.links[0], hub)

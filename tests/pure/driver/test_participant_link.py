@@ -42,7 +42,7 @@ class Owner:
 
 @pytest.fixture
 def peer():
-    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None, lambda actor, payload: None)
+    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None)
     made.link = Line()
     return made
 
