@@ -260,11 +260,11 @@ def _worst(errors: Sequence[RaycollectError]) -> RaycollectError:
 
 
 def _absent(one: Ref) -> Violation:
-    return Violation(kind="lost", rank=-1, field=one.where, found="", ref=one.key.hex())
+    return Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
 
 
 def _foreign(one: Ref, actor: str) -> Violation:
     expected = "a tensor of the actor whose method it is given to, or a value: send_ref it first"
     return Violation(
-        kind="not_member", rank=-1, field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
+        kind="not_member", field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
     )

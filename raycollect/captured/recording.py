@@ -119,18 +119,14 @@ class Recording(Batch):
         return self.recorded.call(actor, actor_id, method, given, named)
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
-        if type(value) is ClassMethodNode:
-            value = self._called(value)
-        if type(value) is Argument:
-            return self.parameters.own(value)
-        if type(value) is Pending and self._own(value).step >= 0:
+        value = self._stands_for(value, where)
+        if type(value) is Pending:
             if actor_id and value.actor_id != actor_id:
                 found, expected = "a value of another actor", "one of the same actor: send_ref it first"
-                violations.append(Violation(kind="not_member", rank=-1, field=where, found=found, expected=expected))
+                violations.append(Violation(kind="not_member", field=where, found=found, expected=expected))
             return value
-        value = plain(value)
-        if isinstance(value, ray.ObjectRef):
-            return _ref(value, where)
+        if type(value) in (Argument, Ref):
+            return value
         try:
             return Given(pack_value(value))
         except TypeError as exc:
@@ -148,22 +144,26 @@ class Recording(Batch):
         self.leaves = leaves
 
     def _leaf(self, leaves: list[Any], value: Any, where: str) -> int | Argument | Given:
-        if type(value) is ClassMethodNode:
-            value = self._called(value)
+        value = self._stands_for(value, where)
         if type(value) is Argument:
-            return self.parameters.own(value)
-        if not (type(value) is Pending and self._own(value).step >= 0):
-            value = plain(value)
-            if not isinstance(value, ray.ObjectRef):
-                return Given(packed(value, where, "returns", _AS_RETURNED))
-            value = _ref(value, where)
+            return value
+        if type(value) not in (Pending, Ref):
+            return Given(packed(value, where, "returns", _AS_RETURNED))
         leaves.append(value)
         return len(leaves) - 1
 
-
-def _ref(value: Any, where: str) -> Ref:
-    key, maker = ray_internals.read_ref(value)
-    return Ref(key, value, maker, where)
+    def _stands_for(self, value: Any, where: str) -> Any:
+        """What stands for a value of each run: `Argument`, `Pending` or `Ref`; a plain value as it is."""
+        value = self.stand_in(value)
+        if type(value) is Argument:
+            return self.parameters.own(value)
+        if type(value) is Pending and value.step >= 0:
+            return value
+        value = plain(value)
+        if not isinstance(value, ray.ObjectRef):
+            return value
+        key, maker = ray_internals.read_ref(value)
+        return Ref(key, value, maker, where)
 
 
 def _no_actor(value: Any) -> tuple[str, str]:
@@ -183,7 +183,7 @@ def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
         return [wrong_argument("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
     if ray_internals.is_generator(actor, method):
         found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
-        return [Violation(kind="unsupported", rank=-1, field="method", found=found, expected=expected)]
+        return [Violation(kind="unsupported", field="method", found=found, expected=expected)]
     try:
         known[method].bind(*args, **kwargs)
     except TypeError as exc:

@@ -16,7 +16,7 @@ from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
 from raycollect.errors import BatchError, Violation, refusal, wrong_argument
 from raycollect.group.membership import Membership
-from raycollect.planner import STAGING_NBYTES, Request, Source
+from raycollect.planner import STAGING_NBYTES, Source
 
 __all__ = ["Batch", "HeldGroups", "Recorded", "batch", "check_arguments", "current", "record", "wrong_time_limit"]
 
@@ -291,14 +291,13 @@ class Recorded(NamedTuple):
     """What a function would have sent.
 
     Attributes:
-        requests: Its calls as the planner has them; sources are keys of `refs`.
+        asked: Its calls; sources are keys of `refs`.
         refs: Source -> ref.
         keys: The key of each ref, in the order of `refs`.
         staging: The bytes of staging in which tensors may travel packed.
     """
 
     asked: tuple[RequestKey, ...]
-    requests: tuple[Request, ...]
     memberships: tuple[Membership, ...]
     refs: Mapping[Source, Any]
     keys: tuple[Key, ...]
@@ -316,7 +315,6 @@ def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappi
     request_list = rehearsal.request_list
     found = Recorded(
         asked=tuple(request_list.asked),
-        requests=tuple(asked.request() for asked in request_list.asked),
         memberships=tuple(request_list.memberships),
         refs=dict(enumerate(request_list.refs.values())),
         keys=tuple(request_list.refs),

@@ -127,15 +127,15 @@ class Call:
         if not isinstance(refs, (list, tuple)) or not refs:
             found = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
             what, expected = f"list of refs ({name})", "one ref per rank"
-            self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
+            self._violations.append(Violation(kind="missing", field=what, found=found, expected=expected))
             return []
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch.stand_in(given)
             if type(ref) is Pending:
                 one: Operand | Violation = self._read_pending(ref, position)
-            elif _is_actor(ref) and self._makes(name, position):
-                one = _destination(ref)
+            elif isinstance(ref, ray.actor.ActorHandle) and self._makes(name, position):
+                one = Operand(ref=None, key=None, actor_id=ref._actor_id.hex())
             else:
                 one = operand_binding.operand(ref, position)
             if type(one) is Operand:
@@ -162,9 +162,7 @@ class Call:
         lists = [given for name, given in operands.items() if name != _SINGLE]
         if not lists:
             expected = "a declared group, or a list of actors where the outputs are to be made"
-            self._violations.append(
-                Violation(kind="missing", rank=-1, field="tensor_refs", found="None", expected=expected)
-            )
+            self._violations.append(Violation(kind="missing", field="tensor_refs", found="None", expected=expected))
         else:
             self._violations += [*operand_binding.repeated(lists[0]), *operand_binding.strangers(lists[0])]
         self._raise()
@@ -260,11 +258,3 @@ class Call:
 def _split(operands: Mapping[int, Operand], root: int) -> tuple[dict[int, Operand], dict[int, Operand]]:
     others = {rank: one for rank, one in operands.items() if rank != root}
     return {rank: one for rank, one in operands.items() if rank == root}, others
-
-
-def _is_actor(value: Any) -> bool:
-    return isinstance(value, ray.actor.ActorHandle)
-
-
-def _destination(actor: Any) -> Operand:
-    return Operand(ref=None, key=None, actor_id=actor._actor_id.hex())

@@ -52,7 +52,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         what = "a coroutine function" if callable(fn) else f"{type(fn).__name__}, which can't be called"
         raise BatchError(detail=f"plan() takes a verb and its arguments, or a function that calls verbs, not {what}")
     recorded = record(fn, args, kwargs)
-    if not recorded.requests:
+    if not recorded.asked:
         detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
         raise BatchError(detail=f"{detail} that calls verbs")
     Controller.current().check(recorded.memberships)
@@ -234,13 +234,10 @@ def _side(
     if structure.kind in ("list", "tuple") and len(structure.items) == count:
         if len({item.count for item in structure.items}) == 1:
             return Side(structure=Structure("list", (), structure.items), tensors=infos)
-        kind, found, expected = "mismatch", str(structure), "pieces of equally many tensors"
     elif structure.kind == "tensor" and infos[0].shape and infos[0].shape[0] % count == 0:
         rows, *rest = infos[0].shape
         piece = replace(infos[0], shape=tuple(rest) if rows == count and rest else (rows // count, *rest))
         return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
-    else:
-        kind, found = "argument", str(infos[0]) if structure.kind == "tensor" else str(structure)
-        expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
+    kind, found, expected = agreement.piece_fault(structure, infos, count)
     violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected))
     return None

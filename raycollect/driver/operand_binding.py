@@ -90,7 +90,7 @@ def _outsider(one: Operand, membership: Membership) -> Violation:
         return replace(stranger[0], rank=-1)  # it has no rank in this group
     actor = ray_internals.describe_actor(ray_internals.actor_handle(one.actor_id))
     expected = f"one of {listed(member.actor for member in membership.members)}"
-    return Violation(kind="not_member", rank=-1, field="actor", found=actor, expected=expected, ref=_hex(one))
+    return Violation(kind="not_member", field="actor", found=actor, expected=expected, ref=_hex(one))
 
 
 def strangers(operands: Sequence[Operand]) -> list[Violation]:

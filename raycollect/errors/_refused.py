@@ -30,7 +30,7 @@ class Violation:
     """
 
     kind: str
-    rank: int
+    rank: int = -1
     field: str
     found: str
     expected: str = ""
@@ -213,7 +213,7 @@ REFUSALS: dict[str, type[RefusedError]] = {
 
 def wrong_argument(field: str, found: str, expected: str) -> Violation:
     """A violation of an argument of the call itself."""
-    return Violation(kind="argument", rank=-1, field=field, found=found, expected=expected)
+    return Violation(kind="argument", field=field, found=found, expected=expected)
 
 
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:

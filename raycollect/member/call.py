@@ -179,5 +179,5 @@ def _program(
     planned = plan([replace(request, operands=operands)])
     if planned.width > 1:  # members count one launch per call
         found = f"{kind.value}, which backend {spec.backend!r} does not have inside the members"
-        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", rank=-1, field="op", found=found),))
+        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", field="op", found=found),))
     return planned.program(planned.parts[0].places[rank])

@@ -22,7 +22,8 @@ from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.engine.preparation import ABSENCES
+from raycollect.engine.preparation import missing
+from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import BytesDone
 from raycollect.engine.step_program import StepProgram, decode_step_program
 from raycollect.engine.step_runner import StepRunner
@@ -106,12 +107,12 @@ def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any
     found = store.look(value.key) if value.actor_id == actor_id else None
     if isinstance(found, Container):
         return found
-    kind, text, expected = "not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first"
-    if found is not None:
-        kind, text, expected = ABSENCES[found.state]
-        text = text.format(found.detail or "a value that is not kept")
+    if found is None:
+        why = MissingOperand("not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first")
+    else:
+        why = missing(found)
     ref = value.key.hex()
-    wrong = Violation(kind=kind, rank=-1, field="value", found=text, expected=expected, actor=actor, ref=ref)
+    wrong = Violation(kind=why.kind, field="value", found=why.found, expected=why.expected, actor=actor, ref=ref)
     raise refusal("capture", "", (wrong,))
 
 

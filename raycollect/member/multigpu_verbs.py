@@ -386,5 +386,5 @@ def _own_rank(verb: str, group_name: Any) -> int:
 
 
 def _refuse(op: str, group_name: str, found: str, expected: str) -> NoReturn:
-    violation = Violation(kind="unsupported", rank=-1, field="gpu", found=found, expected=expected)
+    violation = Violation(kind="unsupported", field="gpu", found=found, expected=expected)
     raise refusal(op, group_name, (violation,))

@@ -725,12 +725,10 @@ class Fake:
     def __init__(self) -> None:
         self.closed: list[str] = []
         self.woken: list[int] = []
+        self.runner = types.SimpleNamespace(abort=self.woken.append)
 
     def close(self, reason: str) -> None:
         self.closed.append(reason)
-
-    def wake(self, seq: int) -> None:
-        self.woken.append(seq)
 
     def exchange(self, seq: int) -> Any:
         return self if seq == 3 else None
