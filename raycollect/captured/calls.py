@@ -51,10 +51,8 @@ class StepRequests(RequestList):
 
     def promise(self, actor_id: str) -> Pending:
         """Stands for what the next collective makes on an actor, in each run."""
-        request = len(self.asked)
-        pending = Pending(self, request, actor_id, step=self._count())
-        self._pending.append(pending)
-        self.made[request, actor_id] = pending
+        pending = self.made[len(self.asked), actor_id] = super().promise(actor_id)
+        pending.step = self._count()
         return pending
 
     def add(self, asked: RequestKey, membership: Membership, result: Any) -> None:

@@ -151,7 +151,8 @@ class _Installation:
             if not done:
                 break
         if errors:
-            raise anew(self.words.tell(_worst(errors), is_of_calls=False))
+            refused = [error for error in errors if isinstance(error, RefusedError)]
+            raise anew(self.words.tell(together(refused) if refused else errors[0], is_of_calls=False))
         if late:
             raise self.words.tell(self._late([homes[tasks.index(task)] for task in late]))
         return [opened[task] for task in tasks]
@@ -244,7 +245,8 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
             detail = f"{one.where}: its method has not returned within {timeout_s:g} s"
             raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
         except RayError as exc:
-            violation, cause = look_into(_absent(one), one.ref)
+            absent = Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
+            violation, cause = look_into(absent, one.ref)
             violations.append(violation)
             cause = cause or exc
             continue
@@ -252,15 +254,6 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
             violations.append(_foreign(one, value.actor))
     if violations:
         raise refusal("capture", "", tuple(violations)) from cause
-
-
-def _worst(errors: Sequence[RaycollectError]) -> RaycollectError:
-    refused = [error for error in errors if isinstance(error, RefusedError)]
-    return together(refused) if refused else errors[0]
-
-
-def _absent(one: Ref) -> Violation:
-    return Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
 
 
 def _foreign(one: Ref, actor: str) -> Violation:

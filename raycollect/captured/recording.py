@@ -38,8 +38,7 @@ class Recording(Batch):
 
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
         super().__init__(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-        self.recorded: StepRequests = StepRequests(capture)
-        self.request_list: StepRequests = self.recorded
+        self.request_list: StepRequests = StepRequests(capture)
         self.parameters: Parameters = Parameters()
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
@@ -54,7 +53,7 @@ class Recording(Batch):
 
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
-        self.recorded.clear()
+        self.request_list.clear()
         self.leaves, self._nodes = [], {}
 
     def stand_in(self, value: Any) -> Any:
@@ -116,7 +115,7 @@ class Recording(Batch):
         named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
         if violations:
             raise refusal(f"call of {method}" if isinstance(method, str) else "call", "", tuple(violations))
-        return self.recorded.call(actor, actor_id, method, given, named)
+        return self.request_list.call(actor, actor_id, method, given, named)
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
         value = self._stands_for(value, where)

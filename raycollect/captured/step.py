@@ -98,7 +98,7 @@ class Capture:
         self._state = ""
 
     def _install(self) -> None:
-        block, request_list = self._block, self._block.recorded
+        block, request_list = self._block, self._block.request_list
         if not request_list.asked and not request_list.calls:
             raise CaptureError(detail="nothing was recorded in the block: call verbs of the driver, or step.call")
         self._counts = len(request_list.asked), len(request_list.calls)

@@ -7,18 +7,17 @@ import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
+from typing import Any
 
-from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.dispatch import Submission
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
 from raycollect.errors import BatchError, Violation, refusal, wrong_argument
 from raycollect.group.membership import Membership
-from raycollect.planner import STAGING_NBYTES, Source
+from raycollect.planner import STAGING_NBYTES
 
-__all__ = ["Batch", "HeldGroups", "Recorded", "batch", "check_arguments", "current", "record", "wrong_time_limit"]
+__all__ = ["Batch", "HeldGroups", "batch", "check_arguments", "current", "record", "wrong_time_limit"]
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
 
@@ -287,24 +286,9 @@ def wrong_time_limit(timeout_s: Any) -> list[Violation]:
     return [wrong_argument("timeout_s", repr(timeout_s), "a positive, finite number of seconds")]
 
 
-class Recorded(NamedTuple):
-    """What a function would have sent.
-
-    Attributes:
-        asked: Its calls; sources are keys of `refs`.
-        refs: Source -> ref.
-        keys: The key of each ref, in the order of `refs`.
-        staging: The bytes of staging in which tensors may travel packed.
-    """
-
-    asked: tuple[RequestKey, ...]
-    memberships: tuple[Membership, ...]
-    refs: Mapping[Source, Any]
-    keys: tuple[Key, ...]
-    staging: int
-
-
-def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Recorded:
+def record(
+    function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Submission:
     """Runs a function and records its calls as one batch that is never sent.
 
     Batches in the function are joined, and their calls need no waiting; their outputs stay `Pending`. Calls of threads
@@ -313,12 +297,13 @@ def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappi
     with Batch(is_rehearsal=True) as rehearsal:
         function(*args, **(kwargs or {}))
     request_list = rehearsal.request_list
-    found = Recorded(
+    found = Submission(
         asked=tuple(request_list.asked),
         memberships=tuple(request_list.memberships),
-        refs=dict(enumerate(request_list.refs.values())),
-        keys=tuple(request_list.refs),
+        refs=dict(request_list.refs),
+        results=(),
         staging=rehearsal.staging_nbytes,
+        is_batch=True,
     )
     request_list.rewind(0, 0, _REHEARSED)
     return found

@@ -16,9 +16,9 @@ from ray.exceptions import RayError
 
 from raycollect.core import direct_transport
 from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
-from raycollect.driver.batch import Recorded, record
+from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import explained, prepare
+from raycollect.driver.dispatch import Submission, explained, prepare
 from raycollect.driver.work import absence
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
@@ -62,7 +62,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         foreseen = _Foreseen(found, handles)
         foreseen.judge()
     except RefusedError as exc:
-        raise explained(exc, recorded.asked, recorded.memberships, recorded.keys) from exc.__cause__
+        raise explained(exc, recorded.asked, recorded.memberships, tuple(recorded.refs)) from exc.__cause__
     return explain(found, {source: handle.infos for source, handle in handles.items()})
 
 
@@ -73,8 +73,8 @@ def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[
 # ---------------------------------------------------------------------------------------------- what refs hold
 
 
-def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
-    sources = {ref: source for source, ref in recorded.refs.items()}
+def _handles(recorded: Submission, plan: Plan) -> dict[Source, Handle]:
+    sources = {ref: source for source, ref in enumerate(recorded.refs.values())}
     waiting = ray.wait(list(sources), num_returns=len(sources), timeout=plan.timeout_s)[1] if sources else []
     if waiting:
         number, rank = _user(plan, sources[waiting[0]])

@@ -266,7 +266,8 @@ class Participants:
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return [_unseen(one) if isinstance(one, Unable) else one for one in self._ask(members, Look, timeout_s)]
+        said = self._ask(members, Look, timeout_s)
+        return [Seen(request=one.request, doing=one.detail) if isinstance(one, Unable) else one for one in said]
 
     def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
@@ -281,17 +282,3 @@ class Participants:
         asked = [None if peer is None else peer.ask(question) for peer in map(self._peer_of, members)]
         answered = wait_for(filter(None, asked), timeout_s).done
         return [one.result() if one in answered else None for one in asked]
-
-
-def _unseen(told: Unable) -> Seen:
-    return Seen(
-        request=told.request,
-        doing=told.detail,
-        stack=[],
-        running=[],
-        steps=[],
-        doors=[],
-        doors_ms=[],
-        ended=0,
-        story=[],
-    )
