@@ -165,16 +165,6 @@ class CapturedStep:
         self._wake_doorbell()
         return True
 
-    def run_now(
-        self,
-        seq: int,
-        predecessor: int,
-        payload: bytes,
-        watched: Callable[[], AbstractContextManager[Any]] | None = None,
-    ) -> None:
-        """Does a run in the caller's thread; it is answered over the channel. `watched` is entered around it."""
-        self._do(0, seq, predecessor, payload, watched)
-
     def exchange(self, seq: int) -> ChannelExchange | None:
         """The agreement of launch `seq` through the controller, if it is under way here."""
         found = self._exchange
@@ -214,7 +204,7 @@ class CapturedStep:
         if self._doorbell is None:
             run = self._wait_for(lambda _: True)
             if run is not None:
-                self._do(0, run.seq, run.predecessor, run.payload)
+                self.run_now(run.seq, run.predecessor, run.payload)
             return run is not None
         closed = bool(self._closed)  # first, as no message comes after it
         # The bell comes before the message, so a run that is here and was not rung for never will be.
@@ -224,7 +214,7 @@ class CapturedStep:
             self._do_entry(entry)
         elif unrung is not None:
             self._came.remove(unrung)
-            self._do(0, unrung.seq, unrung.predecessor, unrung.payload)
+            self.run_now(unrung.seq, unrung.predecessor, unrung.payload)
         else:
             return not closed
         return True
@@ -234,7 +224,7 @@ class CapturedStep:
         if payload is None:
             run = self._wait_for(lambda run: run.seq == seq)
             payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
-        self._do(number, seq, predecessor, payload)
+        self.run_now(seq, predecessor, payload, number=number)
 
     def _wait_for(self, wanted: Callable[[Run], bool]) -> Run | None:
         with self._changed:
@@ -249,14 +239,18 @@ class CapturedStep:
 
     # ------------------------------------------------------------------------------------------ one run
 
-    def _do(
+    def run_now(
         self,
-        number: int,
         seq: int,
         predecessor: int,
         payload: bytes,
         watched: Callable[[], AbstractContextManager[Any]] | None = None,
+        number: int = 0,
     ) -> None:
+        """Does a run in the calling thread; `watched` is entered around it.
+
+        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel.
+        """
         ring = self._tracer.ring
         if ring is not None and self.runner.is_single:  # the plan notes all
             ring = None

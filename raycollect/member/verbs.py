@@ -18,18 +18,7 @@ from typing import Any
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.member.call import MemberCall
-from raycollect.member.init import (
-    destroy_collective_group,
-    destroy_group,
-    get_collective_group_size,
-    get_group_handle,
-    get_rank,
-    gloo_available,
-    init_collective_group,
-    is_backend_available,
-    is_group_initialized,
-    nccl_available,
-)
+from raycollect.member.init import get_group_handle
 from raycollect.member.work import MemberWork
 
 __all__ = [
@@ -38,17 +27,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
-    "destroy_collective_group",
-    "destroy_group",
     "gather",
-    "get_collective_group_size",
-    "get_group_handle",
-    "get_rank",
-    "gloo_available",
-    "init_collective_group",
-    "is_backend_available",
-    "is_group_initialized",
-    "nccl_available",
     "recv",
     "reduce",
     "reducescatter",
