@@ -168,8 +168,9 @@ def doctor(context: click.Context, as_json: bool) -> None:
     none is started. Ends with 1 where something is missing without which nothing works.
     """
     from raycollect.cli import doctor as examining
+    from raycollect.cli.doctor.findings import Machine
 
-    findings = examining.examine(examining.Machine())
+    findings = examining.examine(Machine())
     lacking = examining.lacking(findings)
     if as_json:
         print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})

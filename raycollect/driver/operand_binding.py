@@ -62,8 +62,7 @@ def bind(
         else:
             ranked[rank] = one
     if whole and not found:
-        absent = (member for member in membership.members if member.rank not in ranked)
-        found = [_absent(member.rank, member.actor) for member in absent]
+        found = [_absent(one.rank, one.actor) for one in membership.members if one.rank not in ranked]
     return found or ranked
 
 

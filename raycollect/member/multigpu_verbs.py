@@ -24,8 +24,7 @@ from raycollect.backends.device_arrays import device_id
 from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure, TensorInfo, name_of
 from raycollect.errors import KernelError, Violation, refusal
 from raycollect.errors.text import a_type, too_large
-from raycollect.member.call import MemberCall
-from raycollect.member.init import get_group_handle
+from raycollect.member.call import ME, MemberCall
 from raycollect.planner import LISTS_BACKEND, gpu_lists
 
 __all__ = [
@@ -149,7 +148,7 @@ def send_multigpu(
         group_name: See `allreduce_multigpu`, also for what it raises.
         n_elements: How many elements to send, from the first one on; 0: all.
     """
-    call = _Call(OpKind.SEND, group_name, root=_own_rank("send", group_name), peer=dst_rank)
+    call = _Call(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     given = call.single(tensor, n_elements, dst_gpu_index, is_written=False)
     carried = call.bring(given)
     call.make(("tensor", _way(given, dst_gpu_index, is_sender=True), carried))
@@ -162,7 +161,7 @@ def recv_multigpu(
 
     As `send_multigpu`: `src_rank` sends, from the GPU of number `src_gpu_index` in its process, the first `n_elements`.
     """
-    call = _Call(OpKind.SEND, group_name, root=src_rank, peer=_own_rank("recv", group_name))
+    call = _Call(OpKind.SEND, group_name, root=src_rank, peer=ME)
     taken = call.single(tensor, n_elements, src_gpu_index, is_written=True)
     carried = call.place(taken)
     call.make(("tensor", _way(taken, src_gpu_index, is_sender=False), carried))
@@ -190,7 +189,7 @@ class _Call(MemberCall):
     """One call of a verb. Faults are collected for the agreement; before that, nothing is written."""
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
-        _need_gpu(kind.value, group_name)
+        _need_gpu(OpKind.RECV.value if peer is ME else kind.value, group_name)
         super().__init__(kind, group_name, op=op, root=root, peer=peer)
         if self._process_group.backend != LISTS_BACKEND:
             expected = f"{LISTS_BACKEND}, for several GPUs per process"
@@ -378,11 +377,6 @@ def _need_gpu(verb: str, group_name: Any) -> None:
     if _gpus() <= 0:
         expected = f"a GPU. For tensors in memory call {verb}(tensor, ...), without _multigpu"
         _refuse(f"{verb}_multigpu", str(name_of(group_name)), _NO_GPU, expected)
-
-
-def _own_rank(verb: str, group_name: Any) -> int:
-    _need_gpu(verb, group_name)
-    return get_group_handle(group_name).rank
 
 
 def _refuse(op: str, group_name: str, found: str, expected: str) -> NoReturn:

@@ -17,8 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
-from raycollect.member.call import MemberCall
-from raycollect.member.init import get_group_handle
+from raycollect.member.call import ME, MemberCall
 from raycollect.member.work import MemberWork
 
 __all__ = [
@@ -193,8 +192,7 @@ def send(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
-    process_group = get_group_handle(group_name)
-    call = MemberCall(OpKind.SEND, group_name, root=process_group.rank, peer=dst_rank)
+    call = MemberCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -207,8 +205,7 @@ def recv(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
-    process_group = get_group_handle(group_name)
-    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=process_group.rank)
+    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
