@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from raycollect.driver.batch import batch as batch
     from raycollect.driver.dry_run import plan as plan
     from raycollect.driver.group import Group as Group
-    from raycollect.driver.group import GroupStatistics as GroupStatistics
-    from raycollect.driver.group import GroupStatus as GroupStatus
-    from raycollect.driver.group import MemberStatistics as MemberStatistics
-    from raycollect.driver.group import MemberStatus as MemberStatus
     from raycollect.driver.group import create_collective_group as create_collective_group
     from raycollect.driver.group import declare_collective_group as declare_collective_group
     from raycollect.driver.group import destroy_collective_group as destroy_collective_group
     from raycollect.driver.group import destroy_group as destroy_group
+    from raycollect.driver.group_status import GroupStatistics as GroupStatistics
+    from raycollect.driver.group_status import GroupStatus as GroupStatus
+    from raycollect.driver.group_status import MemberStatistics as MemberStatistics
+    from raycollect.driver.group_status import MemberStatus as MemberStatus
     from raycollect.driver.multigpu_verbs import allgather_multigpu_refs as allgather_multigpu_refs
     from raycollect.driver.multigpu_verbs import allreduce_multigpu_refs as allreduce_multigpu_refs
     from raycollect.driver.multigpu_verbs import broadcast_multigpu_refs as broadcast_multigpu_refs
@@ -66,6 +66,14 @@ if TYPE_CHECKING:
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
+    from raycollect.member.init import get_collective_group_size as get_collective_group_size
+    from raycollect.member.init import get_group_handle as get_group_handle
+    from raycollect.member.init import get_rank as get_rank
+    from raycollect.member.init import gloo_available as gloo_available
+    from raycollect.member.init import init_collective_group as init_collective_group
+    from raycollect.member.init import is_backend_available as is_backend_available
+    from raycollect.member.init import is_group_initialized as is_group_initialized
+    from raycollect.member.init import nccl_available as nccl_available
     from raycollect.member.multigpu_verbs import allgather_multigpu as allgather_multigpu
     from raycollect.member.multigpu_verbs import allreduce_multigpu as allreduce_multigpu
     from raycollect.member.multigpu_verbs import broadcast_multigpu as broadcast_multigpu
@@ -82,14 +90,6 @@ if TYPE_CHECKING:
     from raycollect.member.verbs import alltoall as alltoall
     from raycollect.member.verbs import broadcast as broadcast
     from raycollect.member.verbs import gather as gather
-    from raycollect.member.verbs import get_collective_group_size as get_collective_group_size
-    from raycollect.member.verbs import get_group_handle as get_group_handle
-    from raycollect.member.verbs import get_rank as get_rank
-    from raycollect.member.verbs import gloo_available as gloo_available
-    from raycollect.member.verbs import init_collective_group as init_collective_group
-    from raycollect.member.verbs import is_backend_available as is_backend_available
-    from raycollect.member.verbs import is_group_initialized as is_group_initialized
-    from raycollect.member.verbs import nccl_available as nccl_available
     from raycollect.member.verbs import recv as recv
     from raycollect.member.verbs import reduce as reduce
     from raycollect.member.verbs import reducescatter as reducescatter
@@ -118,11 +118,11 @@ _HOMES: dict[str, str] = {
     "DirectoryBulletin": "group.bootstrap_store",
     "Explanation": "planner.explain",
     "Group": "driver.group",
-    "GroupStatistics": "driver.group",
-    "GroupStatus": "driver.group",
+    "GroupStatistics": "driver.group_status",
+    "GroupStatus": "driver.group_status",
     "Handle": "pos.handle",
-    "MemberStatistics": "driver.group",
-    "MemberStatus": "driver.group",
+    "MemberStatistics": "driver.group_status",
+    "MemberStatus": "driver.group_status",
     "Pending": "driver.pending",
     "Progress": "driver.progress",
     "ProgressBars": "driver.progress_bar",
@@ -164,15 +164,15 @@ _HOMES: dict[str, str] = {
     "gather": "member.verbs",
     "gather_refs": "driver.verbs",
     "get": "driver.values",
-    "get_collective_group_size": "member.verbs",
-    "get_group_handle": "member.verbs",
-    "get_rank": "member.verbs",
-    "gloo_available": "member.verbs",
-    "init_collective_group": "member.verbs",
-    "is_backend_available": "member.verbs",
-    "is_group_initialized": "member.verbs",
+    "get_collective_group_size": "member.init",
+    "get_group_handle": "member.init",
+    "get_rank": "member.init",
+    "gloo_available": "member.init",
+    "init_collective_group": "member.init",
+    "is_backend_available": "member.init",
+    "is_group_initialized": "member.init",
     "mark_written": "member.runtime",
-    "nccl_available": "member.verbs",
+    "nccl_available": "member.init",
     "ones": "pos.tensors",
     "plan": "driver.dry_run",
     "progress": "driver.progress_bar",

@@ -38,8 +38,12 @@ class StepRequests(RequestList):
     __slots__ = ("_capture", "calls", "firsts", "made", "steps")
 
     def __init__(self, capture: bytes) -> None:
-        super().__init__()
         self._capture = capture
+        super().__init__()
+
+    def clear(self) -> None:
+        """Drops the method calls, too."""
+        super().clear()
         self.calls: list[MethodCall] = []
         self.made: dict[tuple[int, str], Pending] = {}  # (request, actor) -> what it makes there
         self.steps: list[int] = []  # the place of each collective among all calls
@@ -47,10 +51,8 @@ class StepRequests(RequestList):
 
     def promise(self, actor_id: str) -> Pending:
         """Stands for what the next collective makes on an actor, in each run."""
-        request = len(self.asked)
-        pending = Pending(self, request, actor_id, step=self._count())
-        self._pending.append(pending)
-        self.made[request, actor_id] = pending
+        pending = self.made[len(self.asked), actor_id] = super().promise(actor_id)
+        pending.step = self._count()
         return pending
 
     def add(self, asked: RequestKey, membership: Membership, result: Any) -> None:
@@ -79,15 +81,6 @@ class StepRequests(RequestList):
         for pending in self._pending:
             pending.key = captured_key(self._capture, 0, pending.step)
         self._pending.clear()
-
-    def clear(self) -> None:
-        """Drops all that was recorded; placeholders still say what they belong to."""
-        self.asked: list[RequestKey] = []
-        self.memberships: list[Membership] = []
-        self.results: list[Any] = []
-        self.refs: dict[Any, Any] = {}
-        self._places = {}
-        self.calls, self.made, self.steps, self.firsts = [], {}, [], []
 
     def rewind(self, count: int, refs: int, why: str) -> None:
         """Drops all but the first collectives and refs, back to the last method call at most."""

@@ -191,7 +191,7 @@ class StepCompiler:
             if not owners:
                 found, expected = "used by no call of the step", "one that is: read it with raycollect.get(ref)"
                 violation = Violation(
-                    kind="argument", rank=-1, field=value.where, found=found, expected=expected, ref=handle.hex()
+                    kind="argument", field=value.where, found=found, expected=expected, ref=handle.hex()
                 )
                 raise refusal("returns", "", (violation,))
             actor_id = value.maker if value.maker in owners else owners[0]

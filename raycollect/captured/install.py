@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -20,6 +20,7 @@ from raycollect.channel.doorbell import Doorbell
 from raycollect.channel.messages import Forget
 from raycollect.core import direct_transport, ray_internals
 from raycollect.core.model import Member
+from raycollect.driver.batch import HeldGroups
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import retrieve_errors
@@ -64,34 +65,23 @@ class Installed:
     operands: Mapping[Source, tuple[int, int]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Installation:
     """Sends each participant its step program."""
 
-    def __init__(
-        self,
-        controller: Controller,
-        capture: bytes,
-        *,
-        compiler: StepCompiler,
-        step_plan: StepPlan,
-        memberships: Sequence[Membership],
-        words: StepErrorText,
-        deadline_s: float,
-        timeout_s: float,
-    ) -> None:
-        self._controller = controller
-        self._capture = capture
-        self._compiler = compiler
-        self._step_plan = step_plan
-        self._memberships = memberships
-        self._words = words
-        self._deadline_s = deadline_s
-        self._timeout_s = timeout_s
+    controller: Controller
+    capture: bytes
+    compiler: StepCompiler
+    step_plan: StepPlan
+    memberships: Sequence[Membership]
+    words: StepErrorText
+    deadline_s: float
+    timeout_s: float
 
     def send(self) -> StepRuns:
         """Sends the programs and waits until all have acknowledged them; on failure all forget the step."""
-        compiler, step_plan = self._compiler, self._step_plan
-        peers = self._controller.links(self._memberships, compiler.participants)
+        compiler, step_plan = self.compiler, self.step_plan
+        peers = self.controller.links(self.memberships, compiler.participants)
         doorbell, slots = self._doorbell()
         tasks: list[Any] = []
         try:
@@ -101,28 +91,28 @@ class _Installation:
         except BaseException:
             retrieve_errors(tasks)
             for peer in peers:
-                peer.send(Forget(capture=self._capture))
+                peer.send(Forget(capture=self.capture))
             if doorbell is not None:
                 doorbell.close()
             raise
         return StepRuns(
-            self._controller,
-            self._capture,
+            self.controller,
+            self.capture,
             step_plan,
-            self._memberships,
+            self.memberships,
             compiler.keys,
             {key: ref for at in range(len(peers)) for key, ref in compiler.refs(at).items()},
             doorbell=doorbell,
             slots=[slot if is_open else -1 for slot, is_open in zip(slots, opened, strict=True)],
             peers=peers,
-            told=self._words.tell,
+            told=self.words.tell,
         )
 
     def _doorbell(self) -> tuple[Doorbell | None, list[int]]:
         """A doorbell for the participants of this machine, and their slots at it; -1: none."""
         here = ray_internals.machine_id()
         slots, count = [], 0
-        for _, member in self._step_plan.homes:
+        for _, member in self.step_plan.homes:
             slots.append(count if member.machine == here else -1)
             count += member.machine == here
         try:
@@ -135,18 +125,18 @@ class _Installation:
         if doorbell is not None and slot >= 0:
             one = doorbell.segment
             segment = (one.pid, one.fd, one.token, one.nbytes)
-        payload = msgpack.packb((encode_step_program(self._compiler.step_program(at)), segment, slot))
+        payload = msgpack.packb((encode_step_program(self.compiler.step_program(at)), segment, slot))
         method = peer.actor._raycollect_capture
         method = method.options(num_returns=1, max_task_retries=0, enable_task_events=False)
         try:
-            return method.remote(payload, *self._compiler.refs(at).values())
+            return method.remote(payload, *self.compiler.refs(at).values())
         except Exception as exc:
             detail = f"{type(exc).__name__}: {exc}"
             raise DispatchError(op="capture", actor=peer.info["actor"], detail=detail) from exc
 
     def _hear(self, tasks: list[Any]) -> list[bool]:
-        homes = self._step_plan.homes
-        opened, late, until_s = {}, list(tasks), self._deadline_s
+        homes = self.step_plan.homes
+        opened, late, until_s = {}, list(tasks), self.deadline_s
         errors: list[RaycollectError] = []
         while late:
             done, late = ray.wait(late, timeout=max(until_s - monotonic(), 0))
@@ -161,9 +151,10 @@ class _Installation:
             if not done:
                 break
         if errors:
-            raise anew(self._words.tell(_worst(errors), is_of_calls=False))
+            refused = [error for error in errors if isinstance(error, RefusedError)]
+            raise anew(self.words.tell(together(refused) if refused else errors[0], is_of_calls=False))
         if late:
-            raise self._words.tell(self._late([homes[tasks.index(task)] for task in late]))
+            raise self.words.tell(self._late([homes[tasks.index(task)] for task in late]))
         return [opened[task] for task in tasks]
 
     def _late(self, missing: Sequence[tuple[Membership, Member]]) -> RaycollectError:
@@ -172,13 +163,13 @@ class _Installation:
         return CollectiveTimeoutError(
             op="capture",
             group_name=group.spec.name,
-            detail=f"after {self._timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
+            detail=f"after {self.timeout_s:g} s these were not ready, or the methods whose refs they use: {names}",
             missing=tuple(member.rank for one, member in missing if one is group),
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
         )
 
     def _failed(self, at: int, exc: RayError) -> RaycollectError:
-        group, member = self._step_plan.homes[at]
+        group, member = self.step_plan.homes[at]
         cause = exc.cause if isinstance(exc, RayTaskError) else None
         if isinstance(cause, RefusedError):
             found = tuple(replace(one, actor=one.actor or member.actor) for one in cause.violations)
@@ -189,7 +180,7 @@ class _Installation:
             return ActorGoneError(
                 op="capture", group_name=group.spec.name, rank=member.rank, actor=member.actor, detail="it ended"
             )
-        for key, ref in self._compiler.refs(at).items():
+        for key, ref in self.compiler.refs(at).items():
             one = Violation(kind="lost", rank=member.rank, field="ref", found="", actor=member.actor, ref=key.hex())
             found_out, why = look_into(one, ref)
             if why is not None:
@@ -202,7 +193,7 @@ def install(
     capture: bytes,
     request_list: StepRequests,
     returned: Sequence[Any],
-    hold: Callable[[Controller, Membership], None],
+    held: HeldGroups,
     *,
     staging: int,
     timeout_s: float,
@@ -215,14 +206,14 @@ def install(
     memberships = list(request_list.memberships)
     if compiler.idle:  # they are leased as a group that no plan uses
         membership = controller.groups.derive(compiler.idle, max(deadline_s - monotonic(), 0.1))
-        hold(controller, membership)
+        held.hold(controller, membership)
         memberships.append(membership)
     step_plan = compiler.step_plan(memberships)
     places = compiler.write(returned)
     _check_refs(request_list.calls, deadline_s, timeout_s)
     installation = _Installation(
-        controller,
-        capture,
+        controller=controller,
+        capture=capture,
         compiler=compiler,
         step_plan=step_plan,
         memberships=memberships,
@@ -254,7 +245,8 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
             detail = f"{one.where}: its method has not returned within {timeout_s:g} s"
             raise CollectiveTimeoutError(op="capture", detail=detail, timeout_s=timeout_s) from None
         except RayError as exc:
-            violation, cause = look_into(_absent(one), one.ref)
+            absent = Violation(kind="lost", field=one.where, found="", ref=one.key.hex())
+            violation, cause = look_into(absent, one.ref)
             violations.append(violation)
             cause = cause or exc
             continue
@@ -264,17 +256,8 @@ def _check_refs(calls: Iterable[MethodCall], deadline_s: float, timeout_s: float
         raise refusal("capture", "", tuple(violations)) from cause
 
 
-def _worst(errors: Sequence[RaycollectError]) -> RaycollectError:
-    refused = [error for error in errors if isinstance(error, RefusedError)]
-    return together(refused) if refused else errors[0]
-
-
-def _absent(one: Ref) -> Violation:
-    return Violation(kind="lost", rank=-1, field=one.where, found="", ref=one.key.hex())
-
-
 def _foreign(one: Ref, actor: str) -> Violation:
     expected = "a tensor of the actor whose method it is given to, or a value: send_ref it first"
     return Violation(
-        kind="not_member", rank=-1, field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
+        kind="not_member", field=one.where, found=f"a tensor of {actor}", expected=expected, ref=one.key.hex()
     )

@@ -10,19 +10,17 @@ import ray
 from ray.dag import ClassMethodNode
 
 from raycollect.captured.calls import StepRequests
-from raycollect.captured.step_values import MISSING, Parameters, Returned, packed, wrong
+from raycollect.captured.step_values import MISSING, Parameters, Returned, packed
 from raycollect.core import ray_internals
 from raycollect.driver import operand_binding
 from raycollect.driver.batch import Batch
-from raycollect.driver.controller import Controller
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Argument, Pending, plain
 from raycollect.driver.requests import Ref
 from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value
-from raycollect.errors import CaptureError, Violation, refusal
+from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
-from raycollect.group.membership import Membership
 
 __all__ = ["Recording"]
 
@@ -40,8 +38,7 @@ class Recording(Batch):
 
     def __init__(self, capture: bytes, *, staging_nbytes: int, timeout_s: float | None) -> None:
         super().__init__(staging_nbytes=staging_nbytes, timeout_s=timeout_s)
-        self.recorded: StepRequests = StepRequests(capture)
-        self.request_list: StepRequests = self.recorded
+        self.request_list: StepRequests = StepRequests(capture)
         self.parameters: Parameters = Parameters()
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
@@ -54,15 +51,10 @@ class Recording(Batch):
         """Whether it did not end well."""
         return bool(self._why)
 
-    def end(self) -> dict[Membership, Controller]:
-        """Ends the recording; returns the groups that are held, for the capture to hold on to."""
-        held, self._held, self._nodes = self._held, {}, {}
-        return held
-
     def clear(self) -> None:
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
-        self.recorded.clear()
-        self.leaves = []
+        self.request_list.clear()
+        self.leaves, self._nodes = [], {}
 
     def stand_in(self, value: Any) -> Any:
         """Calls a bound method where it first appears; everything else stands for itself."""
@@ -81,7 +73,7 @@ class Recording(Batch):
         pass  # the capture does more
 
     def _release(self) -> None:
-        pass  # the capture keeps them
+        pass  # the capture holds on to them
 
     def _sent(self) -> Batch:
         raise CaptureError(detail="a batch in a captured step has no results of its own: let the step return them")
@@ -110,38 +102,34 @@ class Recording(Batch):
         violations: list[Violation] = []
         actor_id = ""
         if not isinstance(actor, ray.actor.ActorHandle):
-            violations.append(wrong("actor", *_no_actor(actor)))
+            violations.append(wrong_argument("actor", *_no_actor(actor)))
         else:
             actor_id = actor._actor_id.hex()
             violations += operand_binding.strangers([Operand(ref=None, key=None, actor_id=actor_id)])
         if actor_id and not isinstance(method, str):
             found = "missing" if method is MISSING else a_type(method)
-            violations.append(wrong("method", found, "its name"))
+            violations.append(wrong_argument("method", found, "its name"))
         elif actor_id and not violations:
             violations += _misfits(actor, method, args, kwargs)
         given = tuple(self._argument(one, f"argument {at}", actor_id, violations) for at, one in enumerate(args))
         named = tuple((name, self._argument(one, name, actor_id, violations)) for name, one in kwargs.items())
         if violations:
             raise refusal(f"call of {method}" if isinstance(method, str) else "call", "", tuple(violations))
-        return self.recorded.call(actor, actor_id, method, given, named)
+        return self.request_list.call(actor, actor_id, method, given, named)
 
     def _argument(self, value: Any, where: str, actor_id: str, violations: list[Violation]) -> Any:
-        if type(value) is ClassMethodNode:
-            value = self._called(value)
-        if type(value) is Argument:
-            return self.parameters.own(value)
-        if type(value) is Pending and self._own(value).step >= 0:
+        value = self._stands_for(value, where)
+        if type(value) is Pending:
             if actor_id and value.actor_id != actor_id:
                 found, expected = "a value of another actor", "one of the same actor: send_ref it first"
-                violations.append(Violation(kind="not_member", rank=-1, field=where, found=found, expected=expected))
+                violations.append(Violation(kind="not_member", field=where, found=found, expected=expected))
             return value
-        value = plain(value)
-        if isinstance(value, ray.ObjectRef):
-            return _ref(value, where)
+        if type(value) in (Argument, Ref):
+            return value
         try:
             return Given(pack_value(value))
         except TypeError as exc:
-            violations.append(wrong(where, str(exc), _AS_ARGUMENT))
+            violations.append(wrong_argument(where, str(exc), _AS_ARGUMENT))
             return None
 
     # ------------------------------------------------------------------------------------------ results
@@ -155,22 +143,26 @@ class Recording(Batch):
         self.leaves = leaves
 
     def _leaf(self, leaves: list[Any], value: Any, where: str) -> int | Argument | Given:
-        if type(value) is ClassMethodNode:
-            value = self._called(value)
+        value = self._stands_for(value, where)
         if type(value) is Argument:
-            return self.parameters.own(value)
-        if not (type(value) is Pending and self._own(value).step >= 0):
-            value = plain(value)
-            if not isinstance(value, ray.ObjectRef):
-                return Given(packed(value, where, "returns", _AS_RETURNED))
-            value = _ref(value, where)
+            return value
+        if type(value) not in (Pending, Ref):
+            return Given(packed(value, where, "returns", _AS_RETURNED))
         leaves.append(value)
         return len(leaves) - 1
 
-
-def _ref(value: Any, where: str) -> Ref:
-    key, maker = ray_internals.read_ref(value)
-    return Ref(key, value, maker, where)
+    def _stands_for(self, value: Any, where: str) -> Any:
+        """What stands for a value of each run: `Argument`, `Pending` or `Ref`; a plain value as it is."""
+        value = self.stand_in(value)
+        if type(value) is Argument:
+            return self.parameters.own(value)
+        if type(value) is Pending and value.step >= 0:
+            return value
+        value = plain(value)
+        if not isinstance(value, ray.ObjectRef):
+            return value
+        key, maker = ray_internals.read_ref(value)
+        return Ref(key, value, maker, where)
 
 
 def _no_actor(value: Any) -> tuple[str, str]:
@@ -187,12 +179,14 @@ def _misfits(actor: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, 
     who = ray_internals.describe_actor(actor)
     if method not in known:
         public = [name for name in known if not name.startswith("_")]
-        return [wrong("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
+        return [wrong_argument("method", f"{method!r}, which {who} lacks", f"one of {listed(public)}")]
     if ray_internals.is_generator(actor, method):
         found, expected = f"{method!r} of {who}, a generator", "one that returns its value"
-        return [Violation(kind="unsupported", rank=-1, field="method", found=found, expected=expected)]
+        return [Violation(kind="unsupported", field="method", found=found, expected=expected)]
     try:
         known[method].bind(*args, **kwargs)
     except TypeError as exc:
-        return [wrong("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")]
+        return [
+            wrong_argument("list of arguments", f"not what {method} of {who} takes ({exc})", f"{method}{known[method]}")
+        ]
     return []

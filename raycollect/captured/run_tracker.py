@@ -7,7 +7,8 @@ comes over the channel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -72,7 +73,8 @@ class RunTracker(PlanTracker):
     @cached_property
     def location(self) -> ErrorLocator:
         """Maps positions and sources to what users know."""
-        return _RunLocator(self._runs)
+        runs = self._runs
+        return _RunLocator(self.plan, runs.memberships, runs.keys, self.plan.homes, told=runs.told)
 
     @cached_property
     def arrivals(self) -> PlanArrivals:
@@ -118,7 +120,7 @@ class RunTracker(PlanTracker):
 
     def abort(self, error: RaycollectError) -> None:
         """Ends it here and on all participants."""
-        self._runs.send(self, self.fail(error))
+        self._runs.controller.send(self, self.fail(error))
 
     # ------------------------------------------------------------------------------------------ events
 
@@ -136,7 +138,7 @@ class RunTracker(PlanTracker):
             return
         outgoing = super().done(ended[0], None, (), others=ended[1:])
         if outgoing or not self._pending:
-            self._runs.send(self, outgoing)
+            self._runs.controller.send(self, outgoing)
 
     def done(
         self, position: int, error: RaycollectError | None, story: Sequence[str], *, others: Sequence[int] = ()
@@ -181,23 +183,22 @@ class RunTracker(PlanTracker):
         return [(at, message) for at, message in self._abort(position, error) if at not in know]
 
 
+@dataclass(frozen=True, eq=False)
 class _RunLocator(ErrorLocator):
     """Also names the calls and values of the step."""
 
-    def __init__(self, runs: StepRuns) -> None:
-        super().__init__(runs.step_plan, runs.memberships, runs.keys, runs.step_plan.homes)
-        self._told = runs.told
+    told: Callable[[RaycollectError], RaycollectError] = field(kw_only=True)
 
     def locate(
         self, position: int, error: RaycollectError, story: tuple[str, ...], missing_now: RankNames
     ) -> RaycollectError:
         if position < 0 and isinstance(error, CollectiveTimeoutError):
-            return self._told(error)  # `expire` has said it all
+            return self.told(error)  # `expire` has said it all
         method = error.op if isinstance(error, MethodError) else ""
         found = super().locate(position, error, story, missing_now)
         if method and isinstance(found, FaultError):
             found.op = method
-        return self._told(found)
+        return self.told(found)
 
 
 class _RunArrivals(PlanArrivals):

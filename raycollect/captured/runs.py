@@ -17,7 +17,6 @@ from raycollect.channel.messages import Abort, Forget, Run
 from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
-from raycollect.driver.plan_tracker import Outgoing
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
@@ -60,7 +59,7 @@ class StepRuns:
         self.told = told
         written = {self.keys[source]: writes for source, writes in step_plan.uses().items()}  # type: ignore[call-overload]
         self.writes: dict[Key, bool] = {**written, **dict.fromkeys(step_plan.touched, True)}
-        self._controller = controller
+        self.controller = controller
         self._capture = capture
         self._doorbell = doorbell
         self._slots = tuple(slots) if doorbell is not None else (-1,) * len(step_plan.participants)
@@ -79,7 +78,7 @@ class StepRuns:
     def begin(self, arguments: Sequence[bytes], *, fence: bool = False, timeout_s: float | None = None) -> RunTracker:
         """Begins a run; waits for the oldest where `IN_FLIGHT` are under way."""
         while True:
-            with self._controller.dispatching:
+            with self.controller.dispatching:
                 self._check()
                 oldest = self._oldest()
                 if oldest is None or self._begun + 1 - oldest.place < IN_FLIGHT:
@@ -101,9 +100,9 @@ class StepRuns:
         if self.failure is not None:
             detail = "this captured step is broken, as one of its runs failed"
             raise CaptureBrokenError(detail=detail, why=brief(self.failure)) from self.failure
-        revision = self._controller.revision
+        revision = self.controller.revision
         if revision != self._revision:
-            peers = self._controller.links(self.memberships, self.step_plan.participants)
+            peers = self.controller.links(self.memberships, self.step_plan.participants)
             self._links = list(zip(peers, self._slots, strict=True))
             self._revision = revision
 
@@ -114,7 +113,7 @@ class StepRuns:
         A run that goes through the actors' queues comes after such methods.
         """
         participants = self.step_plan.positions
-        for tracker in self._controller.trackers():
+        for tracker in self.controller.trackers():
             if isinstance(tracker, RunTracker) and not tracker.is_fenced:
                 continue
             for actor_id, position in tracker.plan.positions.items():
@@ -123,7 +122,7 @@ class StepRuns:
         return False
 
     def _send(self, arguments: Sequence[bytes], fence: bool, timeout_s: float) -> RunTracker:
-        controller, doorbell = self._controller, None if fence else self._doorbell
+        controller, doorbell = self.controller, None if fence else self._doorbell
         self._begun = place = self._begun + 1
         made: list[RunTracker] = []  # set before it is registered, in case a signal comes then
         at = 0
@@ -162,7 +161,7 @@ class StepRuns:
         if is_signal or not made:  # it is not known who was told of it
             self.failure = self.failure or PlanAbortedError(detail="a run was interrupted as it began")
         for tracker in made:
-            self.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, len(self._links))))
+            self.controller.send(tracker, tracker.fail(self._unsent(at, exc), unsent=range(at, len(self._links))))
             if is_signal:
                 self._links[at][0].send(Abort(seq=tracker.seq, reason="it was interrupted as it began"))
 
@@ -227,10 +226,6 @@ class StepRuns:
         if self._waiting.difference((threading.get_ident(),)):
             self._doorbell.wake()  # type: ignore[union-attr]
 
-    def send(self, tracker: RunTracker, outgoing: Outgoing) -> None:
-        """Sends what a run has to say."""
-        self._controller.send(tracker, outgoing)
-
     # ------------------------------------------------------------------------------------------ the end
 
     @property
@@ -240,7 +235,7 @@ class StepRuns:
 
     def close(self) -> None:
         """Makes the participants forget the step, and aborts runs under way. May be called twice."""
-        with self._controller.dispatching:
+        with self.controller.dispatching:
             self.let_go()
 
     def let_go_idle(self) -> bool:

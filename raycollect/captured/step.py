@@ -29,7 +29,7 @@ from raycollect.driver.pending import Argument, Pending
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import CaptureError, CollectiveTimeoutError, ProtocolError, anew
-from raycollect.group.membership import DEFAULT_TIMEOUT_S, Membership
+from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
 from raycollect.planner.render import step_html
@@ -59,7 +59,6 @@ class Capture:
         self._id = secrets.token_bytes(CAPTURE_NBYTES)
         self._block = Recording(self._id, staging_nbytes=staging_nbytes, timeout_s=timeout_s)
         self._parameters = self._block.parameters
-        self._held: dict[Membership, Controller] = {}
         self._controller: Controller | None = None
         self._installed: Installed | None = None
         self._runs: StepRuns | None = None
@@ -83,24 +82,23 @@ class Capture:
         try:
             self._block.__exit__(kind, exc, trace)
         finally:
-            self._held = self._block.end()
             self._state = "its block failed"
             if exc is not None or self._block.has_failed:
                 self._block.clear()
-                self._release()
+                self._block.held.release()
         if exc is not None:
             return
         try:
             self._install()
         except BaseException:
-            self._release()
+            self._block.held.release()
             raise
         finally:
             self._block.clear()
         self._state = ""
 
     def _install(self) -> None:
-        block, request_list = self._block, self._block.recorded
+        block, request_list = self._block, self._block.request_list
         if not request_list.asked and not request_list.calls:
             raise CaptureError(detail="nothing was recorded in the block: call verbs of the driver, or step.call")
         self._counts = len(request_list.asked), len(request_list.calls)
@@ -111,22 +109,12 @@ class Capture:
             self._id,
             request_list,
             block.leaves,
-            self._hold,
+            block.held,
             staging=block.staging_nbytes,
             timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
         self._installed, self._runs, self._places = installed, installed.runs, installed.places
         self._parameters.place(installed.names)
-
-    def _hold(self, controller: Controller, membership: Membership) -> None:
-        if membership not in self._held:
-            self._held[membership] = controller
-            controller.groups.hold(membership)
-
-    def _release(self) -> None:
-        held, self._held = self._held, {}
-        for membership, controller in held.items():
-            controller.groups.release(membership)
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -242,7 +230,7 @@ class Capture:
         if runs is not None:
             self._state, self._installed = "it was closed", None
             runs.close()
-            self._release()
+            self._block.held.release()
 
     def _collect(self, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
@@ -303,7 +291,7 @@ class Capture:
     def __del__(self) -> None:
         runs, controller = getattr(self, "_runs", None), getattr(self, "_controller", None)
         if runs is not None and controller is not None and not runs.is_closed:
-            controller.abandon(runs.let_go_idle, tuple(self._held))
+            controller.abandon(runs.let_go_idle, self._block.held.memberships)
 
     @property
     def _told_state(self) -> str:

@@ -10,10 +10,10 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.driver.pending import Argument
 from raycollect.engine.step_program import Given
 from raycollect.engine.value_codec import pack_value, pack_values, unpack_value
-from raycollect.errors import CaptureError, Violation, refusal
+from raycollect.errors import CaptureError, refusal, wrong_argument
 from raycollect.errors.text import listed
 
-__all__ = ["MISSING", "Parameters", "Returned", "packed", "wrong"]
+__all__ = ["MISSING", "Parameters", "Returned", "packed"]
 
 ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # of a run's packed arguments: a frame, less what is around them
 
@@ -46,7 +46,7 @@ class Parameters:
         elif name in self._declared:
             found, expected = f"{name!r} again", "declared once"
         if found:
-            raise refusal("argument", "", (wrong("name", found, expected),))
+            raise refusal("argument", "", (wrong_argument("name", found, expected),))
         if default is not MISSING:
             packed(default, "default", "argument")
         made = Argument(self._mark, name, default=default, has_default=default is not MISSING)
@@ -70,9 +70,9 @@ class Parameters:
         if not given and not declared:
             return self._blank
         known = f"one of {listed(declared)}" if declared else "no arguments: the step declares none"
-        found = [wrong(name, "given", known) for name in given if name not in declared]
+        found = [wrong_argument(name, "given", known) for name in given if name not in declared]
         values = {name: given.get(name, one.default) for name, one in declared.items()}
-        found += [wrong(name, "missing", "a value") for name, value in values.items() if value is MISSING]
+        found += [wrong_argument(name, "missing", "a value") for name, value in values.items() if value is MISSING]
         if found:
             raise refusal("run", "", tuple(found))
         written: dict[tuple[str, ...], bytes] = {}
@@ -92,7 +92,9 @@ def _pack(names: tuple[str, ...], values: Mapping[str, Any]) -> bytes:
     if len(written) > ARGUMENTS_NBYTES:
         sizes = listed(f"{name} {len(pack_value(values[name]))}" for name in names)
         expected = f"at most {ARGUMENTS_NBYTES}: hand over what is long by an ordinary method before the run"
-        raise refusal("run", "", (wrong("length of the arguments", f"{len(written)} bytes ({sizes})", expected),))
+        raise refusal(
+            "run", "", (wrong_argument("length of the arguments", f"{len(written)} bytes ({sizes})", expected),)
+        )
     return written
 
 
@@ -101,12 +103,7 @@ def packed(value: Any, where: str, op: str, expected: str = _IN_RUN) -> bytes:
     try:
         return pack_value(value)
     except TypeError as exc:
-        raise refusal(op, "", (wrong(where, str(exc), expected),)) from None
-
-
-def wrong(field: str, found: str, expected: str) -> Violation:
-    """A violation of one argument."""
-    return Violation(kind="argument", rank=-1, field=field, found=found, expected=expected)
+        raise refusal(op, "", (wrong_argument(where, str(exc), expected),)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

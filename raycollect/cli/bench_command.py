@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside
+from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside, refused
 
 OPERATIONS = ("allreduce", "broadcast", "allgather", "reducescatter", "alltoall", "send")
 WAYS = ("captured", "refs", "members")
@@ -184,9 +184,6 @@ def _calibrate(between: tuple[float, float] | None, output: str | None, as_json:
     else:
         click.echo("\n".join(link_costs.table(found)))
     path = output or str(link_costs.default_path())
-    try:
+    with refused(f"{path!r} can't be written", "--output"):
         link_costs.write(path, found)
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise click.BadParameter(f"{path!r} can't be written: {reason}.", param_hint="--output") from exc
     click.echo(f"written to {path}", err=True)

@@ -23,9 +23,10 @@ from click.core import ParameterSource
 
 import raycollect
 from raycollect.cli.bench_command import bench
-from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside
+from raycollect.cli.options import ADDRESS_HELP, as_json, print_json, ray_warnings_aside, refused
 from raycollect.errors import InvalidGroupError, RaycollectError
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, RankTable
+from raycollect.planner.wording import columns
 
 if TYPE_CHECKING:
     from raycollect.group.cluster_registry import GroupRecord
@@ -141,11 +142,8 @@ def _write(table: RankTable, path: str, origin: str) -> None:
     if path == STDOUT:
         click.echo(table.to_json(), nl=False)
         return
-    try:
+    with refused(f"{path!r}{origin} can't be written", "--output"):
         table.write(path)
-    except (OSError, ValueError) as exc:  # ValueError: no file can have such a name
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise click.BadParameter(f"{path!r}{origin} can't be written: {reason}.", param_hint="--output") from exc
     click.echo(f"{table}, written to {path}{origin}", err=True)
 
 
@@ -170,8 +168,9 @@ def doctor(context: click.Context, as_json: bool) -> None:
     none is started. Ends with 1 where something is missing without which nothing works.
     """
     from raycollect.cli import doctor as examining
+    from raycollect.cli.doctor.findings import Machine
 
-    findings = examining.examine(examining.Machine())
+    findings = examining.examine(Machine())
     lacking = examining.lacking(findings)
     if as_json:
         print_json({"ok": not lacking, "findings": [asdict(one) for one in findings]})
@@ -280,17 +279,11 @@ def _status_lines(address: str, groups: Sequence[GroupRecord]) -> list[str]:
         lines += [f"  {len(one.members)} ranks over {one.backend}, {one.ordering} order{rebuilt}"]
         lines += [f"  declared {_ago(time.time() - one.since)} ago by {process}"]
         rows = [
-            (str(member.rank), member.actor, member.state, member.node_id[:8], str(member.pid), str(member.restarts))
-            for member in one.members
+            ("rank", "actor", "state", "node", "pid", "restarts"),
+            *((str(m.rank), m.actor, m.state, m.node_id[:8], str(m.pid), str(m.restarts)) for m in one.members),
         ]
-        lines += _columns([("rank", "actor", "state", "node", "pid", "restarts"), *rows])
+        lines += [f"    {line}".rstrip() for line in columns(rows)]
     return [*lines, "", _NOT_KNOWN] if groups else lines
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = (zip(row, widths, strict=True) for row in rows)
-    return [f"    {'  '.join(f'{text:<{width}}' for text, width in row)}".rstrip() for row in padded]
 
 
 def _ago(seconds: float) -> str:
@@ -344,11 +337,8 @@ def timeline_record(context: click.Context, output: str, command: tuple[str, ...
     if not target.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(target.parent)!r}.", param_hint="--output")
     before = _written(target)
-    try:
+    with refused(f"{command[0]!r} can't be run", "COMMAND"):
         program = subprocess.Popen(command, env={**os.environ, "RAYCOLLECT_TIMELINE": str(target)})
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise click.BadParameter(f"{command[0]!r} can't be run: {reason}.", param_hint="COMMAND") from exc
     code = _awaited(program)
     if _written(target) == before:
         click.echo(f"no timeline in {output}: the program declared no group, or did not come to its end", err=True)
@@ -401,9 +391,6 @@ def timeline_show(files: tuple[str, ...], output: str | None, as_json: bool) -> 
         click.echo(str(summary))
     if output is None:
         return
-    try:
+    with refused(f"{output!r} can't be written", "--output"):
         chrome.write(found, output)
-    except (OSError, ValueError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise click.BadParameter(f"{output!r} can't be written: {reason}.", param_hint="--output") from exc
     click.echo(f"written to {output}", err=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any, TypeVar
 
 import click
@@ -28,3 +28,13 @@ def print_json(value: Any) -> None:
 def ray_warnings_aside(as_json: bool) -> AbstractContextManager[object]:
     """Sends to stderr what Ray prints meanwhile, which is no JSON."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
+
+
+@contextmanager
+def refused(what: str, hint: str) -> Iterator[None]:
+    """Around what the system may refuse: `what` tells the user so, and `hint` is the parameter that is at fault."""
+    try:
+        yield
+    except (OSError, ValueError) as exc:  # ValueError: no file can have such a name
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise click.BadParameter(f"{what}: {reason}.", param_hint=hint) from exc

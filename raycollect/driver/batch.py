@@ -7,18 +7,17 @@ import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NamedTuple
+from typing import Any
 
-from raycollect.core.model import Key
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.dispatch import Submission
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
-from raycollect.errors import BatchError, Violation, refusal
+from raycollect.errors import BatchError, Violation, refusal, wrong_argument
 from raycollect.group.membership import Membership
-from raycollect.planner import STAGING_NBYTES, Request, Source
+from raycollect.planner import STAGING_NBYTES
 
-__all__ = ["Batch", "Recorded", "batch", "check_arguments", "current", "is_time_limit", "record"]
+__all__ = ["Batch", "HeldGroups", "batch", "check_arguments", "current", "record", "wrong_time_limit"]
 
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
 
@@ -26,6 +25,30 @@ _MOST_STAGING_NBYTES = 1 << 62
 
 _FAILED = "its batch failed, and nothing of it was sent"
 _REHEARSED = "its call was only planned, not made"
+
+
+class HeldGroups:
+    """Groups that are kept for calls that are recorded, and not sent yet: nobody dissolves a derived one meanwhile."""
+
+    def __init__(self) -> None:
+        self._held: dict[Membership, Controller] = {}
+
+    @property
+    def memberships(self) -> tuple[Membership, ...]:
+        """The groups."""
+        return tuple(self._held)
+
+    def hold(self, controller: Controller, membership: Membership) -> None:
+        """Keeps a group."""
+        if membership not in self._held:
+            self._held[membership] = controller
+            controller.groups.hold(membership)
+
+    def release(self) -> None:
+        """Lets go of all."""
+        held, self._held = self._held, {}
+        for membership, controller in held.items():
+            controller.groups.release(membership)
 
 
 class Batch:
@@ -38,6 +61,7 @@ class Batch:
         staging_nbytes: See `batch`.
         timeout_s: The time limit of calls that name none, in seconds; None: the verbs' own.
         is_rehearsal: Whether it is never sent.
+        held: The groups of its calls, until all is sent.
     """
 
     _ASYNC_ADVICE = "False in a batch: batch(async_op=True) is for all of its calls"
@@ -61,7 +85,7 @@ class Batch:
         self._task: Any = None
         self._is_open = False
         self._first = self._refs_before = self._end = 0  # this block's part of the request list
-        self._held: dict[Membership, Controller] = {}
+        self.held: HeldGroups = HeldGroups()
         self._work: Work | None = None
         self._why = "it was not entered"  # why there are no results; empty once the block has ended well
 
@@ -115,17 +139,8 @@ class Batch:
         """The batch that sends what this one records."""
         return self if self._outer is None else self._outer.outermost
 
-    def hold(self, controller: Controller, membership: Membership) -> None:
-        """Keeps a derived group until all is sent."""
-        held = self.outermost._held
-        if membership not in held:
-            held[membership] = controller
-            controller.groups.hold(membership)
-
     def _release(self) -> None:
-        held, self._held = self._held, {}
-        for membership, controller in held.items():
-            controller.groups.release(membership)
+        self.held.release()
 
     def stand_in(self, value: Any) -> Any:
         """What stands for something that a verb was given; here, itself."""
@@ -178,20 +193,7 @@ class Batch:
         return work is None or work.done()
 
     def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> list[Any]:
-        """Waits for the outcome, as `Work.wait`.
-
-        Args:
-            timeout_s: How long this call waits, in seconds; None: as long as the calls' own limits allow.
-            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
-
-        Returns:
-            `refs`.
-
-        Raises:
-            ProgressError: A progress bar is wanted, and tqdm is not installed.
-            CollectiveTimeoutError: The outcome was not known in time; the plan goes on.
-            RaycollectError: The plan failed; the error says on which rank and why.
-        """
+        """Waits for the outcome, and returns `refs`; arguments and errors are those of `Work.wait`."""
         work = self.work
         if work is not None:
             work.wait(timeout_s, progress=progress)
@@ -271,41 +273,22 @@ def check_arguments(op: str, staging_nbytes: Any, timeout_s: Any) -> None:
         staging_nbytes == 0 or _LEAST_STAGING_NBYTES <= staging_nbytes <= _MOST_STAGING_NBYTES
     ):
         expected = f"0, or a whole number of bytes from {_LEAST_STAGING_NBYTES} to {_MOST_STAGING_NBYTES}"
-        found.append(_argument("staging_nbytes", staging_nbytes, expected))
-    if timeout_s is not None and not is_time_limit(timeout_s):
-        found.append(_argument("timeout_s", timeout_s, "a positive, finite number of seconds"))
+        found.append(wrong_argument("staging_nbytes", repr(staging_nbytes), expected))
+    found += wrong_time_limit(timeout_s)
     if found:
         raise refusal(op, "", tuple(found))
 
 
-def is_time_limit(value: Any) -> bool:
-    """Whether ranks can wait for each other that many seconds."""
-    return isinstance(value, (int, float)) and 0 < value < math.inf
+def wrong_time_limit(timeout_s: Any) -> list[Violation]:
+    """The violation of a time limit for which ranks can't wait for each other; none of None, which is the default."""
+    if timeout_s is None or (isinstance(timeout_s, (int, float)) and 0 < timeout_s < math.inf):
+        return []
+    return [wrong_argument("timeout_s", repr(timeout_s), "a positive, finite number of seconds")]
 
 
-def _argument(field: str, value: Any, expected: str) -> Violation:
-    return Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
-
-
-class Recorded(NamedTuple):
-    """What a function would have sent.
-
-    Attributes:
-        requests: Its calls as the planner has them; sources are keys of `refs`.
-        refs: Source -> ref.
-        keys: The key of each ref, in the order of `refs`.
-        staging: The bytes of staging in which tensors may travel packed.
-    """
-
-    asked: tuple[RequestKey, ...]
-    requests: tuple[Request, ...]
-    memberships: tuple[Membership, ...]
-    refs: Mapping[Source, Any]
-    keys: tuple[Key, ...]
-    staging: int
-
-
-def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Recorded:
+def record(
+    function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Submission:
     """Runs a function and records its calls as one batch that is never sent.
 
     Batches in the function are joined, and their calls need no waiting; their outputs stay `Pending`. Calls of threads
@@ -314,13 +297,13 @@ def record(function: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mappi
     with Batch(is_rehearsal=True) as rehearsal:
         function(*args, **(kwargs or {}))
     request_list = rehearsal.request_list
-    found = Recorded(
+    found = Submission(
         asked=tuple(request_list.asked),
-        requests=tuple(asked.request() for asked in request_list.asked),
         memberships=tuple(request_list.memberships),
-        refs=dict(enumerate(request_list.refs.values())),
-        keys=tuple(request_list.refs),
+        refs=dict(request_list.refs),
+        results=(),
         staging=rehearsal.staging_nbytes,
+        is_batch=True,
     )
     request_list.rewind(0, 0, _REHEARSED)
     return found

@@ -18,7 +18,7 @@ from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import RequestList
 from raycollect.driver.work import Work
-from raycollect.errors import Violation, refusal
+from raycollect.errors import Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type
 from raycollect.group import membership as groups
 from raycollect.group.membership import Membership
@@ -69,8 +69,8 @@ class Call:
         if timeout_s is None and self._batch is not None:
             timeout_s = self._batch.timeout_s
         self._timeout_s = timeout_s
-        if timeout_s is not None and not batch.is_time_limit(timeout_s):
-            self._wrong("timeout_s", timeout_s, "a positive, finite number of seconds")
+        if timeout_s is not None:
+            self._violations += batch.wrong_time_limit(timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}
@@ -127,15 +127,15 @@ class Call:
         if not isinstance(refs, (list, tuple)) or not refs:
             found = "empty" if isinstance(refs, (list, tuple)) else a_type(refs)
             what, expected = f"list of refs ({name})", "one ref per rank"
-            self._violations.append(Violation(kind="missing", rank=-1, field=what, found=found, expected=expected))
+            self._violations.append(Violation(kind="missing", field=what, found=found, expected=expected))
             return []
         read: list[Operand] = []
         for position, given in enumerate(refs):
             ref = given if self._batch is None else self._batch.stand_in(given)
             if type(ref) is Pending:
                 one: Operand | Violation = self._read_pending(ref, position)
-            elif _is_actor(ref) and self._makes(name, position):
-                one = _destination(ref)
+            elif isinstance(ref, ray.actor.ActorHandle) and self._makes(name, position):
+                one = Operand(ref=None, key=None, actor_id=ref._actor_id.hex())
             else:
                 one = operand_binding.operand(ref, position)
             if type(one) is Operand:
@@ -165,9 +165,7 @@ class Call:
             return known
         if not lists:
             expected = "a declared group, or a list of actors where the outputs are to be made"
-            self._violations.append(
-                Violation(kind="missing", rank=-1, field="tensor_refs", found="None", expected=expected)
-            )
+            self._violations.append(Violation(kind="missing", field="tensor_refs", found="None", expected=expected))
         else:
             self._violations += [*operand_binding.repeated(lists[0]), *operand_binding.strangers(lists[0])]
         self._raise()
@@ -204,8 +202,7 @@ class Call:
             return -1
 
     def _wrong(self, field: str, value: Any, expected: str) -> None:
-        violation = Violation(kind="argument", rank=-1, field=field, found=repr(value), expected=expected)
-        self._violations.append(violation)
+        self._violations.append(wrong_argument(field, repr(value), expected))
 
     def _raise(self) -> None:
         if self._violations:
@@ -238,7 +235,7 @@ class Call:
         request_list, membership, kind = self._request_list, self._membership, self._kind
         source = request_list.source
         if self._batch is not None:
-            self._batch.hold(self._controller, membership)
+            self._batch.outermost.held.hold(self._controller, membership)
         keeps = kind is OpKind.BROADCAST or (inplace and kind in _REDUCTIONS)
         sole: int | None = None  # the one rank with a result; None: all have one
         if kind in _AT_ROOT or kind in (OpKind.SEND, OpKind.BARRIER):
@@ -264,11 +261,3 @@ class Call:
 def _split(operands: Mapping[int, Operand], root: int) -> tuple[dict[int, Operand], dict[int, Operand]]:
     others = {rank: one for rank, one in operands.items() if rank != root}
     return {rank: one for rank, one in operands.items() if rank == root}, others
-
-
-def _is_actor(value: Any) -> bool:
-    return isinstance(value, ray.actor.ActorHandle)
-
-
-def _destination(actor: Any) -> Operand:
-    return Operand(ref=None, key=None, actor_id=actor._actor_id.hex())

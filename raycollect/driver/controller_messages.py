@@ -95,15 +95,6 @@ class ControllerMessages:
 
     # ------------------------------------------------------------------------------------------ groups
 
-    def _joined(self, peer: ParticipantLink, message: Joined) -> None:
-        self._controller.participants.joined(message)
-
-    def _store(self, peer: ParticipantLink, message: Store) -> None:
-        self._controller.participants.stored(peer, message)
-
-    def _meet(self, peer: ParticipantLink, message: Any) -> None:
-        self._controller.groups.coordinators.receive(peer, message)
-
     def _stuck(self, peer: ParticipantLink, message: Stuck) -> None:
         coordinators = self._controller.groups.coordinators
         if message.group_id:
@@ -188,8 +179,8 @@ def _position(tracker: PlanTracker, peer: ParticipantLink) -> int:
 
 
 _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]] = {
-    Joined: ControllerMessages._joined,
-    Store: ControllerMessages._store,
+    Joined: lambda mine, peer, message: mine._controller.participants.joined(message),
+    Store: lambda mine, peer, message: mine._controller.participants.stored(peer, message),
     Arrive: ControllerMessages._arrive,
     Behind: ControllerMessages._behind,
     Depart: ControllerMessages._depart,
@@ -197,5 +188,8 @@ _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]
     Ran: ControllerMessages._ran,
     Waiting: ControllerMessages._waiting,
     Stuck: ControllerMessages._stuck,
-    **dict.fromkeys((Drop, Meet, Publish, Withdraw), ControllerMessages._meet),
+    **dict.fromkeys(
+        (Drop, Meet, Publish, Withdraw),
+        lambda mine, peer, message: mine._controller.groups.coordinators.receive(peer, message),
+    ),
 }

@@ -12,20 +12,19 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayError
 
-from raycollect.backends import arrays
 from raycollect.core import direct_transport
 from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
-from raycollect.driver.batch import Recorded, record
+from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
-from raycollect.driver.dispatch import explained, prepare
+from raycollect.driver.dispatch import Submission, explained, prepare
+from raycollect.driver.work import absence
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
 from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
 from raycollect.planner.explain import Explanation, explain
-from raycollect.pos import unkept
 from raycollect.pos.handle import Handle
 
 __all__ = ["plan"]
@@ -53,7 +52,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         what = "a coroutine function" if callable(fn) else f"{type(fn).__name__}, which can't be called"
         raise BatchError(detail=f"plan() takes a verb and its arguments, or a function that calls verbs, not {what}")
     recorded = record(fn, args, kwargs)
-    if not recorded.requests:
+    if not recorded.asked:
         detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
         raise BatchError(detail=f"{detail} that calls verbs")
     Controller.current().check(recorded.memberships)
@@ -63,7 +62,7 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         foreseen = _Foreseen(found, handles)
         foreseen.judge()
     except RefusedError as exc:
-        raise explained(exc, recorded.asked, recorded.memberships, recorded.keys) from exc.__cause__
+        raise explained(exc, recorded.asked, recorded.memberships, tuple(recorded.refs)) from exc.__cause__
     return explain(found, {source: handle.infos for source, handle in handles.items()})
 
 
@@ -74,8 +73,8 @@ def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[
 # ---------------------------------------------------------------------------------------------- what refs hold
 
 
-def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
-    sources = {ref: source for source, ref in recorded.refs.items()}
+def _handles(recorded: Submission, plan: Plan) -> dict[Source, Handle]:
+    sources = {ref: source for source, ref in enumerate(recorded.refs.values())}
     waiting = ray.wait(list(sources), num_returns=len(sources), timeout=plan.timeout_s)[1] if sources else []
     if waiting:
         number, rank = _user(plan, sources[waiting[0]])
@@ -98,24 +97,13 @@ def _handles(recorded: Recorded, plan: Plan) -> dict[Source, Handle]:
         if isinstance(value, Handle):
             found[source] = value
         else:
-            violations += _numbered([_no_handle(value, rank)], number, plan)
+            kind, what, expected = absence(value)
+            violation = Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
+            violations += _numbered([violation], number, plan)
             causes += [value] if isinstance(value, RayError) else []
     if violations:
         raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)
     return found
-
-
-def _no_handle(value: Any, rank: int) -> Violation:
-    if isinstance(value, RayTaskError):
-        raised = value.cause or value
-        kind, expected = "producer_failed", "a value"
-        what = f"missing: its method raised {type(raised).__name__}: {raised}"
-    elif isinstance(value, RayError):
-        kind, what, expected = "lost", f"lost ({type(value).__name__})", ""
-    else:
-        kind, what = "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value"
-        expected = "a tensor, or a list, tuple or dict of tensors"
-    return Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
 
 
 def _user(plan: Plan, source: Source) -> tuple[int, int]:
@@ -246,13 +234,10 @@ def _side(
     if structure.kind in ("list", "tuple") and len(structure.items) == count:
         if len({item.count for item in structure.items}) == 1:
             return Side(structure=Structure("list", (), structure.items), tensors=infos)
-        kind, found, expected = "mismatch", str(structure), "pieces of equally many tensors"
     elif structure.kind == "tensor" and infos[0].shape and infos[0].shape[0] % count == 0:
         rows, *rest = infos[0].shape
         piece = replace(infos[0], shape=tuple(rest) if rows == count and rest else (rows // count, *rest))
         return Side(structure=Structure("list", (), (TENSOR,) * count), tensors=(piece,) * count, loose=True)
-    else:
-        kind, found = "argument", str(infos[0]) if structure.kind == "tensor" else str(structure)
-        expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
+    kind, found, expected = agreement.piece_fault(structure, infos, count)
     violations.append(Violation(kind=kind, rank=rank, field=name, found=found, expected=expected))
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,28 +26,21 @@ __all__ = ["ErrorLocator", "add_operand"]
 RankNames = list[tuple[int, str]]  # (rank, actor)
 
 
+@dataclass(frozen=True, eq=False)
 class ErrorLocator:
     """Maps the positions, group ids and sources of a plan to what users know."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        memberships: Sequence[Membership],
-        keys: Sequence[Key],
-        homes: Sequence[tuple[Membership, Member]] | None = None,
-    ) -> None:
-        self._plan = plan
-        self._memberships = memberships
-        self._keys = keys
-        self._homes = homes
-        self._groups = tuple(dict.fromkeys(memberships))
+    plan: Plan
+    memberships: Sequence[Membership]
+    keys: Sequence[Key]
+    homes: Sequence[tuple[Membership, Member]] | None = None
 
     def home(self, position: int) -> tuple[Membership, Member]:
         """The group in which errors name a participant, and its member there."""
-        if self._homes is not None:
-            return self._homes[max(position, 0)]
-        number, rank = self._plan.involved[max(position, 0)][0]
-        membership = self._memberships[number]
+        if self.homes is not None:
+            return self.homes[max(position, 0)]
+        number, rank = self.plan.involved[max(position, 0)][0]
+        membership = self.memberships[number]
         return membership, membership.members[rank]
 
     def describe(self, position: int) -> str:
@@ -58,17 +51,17 @@ class ErrorLocator:
     def positions_of(self, group_id: str) -> dict[int, int]:
         """Rank -> position, for the members of a group that take part."""
         outer, inner = self._trees.get(group_id, (None, None))
-        group, positions = inner or outer, self._plan.positions
+        group, positions = inner or outer, self.plan.positions
         members = () if group is None else group.members
         return {member.rank: positions[member.actor_id] for member in members if member.actor_id in positions}
 
     def first_use(self, key: Key) -> tuple[int, int]:
         """(call, rank) that first uses a ref; the call is -1 in a plan of one call."""
-        source = self._keys.index(key)
-        for number, request in enumerate(self._plan.requests):
+        source = self.keys.index(key)
+        for number, request in enumerate(self.plan.requests):
             for rank, *sources in request.operands:
                 if source in sources:
-                    return (number if len(self._plan.requests) > 1 else -1), rank
+                    return (number if len(self.plan.requests) > 1 else -1), rank
         return -1, -1
 
     def blamed(self, error: GroupBrokenError) -> tuple[Membership, ...]:
@@ -81,7 +74,7 @@ class ErrorLocator:
     ) -> RaycollectError:
         """Completes an error reported by a participant (-1: the controller), in place; a refusal becomes a new one."""
         # `missing_now`: who has not arrived at the latest agreement, for timeouts that name nobody.
-        plan, group_names = self._plan, ", ".join(group.spec.name for group in self._groups)
+        plan, group_names = self.plan, ", ".join(group.spec.name for group in self._groups)
         if isinstance(error, RefusedError):
             found_all = tuple(map(self._named, error.violations))
             return type(error)(op=plan.name, group_name=group_names, violations=found_all)
@@ -110,10 +103,14 @@ class ErrorLocator:
 
     def _named(self, violation: Violation) -> Violation:
         number = max(violation.call, 0)
-        if not 0 <= number < len(self._plan.requests):
+        if not 0 <= number < len(self.plan.requests):
             return violation
-        operands = self._plan.requests[number].operands
-        return add_operand(violation, self._memberships[number], operands, self._keys)
+        operands = self.plan.requests[number].operands
+        return add_operand(violation, self.memberships[number], operands, self.keys)
+
+    @cached_property
+    def _groups(self) -> tuple[Membership, ...]:
+        return tuple(dict.fromkeys(self.memberships))
 
     @cached_property
     def _trees(self) -> dict[str, tuple[Membership, Membership | None]]:

@@ -10,18 +10,14 @@ from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.model import GroupLike, name_of
 from raycollect.driver.controller import Controller
-from raycollect.driver.group_status import GroupStatistics as GroupStatistics
-from raycollect.driver.group_status import GroupStatus as GroupStatus
-from raycollect.driver.group_status import MemberStatistics as MemberStatistics
-from raycollect.driver.group_status import MemberStatus as MemberStatus
-from raycollect.driver.group_status import member_statistics, member_status
+from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError
 from raycollect.group import membership as groups
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import Membership
 from raycollect.group.rank_table import Place, RankTable
-from raycollect.member import verbs as imperative
+from raycollect.member import init
 from raycollect.planner.wording import counted, named
 
 _log = logging.getLogger("raycollect")
@@ -283,8 +279,8 @@ def destroy_collective_group(group_name: GroupLike = "default") -> None:
         UnknownGroupError: On the driver: there is none of that name.
     """
     name = name_of(group_name)
-    if imperative.is_group_initialized(name):
-        imperative.destroy_collective_group(name)
+    if init.is_group_initialized(name):
+        init.destroy_collective_group(name)
         return
     controller = Controller.current()
     if ray_internals.is_worker() and not controller.groups.is_declared(name):

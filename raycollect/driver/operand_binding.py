@@ -62,8 +62,7 @@ def bind(
         else:
             ranked[rank] = one
     if whole and not found:
-        absent = (member for member in membership.members if member.rank not in ranked)
-        found = [_absent(member.rank, member.actor) for member in absent]
+        found = [_absent(one.rank, one.actor) for one in membership.members if one.rank not in ranked]
     return found or ranked
 
 
@@ -90,7 +89,7 @@ def _outsider(one: Operand, membership: Membership) -> Violation:
         return replace(stranger[0], rank=-1)  # it has no rank in this group
     actor = ray_internals.describe_actor(ray_internals.actor_handle(one.actor_id))
     expected = f"one of {listed(member.actor for member in membership.members)}"
-    return Violation(kind="not_member", rank=-1, field="actor", found=actor, expected=expected, ref=_hex(one))
+    return Violation(kind="not_member", field="actor", found=actor, expected=expected, ref=_hex(one))
 
 
 def strangers(operands: Sequence[Operand]) -> list[Violation]:

@@ -7,26 +7,20 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from raycollect.channel import Link
 from raycollect.channel.messages import (
-    Collect,
     Collected,
     Go,
-    Look,
-    Measure,
     Measured,
     Message,
     Order,
     Ready,
-    Record,
     Refused,
     Seen,
-    Survey,
     Surveyed,
-    Tick,
     Ticked,
     Unable,
     Welcome,
@@ -47,30 +41,14 @@ from raycollect.errors import (
     from_wire,
     kept,
 )
+from raycollect.member import runtime
+
+if TYPE_CHECKING:
+    from raycollect.driver.controller_messages import ControllerMessages
 
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
 MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
-
-
-class LinkOwner(Protocol):
-    """What a link reports to; on the hub's thread."""
-
-    def received(self, peer: ParticipantLink, message: Message) -> None:
-        """The participant said something."""
-        ...
-
-    def lost(self, peer: ParticipantLink, reason: str) -> None:
-        """Its connection has ended."""
-        ...
-
-    def undone(self, peer: ParticipantLink, message: Message, error: RaycollectError) -> None:
-        """Handling a message failed: whoever waits for its effect gets the error."""
-        ...
-
-    def parted(self, peer: ParticipantLink) -> None:
-        """It was given back, by the calling thread."""
-        ...
 
 
 class StartBarrier:
@@ -113,10 +91,9 @@ class ParticipantLink:
 
     def __init__(
         self,
-        owner: LinkOwner,
+        owner: ControllerMessages,
         info: dict[str, Any],
         actor: Any,
-        run: Callable[[Any, bytes], None],
         *,
         controller_id: str = "",
         calls: SubmittedCalls | None = None,
@@ -141,7 +118,7 @@ class ParticipantLink:
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self._lost = False
         self._lent_tokens: LentTokens | None = None
-        self._run = () if info["participant"] else (run,)
+        self._run = () if info["participant"] else (runtime.run_program,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
         """Submits a program as one actor task; returns the refs of its outputs."""
@@ -224,34 +201,15 @@ class ParticipantLink:
         if self._answer is not None:
             raise anew(self._answer)
 
-    def survey(self) -> Future[Surveyed | Unable | None]:
-        """Asks what it holds; the result of this and the other questions is None where its connection ends first."""
-        return self._ask(lambda request: Survey(request=request))
+    def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
+        """Asks for something; `question` is the message, and `fields` are all of its fields but the request.
 
-    def look(self) -> Future[Seen | Unable | None]:
-        """Asks what it is doing."""
-        return self._ask(lambda request: Look(request=request))
-
-    def measure(self, seq: int) -> Future[Measured | Unable | None]:
-        """Asks how far it is in a plan."""
-        return self._ask(lambda request: Measure(request=request, seq=seq))
-
-    def record(self, limit: int, *, metrics: bool) -> Future[Ticked | Unable | None]:
-        """Makes it record a timeline (`Record`)."""
-        return self._ask(lambda request: Record(request=request, limit=limit, metrics=metrics))
-
-    def tick(self) -> Future[Ticked | Unable | None]:
-        """Asks for the time of its clock."""
-        return self._ask(lambda request: Tick(request=request))
-
-    def collect(self, *, ends: bool) -> Future[bytes | Unable | None]:
-        """Asks for what it has recorded (`Collect`)."""
-        return self._ask(lambda request: Collect(request=request, ends=ends))
-
-    def _ask(self, question: Callable[[int], Message]) -> Future[Any]:
+        The result is the answer, for `Collect` the bytes of all its parts; or an `Unable`; or None where the connection
+        ends first.
+        """
         request, asked = next(self._requests), Future[Any]()
         self._asked[request] = asked
-        self.send(question(request))
+        self.send(question(request=request, **fields))
         if self._lost:
             self._end_questions()
         return asked

@@ -5,20 +5,34 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raycollect.channel import Hub
-from raycollect.channel.messages import Bye, Join, Joined, Leave, Measured, Seen, Store, Stored, Surveyed, Unable
+from raycollect.channel.messages import (
+    Bye,
+    Join,
+    Joined,
+    Leave,
+    Look,
+    Measure,
+    Measured,
+    Seen,
+    Store,
+    Stored,
+    Survey,
+    Surveyed,
+    Unable,
+)
 from raycollect.core import ray_internals
 from raycollect.core.model import Member
 from raycollect.core.submitted_calls import SubmittedCalls
-from raycollect.driver.participant_link import LinkOwner, ParticipantLink
+from raycollect.driver.participant_link import ParticipantLink
 from raycollect.errors import (
     ActorGoneError,
     CollectiveTimeoutError,
@@ -32,8 +46,10 @@ from raycollect.errors import (
 from raycollect.errors.text import listed
 from raycollect.group.coordinator import Orders
 from raycollect.group.membership import Membership
-from raycollect.member import runtime
 from raycollect.observe.timeline_session import TimelineSession
+
+if TYPE_CHECKING:
+    from raycollect.driver.controller_messages import ControllerMessages
 
 __all__ = ["Participants"]
 
@@ -53,7 +69,7 @@ class _Joining:
 class Participants:
     """All participants of one controller. One thread at a time leases, joins and parts; any may do the rest."""
 
-    def __init__(self, owner: LinkOwner, controller_id: str) -> None:
+    def __init__(self, owner: ControllerMessages, controller_id: str) -> None:
         self.timeline: TimelineSession | None = None
         self._owner = owner
         self._controller_id = controller_id
@@ -129,7 +145,7 @@ class Participants:
             return peer
         controller_id = self._controller_id
         calls = calls if info["participant"] and info["ordered"] else None
-        peer = ParticipantLink(self._owner, info, actor, runtime.run_program, controller_id=controller_id, calls=calls)
+        peer = ParticipantLink(self._owner, info, actor, controller_id=controller_id, calls=calls)
         owner = secrets.token_bytes(8)
         hello = {
             "controller": controller_id,
@@ -246,41 +262,23 @@ class Participants:
 
     def survey(self, members: Sequence[Member], timeout_s: float) -> list[Surveyed | Unable | None]:
         """Asks members what they hold; None for one that is gone, or has not answered in time."""
-        return self._ask(members, ParticipantLink.survey, timeout_s)
+        return self._ask(members, Survey, timeout_s)
 
     def look(self, members: Sequence[Member], timeout_s: float) -> list[Seen | None]:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
-        return [
-            _unseen(one) if isinstance(one, Unable) else one
-            for one in self._ask(members, ParticipantLink.look, timeout_s)
-        ]
+        said = self._ask(members, Look, timeout_s)
+        return [Seen(request=one.request, doing=one.detail) if isinstance(one, Unable) else one for one in said]
 
     def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""
         peer = self._peer_of(member)
-        return None if peer is None else peer.measure(seq)
+        return None if peer is None else peer.ask(Measure, seq=seq)
 
     def _peer_of(self, member: Member) -> ParticipantLink | None:
         peer = self._peers.get(member.actor_id)
         return peer if peer is not None and peer.info["incarnation"] == member.incarnation else None
 
-    def _ask(
-        self, members: Sequence[Member], question: Callable[[ParticipantLink], Future[Any]], timeout_s: float
-    ) -> list[Any]:
-        asked = [None if peer is None else question(peer) for peer in map(self._peer_of, members)]
+    def _ask(self, members: Sequence[Member], question: type[Look | Survey], timeout_s: float) -> list[Any]:
+        asked = [None if peer is None else peer.ask(question) for peer in map(self._peer_of, members)]
         answered = wait_for(filter(None, asked), timeout_s).done
         return [one.result() if one in answered else None for one in asked]
-
-
-def _unseen(told: Unable) -> Seen:
-    return Seen(
-        request=told.request,
-        doing=told.detail,
-        stack=[],
-        running=[],
-        steps=[],
-        doors=[],
-        doors_ms=[],
-        ended=0,
-        story=[],
-    )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raycollect.channel.messages import Arrivals, Arrive
 from raycollect.driver.error_location import ErrorLocator, RankNames
-from raycollect.engine.agreement import ArrivalGather, GatherState
+from raycollect.engine.agreement import ArrivalGather
 from raycollect.errors import ProtocolError
 from raycollect.planner import Plan
 
@@ -62,7 +62,7 @@ class PlanArrivals:
             raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} at its door")
         key = (message.seq, message.round, message.group_id, ranks)
         gather = self._gathers.setdefault(key, ArrivalGather(ranks))
-        if gather.arrive(message.rank, message.blob) is not GatherState.COMPLETE:
+        if not gather.arrive(message.rank, message.blob):
             return None
         return Gathered(message, places, list(gather.blobs), message.round == rounds - 1)
 

@@ -7,14 +7,13 @@ import math
 import time
 from contextvars import ContextVar, Token
 from functools import cache
-from types import TracebackType
 from typing import Any
 
 from raycollect.driver.controller import Controller
 from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.progress import Progress, ProgressProbe
-from raycollect.errors import ProgressError, Violation, refusal
+from raycollect.errors import ProgressError, refusal, wrong_argument
 
 __all__ = ["AFTER_S", "Bar", "ProgressBars", "progress", "wanted"]
 
@@ -40,9 +39,7 @@ class ProgressBars:
         self._tokens.append(_after_s.set(self._after_s))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         _after_s.reset(self._tokens.pop())
 
 
@@ -62,10 +59,7 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
         InvalidArgumentError: An argument makes no sense.
     """
     if not isinstance(after_s, (int, float)) or not 0 <= after_s < math.inf:
-        violation = Violation(
-            kind="argument", rank=-1, field="after_s", found=repr(after_s), expected="a number of seconds"
-        )
-        raise refusal("progress", "", (violation,))
+        raise refusal("progress", "", (wrong_argument("after_s", repr(after_s), "a number of seconds"),))
     _tqdm()
     return ProgressBars(after_s)
 
@@ -123,9 +117,7 @@ class Bar:
     def __enter__(self) -> Bar:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         drawn, self._drawn, self._next_s = self._drawn, None, math.inf
         if drawn is None:
             return

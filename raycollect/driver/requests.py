@@ -24,13 +24,17 @@ class RequestList:
     __slots__ = ("_first", "_pending", "_places", "asked", "memberships", "refs", "results")
 
     def __init__(self) -> None:
+        self._first = 0  # the first call of the plan that is being recorded
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all that was recorded; placeholders still say what they belong to."""
         self.asked: list[RequestKey] = []
         self.memberships: list[Membership] = []
         self.results: list[Any] = []
         self.refs: dict[Any, Any] = {}
         self._places: dict[Any, int] = {}
         self._pending: list[Pending] = []
-        self._first = 0  # the first call of the plan that is being recorded
 
     def source(self, operand: Operand | None) -> Source | None:
         """What stands for an operand in plans; None for one that is to be made."""
@@ -83,8 +87,8 @@ class RequestList:
         tracker = submission.send(controller)
         for pending in self._pending:
             pending.settle(made(pending, tracker), _UNSENT)
+        self.clear()
         self.results = submission.given(tracker) if is_batch else [submission.given(tracker)]
-        self.asked, self.memberships, self.refs, self._places, self._pending = [], [], {}, {}, []
         return tracker, submission
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from raycollect.core import html, ray_internals
 from raycollect.driver.controller import Controller
-from raycollect.errors import TimelineError, Violation, refusal
+from raycollect.errors import TimelineError, refusal, wrong_argument
 from raycollect.group.process_groups import places
 from raycollect.observe import chrome
 from raycollect.observe.summary import Summary, SummaryRow, summarize
@@ -39,9 +38,7 @@ class Timeline:
     def __enter__(self) -> Timeline:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         self.stop()
 
     @property
@@ -156,9 +153,8 @@ def _observe(tracing: TimelineSession | None) -> None:
 def _check(limit: Any, timeout_s: Any) -> None:
     wrong = []
     if type(limit) is not int or not 1 <= limit <= MOST:
-        wrong.append(("limit", repr(limit), f"a number from 1 to {MOST}"))
+        wrong.append(wrong_argument("limit", repr(limit), f"a number from 1 to {MOST}"))
     if not isinstance(timeout_s, (int, float)) or not 0 <= timeout_s < math.inf:
-        wrong.append(("timeout_s", repr(timeout_s), "a number of seconds"))
+        wrong.append(wrong_argument("timeout_s", repr(timeout_s), "a number of seconds"))
     if wrong:
-        found = [Violation(kind="argument", rank=-1, field=f, found=was, expected=should) for f, was, should in wrong]
-        raise refusal("timeline", "", tuple(found))
+        raise refusal("timeline", "", tuple(wrong))

@@ -83,7 +83,7 @@ def free(refs: Any) -> int:
         value = _found(ref, math.inf)
         if not isinstance(value, Handle):
             found = f"one of {a_type(value)}, which is not kept"
-            violation = Violation(kind="not_tensor", rank=-1, field="ref", found=found, ref=ref.hex())
+            violation = Violation(kind="not_tensor", field="ref", found=found, ref=ref.hex())
             raise NotATensorError(op="free", group_name="", violations=(violation,))
         count += fetch.free(value.address, [value.key], actor=value.actor, incarnation=value.incarnation)
     return count
@@ -101,7 +101,7 @@ def _found(ref: Any, until_s: float) -> Any:
             raise
         who = "" if actor is None else ray_internals.describe_actor(actor)
         found = f"lost with its actor ({type(exc).__name__})"
-        lost = Violation(kind="lost", rank=-1, field="tensor", found=found, actor=who, ref=key.hex())
+        lost = Violation(kind="lost", field="tensor", found=found, actor=who, ref=key.hex())
         raise TensorLostError(op="get", group_name="", violations=(lost,)) from exc
 
 

@@ -20,6 +20,7 @@ from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.driver.call import Call
 from raycollect.errors import UnknownGroupError
 from raycollect.member import verbs as imperative
+from raycollect.member.init import get_group_handle
 
 
 def allreduce_refs(
@@ -226,7 +227,7 @@ def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeou
     are as in `allreduce_refs`. Returns None; or a `Work` (inside a member: a `MemberWork`).
     """
     try:
-        imperative.get_group_handle(group_name)
+        get_group_handle(group_name)
     except UnknownGroupError:
         return Call(OpKind.BARRIER, group_name, timeout_s).run(async_op=async_op)
     return imperative.barrier(group_name, async_op=async_op, timeout_s=timeout_s)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import islice
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -46,8 +47,13 @@ SHOWN_S = 0.5  # how long participants may take to report progress where a colle
 AWAKE_S = 0.1  # how often the loop of an await wakes, in seconds
 
 
-class UnderWay:
-    """A plan under way, and whether its caller has been told the outcome."""
+class UnderWay(ABC):
+    """What is under way, and a way to wait for it: await it in a coroutine, or call `wait`.
+
+    It may be dropped: it goes on, and is logged if it fails.
+    """
+
+    _KIND: ClassVar[str]  # what messages call it
 
     def __init__(self, controller: Controller, tracker: PlanTracker) -> None:
         self._controller = controller
@@ -74,13 +80,32 @@ class UnderWay:
             self._probe.hear(timeout_s)
             return self._probe.read()
 
-    def _hear(self, timeout_s: float | None, what: str, progress: bool | None) -> None:
+    def done(self) -> bool:
+        """True when the outcome is known; never waits, never raises."""
+        return self._tracker.resolved
+
+    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
+        """Waits for the outcome.
+
+        Args:
+            timeout_s: How long this call waits, in seconds; None: as long as its own limits allow.
+            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
+
+        Returns:
+            What the call returns without ``async_op``: of a collective `refs`; of a run the values that the step
+            returns, None where it returns none.
+
+        Raises:
+            ProgressError: A progress bar is wanted, and tqdm is not installed.
+            CollectiveTimeoutError: The outcome was not known in time; it goes on.
+            RaycollectError: It failed; the error says where and why.
+        """
         tracker = self._tracker
         if not stall_report.wait(self._controller, tracker, timeout_s, progress=progress):
             over = CollectiveTimeoutError(
                 op=tracker.plan.name,
                 group_name=tracker.group_name,
-                detail=f"this wait is over; the {what} goes on",
+                detail=f"this wait is over; the {self._KIND} goes on",
                 timeout_s=timeout_s or 0.0,
             )
             if timeout_s:  # a mere poll does not wait for reports
@@ -89,6 +114,30 @@ class UnderWay:
         self._is_heard = True
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(self._controller, tracker, tracker.error)
+        return self._outcome()
+
+    def cancel(self) -> bool:
+        """Aborts it on all participants, and with a run those begun after it: a step does not run any more.
+
+        Does not wait. Where all ranks of a collective have come before they hear of it, tensors may hold the result.
+
+        Returns:
+            False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
+        """
+        self._is_heard = True
+        tracker = self._tracker
+        if tracker.resolved or tracker.is_committed:
+            return False
+        self._controller.send(tracker, tracker.fail(PlanAbortedError(detail="cancelled by its caller")))
+        retrieve_errors(tracker.made.values())
+        return True
+
+    @abstractmethod
+    def _outcome(self) -> Any:
+        """What `wait` returns; raises the error of what has failed."""
+
+    @abstractmethod
+    def __await__(self) -> Generator[Any, None, Any]: ...
 
     def __del__(self) -> None:
         if not getattr(self, "_is_heard", True):
@@ -135,14 +184,14 @@ class UnderWay:
 
 
 class Work(UnderWay):
-    """What ``async_op=True`` returns: the result refs at once, and a way to wait.
-
-    Await it in a coroutine, or call `wait`. It may be dropped: the collective goes on, and is logged if it fails.
+    """What ``async_op=True`` returns: the result refs at once, and a way to wait (`UnderWay`).
 
     Attributes:
         refs: The result: a list of refs in rank order, or the one ref of a send, reduce or gather; None for a barrier.
             For a batch: the list of all these. Usable at once: what uses them waits.
     """
+
+    _KIND = "collective"
 
     def __init__(
         self, controller: Controller, tracker: PlanTracker, refs: Any, submission: Submission | None = None
@@ -161,46 +210,12 @@ class Work(UnderWay):
         if sent:
             tracker.when_resolved(let_go)
 
-    def done(self) -> bool:
-        """True when the outcome is known; never waits, never raises."""
-        return self._tracker.resolved
-
-    def wait(self, timeout_s: float | None = None, *, progress: bool | None = None) -> Any:
-        """Waits for the outcome.
-
-        Args:
-            timeout_s: How long this call waits, in seconds; None: as long as the collective's own limits allow.
-            progress: Whether to show a progress bar on stderr if that lasts; None: inside `raycollect.progress` alone.
-
-        Returns:
-            `refs`.
-
-        Raises:
-            ProgressError: A progress bar is wanted, and tqdm is not installed.
-            CollectiveTimeoutError: The outcome was not known in time; the collective goes on.
-            RaycollectError: The collective failed; the error says on which rank and why.
-        """
-        self._hear(timeout_s, "collective", progress)
+    def _outcome(self) -> Any:
         error = _explain(self._tracker)
         if error is not None:
             retrieve_errors(self._tracker.made.values())
             raise anew(error)
         return self.refs
-
-    def cancel(self) -> bool:
-        """Aborts the collective on all ranks.
-
-        Does not wait. Where all ranks have come before they hear of it, tensors may hold the result.
-
-        Returns:
-            False where the outcome was known already, or all ranks are about to take their results (``snapshot=True``).
-        """
-        self._is_heard = True
-        if self._tracker.resolved or self._tracker.is_committed:
-            return False
-        self._controller.send(self._tracker, self._tracker.fail(PlanAbortedError(detail="cancelled by its caller")))
-        retrieve_errors(self._tracker.made.values())
-        return True
 
     @contextmanager
     def cancelled_by_signals(self) -> Iterator[None]:
@@ -334,14 +349,24 @@ def _explain(tracker: PlanTracker) -> RaycollectError | None:
 def look_into(violation: Violation, ref: Any) -> tuple[Violation, BaseException | None]:
     """What became of the method that should have made a ref's value, and the exception that says so."""
     try:
-        value = direct_transport.get(ref, 5)
-    except RayTaskError as exc:
-        found = f"missing: its method raised {type(exc.cause or exc).__name__}: {exc.cause or exc}"
-        return replace(violation, kind="producer_failed", found=found, expected="a value"), exc.with_traceback(None)
+        value: Any = direct_transport.get(ref, 5)
     except (RayError, GetTimeoutError) as exc:
-        return replace(violation, found=f"lost ({type(exc).__name__})"), exc.with_traceback(None)
+        value = exc.with_traceback(None)
     if isinstance(value, Handle):
         return violation, None
-    found = f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value"
+    kind, found, expected = absence(value)
+    if kind == "lost":
+        kind, expected = violation.kind, violation.expected
+    cause = value if isinstance(value, RayError) else None
+    return replace(violation, kind=kind, found=found, expected=expected), cause
+
+
+def absence(value: Any) -> tuple[str, str, str]:
+    """Why a ref stands for no tensor: what a violation says (kind, found, expected) of its value, or of Ray's error."""
+    if isinstance(value, RayTaskError):
+        raised = value.cause or value
+        return "producer_failed", f"missing: its method raised {type(raised).__name__}: {raised}", "a value"
+    if isinstance(value, RayError):
+        return "lost", f"lost ({type(value).__name__})", ""
     expected = "a tensor, or a list, tuple or dict of tensors, of a method whose name begins with no underscore"
-    return replace(violation, kind="not_tensor", found=found, expected=expected), None
+    return "not_tensor", f"{unkept(value, arrays.is_tensor, arrays.told)}, returned by value", expected

@@ -7,7 +7,6 @@ the same verdict whichever way the bytes travelled.
 
 from __future__ import annotations
 
-import enum
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,15 @@ class Side:
         before = sum(item.count for item in self.structure.items[:at])
         structure = self.structure.items[at]
         return Side(structure=structure, tensors=self.tensors[before : before + structure.count], loose=self.loose)
+
+
+def piece_fault(structure: Structure, infos: Sequence[TensorInfo], count: int) -> tuple[str, str, str]:
+    """What a violation says (kind, found, expected) of a value that can't be cut into a piece for each of the ranks."""
+    if structure.kind in ("list", "tuple") and len(structure.items) == count:
+        return "mismatch", str(structure), "pieces of equally many tensors"
+    found = str(infos[0]) if structure.kind == "tensor" else str(structure)
+    expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
+    return "argument", found, expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,32 +326,12 @@ def _show(value: Any, other: Any) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
-class GatherState(enum.Enum):
-    """The state of a gather."""
-
-    OPEN = "open"
-    COMPLETE = "complete"
-    ABORTED = "aborted"
-
-
-_NEXT: dict[tuple[GatherState, str], GatherState] = {
-    (GatherState.OPEN, "arrive"): GatherState.OPEN,
-    (GatherState.OPEN, "last"): GatherState.COMPLETE,
-    (GatherState.OPEN, "abort"): GatherState.ABORTED,
-    (GatherState.COMPLETE, "abort"): GatherState.COMPLETE,
-    (GatherState.ABORTED, "arrive"): GatherState.ABORTED,
-    (GatherState.ABORTED, "last"): GatherState.ABORTED,
-    (GatherState.ABORTED, "abort"): GatherState.ABORTED,
-}
-
-
 class ArrivalGather:
     """Gathers the arrivals of one round of one plan in one place."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._blobs: dict[int, bytes] = {}
-        self.state: GatherState = GatherState.OPEN
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -353,26 +341,15 @@ class ArrivalGather:
     @property
     def blobs(self) -> tuple[bytes, ...]:
         """The arrivals in rank order; raises InternalError until all have come."""
-        if self.state is not GatherState.COMPLETE:
-            raise InternalError(detail=f"the door is {self.state.value}, ranks {self.missing} are missing")
+        if self.missing:
+            raise InternalError(detail=f"the door is open, ranks {self.missing} are missing")
         return tuple(self._blobs[rank] for rank in self._ranks)
 
-    def arrive(self, rank: int, blob: bytes) -> GatherState:
-        """Takes a rank's arrival; raises ProtocolError for a foreign or repeated rank, or once it is complete."""
+    def arrive(self, rank: int, blob: bytes) -> bool:
+        """Takes a rank's arrival; True where it was the last. Raises ProtocolError for a foreign or repeated rank."""
         if rank not in self._ranks:
             raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
         if rank in self._blobs:
             raise ProtocolError(detail=f"rank {rank} came to the door twice")
         self._blobs[rank] = blob
-        return self._move("arrive" if self.missing else "last")
-
-    def abort(self) -> GatherState:
-        """Ends the gather, unless it is complete."""
-        return self._move("abort")
-
-    def _move(self, event: str) -> GatherState:
-        try:
-            self.state = _NEXT[self.state, event]
-        except KeyError:
-            raise ProtocolError(detail=f"{event!r} at a door that is {self.state.value}") from None
-        return self.state
+        return not self.missing

@@ -15,7 +15,7 @@ import numpy as np
 
 from raycollect.backends import arrays, folds
 from raycollect.core.model import PIECES, TENSOR, Key, OpKind, ReduceOp, Structure, TensorInfo
-from raycollect.engine.agreement import Side, Spec, learn
+from raycollect.engine.agreement import Side, Spec, learn, piece_fault
 from raycollect.errors import Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Local, Role, Share, Step
@@ -133,19 +133,14 @@ class TaskBuffers:
         if not self._is_in_pieces(index):
             return Bound(container, views)
         count = len(self.share.ranks)
-        side = "output" if index == self._template.dst else "input"
         if structure.kind in ("list", "tuple") and len(structure.items) == count:
-            if len({item.count for item in structure.items}) > 1:
-                self.violate("mismatch", side, str(structure), "pieces of equally many tensors", index)
-                return None
-            ends = accumulate((item.count for item in structure.items), initial=0)
-            return Bound(container, views, tuple(views[lo:hi] for lo, hi in pairwise(ends)))
-        cut = arrays.split(views[0], count) if structure.kind == "tensor" else None
-        if cut is not None:
+            if len({item.count for item in structure.items}) == 1:
+                ends = accumulate((item.count for item in structure.items), initial=0)
+                return Bound(container, views, tuple(views[lo:hi] for lo, hi in pairwise(ends)))
+        elif structure.kind == "tensor" and (cut := arrays.split(views[0], count)) is not None:
             return Bound(container, views, tuple((piece,) for piece in cut), loose=True)
-        found = str(arrays.describe(container.tensors[0])) if structure.kind == "tensor" else str(structure)
-        expected = f"a list of {count}, one per rank, or one contiguous tensor whose first dimension {count} divides"
-        self.violate("argument", side, found, expected, index)
+        kind, found, expected = piece_fault(structure, tuple(map(arrays.describe, container.tensors)), count)
+        self.violate(kind, "output" if index == self._template.dst else "input", found, expected, index)
         return None
 
     def _is_in_pieces(self, index: int) -> bool:

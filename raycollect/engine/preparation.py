@@ -24,7 +24,7 @@ from raycollect.planner import Domain, Program
 from raycollect.pos import Absence, Container, State
 
 # State of the store -> (kind of violation, what was found, what was expected).
-ABSENCES: dict[State, tuple[str, str, str]] = {
+_ABSENCES: dict[State, tuple[str, str, str]] = {
     State.ABSENT: (
         "lost",
         "not there: its method never ran here, in this process (a restarted actor has lost what it held)",
@@ -196,8 +196,13 @@ class Preparation:
                 raise PlanAbortedError(detail=self.launches.reason or "aborted while waiting for an operand")
         if isinstance(found, Container):
             return found
-        kind, text, expected = ABSENCES[found.state]
-        return MissingOperand(kind, text.format(found.detail or "a value that is not kept"), expected)
+        return missing(found)
+
+
+def missing(found: Absence) -> MissingOperand:
+    """Why a store has no operand."""
+    kind, text, expected = _ABSENCES[found.state]
+    return MissingOperand(kind, text.format(found.detail or "a value that is not kept"), expected)
 
 
 def _no_memory(exc: BaseException, expected: str) -> Violation:

@@ -112,6 +112,7 @@ from raycollect.errors._refused import (
     UnsupportedError,
     Violation,
     refusal,
+    wrong_argument,
 )
 
 __all__ = [
@@ -178,6 +179,7 @@ __all__ = [
     "from_wire",
     "kept",
     "refusal",
+    "wrong_argument",
     "to_wire",
 ]
 

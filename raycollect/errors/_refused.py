@@ -30,7 +30,7 @@ class Violation:
     """
 
     kind: str
-    rank: int
+    rank: int = -1
     field: str
     found: str
     expected: str = ""
@@ -209,6 +209,11 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "allocation": AllocationError,
 }
 """Violation.kind -> the error that is raised when every violation is of that kind."""
+
+
+def wrong_argument(field: str, found: str, expected: str) -> Violation:
+    """A violation of an argument of the call itself."""
+    return Violation(kind="argument", field=field, found=found, expected=expected)
 
 
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:

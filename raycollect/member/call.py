@@ -23,10 +23,13 @@ from raycollect.member.work import MemberWork
 from raycollect.planner import Program, Request, brought, plan, root_parameter
 from raycollect.pos import Container, obstacle
 
-__all__ = ["MemberCall"]
+__all__ = ["ME", "MemberCall"]
 
 _SRC, _DST = 0, 1
 """Placeholders in requests for what each rank gives with its call, and what it takes into."""
+
+ME = object()
+"""Stands for the rank of this process, as a root or a peer."""
 
 
 class MemberCall:
@@ -35,6 +38,8 @@ class MemberCall:
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         self._kind = kind
         self._process_group = get_group_handle(group_name)
+        rank = self._process_group.rank
+        root, peer = rank if root is ME else root, rank if peer is ME else peer
         self._root = int(root) if isinstance(root, Integral) else root
         self._peer = int(peer) if isinstance(peer, Integral) else peer
         self._op: ReduceOp | None = None
@@ -179,5 +184,5 @@ def _program(
     planned = plan([replace(request, operands=operands)])
     if planned.width > 1:  # members count one launch per call
         found = f"{kind.value}, which backend {spec.backend!r} does not have inside the members"
-        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", rank=-1, field="op", found=found),))
+        raise refusal(kind.value, spec.name, (Violation(kind="unsupported", field="op", found=found),))
     return planned.program(planned.parts[0].places[rank])

@@ -22,7 +22,8 @@ from raycollect.channel.messages import Message, Ran, Run
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import threads
 from raycollect.core.model import Key, Segment
-from raycollect.engine.preparation import ABSENCES
+from raycollect.engine.preparation import missing
+from raycollect.engine.program_operands import MissingOperand
 from raycollect.engine.progress import BytesDone
 from raycollect.engine.step_program import StepProgram, decode_step_program
 from raycollect.engine.step_runner import StepRunner
@@ -106,12 +107,12 @@ def pinned(value: Any, key: Key, store: Store, actor_id: str, actor: str) -> Any
     found = store.look(value.key) if value.actor_id == actor_id else None
     if isinstance(found, Container):
         return found
-    kind, text, expected = "not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first"
-    if found is not None:
-        kind, text, expected = ABSENCES[found.state]
-        text = text.format(found.detail or "a value that is not kept")
+    if found is None:
+        why = MissingOperand("not_member", f"a tensor of {value.actor}", "one of this very actor: send_ref it first")
+    else:
+        why = missing(found)
     ref = value.key.hex()
-    wrong = Violation(kind=kind, rank=-1, field="value", found=text, expected=expected, actor=actor, ref=ref)
+    wrong = Violation(kind=why.kind, field="value", found=why.found, expected=why.expected, actor=actor, ref=ref)
     raise refusal("capture", "", (wrong,))
 
 
@@ -136,7 +137,7 @@ class CapturedStep:
         send: Callable[[Message], None],
         tell_failure: Callable[[int, RaycollectError], None],
     ) -> None:
-        self._runner = runner
+        self.runner = runner
         self._doorbell = doorbell
         self._sequencer = sequencer
         self._method_lock = threading.Lock() if method_lock is None else method_lock
@@ -164,32 +165,10 @@ class CapturedStep:
         self._wake_doorbell()
         return True
 
-    def run_now(
-        self,
-        seq: int,
-        predecessor: int,
-        payload: bytes,
-        watched: Callable[[], AbstractContextManager[Any]] | None = None,
-    ) -> None:
-        """Does a run in the caller's thread; it is answered over the channel. `watched` is entered around it."""
-        self._do(0, seq, predecessor, payload, watched)
-
-    def wake(self, seq: int) -> None:
-        """Ends the waits of a run that was aborted, if it is under way."""
-        self._runner.abort(seq)
-
     def exchange(self, seq: int) -> ChannelExchange | None:
         """The agreement of launch `seq` through the controller, if it is under way here."""
         found = self._exchange
         return found[1] if found is not None and found[0] == seq else None
-
-    def bytes_done(self, seq: int) -> BytesDone | None:
-        """How far a run is; None: it is not under way here."""
-        return self._runner.bytes_done(seq)
-
-    def look(self) -> list[Any]:
-        """How the tensors look, slot by slot."""
-        return self._runner.look()
 
     def close(self, reason: str) -> None:
         """Aborts the run under way, refuses what comes, and lets go of all values. Never waits."""
@@ -198,7 +177,7 @@ class CapturedStep:
                 return
             self._closed = reason
             self._changed.notify_all()
-        self._runner.abort()
+        self.runner.abort()
         self._wake_doorbell()
 
     def join(self, timeout_s: float) -> bool:
@@ -216,7 +195,7 @@ class CapturedStep:
     def _work(self) -> None:
         threads.repeat(self._take)
         with self._busy:  # a fenced run may be under way
-            threads.survives(self._runner.close)
+            threads.survives(self.runner.close)
         doorbell, self._doorbell = self._doorbell, None
         if doorbell is not None:
             doorbell.close()
@@ -225,7 +204,7 @@ class CapturedStep:
         if self._doorbell is None:
             run = self._wait_for(lambda _: True)
             if run is not None:
-                self._do(0, run.seq, run.predecessor, run.payload)
+                self.run_now(run.seq, run.predecessor, run.payload)
             return run is not None
         closed = bool(self._closed)  # first, as no message comes after it
         # The bell comes before the message, so a run that is here and was not rung for never will be.
@@ -235,7 +214,7 @@ class CapturedStep:
             self._do_entry(entry)
         elif unrung is not None:
             self._came.remove(unrung)
-            self._do(0, unrung.seq, unrung.predecessor, unrung.payload)
+            self.run_now(unrung.seq, unrung.predecessor, unrung.payload)
         else:
             return not closed
         return True
@@ -245,7 +224,7 @@ class CapturedStep:
         if payload is None:
             run = self._wait_for(lambda run: run.seq == seq)
             payload = b"" if run is None else run.payload  # else the step is closed, and refuses it
-        self._do(number, seq, predecessor, payload)
+        self.run_now(seq, predecessor, payload, number=number)
 
     def _wait_for(self, wanted: Callable[[Run], bool]) -> Run | None:
         with self._changed:
@@ -260,16 +239,20 @@ class CapturedStep:
 
     # ------------------------------------------------------------------------------------------ one run
 
-    def _do(
+    def run_now(
         self,
-        number: int,
         seq: int,
         predecessor: int,
         payload: bytes,
         watched: Callable[[], AbstractContextManager[Any]] | None = None,
+        number: int = 0,
     ) -> None:
+        """Does a run in the calling thread; `watched` is entered around it.
+
+        `number` is its number at the doorbell, where it is answered; 0: it is answered over the channel.
+        """
         ring = self._tracer.ring
-        if ring is not None and self._runner.is_single:  # the plan notes all
+        if ring is not None and self.runner.is_single:  # the plan notes all
             ring = None
         error: RaycollectError | None = None
         is_answered = False
@@ -330,7 +313,7 @@ class CapturedStep:
         reason = self._closed or self._broken or sequencer.reason(seq)
         if reason:
             raise PlanAbortedError(detail=reason)
-        results = self._runner.run(
+        results = self.runner.run(
             seq,
             payload,
             aborted=lambda: self._closed or sequencer.reason(seq),
@@ -397,7 +380,7 @@ class CapturedSteps:
     def wake(self, seq: int) -> None:
         """Ends the waits of a run that was aborted, if it is under way."""
         for one in list(self._living.values()):
-            one.wake(seq)
+            one.runner.abort(seq)
 
     def exchange(self, seq: int) -> ChannelExchange | None:
         """The agreement of launch `seq` through the controller, if a run is at it."""
@@ -405,4 +388,6 @@ class CapturedSteps:
 
     def bytes_done(self, seq: int) -> BytesDone | None:
         """How far a run is; None: it is not under way here."""
-        return next((found for one in list(self._living.values()) if (found := one.bytes_done(seq)) is not None), None)
+        return next(
+            (found for one in list(self._living.values()) if (found := one.runner.bytes_done(seq)) is not None), None
+        )

@@ -24,8 +24,7 @@ from raycollect.backends.device_arrays import device_id
 from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure, TensorInfo, name_of
 from raycollect.errors import KernelError, Violation, refusal
 from raycollect.errors.text import a_type, too_large
-from raycollect.member.call import MemberCall
-from raycollect.member.init import get_group_handle
+from raycollect.member.call import ME, MemberCall
 from raycollect.planner import LISTS_BACKEND, gpu_lists
 
 __all__ = [
@@ -70,12 +69,8 @@ def reduce_multigpu(
 ) -> None:
     """Reduces the tensors of all GPUs of all ranks into one of one rank; the others stay as they are.
 
-    Args:
-        tensor_list: One of each GPU of this rank.
-        dst_rank: Who gets the result.
-        dst_tensor: Into which of its list; all ranks name the same.
-        group_name: See `allreduce_multigpu`, also for what follows and for what it raises.
-        op: See there.
+    As `allreduce_multigpu`, but `dst_rank` alone gets the result, in the tensor at place `dst_tensor` of its list; all
+    ranks name the same.
     """
     call = _Call(OpKind.REDUCE, group_name, op=op, root=dst_rank)
     mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=call.is_root)
@@ -90,11 +85,7 @@ def broadcast_multigpu(
 ) -> None:
     """Overwrites the tensors of all GPUs of all ranks with one of one rank.
 
-    Args:
-        tensor_list: One of each GPU of this rank.
-        src_rank: Who gives.
-        src_tensor: Which of its list; all ranks name the same.
-        group_name: See `allreduce_multigpu`, also for what it raises.
+    As `allreduce_multigpu`; `src_rank` gives the tensor at place `src_tensor` of its list; all ranks name the same.
     """
     call = _Call(OpKind.BROADCAST, group_name, root=src_rank)
     mine = call.one_of_each_gpu("tensor_list", tensor_list, is_written=True)
@@ -109,11 +100,9 @@ def allgather_multigpu(
 ) -> None:
     """Gives each GPU of each rank the tensors of all GPUs of all ranks.
 
-    Args:
-        output_tensor_lists: For each GPU a list with as many tensors on it as there are ranks times GPUs per rank, in
-            the order of ranks, and of the GPUs of a rank.
-        input_tensor_list: What each GPU gives, in the same order of the GPUs.
-        group_name: See `allreduce_multigpu`, also for what it raises.
+    `output_tensor_lists` has for each GPU a list with as many tensors on it as there are ranks times GPUs per rank, in
+    the order of ranks, and of the GPUs of a rank. `input_tensor_list` is what each GPU gives, in the same order of the
+    GPUs. What is not said here is as in `allreduce_multigpu`, errors too.
     """
     call = _Call(OpKind.ALLGATHER, group_name)
     given = call.one_of_each_gpu("input_tensor_list", input_tensor_list)
@@ -133,12 +122,9 @@ def reducescatter_multigpu(
 ) -> None:
     """Reduces lists of tensors elementwise over all GPUs of all ranks, and gives each GPU its item of the result.
 
-    Args:
-        output_tensor_list: Where the item of each GPU goes: GPU `g` of `d` on rank `r` gets item ``r * d + g``.
-        input_tensor_lists: For each GPU, in the same order, a list with one tensor on it for each GPU of each rank;
-            they stay as they are.
-        group_name: See `allreduce_multigpu`, also for what follows and for what it raises.
-        op: See there.
+    `output_tensor_list` is where the item of each GPU goes: GPU `g` of `d` on rank `r` gets item ``r * d + g``.
+    `input_tensor_lists` has for each GPU, in the same order, a list with one tensor on it for each GPU of each rank;
+    they stay as they are. What is not said here is as in `allreduce_multigpu`, errors too.
     """
     call = _Call(OpKind.REDUCESCATTER, group_name, op=op)
     taken = call.one_of_each_gpu("output_tensor_list", output_tensor_list, is_written=True)
@@ -162,7 +148,7 @@ def send_multigpu(
         group_name: See `allreduce_multigpu`, also for what it raises.
         n_elements: How many elements to send, from the first one on; 0: all.
     """
-    call = _Call(OpKind.SEND, group_name, root=_own_rank("send", group_name), peer=dst_rank)
+    call = _Call(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     given = call.single(tensor, n_elements, dst_gpu_index, is_written=False)
     carried = call.bring(given)
     call.make(("tensor", _way(given, dst_gpu_index, is_sender=True), carried))
@@ -173,14 +159,9 @@ def recv_multigpu(
 ) -> None:
     """Overwrites a tensor of one of this rank's GPUs with what another rank sends.
 
-    Args:
-        tensor: Where it goes.
-        src_rank: From whom.
-        src_gpu_index: The number of the GPU, in the process of that rank, from which that sends.
-        group_name: See `allreduce_multigpu`, also for what it raises.
-        n_elements: How many elements to receive, from the first one on; 0: all.
+    As `send_multigpu`: `src_rank` sends, from the GPU of number `src_gpu_index` in its process, the first `n_elements`.
     """
-    call = _Call(OpKind.SEND, group_name, root=src_rank, peer=_own_rank("recv", group_name))
+    call = _Call(OpKind.SEND, group_name, root=src_rank, peer=ME)
     taken = call.single(tensor, n_elements, src_gpu_index, is_written=True)
     carried = call.place(taken)
     call.make(("tensor", _way(taken, src_gpu_index, is_sender=False), carried))
@@ -208,7 +189,7 @@ class _Call(MemberCall):
     """One call of a verb. Faults are collected for the agreement; before that, nothing is written."""
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
-        _need_gpu(kind.value, group_name)
+        _need_gpu(OpKind.RECV.value if peer is ME else kind.value, group_name)
         super().__init__(kind, group_name, op=op, root=root, peer=peer)
         if self._process_group.backend != LISTS_BACKEND:
             expected = f"{LISTS_BACKEND}, for several GPUs per process"
@@ -398,11 +379,6 @@ def _need_gpu(verb: str, group_name: Any) -> None:
         _refuse(f"{verb}_multigpu", str(name_of(group_name)), _NO_GPU, expected)
 
 
-def _own_rank(verb: str, group_name: Any) -> int:
-    _need_gpu(verb, group_name)
-    return get_group_handle(group_name).rank
-
-
 def _refuse(op: str, group_name: str, found: str, expected: str) -> NoReturn:
-    violation = Violation(kind="unsupported", rank=-1, field="gpu", found=found, expected=expected)
+    violation = Violation(kind="unsupported", field="gpu", found=found, expected=expected)
     raise refusal(op, group_name, (violation,))

@@ -84,13 +84,13 @@ class CollectiveParticipant:
             Runtime.current().pass_fence(controller, seq)
 
     def _raycollect_capture(self, payload: bytes, *values: Any) -> bool:
-        return Runtime.current().capture(payload, values, functools.partial(_invoker, self, None))
+        return Runtime.current().leased().capture(payload, values, functools.partial(_invoker, self, None))
 
     def _raycollect_replay(self, payload: bytes) -> None:
         Runtime.current().run_fenced(payload)
 
     def _raycollect_look(self, capture: bytes) -> list[Any]:
-        return Runtime.current().look(capture)
+        return Runtime.current().leased().captured_step(capture).runner.look()
 
 
 async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any:
@@ -103,7 +103,7 @@ async def _run_program_async(self: CollectiveParticipant, payload: bytes) -> Any
 
 async def _capture_async(self: CollectiveParticipant, payload: bytes, *values: Any) -> bool:
     invoker = functools.partial(_invoker, self, asyncio.get_running_loop())
-    return Runtime.current().capture(payload, values, invoker)
+    return Runtime.current().leased().capture(payload, values, invoker)
 
 
 async def _replay_async(self: CollectiveParticipant, payload: bytes) -> None:
@@ -282,7 +282,7 @@ def _method(actor: Any, name: str) -> Callable[..., Any]:
 
 
 def _wrong_method(kind: str, found: str, expected: str) -> RefusedError:
-    return refusal("capture", "", (Violation(kind=kind, rank=-1, field="method", found=found, expected=expected),))
+    return refusal("capture", "", (Violation(kind=kind, field="method", found=found, expected=expected),))
 
 
 # ---------------------------------------------------------------------------------------------- one call

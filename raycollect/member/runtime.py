@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
@@ -27,7 +27,6 @@ from raycollect.core.direct_transport import Returned
 from raycollect.core.model import Key
 from raycollect.core.serialization import take_over
 from raycollect.engine.instruments import Instruments
-from raycollect.engine.step_runner import Invoke
 from raycollect.errors import (
     ChannelError,
     ConnectionLostError,
@@ -229,13 +228,9 @@ class Runtime:
             raise GroupBrokenError(group_name=group_id, detail="its controller is gone")
         return self._until_exit(lease.run_program, payload, task)
 
-    def capture(self, payload: bytes, values: Sequence[Any], invoker: Callable[[Sequence[str]], Invoke]) -> bool:
-        """`Lease.capture`; ConnectionLostError: the controller is gone."""
-        return self._leased().capture(payload, values, invoker)
-
     def run_fenced(self, payload: bytes) -> None:
         """`Lease.run_fenced`; ConnectionLostError: the controller is gone."""
-        lease = self._leased()
+        lease = self.leased()
         if not lease.hand_over_fenced(payload, self._in_thread):
             lease.run_fenced(payload)
 
@@ -245,11 +240,8 @@ class Runtime:
         if lease is not None and lease.controller == controller:
             lease.plan_queue.pass_fence(seq)
 
-    def look(self, capture: bytes) -> list[Any]:
-        """How the tensors of a captured step look, slot by slot; ConnectionLostError: the controller is gone."""
-        return self._leased().captured_step(capture).look()
-
-    def _leased(self) -> Lease:
+    def leased(self) -> Lease:
+        """The lease; ConnectionLostError: the controller is gone."""
         lease = self._lease
         if lease is None:
             raise ConnectionLostError(detail="the controller is gone")

@@ -17,19 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
-from raycollect.member.call import MemberCall
-from raycollect.member.init import (
-    destroy_collective_group,
-    destroy_group,
-    get_collective_group_size,
-    get_group_handle,
-    get_rank,
-    gloo_available,
-    init_collective_group,
-    is_backend_available,
-    is_group_initialized,
-    nccl_available,
-)
+from raycollect.member.call import ME, MemberCall
 from raycollect.member.work import MemberWork
 
 __all__ = [
@@ -38,17 +26,7 @@ __all__ = [
     "alltoall",
     "barrier",
     "broadcast",
-    "destroy_collective_group",
-    "destroy_group",
     "gather",
-    "get_collective_group_size",
-    "get_group_handle",
-    "get_rank",
-    "gloo_available",
-    "init_collective_group",
-    "is_backend_available",
-    "is_group_initialized",
-    "nccl_available",
     "recv",
     "reduce",
     "reducescatter",
@@ -124,12 +102,8 @@ def allgather(
 ) -> MemberWork | Any:
     """Gives every rank the tensors of all ranks, whose sizes may differ.
 
-    Args:
-        tensor_list: Where they go, by rank; of the shapes that the ranks give.
-        tensor: What this rank gives.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
+    is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.ALLGATHER, group_name)
     return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
@@ -146,13 +120,8 @@ def reducescatter(
 ) -> MemberWork | Any:
     """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
 
-    Args:
-        tensor: Where this rank's item of the result goes.
-        tensor_list: One tensor for each rank; they stay as they are.
-        group_name: See `allreduce`, also for what follows.
-        op: See there.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
+    goes. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.REDUCESCATTER, group_name, op=op)
     return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -169,13 +138,8 @@ def gather(
 ) -> MemberWork | Any:
     """Gives one rank the tensors of all ranks, whose sizes may differ.
 
-    Args:
-        tensor_list: On `dst_rank`, where they go, by rank; not looked at elsewhere.
-        tensor: What this rank gives.
-        dst_rank: Who gets them.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
+    looked at elsewhere. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.GATHER, group_name, root=dst_rank)
     values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
@@ -193,13 +157,8 @@ def scatter(
 ) -> MemberWork | Any:
     """Gives each rank its item of one rank's list, whose sizes may differ.
 
-    Args:
-        tensor: Where this rank's item goes.
-        tensor_list: On `src_rank`, one tensor for each rank; not looked at elsewhere.
-        src_rank: Who gives.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
+    where this rank's item goes. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.SCATTER, group_name, root=src_rank)
     values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
@@ -216,12 +175,8 @@ def alltoall(
 ) -> MemberWork | Any:
     """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
 
-    Args:
-        tensor_list_out: Where what each rank gives to this one goes, by rank.
-        tensor_list_in: What this rank gives to each.
-        group_name: See `allreduce`, also for what follows.
-        async_op: See there.
-        timeout_s: See there.
+    `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
+    by rank. What is not said here is as in `allreduce`, errors too.
     """
     call = MemberCall(OpKind.ALLTOALL, group_name)
     values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]
@@ -237,8 +192,7 @@ def send(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
-    process_group = get_group_handle(group_name)
-    call = MemberCall(OpKind.SEND, group_name, root=process_group.rank, peer=dst_rank)
+    call = MemberCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -251,8 +205,7 @@ def recv(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
-    process_group = get_group_handle(group_name)
-    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=process_group.rank)
+    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 

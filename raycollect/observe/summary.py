@@ -18,7 +18,7 @@ from typing import Any
 from raycollect.core import html
 from raycollect.observe.trace import COLLECTIVE, DOOR, KERNEL
 from raycollect.observe.whole import Process, Trace
-from raycollect.planner.wording import counted, nbytes_words, seconds_words
+from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
 _BUS: Mapping[str, Callable[[int], float]] = {
     "allreduce": lambda n: 2 * (n - 1) / n,
@@ -129,8 +129,7 @@ class Summary:
 
     def __str__(self) -> str:
         rows = [_HEAD, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [self._title, *("  ".join(_aligned(row, widths)).rstrip() for row in rows if self.rows)]
+        lines = [self._title, *(line.rstrip() for line in columns(rows, _RIGHT) if self.rows)]
         if not self.rows:
             lines.append("no collective has ended in it")
         return "\n".join([*lines, *self._notes])
@@ -142,11 +141,6 @@ class Summary:
     def _repr_html_(self) -> str:
         told = html.table(_HEAD, map(_cells, self.rows), right=_RIGHT, count=len(self.rows))
         return html.block("summary", self._title, told, html.lines(self._notes) if self._notes else "")
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    for name, cell, width in zip(_HEAD, row, widths, strict=True):
-        yield f"{cell:>{width}}" if name in _RIGHT else f"{cell:<{width}}"
 
 
 def _cells(row: SummaryRow) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar, Protocol
 
-from raycollect.channel.messages import Ticked, Unable
+from raycollect.channel.messages import Collect, Message, Record, Tick, Ticked, Unable
 from raycollect.core import ray_internals
 from raycollect.errors import TimelineError
 from raycollect.observe import Place, Ring, Tracer, chrome
@@ -58,14 +58,8 @@ class Peer(Protocol):
     def info(self) -> Mapping[str, Any]:
         """Its actor, its process and its address."""
 
-    def tick(self) -> Future[Ticked | Unable | None]:
-        """Asks for the time of its clock."""
-
-    def record(self, limit: int, *, metrics: bool) -> Future[Ticked | Unable | None]:
-        """Asks it to record from now on."""
-
-    def collect(self, *, ends: bool) -> Future[bytes | Unable | None]:
-        """Asks for what it has recorded."""
+    def ask(self, question: Callable[..., Message], **fields: Any) -> Future[Any]:
+        """Asks it something; the result is the answer, Unable, or None where its connection ends first."""
 
 
 def round_trips(peer: Peer, clock: Callable[[], float] = monotonic, count: int = ROUND_TRIPS) -> Future[Fix | None]:
@@ -87,7 +81,7 @@ def _ask(peer: Peer, clock: Callable[[], float], count: int, done: Future[Fix | 
         else:
             _ask(peer, clock, count, done, samples)
 
-    peer.tick().add_done_callback(answered)
+    peer.ask(Tick).add_done_callback(answered)
 
 
 class _Tracked:
@@ -101,7 +95,7 @@ class _Tracked:
         self.clock = ""
         self.process: Process | None = None  # what it has recorded, once that is collected for good
         self.asked = Future[None]()  # done when it has answered; the future of the question would keep this alive
-        peer.record(limit, metrics=metrics).add_done_callback(self._began)
+        peer.ask(Record, limit=limit, metrics=metrics).add_done_callback(self._began)
 
     def _began(self, asked: Future[Ticked | Unable | None]) -> None:
         """Runs on the hub's thread."""
@@ -236,7 +230,7 @@ class TimelineSession:
         foreign = [one for one in left if one.first is not None]
         lasts = {id(one): round_trips(one.peer) for one in foreign}
         _wait([*lasts.values(), *(one.first for one in foreign if one.first is not None)], clocks_s)
-        asked = {id(one): one.peer.collect(ends=ends) for one in left if not one.refusal}
+        asked = {id(one): one.peer.ask(Collect, ends=ends) for one in left if not one.refusal}
         _wait(asked.values(), deadline_s)
         processes, missing = list[Process](), list[Missing]()
         for one in tracked:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from raycollect.core.html import Markup, across, block, folded, line, lines, pairs, table
 from raycollect.planner.picture import course, traffic
 from raycollect.planner.report import Invoked, Memory, Methods, Report, Row, StepReport
-from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
+from raycollect.planner.wording import clipped, columns, counted, nbytes_words, numbered, ranks_words, seconds_words
 
 MOST_ACTS = 8
 """How many different roles of ranks are listed per call; the others are counted."""
@@ -266,15 +266,8 @@ def _chunks(memory: Memory) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            f"{cell:>{width}}" if name in _RIGHT else f"{cell:<{width}}"
-            for cell, width, name in zip(row, widths, _HEAD, strict=True)
-        )
-        for row in rows
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    dashes = ["-" * max(map(len, column)) for column in zip(*rows, strict=True)]
+    return columns([rows[0], dashes, *rows[1:]], _RIGHT)
 
 
 def _html(report: Report, title: str, totals: Sequence[tuple[str, str]]) -> Markup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.ir import Part, Request
@@ -63,6 +63,14 @@ def ranks_words(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[1]}" for run in runs)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Rows as lines of text; the first one has the titles, of which those in `right` have their cells on that side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [">" if title in right else "<" for title in rows[0]]
+    forms = [f"{side}{width}" for side, width in zip(sides, widths, strict=True)]
+    return ["  ".join(map(format, row, forms)) for row in rows]
 
 
 def clipped(words: str, most: int) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.core.model import TensorInfo
-from raycollect.errors import ArenaFullError, Violation, refusal
+from raycollect.errors import ArenaFullError, refusal, wrong_argument
 from raycollect.pos.arena import ArenaStatistics
 from raycollect.pos.segments import Segments
 
@@ -140,8 +140,7 @@ class _Constructor:
         return found
 
     def _refused(self, field: str, found: object, expected: str) -> Exception:
-        violation = Violation(kind="argument", rank=-1, field=field, found=repr(found), expected=expected)
-        return refusal(self._op, "", (violation,))
+        return refusal(self._op, "", (wrong_argument(field, repr(found), expected),))
 
 
 def _filled(op: str, shape: Shape, value: Any, dtype: Any, like: object, library: str | None) -> Any:

@@ -128,9 +128,9 @@ def outcome(future):
 
 
 def join(world_size, rank, backend, name, timeout_ms, rendezvous):
-    from raycollect.member import verbs as imperative
+    from raycollect.member import init
 
-    imperative.init_collective_group(world_size, rank, backend, name, timeout_ms, rendezvous=rendezvous)
+    init.init_collective_group(world_size, rank, backend, name, timeout_ms, rendezvous=rendezvous)
 
 
 def leave_all():

@@ -142,7 +142,7 @@ class Site:
         self.fences = 0  # how many came
         self.calls = SubmittedCalls()
         actor = SimpleNamespace(_raycollect_run=self, _raycollect_fence=SimpleNamespace(options=self._fence_options))
-        self.peer = ParticipantLink(owner, info, actor, lambda actor, payload: None, calls=self.calls)
+        self.peer = ParticipantLink(owner, info, actor, calls=self.calls)
         self.peer.link = InOrder(self.lease.received, self._note_order)  # type: ignore[assignment]
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ from raycollect.errors import (
     kept,
 )
 from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import init
 from raycollect.member import verbs as col
 from tests import cycles
 from tests.pure.backends.test_adopted import Threads
@@ -167,7 +168,7 @@ def _leased(actor, ending):
     """Leases a participant, and ends that."""
     theirs, mine = Owner(), Owner()
     server, hub = Server("127.0.0.1", b"s" * 32, theirs), Hub()
-    peer = ParticipantLink(mine, {"participant": True, "actor": "Worker(3f2a91)"}, actor, lambda actor, payload: None)
+    peer = ParticipantLink(mine, {"participant": True, "actor": "Worker(3f2a91)"}, actor)
     peer.link = hub.connect(server.address, {}, peer, 10)
     assert theirs.came.acquire(timeout=10)
     ending(peer, theirs.links[0], hub)
@@ -330,7 +331,7 @@ def _broken_kernel(name, rank, kind):
         def fail(*_):
             raise kind("in the middle")
 
-        communicator = col.get_group_handle(name).communicator("all")._communicator
+        communicator = init.get_group_handle(name).communicator("all")._communicator
         communicator.launch = communicator.launch_together = fail
         del communicator
         cycles.fails((FaultError, InternalError), col.allreduce, x, name, timeout_s=5)
@@ -357,7 +358,7 @@ def _one_leaves(name, rank):
     (x, y), known = _tensors(rank, 2)
     col.barrier(name)
     if rank == 1:
-        col.destroy_collective_group(name)
+        init.destroy_collective_group(name)
         return
     cycles.fails(GroupBrokenError, col.allreduce, x, name)
     work = col.allreduce(y, name, async_op=True)
@@ -374,9 +375,9 @@ def _left_under_way(name, rank):
     """The group is destroyed while calls wait, or are queued; its handle is used afterwards."""
     (x, y), known = _tensors(rank, 2)
     col.barrier(name)
-    process_group = col.get_group_handle(name)
+    process_group = init.get_group_handle(name)
     works = [col.allreduce(x, name, async_op=True), col.allreduce(y, name, async_op=True)] if rank == 0 else []
-    col.destroy_collective_group(name)
+    init.destroy_collective_group(name)
     for work in works:
         cycles.fails(GroupBrokenError, work.wait)
     cycles.fails(GroupBrokenError, process_group.form)

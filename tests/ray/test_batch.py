@@ -404,13 +404,14 @@ def test_plan_of_a_batch_sends_nothing(trio, submits):
 
     with nothing_sent(submits):
         recorded = batches.record(step, (True,), {"op": "max"})
-        assert [request.kind.value for request in recorded.requests] == ["allgather", "allreduce", "broadcast"]
+        assert [asked.kind.value for asked in recorded.asked] == ["allgather", "allreduce", "broadcast"]
         assert recorded.staging == 1 << 20
         assert [membership.spec.name for membership in recorded.memberships] == ["default"] * 3
-        assert [recorded.refs[src] for _, src, _ in recorded.requests[0].operands] == refs
+        given = list(recorded.refs.values())
+        assert [given[src] for _, src, _ in recorded.asked[0].operands] == refs
         with pytest.raises(errors.BatchError, match="only planned"):
             col.get(seen[0][0])
-        assert batches.record(lambda: None).requests == ()
+        assert batches.record(lambda: None).asked == ()
         with pytest.raises(errors.ForeignRefError):
             batches.record(col.allreduce_refs, ([1, 2, 3],))
     assert batches.current() is None

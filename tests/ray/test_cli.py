@@ -14,6 +14,7 @@ import ray
 
 import raycollect as col
 from raycollect.cli import doctor
+from raycollect.cli.doctor import findings
 from raycollect.group import cluster_registry
 from tests.ray.workers import Plain, Worker
 
@@ -161,6 +162,6 @@ def test_the_digits_are_learned_by_the_command(cluster):
 def test_doctor_sees_the_cluster(cluster):
     address = ray.get_runtime_context().gcs_address
     [probe] = (one for one in doctor.PROBES if one.check == "Ray cluster")
-    [found] = doctor.examine(doctor.Machine(environ={"RAY_ADDRESS": address}), [probe])
-    assert found.state == doctor.OK
+    [found] = doctor.examine(findings.Machine(environ={"RAY_ADDRESS": address}), [probe])
+    assert found.state == findings.OK
     assert found.found.startswith(f"{address}: 1 node, ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from raycollect.channel.messages.codec import Error, Message, message
@@ -137,13 +138,13 @@ class Seen(Message):
 
     request: int
     doing: str
-    stack: list[str]
-    running: list[int]
-    steps: list[str]
-    doors: list[int]
-    doors_ms: list[int]
-    ended: int
-    story: list[str]
+    stack: list[str] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    steps: list[str] = field(default_factory=list)
+    doors: list[int] = field(default_factory=list)
+    doors_ms: list[int] = field(default_factory=list)
+    ended: int = 0
+    story: list[str] = field(default_factory=list)
 
 
 @message

@@ -9,7 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 
-from raycollect.planner.wording import counted, nbytes_words, seconds_words
+from raycollect.planner.wording import columns, counted, nbytes_words, seconds_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +62,7 @@ def table(result: Result) -> list[str]:
     lines = [f"{result.title}, {counted(result.runs, 'run')} each"]
     for way, rows in result.ways.items():
         cells = [_HEAD, *map(_cells, rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines += ["", way]
-        lines += ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
+        lines += ["", way, *columns(cells, _HEAD)]
     return lines
 
 

@@ -12,21 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from raycollect.cli.doctor import software, surroundings
-from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, Probe
+from raycollect.cli.doctor.findings import MISSING, WARNING, Finding, Machine, Probe
 
-__all__ = [
-    "MISSING",
-    "OK",
-    "PROBES",
-    "WARNING",
-    "ChildError",
-    "Finding",
-    "Machine",
-    "Probe",
-    "examine",
-    "lacking",
-    "table",
-]
+__all__ = ["PROBES", "examine", "lacking", "table"]
 
 PROBES: tuple[Probe, ...] = (
     Probe(section="software", check="Python", look=software.python, required=True),

@@ -123,11 +123,6 @@ class Probe:
     required: bool = False
 
 
-def count(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def size(nbytes: int) -> str:
     """``1.5 GiB``."""
     power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)

@@ -11,7 +11,8 @@ from typing import Any
 
 import raycollect
 from raycollect import backends
-from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, count
+from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine
+from raycollect.planner.wording import counted
 
 # Package -> the lowest version that raycollect works with, as pyproject.toml has it.
 REQUIRED = {"ray": "2.57", "numpy": "1.24", "ml_dtypes": "0.4", "click": "8.2", "msgpack": "1.0.5"}
@@ -167,7 +168,7 @@ def driver(machine: Machine) -> Finding:
         gpus = len(list((machine.root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:
         gpus = 0
-    found = f"{version[1] if version else text.splitlines()[0]}, {count(gpus, 'GPU')}"
+    found = f"{version[1] if version else text.splitlines()[0]}, {counted(gpus, 'GPU')}"
     if not gpus:
         return Finding(state=WARNING, found=found, cure="give the container a GPU (--gpus all)")
     return Finding(state=OK, found=found)
@@ -182,7 +183,7 @@ def cupy(machine: Machine) -> Finding:
         said = machine.ask(_CUPY)
     except ChildError as exc:
         return Finding(state=MISSING, found=f"it can't be imported: {exc}", cure=cure)
-    found = f"{said['version']}, {count(said['gpus'], 'GPU')}, {_nccl(said['nccl'])}"
+    found = f"{said['version']}, {counted(said['gpus'], 'GPU')}, {_nccl(said['nccl'])}"
     if not said["gpus"]:
         return Finding(state=WARNING, found=f"{found} ({said.get('problem', '')})", cure=cure)
     if not said["nccl"]:
@@ -203,7 +204,7 @@ def torch_cuda(machine: Machine) -> Finding:
     if not said["cuda"]:
         return Finding(state=MISSING, found=f"torch {said['version']}, built without CUDA", cure=cure)
     names = f" ({', '.join(said['names'])})" if said.get("names") else ""
-    found = f"{said['version']}, {count(said['gpus'], 'GPU')}{names}, {said.get('problem') or _nccl(said['nccl'])}"
+    found = f"{said['version']}, {counted(said['gpus'], 'GPU')}{names}, {said.get('problem') or _nccl(said['nccl'])}"
     if not said["gpus"]:
         cure = "check the driver, CUDA_VISIBLE_DEVICES, and that the driver is new enough for this build"
         return Finding(state=WARNING, found=found, cure=cure)

@@ -6,10 +6,11 @@ import os
 import re
 import resource
 
-from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, count, size
+from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, size
 from raycollect.core import shared_memory
 from raycollect.errors import InvalidArgumentError
 from raycollect.group import link_costs
+from raycollect.planner.wording import counted
 
 SHARE_OF_MEMORY = 0.1  # the part of the memory that /dev/shm has to have: Ray keeps its object store there
 CLUSTER_TIMEOUT_S = 20.0  # how long a cluster has for its answer, the import of Ray included
@@ -221,7 +222,7 @@ def ray_cluster(machine: Machine) -> Finding:
     except ChildError as exc:
         said = {"problem": str(exc), "address": address}
     if "problem" not in said:
-        nodes, groups = count(said["nodes"], "node"), count(said["groups"], "group")
+        nodes, groups = counted(said["nodes"], "node"), counted(said["groups"], "group")
         return Finding(state=OK, found=f"{said['address']}: {nodes}, {groups} declared")
     found = " ".join(str(said["problem"]).split())
     if address:

@@ -14,6 +14,7 @@ import pytest
 
 from raycollect import backends
 from raycollect.backends import Gpu, gpus
+from raycollect.member import init
 from raycollect.member import verbs as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.test_multigpu_verbs import Ranks, ranks  # noqa: F401 - a fixture
@@ -124,7 +125,7 @@ def test_members_that_have_gpus_meet_on_them(ranks: Ranks) -> None:  # noqa: F81
         mine = np.full(5, rank + 1, np.float32)
         tensor = mine if rank == 1 else ranks.put(rank, mine)
         imperative.allreduce(tensor, name)
-        return imperative.get_group_handle(name).backend, (tensor if rank == 1 else tensor.get()).tolist()
+        return init.get_group_handle(name).backend, (tensor if rank == 1 else tensor.get()).tolist()
 
     assert ranks.must(3, body) == [("nccl", [6.0] * 5)] * 3
     assert ranks.fake.counts["nccl.allReduce"] == 6
@@ -134,10 +135,10 @@ def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch:
     found = iter([A, None])
     monkeypatch.setattr(gpus, "here", lambda given: next(found))
     name = ranks.group(2, "auto")
-    assert ranks.must(2, lambda rank: imperative.get_group_handle(name).backend) == ["shm"] * 2
+    assert ranks.must(2, lambda rank: init.get_group_handle(name).backend) == ["shm"] * 2
 
 
 def test_a_member_alone_needs_no_gpu(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     monkeypatch.setattr(gpus, "here", lambda given: pytest.fail("nobody need ask"))
     name = ranks.group(1, "auto")
-    assert ranks.must(1, lambda rank: imperative.get_group_handle(name).backend) == ["local"]
+    assert ranks.must(1, lambda rank: init.get_group_handle(name).backend) == ["local"]

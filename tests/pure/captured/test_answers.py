@@ -335,7 +335,7 @@ def test_a_run_that_was_answered_early_ends_like_any_other(step: Callable[..., S
     assert kept.someone_waits(), "the run has not ended"
     if aborted:
         one.bench.sequencer.abort(seq, "cancelled")
-        one.bench.captured.wake(seq)
+        one.bench.captured.runner.abort(seq)
     gate.go.set()
     following.join(WAIT_S)
     assert not following.is_alive()

@@ -299,7 +299,7 @@ def test_runs_by_the_channel_and_fenced(here: Lease) -> None:
     assert _result(said.wait_for(2)) == (6,)
     assert held == [True, True]
     assert here._sequencer.begun == 2
-    assert here.captured_step(CAPTURE).look() == [None, None]
+    assert here.captured_step(CAPTURE).runner.look() == [None, None]
 
 
 def test_unordered_participants_have_no_turn(here: Lease) -> None:
@@ -341,7 +341,7 @@ def test_an_abort_reaches_a_run(here: Lease) -> None:
     here._run_came(_run(1, 0))
     assert gate.came.wait(WAIT_S)
     here._abort(Abort(seq=1, reason="timed out"))
-    assert here.captured_step(CAPTURE)._runner._stopped, "it would be woken at a door"
+    assert here.captured_step(CAPTURE).runner._stopped, "it would be woken at a door"
     gate.go.set()
     assert "aborted" in str(_said(here).error(1)) or "timed out" in str(_said(here).error(1))
     here._abort(Abort(seq=1, reason="again"))
@@ -367,7 +367,7 @@ def test_the_end_of_the_lease_closes_all(here: Lease) -> None:
     assert sequencer.start(2, 1) == "the controller is gone"
     assert said.heard[-1].seq == 1, "told to the one who asked, or nobody"
     with pytest.raises(CaptureError):
-        here.captured_step(CAPTURE).look()
+        here.captured_step(CAPTURE).runner.look()
     with pytest.raises(CaptureError, match="closed"):
         _capture(here, _echo(), note=int)
 
@@ -412,4 +412,4 @@ def test_foreign_and_missing_tensors_are_refused(here: Lease) -> None:
         _capture(here, script, _handle(key, "ab"))
     assert caught.value.violations[0].ref == key.hex()
     with pytest.raises(CaptureError, match="not here"):
-        here.captured_step(CAPTURE).look()
+        here.captured_step(CAPTURE).runner.look()

@@ -216,9 +216,7 @@ def test_oversized_runs_use_the_channel(controller: Controller) -> None:
 def test_answers_of_others_are_refused_or_ignored(fleet: Fleet) -> None:
     tracker = fleet.begin()
     fleet.tell(0, Ran(seq=tracker.seq + 1000, payload=b""))
-    stranger = ParticipantLink(
-        fleet.controller.messages, {"actor_id": "ff", "actor": "X", "participant": True}, None, lambda *_: None
-    )
+    stranger = ParticipantLink(fleet.controller.messages, {"actor_id": "ff", "actor": "X", "participant": True}, None)
     fleet.controller.messages.received(stranger, Ran(seq=tracker.seq, payload=b""))
     assert not tracker.resolved
     assert len(tracker._pending) == 4

@@ -377,7 +377,7 @@ TO_CONTROLLER = (
 def test_a_controller_outlives_any_participant(scene: Scene, seed: int) -> None:
     rng = random.Random(seed)
     hostile = scene.peers[rng.choice((5, 6, 7, 8))]
-    survey = hostile.survey()
+    survey = hostile.ask(Survey)
     alive = True
     for _ in range(MESSAGES_SAID):
         name = rng.choice((*TO_CONTROLLER, *TO_CONTROLLER, *sorted(MESSAGES)))

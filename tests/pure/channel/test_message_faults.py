@@ -14,7 +14,21 @@ import numpy as np
 import pytest
 
 from raycollect import backends
-from raycollect.channel.messages import Deny, Depart, Joined, Leave, Meet, Publish, Seen, Stored, Unable
+from raycollect.channel.messages import (
+    Collect,
+    Deny,
+    Depart,
+    Joined,
+    Leave,
+    Measure,
+    Meet,
+    Publish,
+    Record,
+    Seen,
+    Stored,
+    Tick,
+    Unable,
+)
 from raycollect.channel.messages import Store as Store_
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.driver import dispatch
@@ -229,10 +243,10 @@ def test_who_can_not_say_what_it_holds_says_why() -> None:
 @pytest.mark.parametrize(
     ("question", "holder", "name"),
     [
-        (lambda peer: peer.measure(1), PlanSequencer, "has_ended"),
-        (lambda peer: peer.tick(), recording_agent, "clock_id"),
-        (lambda peer: peer.record(100, metrics=False), recording_agent, "clock_id"),
-        (lambda peer: peer.collect(ends=False), Tracer, "of"),
+        (lambda peer: peer.ask(Measure, seq=1), PlanSequencer, "has_ended"),
+        (lambda peer: peer.ask(Tick), recording_agent, "clock_id"),
+        (lambda peer: peer.ask(Record, limit=100, metrics=False), recording_agent, "clock_id"),
+        (lambda peer: peer.ask(Collect, ends=False), Tracer, "of"),
     ],
 )
 def test_all_other_questions_are_answered_as_well(question: Any, holder: Any, name: str) -> None:

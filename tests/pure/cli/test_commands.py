@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 import raycollect
 from raycollect.cli import bench_command, doctor
 from raycollect.cli.commands import main
+from raycollect.cli.doctor import findings
 from raycollect.errors import GroupBrokenError
 from raycollect.group import cluster_registry
 from raycollect.group.rank_table import RankTable
@@ -546,8 +547,8 @@ def test_what_there_is_not_ends_with_2(args: list[str], says: str) -> None:
 def test_doctor_ends_with_1_where_something_required_is_missing(
     monkeypatch: pytest.MonkeyPatch, state: str, required: bool, code: int, as_json: bool
 ) -> None:
-    row = doctor.Finding(check="gears", state=state, found="some", cure="oil", required=required)
-    probe = doctor.Probe(section="clockwork", check="gears", look=lambda machine: row)
+    row = findings.Finding(check="gears", state=state, found="some", cure="oil", required=required)
+    probe = findings.Probe(section="clockwork", check="gears", look=lambda machine: row)
     monkeypatch.setattr(doctor, "examine", lambda machine, examine=doctor.examine: examine(machine, (probe,)))
     result = _run("doctor", *(["--json"] if as_json else []))
     assert (result.exit_code, result.stderr) == (code, "")
@@ -572,9 +573,10 @@ class Wall:
             raise ImportError(name + " is behind the wall")
 sys.meta_path.insert(0, Wall())
 from raycollect.cli import doctor
+from raycollect.cli.doctor import findings
 def run(code, timeout_s):
-    raise doctor.ChildError("no child here")
-rows = doctor.examine(doctor.Machine(run=run, is_there=lambda name: name not in ("numpy", "ray")))
+    raise findings.ChildError("no child here")
+rows = doctor.examine(findings.Machine(run=run, is_there=lambda name: name not in ("numpy", "ray")))
 print(",".join(doctor.lacking(rows)))
 """
     lacking = _python("-c", code).strip().split(",")

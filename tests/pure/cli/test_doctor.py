@@ -20,18 +20,8 @@ import raycollect
 from raycollect import backends
 from raycollect.backends import Capabilities
 from raycollect.cli import doctor
-from raycollect.cli.doctor import (
-    MISSING,
-    OK,
-    WARNING,
-    ChildError,
-    Finding,
-    Machine,
-    Probe,
-    findings,
-    software,
-    surroundings,
-)
+from raycollect.cli.doctor import findings, software, surroundings
+from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, Probe
 from raycollect.core import shared_memory
 from raycollect.core.model import Segment
 from raycollect.group import link_costs

@@ -50,9 +50,7 @@ def lease(controller: Controller, *memberships: Membership) -> dict[str, Partici
     for membership in memberships:
         for member in membership.members:
             info = {"participant": True, "actor": member.actor, "actor_id": member.actor_id}
-            peer = found.setdefault(
-                member.actor, ParticipantLink(controller.messages, info, None, lambda actor, payload: None)
-            )
+            peer = found.setdefault(member.actor, ParticipantLink(controller.messages, info, None))
             peer.link = peer.link or Line()  # type: ignore[assignment]
             controller.participants.add(peer)
     return found

@@ -42,7 +42,7 @@ class Owner:
 
 @pytest.fixture
 def peer():
-    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None, lambda actor, payload: None)
+    made = ParticipantLink(Owner(), {"participant": True, "actor": "Worker(3f2a91)"}, None)
     made.link = Line()
     return made
 
@@ -53,7 +53,7 @@ def answer(request):
 
 
 def test_each_answer_goes_to_its_question(peer):
-    first, second = peer.survey(), peer.survey()
+    first, second = peer.ask(Survey), peer.ask(Survey)
     asked = [message.request for message in peer.link.sent]
     assert all(type(message) is Survey for message in peer.link.sent)
     peer.received(peer.link, answer(asked[1]))
@@ -65,7 +65,7 @@ def test_each_answer_goes_to_its_question(peer):
 
 
 def test_an_answer_to_no_question_is_ignored_and_other_messages_are_passed_on(peer):
-    asked = peer.survey()
+    asked = peer.ask(Survey)
     request = peer.link.sent[0].request
     for number in (request, request, request + 7):
         peer.received(peer.link, answer(number))
@@ -76,16 +76,16 @@ def test_an_answer_to_no_question_is_ignored_and_other_messages_are_passed_on(pe
 
 
 def test_questions_end_with_the_connection(peer):
-    open_ones = [peer.survey(), peer.survey()]
+    open_ones = [peer.ask(Survey), peer.ask(Survey)]
     peer.closed(peer.link, ConnectionLostError(detail="reset"))
     assert [one.result(0) for one in open_ones] == [None, None]
     assert peer._owner.heard == ["reset"]
-    assert peer.survey().result(0) is None
+    assert peer.ask(Survey).result(0) is None
 
 
 def test_a_question_on_a_link_that_just_broke_ends_when_that_is_known(peer):
     peer.link.broken = True
-    asked = peer.survey()
+    asked = peer.ask(Survey)
     assert not asked.done()
     peer.closed(peer.link, ConnectionLostError(detail="reset"))
     assert asked.result(0) is None
@@ -94,7 +94,7 @@ def test_a_question_on_a_link_that_just_broke_ends_when_that_is_known(peer):
 def test_a_connection_that_ends_while_the_question_is_sent(peer):
     line = peer.link
     line.send = lambda message: peer.closed(line, ConnectionLostError(detail="reset"))
-    assert peer.survey().result(0) is None
+    assert peer.ask(Survey).result(0) is None
 
 
 def test_oversized_message_raises_for_the_sender(peer):

@@ -24,6 +24,7 @@ from raycollect.driver import stall_report
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
+from raycollect.member import init
 from raycollect.member import verbs as imperative
 from tests.pure.processes import Crew
 
@@ -434,7 +435,7 @@ def called(name: str, rank: int, verb: str) -> None:
     else:
         imperative.allreduce(x, name)
     if verb != "send":
-        assert (x == sum(range(1, imperative.get_collective_group_size(name) + 1))).all()
+        assert (x == sum(range(1, init.get_collective_group_size(name) + 1))).all()
 
 
 def hold(name: str, rank: int, path: Path) -> None:
@@ -493,7 +494,7 @@ def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str
     watchdog.QUIET_S = quiet_s
     watchdog.wake()
     try:
-        imperative.init_collective_group(2, 0, "tcp", "lonely", 2_000, rendezvous=rendezvous)
+        init.init_collective_group(2, 0, "tcp", "lonely", 2_000, rendezvous=rendezvous)
     except CollectiveTimeoutError as exc:
         return handler.texts, exc
     finally:

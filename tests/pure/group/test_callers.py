@@ -11,6 +11,7 @@ import pytest
 
 from raycollect.errors import ConcurrentCallError, FaultError
 from raycollect.group.call_queue import Callers
+from raycollect.member import init
 from raycollect.member import verbs as col
 
 WAIT_S = 30.0
@@ -70,7 +71,7 @@ def _until(condition):
 
 
 def _communicator(name, ranks="all"):
-    return col.get_group_handle(name).communicator(ranks)
+    return init.get_group_handle(name).communicator(ranks)
 
 
 def _is_at_door(name):

@@ -416,7 +416,7 @@ def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, way: str) ->
                 threads[-1].start()
         for seq in (1, 2, 3):
             assert not one.sequencer.abort(seq, f"cancelled {seq}")
-            one.captured.wake(seq)
+            one.captured.runner.abort(seq)
             one.heard(seq)
         assert one.sequencer.start(4, 3) is None, "a plan behind them"
         one.sequencer.end(4)
@@ -455,9 +455,9 @@ def test_an_abort_reaches_the_run_under_way(bench: MakeBench) -> None:
     one = bench(script, hold=gate, after=int)
     one.run(1, 0)
     assert gate.came.wait(WAIT_S)
-    one.captured.wake(7)
+    one.captured.runner.abort(7)
     assert not one.sequencer.abort(1, "timed out")
-    one.captured.wake(1)
+    one.captured.runner.abort(1)
     gate.go.set()
     one.heard(1)
     assert one.failed[1].detail in ("timed out", "the run was aborted")  # type: ignore[attr-defined]
@@ -604,7 +604,7 @@ def test_values_are_released(bench: MakeBench) -> None:
     one.actor.calls.clear()
     gc.collect()
     assert alive() is not None
-    (infos, _) = one.captured.look()
+    (infos, _) = one.captured.runner.look()
     assert [info.shape for info in infos] == [(5,)]
     one.captured.close("closed")
     _ended(one)
@@ -725,12 +725,10 @@ class Fake:
     def __init__(self) -> None:
         self.closed: list[str] = []
         self.woken: list[int] = []
+        self.runner = types.SimpleNamespace(abort=self.woken.append)
 
     def close(self, reason: str) -> None:
         self.closed.append(reason)
-
-    def wake(self, seq: int) -> None:
-        self.woken.append(seq)
 
     def exchange(self, seq: int) -> Any:
         return self if seq == 3 else None

@@ -26,6 +26,7 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import init
 from raycollect.member import verbs as imperative
 from tests.fake_cupy import installed
 
@@ -59,9 +60,7 @@ class Ranks:
 
     def _join(self, rank, world, name, backend, options):
         options = options or None
-        imperative.init_collective_group(
-            world, rank, backend, name, 8_000, pg_options=options, rendezvous=self._rendezvous
-        )
+        init.init_collective_group(world, rank, backend, name, 8_000, pg_options=options, rendezvous=self._rendezvous)
 
     def run(self, world, body, *args):
         """Calls ``body(rank, *args)`` on all ranks at once; what one raises is in the list like what it returns."""
@@ -77,7 +76,7 @@ class Ranks:
 
     def close(self):
         for world, name in self._groups:
-            self.must(world, lambda _, name=name: imperative.destroy_collective_group(name))
+            self.must(world, lambda _, name=name: init.destroy_collective_group(name))
         for pool in self._pools:
             pool.shutdown()
 

@@ -30,6 +30,7 @@ from raycollect.errors import (
 )
 from raycollect.group import watchdog
 from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import init
 from raycollect.member import verbs as col
 from tests.pure import unsuited
 from tests.pure.processes import join, outcome
@@ -58,8 +59,8 @@ def _sum(name, rank, n=4, timeout_s=None):
 
 
 def _everything(name, rank):
-    world = col.get_collective_group_size(name)
-    assert col.get_rank(name) == rank
+    world = init.get_collective_group_size(name)
+    assert init.get_rank(name) == rank
     mine = np.full(3, rank + 1.0)
     total, ranks = world * (world + 1) / 2, range(world)
 
@@ -113,7 +114,7 @@ def _everything(name, rank):
 
 def _exchange(name, rank, nbytes):
     """Every rank sends to the next and receives from the one before, at once."""
-    world = col.get_collective_group_size(name)
+    world = init.get_collective_group_size(name)
     mine, theirs = np.full(nbytes, rank, np.uint8), np.zeros(nbytes, np.uint8)
     before = (rank - 1) % world
     sent = col.send(mine, (rank + 1) % world, name, async_op=True)
@@ -135,7 +136,7 @@ def _overlap(name, rank):
 
 
 def _close(name, rank):
-    col.destroy_collective_group(name)
+    init.destroy_collective_group(name)
 
 
 def _threads(name, rank):
@@ -151,11 +152,11 @@ def test_every_verb(crew, backend, world):
 
 
 def _by_its_place(name, rank):
-    place = col.get_group_handle(name)
+    place = init.get_group_handle(name)
     x = np.full(2, rank + 1.0)
     col.allreduce(x, place, op="avg")
     col.broadcast(x, 0, group_name=place)
-    return x[0], col.get_rank(place), col.is_group_initialized(place)
+    return x[0], init.get_rank(place), init.is_group_initialized(place)
 
 
 def test_a_place_in_a_group_stands_for_its_name(crew):
@@ -546,7 +547,7 @@ def _broadcast_late(name, rank, root):
     """Goes through the door, and on when it has heard that the root is gone."""
     process_groups = ProcessGroups.current()
     before = process_groups.instruments
-    process_groups.instruments = replace(before, faults=_Late(col.get_group_handle(name), root))
+    process_groups.instruments = replace(before, faults=_Late(init.get_group_handle(name), root))
     try:
         return _broadcast(name, rank, root)
     finally:
@@ -584,7 +585,7 @@ def test_a_member_leaves_while_another_is_still_in_the_last_call(crew, backend):
 
 def _sum_and_leave(name, rank):
     x = _sum(name, rank, 1 << 20)
-    col.destroy_collective_group(name)
+    init.destroy_collective_group(name)
     assert (x == 6).all()
 
 
@@ -730,36 +731,36 @@ def _wait_for_end(name, rank):
 )
 def test_defect_5_wrong_ranks_and_sizes_are_refused(arguments, said, tmp_path):
     with pytest.raises(InvalidGroupError, match=said):
-        col.init_collective_group(*arguments, rendezvous=f"file://{tmp_path}")
+        init.init_collective_group(*arguments, rendezvous=f"file://{tmp_path}")
 
 
 def test_wrong_places_to_meet_are_refused(tmp_path):
     with pytest.raises(InvalidGroupError, match="neither a Ray actor nor a task"):
-        col.init_collective_group(1, 0)
+        init.init_collective_group(1, 0)
     with pytest.raises(InvalidGroupError, match="file://"):
-        col.init_collective_group(1, 0, rendezvous="tcp://host:1")
+        init.init_collective_group(1, 0, rendezvous="tcp://host:1")
     tmp_path.chmod(0o755)
     with pytest.raises(InvalidGroupError, match="chmod 700"):
-        col.init_collective_group(1, 0, rendezvous=f"file://{tmp_path}")
+        init.init_collective_group(1, 0, rendezvous=f"file://{tmp_path}")
     with pytest.raises(UnknownBackendError):
-        col.init_collective_group(1, 0, "nonsense", rendezvous="file:///tmp/x")
+        init.init_collective_group(1, 0, "nonsense", rendezvous="file:///tmp/x")
 
 
 def test_outside_of_a_group():
-    assert not col.is_group_initialized("nobody")
-    assert col.get_rank("nobody") == -1
-    assert col.get_collective_group_size("nobody") == -1
+    assert not init.is_group_initialized("nobody")
+    assert init.get_rank("nobody") == -1
+    assert init.get_collective_group_size("nobody") == -1
     with pytest.raises(UnknownGroupError, match="init_collective_group"):
         col.allreduce(np.ones(1), "nobody")
     with pytest.raises(UnknownGroupError):
-        col.destroy_group("nobody")
+        init.destroy_group("nobody")
     for given, said in (("avg", "op='avg'"), (ReduceOp.MAX, "a ReduceOp is no .* op='max'"), ([1], "a list is no")):
-        assert col.get_rank(given) == -1
-        for use in (col.get_group_handle, col.destroy_group, lambda name: col.allreduce(np.ones(1), name)):
+        assert init.get_rank(given) == -1
+        for use in (init.get_group_handle, init.destroy_group, lambda name: col.allreduce(np.ones(1), name)):
             with pytest.raises(UnknownGroupError, match=said):
                 use(given)
-    assert col.gloo_available()
-    assert not col.is_backend_available("nonsense")
+    assert init.gloo_available()
+    assert not init.is_backend_available("nonsense")
 
 
 # ---------------------------------------------------------------------------------------------- defects of the peers
@@ -792,9 +793,9 @@ def _receive_by_default(name, rank):
 
 
 def _sum_of(name, rank):
-    x = np.full(4, col.get_rank(name) + 1.0)
+    x = np.full(4, init.get_rank(name) + 1.0)
     col.allreduce(x, name)
-    return x[0], col.get_rank(name)
+    return x[0], init.get_rank(name)
 
 
 def test_defect_3_a_second_group_of_a_process_has_its_own_ranks(crew):
@@ -851,7 +852,7 @@ def _look_up_while_joining(name, rank, rendezvous):
 
     def wait_in_vain():
         try:
-            col.init_collective_group(2, 1, "auto", f"never-{rank}", 5_000, rendezvous=rendezvous)
+            init.init_collective_group(2, 1, "auto", f"never-{rank}", 5_000, rendezvous=rendezvous)
         except CollectiveTimeoutError as exc:
             caught.append(exc)
 
@@ -859,9 +860,9 @@ def _look_up_while_joining(name, rank, rendezvous):
     waiting.start()
     x = np.full(2, rank + 1.0)
     col.allreduce(x, name)
-    found = col.get_group_handle(name).rank
+    found = init.get_group_handle(name).rank
     assert waiting.is_alive()
-    assert not col.is_group_initialized(f"never-{rank}")
+    assert not init.is_group_initialized(f"never-{rank}")
     waiting.join()
     assert len(caught) == 1
     return found, x[0]

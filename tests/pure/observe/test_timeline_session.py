@@ -93,7 +93,7 @@ class Owner:
 
 def joined(participant: Participant, name: str = "W", pid: int = 7) -> ParticipantLink:
     info = {"participant": True, "actor": name, "address": SimpleNamespace(host="10.0.0.2"), "pid": pid}
-    peer = participant.peer = ParticipantLink(Owner(), info, None, lambda actor, payload: None)
+    peer = participant.peer = ParticipantLink(Owner(), info, None)
     peer.link = participant  # type: ignore[assignment]
     return peer
 
@@ -264,7 +264,7 @@ def test_answers_without_an_end_are_a_broken_rule() -> None:
     one = Participant()
     one.mute = (Collect,)
     peer = joined(one)
-    asked = peer.collect(ends=True)
+    asked = peer.ask(Collect, ends=True)
     (request,) = (message.request for message in one.heard if isinstance(message, Collect))
     part = bytes(8 << 20)
     with pytest.raises(ProtocolError, match="more than"):
