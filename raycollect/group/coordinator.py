@@ -37,6 +37,9 @@ from raycollect.errors import ProtocolError, RaycollectError, Violation, refusal
 ALL = "all"
 """The communicator of collectives."""
 
+PLANS = "plans"
+"""That of the driver's plans. Its ranks only publish what they need to connect; the controller lets them meet."""
+
 Orders = list[tuple[int, Message]]
 """(rank, message): what to send, in order."""
 
@@ -48,7 +51,7 @@ def name_of_ranks(source: int, target: int) -> str:
 
 def ranks_of(name: str, world_size: int) -> tuple[int, ...]:
     """The ranks of a communicator, ascending; ProtocolError: there is none of that name."""
-    if name == ALL:
+    if name in (ALL, PLANS):
         return tuple(range(world_size))
     try:
         source, target = map(int, name.split(">"))

@@ -43,7 +43,6 @@ class ProcessGroup:
         send: Sends a message to the group's hub; raises ConnectionLostError if that is gone.
         members: What a person calls each rank, in rank order; empty: unknown.
         host: The address on which backends listen.
-        timeout_s: How long calls wait that do not say, in seconds.
         declared: Whether the driver declared the group; else its members made it.
         watch: What is told of calls that block.
         flush: Waits until all that the hub has said is on its way, if the hub is in this process.
@@ -51,6 +50,7 @@ class ProcessGroup:
 
     Attributes:
         planned: The group as the planner sees it.
+        timeout_s: How long calls wait that do not say, in seconds.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class ProcessGroup:
         *,
         members: Sequence[str] = (),
         host: str = "",
-        timeout_s: float = 30.0,
         declared: bool = False,
         watch: WatchWait | None = None,
         flush: Callable[[], None] = lambda: None,
@@ -70,7 +69,7 @@ class ProcessGroup:
         self.settle(spec, members)
         self.rank = rank
         self.host = host
-        self.timeout_s = timeout_s
+        self.timeout_s = spec.timeout_s
         self.declared = declared
         self.send = send
         self.flush = flush

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import TYPE_CHECKING, Any
 
-from raycollect import backends
-from raycollect.channel.messages import Join, Joined, Leave, Message
+from raycollect.channel.messages import Join, Joined, Leave, Message, Publish
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Communicator, Surviving
@@ -21,13 +21,15 @@ from raycollect.errors import (
     kept,
     to_wire,
 )
+from raycollect.group.communicator_init import make_communicator
+from raycollect.group.coordinator import PLANS
+from raycollect.group.hub_client import HubRendezvous
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup, WatchWait
 from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.rendezvous import ChannelExchange, ChannelRendezvous
+from raycollect.member.rendezvous import ChannelExchange
 from raycollect.member.reporter import Reporter
 from raycollect.observe import Place, Tracer
-from raycollect.pos.segments import Segments
 
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
@@ -72,10 +74,13 @@ class JoinedGroup:
         self.rank = rank
         self.actor_ids: tuple[str, ...] = tuple(str(member.get("actor_id", "")) for member in members)
         self.ordered: bool = bool(members[rank]["ordered"])
-        self.rendezvous: ChannelRendezvous = ChannelRendezvous(spec.group_id, tell)
         self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
         self.process_group: ProcessGroup | None = None
         self._process_groups = process_groups
+        self._tell = tell
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}  # what the members have published
+        self._given_up = ""  # why the group was
         self._communicator: Communicator | None = None
         if not spec.parent:
             self.process_group = ProcessGroup(
@@ -84,7 +89,6 @@ class JoinedGroup:
                 send,
                 members=[member["actor"] for member in members],
                 host=ray_internals.node_address(),
-                timeout_s=spec.timeout_s,
                 declared=True,
                 watch=watch,
             )
@@ -99,23 +103,34 @@ class JoinedGroup:
 
     def connect(self) -> RaycollectError | None:
         """Makes the communicator, which waits for the other members. Returns the error if that fails."""
-        spec = self.spec
+        rendezvous = HubRendezvous(self._values, self._publish, lambda: self._given_up, self._changed)
         try:
-            create = backends.load(spec.backend, spec.name)
-            made = create(
-                spec,
-                self.rank,
-                self.rendezvous,
-                self.exchange,
-                host=ray_internals.node_address(),
-                segments=Segments.current(),
-            )
+            made = make_communicator(self.spec, self.rank, rendezvous, self.exchange, ray_internals.node_address())
         except RaycollectError as exc:
             return kept(exc)
         self._communicator = made
-        if self.rendezvous.closed:
+        if self._given_up:
             made.close()
         return None
+
+    def _publish(self, name: str, value: bytes) -> None:
+        group_id = self.spec.group_id
+        self._tell(Publish(group_id=group_id, lane=PLANS, generation=group_id, name=name, value=value))
+
+    def received(self, message: Message) -> None:
+        """A message of the hub, for what the members make here; on the channel's thread."""
+        if isinstance(message, Publish) and message.lane == PLANS:
+            with self._changed:
+                self._values[message.name] = message.value
+                self._changed.notify_all()
+        elif self.process_group is not None:
+            self.process_group.received(message)
+
+    def give_up(self, reason: str) -> None:
+        """Ends all waits for what other members publish."""
+        with self._changed:
+            self._given_up = reason
+            self._changed.notify_all()
 
     def lost(self, actor_id: str) -> bool:
         """An actor's process has ended. Returns False if the caller has to end what is under way (`Surviving`)."""
@@ -133,7 +148,7 @@ class JoinedGroup:
 
     def close(self, reason: str) -> None:
         """Lets go of all that the group holds here. Never waits; may be called twice."""
-        self.rendezvous.close(reason)
+        self.give_up(reason)
         if self.process_group is not None:
             self._process_groups.remove(self.process_group)
             self.process_group.close(reason)
@@ -205,10 +220,10 @@ class JoinedGroups:
             joined_group.close("the group was destroyed")
 
     def received(self, message: Any) -> None:
-        """A message of the hub for the imperative calls of a group."""
+        """A message of the hub of a group."""
         joined_group = self.by_id.get(message.group_id)
-        if joined_group is not None and joined_group.process_group is not None:
-            joined_group.process_group.received(message)
+        if joined_group is not None:
+            joined_group.received(message)
 
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""
