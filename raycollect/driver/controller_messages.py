@@ -95,9 +95,6 @@ class ControllerMessages:
 
     # ------------------------------------------------------------------------------------------ groups
 
-    def _joined(self, peer: ParticipantLink, message: Joined) -> None:
-        self._controller.participants.joined(message)
-
     def _meet(self, peer: ParticipantLink, message: Any) -> None:
         self._controller.groups.coordinators.receive(peer, message)
 
@@ -190,7 +187,7 @@ def _position(tracker: PlanTracker, peer: ParticipantLink) -> int:
 
 
 _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]] = {
-    Joined: ControllerMessages._joined,
+    Joined: lambda self, peer, message: self._controller.participants.joined(message),
     Arrive: ControllerMessages._arrive,
     Behind: ControllerMessages._behind,
     Depart: ControllerMessages._depart,

@@ -7,7 +7,6 @@ the same verdict whichever way the bytes travelled.
 
 from __future__ import annotations
 
-import enum
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -318,61 +317,27 @@ def _show(value: Any, other: Any) -> str:
     return text if len(text) <= _LONGEST else text[:_LONGEST] + "..."
 
 
-class GatherState(enum.Enum):
-    """The state of a gather."""
-
-    OPEN = "open"
-    COMPLETE = "complete"
-    ABORTED = "aborted"
-
-
-_NEXT: dict[tuple[GatherState, str], GatherState] = {
-    (GatherState.OPEN, "arrive"): GatherState.OPEN,
-    (GatherState.OPEN, "last"): GatherState.COMPLETE,
-    (GatherState.OPEN, "abort"): GatherState.ABORTED,
-    (GatherState.COMPLETE, "abort"): GatherState.COMPLETE,
-    (GatherState.ABORTED, "arrive"): GatherState.ABORTED,
-    (GatherState.ABORTED, "last"): GatherState.ABORTED,
-    (GatherState.ABORTED, "abort"): GatherState.ABORTED,
-}
-
-
 class ArrivalGather:
     """Gathers the arrivals of one round of one plan in one place."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = tuple(ranks)
         self._blobs: dict[int, bytes] = {}
-        self.state: GatherState = GatherState.OPEN
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that have not come."""
         return tuple(rank for rank in self._ranks if rank not in self._blobs)
 
-    @property
-    def blobs(self) -> tuple[bytes, ...]:
-        """The arrivals in rank order; raises InternalError until all have come."""
-        if self.state is not GatherState.COMPLETE:
-            raise InternalError(detail=f"the door is {self.state.value}, ranks {self.missing} are missing")
-        return tuple(self._blobs[rank] for rank in self._ranks)
+    def arrive(self, rank: int, blob: bytes) -> tuple[bytes, ...] | None:
+        """Takes a rank's arrival; raises ProtocolError for a foreign or repeated rank.
 
-    def arrive(self, rank: int, blob: bytes) -> GatherState:
-        """Takes a rank's arrival; raises ProtocolError for a foreign or repeated rank, or once it is complete."""
+        Returns:
+            All arrivals in rank order where it is the last one, else None.
+        """
         if rank not in self._ranks:
             raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
         if rank in self._blobs:
             raise ProtocolError(detail=f"rank {rank} came to the door twice")
         self._blobs[rank] = blob
-        return self._move("arrive" if self.missing else "last")
-
-    def abort(self) -> GatherState:
-        """Ends the gather, unless it is complete."""
-        return self._move("abort")
-
-    def _move(self, event: str) -> GatherState:
-        try:
-            self.state = _NEXT[self.state, event]
-        except KeyError:
-            raise ProtocolError(detail=f"{event!r} at a door that is {self.state.value}") from None
-        return self.state
+        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[one] for one in self._ranks)

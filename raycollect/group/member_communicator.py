@@ -173,7 +173,7 @@ class MemberCommunicator:
             if ring is not None:
                 spec, rank = self._owner.spec, self._owner.rank
                 if spec.group_id not in ring.groups:
-                    ring.groups[spec.group_id] = Place(spec.name, spec.backend, rank, spec.world_size)
+                    ring.groups[spec.group_id] = Place.of(spec, rank)
                 ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:

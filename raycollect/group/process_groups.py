@@ -103,7 +103,4 @@ class ProcessGroups:
 
 def places() -> dict[str, Place]:
     """The groups, by id, for timelines."""
-    return {
-        one.spec.group_id: Place(one.spec.name, one.spec.backend, one.rank, one.spec.world_size)
-        for one in ProcessGroups.current().all()
-    }
+    return {one.spec.group_id: Place.of(one.spec, one.rank) for one in ProcessGroups.current().all()}

@@ -216,7 +216,7 @@ class JoinedGroups:
         if joined_group is not None:
             ring = Tracer.current().of(self._controller)
             if ring is not None:
-                ring.groups[message.group_id] = _place(joined_group)
+                ring.groups[message.group_id] = Place.of(joined_group.spec, joined_group.rank)
             joined_group.close("the group was destroyed")
 
     def received(self, message: Any) -> None:
@@ -227,7 +227,7 @@ class JoinedGroups:
 
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""
-        return {group_id: _place(one) for group_id, one in list(self.by_id.items())}
+        return {group_id: Place.of(one.spec, one.rank) for group_id, one in list(self.by_id.items())}
 
     def take_all(self) -> Sequence[JoinedGroup]:
         """Forgets all groups and returns them."""
@@ -244,8 +244,3 @@ def _read_spec(message: Join) -> GroupSpec:
     if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
         raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
     return spec
-
-
-def _place(joined_group: JoinedGroup) -> Place:
-    spec = joined_group.spec  # in a group inside another the user has no rank
-    return Place(spec.name, spec.backend, -1 if spec.parent else joined_group.rank, spec.world_size)

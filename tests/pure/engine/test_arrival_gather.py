@@ -1,4 +1,4 @@
-"""The door where one process gathers the arrivals: who may come when, and what an abort does."""
+"""The door where one process gathers the arrivals: who may come when, and what the last one gets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from raycollect.engine.agreement import _NEXT, ArrivalGather, GatherState
-from raycollect.errors import InternalError, ProtocolError
+from raycollect.engine.agreement import ArrivalGather
+from raycollect.errors import ProtocolError
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -18,30 +18,19 @@ def test_the_last_rank_completes_the_door_in_any_order(world: int, seed: int) ->
     door = ArrivalGather(ranks)
     for at, rank in enumerate(order):
         assert door.missing == tuple(r for r in ranks if r not in order[:at])
-        state = door.arrive(rank, bytes([rank]))
-        assert state is door.state
-        assert state is (GatherState.COMPLETE if at == world - 1 else GatherState.OPEN)
+        found = door.arrive(rank, bytes([rank]))
+        in_order = tuple(bytes([rank]) for rank in ranks)
+        assert found == (in_order if at == world - 1 else None), "in the order of the ranks, not of their coming"
     assert door.missing == ()
-    assert door.blobs == tuple(bytes([rank]) for rank in ranks), "in the order of the ranks, not of their coming"
-
-
-def test_blobs_of_a_door_that_is_not_complete_are_our_bug() -> None:
-    door = ArrivalGather((0, 1))
-    door.arrive(1, b"")
-    with pytest.raises(InternalError, match=r"open, ranks \(0,\) are missing"):
-        _ = door.blobs
-    door.abort()
-    with pytest.raises(InternalError, match="aborted"):
-        _ = door.blobs
 
 
 def test_coming_twice_is_a_protocol_error_and_changes_nothing() -> None:
     door = ArrivalGather((0, 1))
-    door.arrive(0, b"first")
+    assert door.arrive(0, b"first") is None
     with pytest.raises(ProtocolError, match="rank 0 came to the door twice"):
         door.arrive(0, b"second")
-    assert door.arrive(1, b"other") is GatherState.COMPLETE
-    assert door.blobs == (b"first", b"other")
+    assert door.missing == (1,)
+    assert door.arrive(1, b"other") == (b"first", b"other")
     with pytest.raises(ProtocolError, match="twice"):
         door.arrive(1, b"again")
 
@@ -52,34 +41,3 @@ def test_a_stranger_is_a_protocol_error(rank: int) -> None:
     with pytest.raises(ProtocolError, match=rf"rank {rank} has no part"):
         door.arrive(rank, b"")
     assert door.missing == (0, 2)
-
-
-def test_an_aborted_door_never_completes() -> None:
-    door = ArrivalGather((0, 1, 2))
-    door.arrive(0, b"")
-    assert door.abort() is GatherState.ABORTED
-    assert door.arrive(1, b"") is GatherState.ABORTED
-    assert door.arrive(2, b"") is GatherState.ABORTED
-    assert door.abort() is GatherState.ABORTED
-    assert door.missing == ()
-
-
-def test_a_complete_door_is_not_aborted() -> None:
-    door = ArrivalGather((0,))
-    door.arrive(0, b"x")
-    assert door.abort() is GatherState.COMPLETE
-    assert door.blobs == (b"x",)
-
-
-def test_every_move_of_the_table_and_no_other_is_legal() -> None:
-    for state in GatherState:
-        for event in ("arrive", "last", "abort"):
-            door = ArrivalGather((0,))
-            door.state = state
-            if (state, event) in _NEXT:
-                assert door._move(event) is _NEXT[state, event]
-            else:
-                with pytest.raises(ProtocolError, match=state.value):
-                    door._move(event)
-                assert door.state is state
-    assert {key for key in _NEXT if key[0] is GatherState.COMPLETE} == {(GatherState.COMPLETE, "abort")}
