@@ -141,7 +141,6 @@ class _Uplink:
         self._make = make
         self._process_group: ProcessGroup | None = None
         self._answers: SimpleQueue[ProcessGroup | RaycollectError | None] = SimpleQueue()
-        self._is_answered = False
 
     def answer(self, timeout_s: float) -> ProcessGroup | RaycollectError | None:
         """Waits for the first message of rank 0: the process group, or why there is none; None: it says nothing."""
@@ -166,30 +165,25 @@ class _Uplink:
     def received(self, link: Link, message: Message) -> None:
         """Rank 0 said something; on the hub's thread."""
         process_group = self._process_group
-        if isinstance(message, Welcome):
+        if process_group is None and isinstance(message, Welcome):
             self._process_group = self._make(self, message.group_id)  # now, as the next messages are for it
-            self._tell(self._process_group)
-        elif isinstance(message, Refused) and process_group is not None:
+            self._answers.put(self._process_group)
+        elif process_group is None and isinstance(message, Refused):
+            self._answers.put(from_wire(message.error))
+        elif process_group is not None and isinstance(message, Refused):
             process_group.lost(from_wire(message.error))
-        elif isinstance(message, Refused):
-            self._tell(from_wire(message.error))
         elif process_group is not None:
             process_group.received(message)
 
     def closed(self, link: Link, reason: ChannelError) -> None:
         """The connection has ended; on the hub's thread."""
-        self._tell(kept(reason))
+        self._answers.put(kept(reason))
         process_group, self._process_group = self._process_group, None  # which holds this
         if process_group is not None:
             actor = process_group.actor(0)
             detail = f"its process, which relays for the group, ended ({reason.detail})"
             died = ParticipantDiedError(group_name=process_group.name, rank=0, actor=actor, detail=detail)
             process_group.orphaned(died)
-
-    def _tell(self, answer: ProcessGroup | RaycollectError | None) -> None:
-        if not self._is_answered:
-            self._is_answered = True
-            self._answers.put(answer)
 
 
 def follow(request: BootstrapRequest, store: BootstrapStore, hub: Hub) -> ProcessGroup:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from raycollect.channel.messages import Join, Joined, Leave, Message, Publish
@@ -12,7 +12,6 @@ from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Communicator, Surviving
 from raycollect.errors import (
-    ConnectionLostError,
     GroupBrokenError,
     GroupExistsError,
     InternalError,
@@ -25,9 +24,9 @@ from raycollect.group.communicator_init import make_communicator
 from raycollect.group.coordinator import PLANS
 from raycollect.group.hub_client import HubRendezvous
 from raycollect.group.member_communicator import MemberCommunicator
-from raycollect.group.process_group import ProcessGroup, WatchWait
+from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.rendezvous import ChannelExchange
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.reporter import Reporter
 from raycollect.observe import Place, Tracer
 
@@ -45,8 +44,7 @@ class JoinedGroup:
         rank: This process's rank.
         members: What `Join` says of all, in rank order.
         process_groups: The groups of this process.
-        send: Sends to the controller that declared the group; raises ConnectionLostError if it is gone.
-        watch: What is told of imperative calls that block.
+        reporter: Tells the controller that declared the group; also of imperative calls that block.
 
     Attributes:
         ordered: Whether this actor's methods come one by one.
@@ -63,30 +61,29 @@ class JoinedGroup:
         rank: int,
         members: Sequence[Mapping[str, Any]],
         process_groups: ProcessGroups,
-        send: Callable[[Message], None],
-        watch: WatchWait,
+        reporter: Reporter,
     ) -> None:
-        def tell(said: Message) -> None:
-            with suppress(ConnectionLostError):  # whoever is gone ends its groups
-                send(said)
+        def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
+            name, ranks = communicator.name, communicator.ranks
+            return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.call)
 
         self.spec = spec
         self.rank = rank
         self.actor_ids: tuple[str, ...] = tuple(str(member.get("actor_id", "")) for member in members)
         self.ordered: bool = bool(members[rank]["ordered"])
-        self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
+        self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, reporter.tell)
         self.process_group: ProcessGroup | None = None
         self._process_groups = process_groups
-        self._tell = tell
+        self._tell = reporter.tell
         self._changed = threading.Condition()
         self._values: dict[str, bytes] = {}  # what the members have published
-        self._given_up = ""  # why the group was
+        self._given_up: list[str] = []  # why the group was
         self._communicator: Communicator | None = None
         if not spec.parent:
             self.process_group = ProcessGroup(
                 spec,
                 rank,
-                send,
+                reporter.link.send,
                 members=[member["actor"] for member in members],
                 host=ray_internals.node_address(),
                 declared=True,
@@ -103,7 +100,13 @@ class JoinedGroup:
 
     def connect(self) -> RaycollectError | None:
         """Makes the communicator, which waits for the other members. Returns the error if that fails."""
-        rendezvous = HubRendezvous(self._values, self._publish, lambda: self._given_up, self._changed)
+        # Communicators may keep what is made here, which must not keep this object.
+        group_id, tell, given_up = self.spec.group_id, self._tell, self._given_up
+
+        def publish(name: str, value: bytes) -> None:
+            tell(Publish(group_id=group_id, lane=PLANS, generation=group_id, name=name, value=value))
+
+        rendezvous = HubRendezvous(self._values, publish, lambda: given_up[0] if given_up else "", self._changed)
         try:
             made = make_communicator(self.spec, self.rank, rendezvous, self.exchange, ray_internals.node_address())
         except RaycollectError as exc:
@@ -112,10 +115,6 @@ class JoinedGroup:
         if self._given_up:
             made.close()
         return None
-
-    def _publish(self, name: str, value: bytes) -> None:
-        group_id = self.spec.group_id
-        self._tell(Publish(group_id=group_id, lane=PLANS, generation=group_id, name=name, value=value))
 
     def received(self, message: Message) -> None:
         """A message of the hub, for what the members make here; on the channel's thread."""
@@ -129,7 +128,7 @@ class JoinedGroup:
     def give_up(self, reason: str) -> None:
         """Ends all waits for what other members publish."""
         with self._changed:
-            self._given_up = reason
+            self._given_up.append(reason)
             self._changed.notify_all()
 
     def lost(self, actor_id: str) -> bool:
@@ -178,18 +177,11 @@ class JoinedGroups:
 
     def join(self, message: Join) -> None:
         """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""
-
-        def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
-            return self._reporter.waiting(
-                spec.group_id, communicator.name, op, communicator.ranks, seq=0, call=lambda: communicator.call
-            )
-
         spec = _read_spec(message)
         if spec.group_id in self.by_id:  # nothing would ever release what the first one holds
             raise ProtocolError(detail="a group is joined once")
-        process_groups, send = self._runtime.process_groups, self._reporter.link.send
         try:
-            made = JoinedGroup(spec, message.rank, message.members, process_groups, send, watch)
+            made = JoinedGroup(spec, message.rank, message.members, self._runtime.process_groups, self._reporter)
         except GroupExistsError as exc:
             self._reporter.tell(Joined(request=message.request, error=to_wire(exc)))
             return

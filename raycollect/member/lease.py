@@ -66,10 +66,10 @@ from raycollect.member.captured_steps import (
     open_doorbell,
     pinned,
 )
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.joined_group import JoinedGroup, JoinedGroups
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.recording_agent import RecordingAgent
-from raycollect.member.rendezvous import ChannelExchange
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps

@@ -280,10 +280,10 @@ def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
 @fault_in("raycollect-call-...")
 def test_a_communicator_s_thread_goes_on_with_the_next_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
     def start(slot: ProcessGroup) -> Any:
-        return slot.start("all", "word", lambda communicator, seq: Outcome()).result(WAIT_S)
+        return slot.communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S).result(WAIT_S)
 
     with fail_at(MemberCommunicator, "_run", thread="raycollect-call-all"):
-        error = _outcome(two[0].start("all", "word", lambda communicator, seq: Outcome()))
+        error = _outcome(two[0].communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S))
     assert isinstance(error, InternalError)
     assert error.detail.startswith(f"a call on communicator all failed: {BOOM}")
     assert {type(one) for one in both(two, start)} == {Outcome}
@@ -329,8 +329,8 @@ def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGrou
         assert met.wait(WAIT_S)
         return Outcome()
 
-    call = two[1].start("all", "word", waits)
-    other = two[0].start("all", "word", waits)
+    call = two[1].communicator("all").start("word", waits, WAIT_S)
+    other = two[0].communicator("all").start("word", waits, WAIT_S)
     with fail_at(watchdog.Watchdog, "received"):
         two[1].received(question)
     met.set()

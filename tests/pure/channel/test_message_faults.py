@@ -38,9 +38,9 @@ from raycollect.group.coordinator import PLANS, Coordinator
 from raycollect.group.membership import DATA, PROGRAM
 from raycollect.member import lease as leases
 from raycollect.member import recording_agent, reporter
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.plan_queue import PlanQueue
-from raycollect.member.rendezvous import ChannelExchange
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Recorder, Tracer, stacks, timeline_session
 from raycollect.pos import Container, Store
