@@ -2,7 +2,7 @@
 
 The hub is the controller of a declared group, or rank 0 of one that its members made. A communicator (``lane`` in
 messages) is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what rank s sends to
-rank d. The rules:
+rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobody meets. The rules:
 
 1. On each communicator a rank waits at one *place* at a time: to form it, or for the agreement of one launch. When all
    its ranks wait at the same place, each gets what all brought.
