@@ -16,7 +16,6 @@ from raycollect.channel.messages import (
     Publish,
     Ran,
     Ready,
-    Store,
     Stuck,
     Waiting,
     Withdraw,
@@ -34,6 +33,7 @@ from raycollect.errors import (
     from_wire,
     refusal,
 )
+from raycollect.group.coordinator import PLANS
 from raycollect.pos.handle import Handle
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ControllerMessages:
     def undone(self, peer: ParticipantLink, message: Any, error: RaycollectError) -> None:
         """Handling a message failed: whoever waits for its effect gets the error."""
         controller = self._controller
-        if isinstance(message, (Joined, Store)):
+        if isinstance(message, Joined) or (isinstance(message, Publish) and message.lane == PLANS):
             controller.participants.fail_join(error)
         elif isinstance(message, (Arrive, Behind, Done, Ran, Ready, Waiting)):
             tracker = self._tracker_of(message.seq)
@@ -94,6 +94,14 @@ class ControllerMessages:
                 self._controller.send(tracker, tracker.fail(reason, unsent=(position,)))
 
     # ------------------------------------------------------------------------------------------ groups
+
+    def _meet(self, peer: ParticipantLink, message: Any) -> None:
+        self._controller.groups.coordinators.receive(peer, message)
+
+    def _publish(self, peer: ParticipantLink, message: Publish) -> None:
+        """A member publishes a value: the others get it, but not before their invitation."""
+        with self._controller.participants.inviting:
+            self._meet(peer, message)
 
     def _stuck(self, peer: ParticipantLink, message: Stuck) -> None:
         coordinators = self._controller.groups.coordinators
@@ -180,7 +188,6 @@ def _position(tracker: PlanTracker, peer: ParticipantLink) -> int:
 
 _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]] = {
     Joined: lambda mine, peer, message: mine._controller.participants.joined(message),
-    Store: lambda mine, peer, message: mine._controller.participants.stored(peer, message),
     Arrive: ControllerMessages._arrive,
     Behind: ControllerMessages._behind,
     Depart: ControllerMessages._depart,
@@ -188,8 +195,6 @@ _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]
     Ran: ControllerMessages._ran,
     Waiting: ControllerMessages._waiting,
     Stuck: ControllerMessages._stuck,
-    **dict.fromkeys(
-        (Drop, Meet, Publish, Withdraw),
-        lambda mine, peer, message: mine._controller.groups.coordinators.receive(peer, message),
-    ),
+    Publish: ControllerMessages._publish,
+    **dict.fromkeys((Drop, Meet, Withdraw), ControllerMessages._meet),
 }

@@ -1,4 +1,4 @@
-"""The coordinators of a controller's groups, which match the members' own (imperative) calls."""
+"""The coordinators of a controller's groups, which match the members' own (imperative) calls, and relay values."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ class Coordinators:
             self.receive(peer, replace(message, group_id=group_id, ranks=ranks))
 
     def lost(self, peer: ParticipantLink, group_id: str, reason: str) -> None:
-        """A member's process is gone."""
+        """A member's process is gone. Those of the groups inside a group hear of it from that one."""
         found = self._coordinators.get(group_id)
-        if found is not None:
+        if found is not None and not found[1].spec.parent:
             coordinator, membership = found
             self.relay(membership, coordinator.lost(membership.rank_of(peer.info["actor_id"]), reason))
 

@@ -267,6 +267,7 @@ class Groups:
         if not inner:
             return membership
         for one in inner:
+            self.coordinators.open(one)
             for member in one.members:
                 self._peers.leased(member.actor_id, [one]).group_ids.add(one.spec.group_id)
         try:
@@ -285,11 +286,11 @@ class Groups:
         self._ending(membership)
         for one in reversed(membership.tree):
             self._part(one)
-        self.coordinators.close(membership)
         cluster_registry.remove(membership)
 
     def _part(self, membership: Membership) -> None:
         self._peers.part(membership)
+        self.coordinators.close(membership)
         self._broken.pop(membership.spec.group_id, None)
 
 

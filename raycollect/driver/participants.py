@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
@@ -23,8 +23,6 @@ from raycollect.channel.messages import (
     Measure,
     Measured,
     Seen,
-    Store,
-    Stored,
     Survey,
     Surveyed,
     Unable,
@@ -77,7 +75,7 @@ class Participants:
         self._peers: dict[str, ParticipantLink] = {}  # by actor id
         self._requests = itertools.count(1)
         self._joining: dict[int, _Joining] = {}
-        self._inviting = threading.Lock()  # until all members of a group know of it
+        self.inviting: threading.Lock = threading.Lock()  # held until all members of a group know of it
 
     def close(self) -> None:
         """Gives all back."""
@@ -105,10 +103,6 @@ class Participants:
             actor = next((one.actor for one in members if one.actor_id == actor_id), f"actor {actor_id[:6]}")
             raise GroupBrokenError(group_name="", detail=f"{actor} is gone")
         return peer
-
-    def of_group(self, group_id: str) -> Iterator[ParticipantLink]:
-        """The leased members of a group."""
-        return (peer for peer in list(self._peers.values()) if group_id in peer.group_ids)
 
     def drop(self, peer: ParticipantLink) -> bool:
         """Forgets one whose connection has ended; False where it was not leased any more."""
@@ -196,7 +190,7 @@ class Participants:
                 asked = {next(self._requests): _Joining(member) for member in membership.members}
                 waiting.update(asked)
                 self._joining.update(asked)
-                with self._inviting:
+                with self.inviting:
                     for request, joining in asked.items():
                         rank = joining.member.rank
                         join = Join(request=request, group=asdict(membership.spec), rank=rank, members=members)
@@ -216,14 +210,6 @@ class Participants:
                 detail=f"not joined in time: {names}",
                 missing=tuple(one.member.rank for one in late),
             )
-
-    def stored(self, peer: ParticipantLink, message: Store) -> None:
-        """A member publishes a value: all others get it, but not before their invitation; on the hub's thread."""
-        stored = Stored(group_id=message.group_id, name=message.name, value=message.value)
-        with self._inviting:
-            for other in self.of_group(message.group_id):
-                if other is not peer:
-                    other.send(stored)
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""

@@ -61,10 +61,8 @@ class PlanArrivals:
         if not 0 <= message.round < rounds:
             raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} at its door")
         key = (message.seq, message.round, message.group_id, ranks)
-        gather = self._gathers.setdefault(key, ArrivalGather(ranks))
-        if not gather.arrive(message.rank, message.blob):
-            return None
-        return Gathered(message, places, list(gather.blobs), message.round == rounds - 1)
+        blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)
+        return None if blobs is None else Gathered(message, places, blobs, message.round == rounds - 1)
 
     def missing(self) -> RankNames:
         """(rank, actor) of those who have not arrived at the latest agreement."""

@@ -304,6 +304,6 @@ def _record(tracker: PlanTracker, ring: Ring) -> None:
 def _label(tracker: PlanTracker, ring: Ring) -> Label:
     specs = [one.spec for one in tracker.groups]
     for spec in specs:
-        ring.groups.setdefault(spec.group_id, Place(spec.name, spec.backend, -1, spec.world_size))
+        ring.groups.setdefault(spec.group_id, Place.of(spec))
     plan, groups = tracker.plan, ",".join([spec.group_id for spec in specs])
     return Label(plan.name, groups, -1, len(plan.participants), 0, len(plan.requests))

@@ -338,18 +338,15 @@ class ArrivalGather:
         """The ranks that have not come."""
         return tuple(rank for rank in self._ranks if rank not in self._blobs)
 
-    @property
-    def blobs(self) -> tuple[bytes, ...]:
-        """The arrivals in rank order; raises InternalError until all have come."""
-        if self.missing:
-            raise InternalError(detail=f"the door is open, ranks {self.missing} are missing")
-        return tuple(self._blobs[rank] for rank in self._ranks)
+    def arrive(self, rank: int, blob: bytes) -> tuple[bytes, ...] | None:
+        """Takes a rank's arrival; raises ProtocolError for a foreign or repeated rank.
 
-    def arrive(self, rank: int, blob: bytes) -> bool:
-        """Takes a rank's arrival; True where it was the last. Raises ProtocolError for a foreign or repeated rank."""
+        Returns:
+            All arrivals in rank order where it is the last one, else None.
+        """
         if rank not in self._ranks:
             raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
         if rank in self._blobs:
             raise ProtocolError(detail=f"rank {rank} came to the door twice")
         self._blobs[rank] = blob
-        return not self.missing
+        return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[one] for one in self._ranks)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from raycollect import backends
-from raycollect.backends.tcp.communicator import create as create_tcp
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.core.protocols import Communicator, Exchange, Rendezvous
@@ -29,6 +26,7 @@ class CommunicatorInit:
     def __init__(self, hub: HubClient, deadline_s: float) -> None:
         self._hub = hub
         self._generation = hub.generation
+        self._rendezvous = hub.rendezvous(self._generation, deadline_s)
         self._deadline_s = deadline_s
         self._settled = False
         self._made: Communicator | None = None
@@ -78,36 +76,20 @@ class CommunicatorInit:
         hub, owner = self._hub, self._hub.owner
         group_id = f"{owner.spec.group_id}/{hub.name}/{self._generation}"
         spec = replace(owner.spec, group_id=group_id, world_size=len(hub.ranks))
-        rendezvous = CommunicatorRendezvous(hub, self._generation, self._deadline_s)
-        exchange = CommunicatorExchange(hub, self._generation)
-        create = backends.load(spec.backend, spec.name)
         if hub.name != ALL and spec.backend in _ON_TCP:
-            create = _create_pair
-        rank = hub.ranks.index(owner.rank)
-        made = create(spec, rank, rendezvous, exchange, host=owner.host, segments=Segments.current())
-        rendezvous.deadline_s = math.inf  # a library that connects on first use goes on asking
+            spec = replace(spec, backend="tcp", options=())  # the options are the library's
+        exchange = CommunicatorExchange(hub, self._generation)
+        made = make_communicator(spec, hub.ranks.index(owner.rank), self._rendezvous, exchange, owner.host)
+        self._rendezvous.deadline_s = math.inf  # a library that connects on first use goes on asking
         return made
 
 
-def _create_pair(spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, **where: Any) -> Communicator:
-    return create_tcp(replace(spec, options=()), rank, rendezvous, exchange, **where)  # the options are the library's
-
-
-class CommunicatorRendezvous:
-    """The `Rendezvous` of one generation of a communicator."""
-
-    def __init__(self, hub: HubClient, generation: str, deadline_s: float) -> None:
-        self._hub = hub
-        self._generation = generation
-        self.deadline_s = deadline_s
-
-    def put(self, name: str, value: bytes) -> None:
-        """Publishes a value to all ranks."""
-        self._hub.publish(self._generation, name, value)
-
-    def get(self, name: str, timeout_s: float) -> bytes:
-        """Waits for a value, but no longer than the call that forms the communicator."""
-        return self._hub.wait_value(self._generation, name, min(timeout_s, self.deadline_s - time.monotonic()))
+def make_communicator(
+    spec: GroupSpec, rank: int, rendezvous: Rendezvous, exchange: Exchange, host: str
+) -> Communicator:
+    """Has a backend make the communicator of a rank; waits for the other ranks, and raises as backends do."""
+    create = backends.load(spec.backend, spec.name)
+    return create(spec, rank, rendezvous, exchange, host=host, segments=Segments.current())
 
 
 class CommunicatorExchange:

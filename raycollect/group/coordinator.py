@@ -2,7 +2,7 @@
 
 The hub is the controller of a declared group, or rank 0 of one that its members made. A communicator (``lane`` in
 messages) is a set of ranks that all take part in each of its launches: ``"all"``, or ``"s>d"`` for what rank s sends to
-rank d. The rules:
+rank d. On that of the driver's plans, ``"plans"``, values are relayed, and nobody meets. The rules:
 
 1. On each communicator a rank waits at one *place* at a time: to form it, or for the agreement of one launch. When all
    its ranks wait at the same place, each gets what all brought.
@@ -37,6 +37,9 @@ from raycollect.errors import ProtocolError, RaycollectError, Violation, refusal
 ALL = "all"
 """The communicator of collectives."""
 
+PLANS = "plans"
+"""That of the driver's plans. Its ranks only publish what they need to connect; the controller lets them meet."""
+
 Orders = list[tuple[int, Message]]
 """(rank, message): what to send, in order."""
 
@@ -48,7 +51,7 @@ def name_of_ranks(source: int, target: int) -> str:
 
 def ranks_of(name: str, world_size: int) -> tuple[int, ...]:
     """The ranks of a communicator, ascending; ProtocolError: there is none of that name."""
-    if name == ALL:
+    if name in (ALL, PLANS):
         return tuple(range(world_size))
     try:
         source, target = map(int, name.split(">"))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from raycollect.channel import DataLink, Link, Server
 from raycollect.channel.messages import Depart, Message, Refused, Welcome
 from raycollect.core import threads
-from raycollect.core.model import Address
+from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
     ChannelError,
     ConnectionLostError,
@@ -23,28 +25,38 @@ from raycollect.errors import (
 from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.process_group import ProcessGroup
 
+FADING_S = 5.0
+"""How long the hub of a group that failed to form stays to tell late members of it, in seconds."""
+
 _FLUSH_S = 0.0005
+
+
+def hello_of(spec: GroupSpec, rank: int, who: str) -> dict[str, Any]:
+    """What a member says to rank 0 of the group as it was told, and of itself."""
+    named = {"rank": rank, "world_size": spec.world_size, "backend": spec.backend, "who": who}
+    return named | {"options": repr(spec.options)}
 
 
 class CoordinatorServer:
     """Relays for the members of one group. It serves until the last of them, with rank 0, has left.
 
-    `request` is what rank 0 was told of the group: ``world_size``, ``backend``, ``options``, ``who`` it is.
+    Args:
+        host: Where it listens.
+        spec: The group as rank 0 was told; its id is made here.
+        who: What a person calls rank 0.
     """
 
-    def __init__(self, host: str, name: str, request: dict[str, Any]) -> None:
-        self.group_id: str = secrets.token_hex(8)
-        self.name = name
+    def __init__(self, host: str, spec: GroupSpec, who: str) -> None:
+        self.spec: GroupSpec = replace(spec, group_id=secrets.token_hex(8))
         self.complete = False  # whether all have joined
-        self.all_told: threading.Event = threading.Event()  # set when all who were to join know of the failure
-        self._request = request
-        self._world_size: int = request["world_size"]
-        self._coordinator = Coordinator(self.group_id, self._world_size, name)
+        self._coordinator = Coordinator(self.spec.group_id, spec.world_size, spec.name)
         self._process_group: ProcessGroup | None = None
         self._failed: RaycollectError | None = None
+        self._all_told = threading.Event()  # set when all who were to join know of the failure
+        self._fading: threading.Thread | None = None
         self._told: set[tuple[str, str]] = set()  # (rank, who) of those who know that there is no group, or have left
         self._links: dict[int, Link] = {}
-        self._who: dict[int, str] = {0: request["who"]}
+        self._who: dict[int, str] = {0: who}
         self._lock = threading.Lock()
         self._server = Server(host, secrets.token_bytes(32), self)
 
@@ -71,15 +83,27 @@ class CoordinatorServer:
         """Rank 0 has destroyed the group on its side; the hub goes on for the others."""
         with self._lock:
             self._process_group = None
-            self._deliver(self._coordinator.receive(0, Depart(group_id=self.group_id)))
+            self._deliver(self._coordinator.receive(0, Depart(group_id=self.spec.group_id)))
             idle = not self._links
         if idle:
             self._server.close()
 
-    def fail(self, error: RaycollectError) -> None:
-        """The group can't form: tells all who have come, and who will come."""
+    def fail(self, error: RaycollectError, fade: Callable[[], None] = lambda: None) -> None:
+        """The group can't form: tells all who have come, and who will come until it fades, when `fade` is called."""
         with self._lock:
             self._fail(error)
+        self._fading = threads.start("raycollect-fading", self._fade, fade)
+
+    def end(self) -> None:
+        """Fades now; returns when nothing is left of it."""
+        self._all_told.set()
+        if self._fading is not None:
+            self._fading.join()
+
+    def _fade(self, fade: Callable[[], None]) -> None:
+        self._all_told.wait(FADING_S)
+        threads.survives(fade, place="taking back where rank 0 is")
+        self.close()
 
     def close(self) -> None:
         """Ends the hub, and rank 0's own process group."""
@@ -104,7 +128,7 @@ class CoordinatorServer:
                 if not problem:
                     self._admit(link, hello)
                     return
-                self._fail(InvalidGroupError(group_name=self.name, detail=problem))
+                self._fail(InvalidGroupError(group_name=self.spec.name, detail=problem))
             if self._failed is not None:
                 self._refuse(link, self._failed)
 
@@ -143,45 +167,45 @@ class CoordinatorServer:
 
     def _show(self, link: Link) -> None:
         if self._failed is None and not self.complete:
-            link.send(Welcome(participant={}))
+            link.send(Welcome())
         else:
             link.close()
 
-    def _problem(self, hello: dict[str, Any]) -> str:
-        rank, world_size, backend = hello.get("rank"), hello.get("world_size"), hello.get("backend")
-        who = f"rank {rank} ({hello.get('who')})"
+    def _problem(self, said: dict[str, Any]) -> str:
+        rank, world_size, backend = said.get("rank"), said.get("world_size"), said.get("backend")
+        who = f"rank {rank} ({said.get('who')})"
         mine = f"rank 0 ({self._who[0]})"
-        if world_size != self._world_size:
-            return f"{who} says that world_size is {world_size}, and {mine} that it is {self._world_size}"
-        if backend != self._request["backend"]:
-            return f"{who} asks for backend {backend!r}, and {mine} for {self._request['backend']!r}"
-        if hello.get("options") != self._request["options"]:
+        if world_size != self.spec.world_size:
+            return f"{who} says that world_size is {world_size}, and {mine} that it is {self.spec.world_size}"
+        if backend != self.spec.backend:
+            return f"{who} asks for backend {backend!r}, and {mine} for {self.spec.backend!r}"
+        if said.get("options") != repr(self.spec.options):
             return f"{who} gives other pg_options than {mine}"
-        if not isinstance(rank, int) or not 0 <= rank < self._world_size:
-            return f"{who} is no rank of a group of {self._world_size}"
+        if not isinstance(rank, int) or not 0 <= rank < self.spec.world_size:
+            return f"{who} is no rank of a group of {self.spec.world_size}"
         if rank in self._who:
-            return f"rank {rank} was taken twice: by {self._who[rank]} and by {hello.get('who')}"
+            return f"rank {rank} was taken twice: by {self._who[rank]} and by {said.get('who')}"
         return ""
 
     def _admit(self, link: Link, hello: dict[str, Any]) -> None:
         rank = hello["rank"]
         self._links[rank] = link
         self._who[rank] = str(hello.get("who"))
-        link.send(Welcome(participant={"group_id": self.group_id}))
+        link.send(Welcome(group_id=self.spec.group_id))
 
     def _refuse(self, link: Link, error: RaycollectError) -> None:
         self._told.add(_name(link.hello))
         with suppress(ConnectionLostError):
             link.send(Refused(error=to_wire(error)))
-        if len(self._told) >= self._world_size - 1:
-            self.all_told.set()
+        if len(self._told) >= self.spec.world_size - 1:
+            self._all_told.set()
 
     def _fail(self, error: RaycollectError) -> None:
         if self._failed is not None:
             return
         self._failed = error
-        if self._world_size == 1:
-            self.all_told.set()
+        if self.spec.world_size == 1:
+            self._all_told.set()
         for link in self._links.values():
             self._refuse(link, error)
         if self._process_group is not None:

@@ -13,11 +13,10 @@ import ray
 from raycollect import backends
 from raycollect.core import ray_internals
 from raycollect.core.model import GroupSpec, Member
-from raycollect.engine.device_staging import memory_of
 from raycollect.errors import InvalidGroupError
 from raycollect.errors.text import listed, shown
 from raycollect.group import pg_options as options
-from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM
+from raycollect.group.membership import DEFAULT_TIMEOUT_S, MEMBERS_TIMEOUT_S, ORDERINGS, PROGRAM, on_backend
 from raycollect.group.rank_table import ENVIRONMENT_VARIABLE, Place, RankTable, assign
 
 _WITH_CHIP_MAP = ("torch:sccl",)
@@ -121,17 +120,16 @@ class Declaration:
         given = dict(self.options)
         if self.rank_table is not None and backend in _WITH_CHIP_MAP:
             given.setdefault("chip_map", self.rank_table.chip_map)
-        return GroupSpec(
+        spec = GroupSpec(
             name=self.name,
             group_id=group_id,
             backend=backend,
             world_size=len(self.actors),
             ordering=self.ordering,
-            ops=backends.ops_of(backend),
-            memory=memory_of(backend),
             options=tuple(sorted(given.items())),
             timeout_s=self.call_timeout_s,
         )
+        return on_backend(spec, backend)
 
 
 def _actor_problems(actors: Any) -> list[str]:

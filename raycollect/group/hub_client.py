@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,50 @@ CAUSE_S = 2.0
 
 FORM, MADE = "form", "made"
 """Where ranks meet before they make a communicator, and when they have one (followed by the generation)."""
+
+
+class HubRendezvous:
+    """A `Rendezvous` whose values the hub relays to the other ranks of a communicator.
+
+    Args:
+        values: What has come; its owner adds to it under the lock.
+        publish: Sends a value to the hub.
+        why_over: Why nothing is awaited any more, or an empty text; asked under the lock.
+        changed: Has the lock, and is notified when `values` or `why_over` change.
+        deadline_s: Until when values are awaited at most, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        values: dict[str, bytes],
+        publish: Callable[[str, bytes], None],
+        why_over: Callable[[], str],
+        changed: threading.Condition,
+        deadline_s: float = math.inf,
+    ) -> None:
+        self.deadline_s = deadline_s
+        self._values = values
+        self._publish = publish
+        self._why_over = why_over
+        self._changed = changed
+
+    def put(self, name: str, value: bytes) -> None:
+        """Publishes a value to all ranks."""
+        with self._changed:
+            self._values[name] = value
+        self._publish(name, value)
+
+    def get(self, name: str, timeout_s: float) -> bytes:
+        """Waits for a value."""
+        limit_s = min(timeout_s, self.deadline_s - time.monotonic())
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._values or self._why_over(), max(limit_s, 0))
+            if name in self._values:
+                return self._values[name]
+            why = self._why_over()
+        if why:
+            raise PlanAbortedError(op="join", detail=why)
+        raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=limit_s)
 
 
 class HubClient:
@@ -47,7 +92,7 @@ class HubClient:
         self._numbers = itertools.count(1)  # of calls and meetings
         self._meeting = 0
         self._answer: Met | Missed | None = None
-        self._values: dict[tuple[str, str], bytes] = {}
+        self._values: dict[str, bytes] = {}  # of the rendezvous of this generation
 
     def begin(self) -> None:
         """Begins a call; the caller holds the lock."""
@@ -138,7 +183,7 @@ class HubClient:
             if isinstance(message, Met) and self.place == FORM:
                 # Here and not in the call's thread, so that the messages that follow find the generation.
                 self.generation, self.stale, self.cause = message.blobs[0].decode(), False, None
-                self._values = {key: v for key, v in self._values.items() if key[0] == self.generation}
+                self._values = {}
             self.is_made = self.is_made or (isinstance(message, Met) and self.place.startswith(MADE))
             self.changed.notify_all()
 
@@ -152,30 +197,24 @@ class HubClient:
 
     # ------------------------------------------------------------------------------------------ the rendezvous
 
-    def publish(self, generation: str, name: str, value: bytes) -> None:
-        """Publishes a value of the rendezvous to all ranks."""
-        message = Publish(
-            group_id=self.owner.spec.group_id, lane=self.name, generation=generation, name=name, value=value
-        )
-        self.published(message)
-        self._send(message)
+    def rendezvous(self, generation: str, deadline_s: float) -> HubRendezvous:
+        """The rendezvous of the generation that the ranks have met for."""
+
+        def publish(name: str, value: bytes) -> None:
+            group_id = self.owner.spec.group_id
+            self._send(Publish(group_id=group_id, lane=self.name, generation=generation, name=name, value=value))
+
+        def why_over() -> str:
+            return "this forming of the group was given up" if self._is_over(generation) else ""
+
+        return HubRendezvous(self._values, publish, why_over, self.changed, deadline_s)
 
     def published(self, message: Publish) -> None:
         """A value of the rendezvous came; on the hub's thread."""
         with self.changed:
-            self._values[message.generation, message.name] = message.value
-            self.changed.notify_all()
-
-    def wait_value(self, generation: str, name: str, timeout_s: float) -> bytes:
-        """Waits for a value of the rendezvous."""
-        with self.changed:
-            key = (generation, name)
-            self.changed.wait_for(lambda: key in self._values or self._is_over(generation), max(timeout_s, 0))
-            if key in self._values:
-                return self._values[key]
-            if self._is_over(generation):
-                raise PlanAbortedError(op="join", detail="this forming of the group was given up")
-        raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=timeout_s)
+            if message.generation == self.generation:
+                self._values[message.name] = message.value
+                self.changed.notify_all()
 
     def wait_made(self, generation: str, is_settled: Callable[[], bool], deadline_s: float) -> bool:
         """Waits for the backend's factory; False if another rank gave up meanwhile."""

@@ -125,17 +125,23 @@ class MemberCommunicator:
     # ------------------------------------------------------------------------------------------ calls
 
     def run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None = None) -> Outcome:
-        """Runs a call, behind those that were started before; the table above says when it raises.
+        """Runs a call, in this thread or behind those that were started before; the table above says when it raises.
 
         `object_to` refuses it if another thread calls meanwhile; if that is left out, it is never refused.
+
+        Raises:
+            RefusedError: The agreement refused all ranks; no tensor was touched.
+            GroupBrokenError: A rank of the communicator is gone, or this end of the group is.
+            FaultError: A rank did not come in time, died or failed.
         """
-        thread = self._come(op)
-        try:
-            if self._queue.pending:
-                return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to), 0).result()
-            return self._run(op, attempt, timeout_s, object_to)
-        finally:
-            self._callers.go(thread)
+        with self._owner.watch(self, op):
+            thread = self._come(op)
+            try:
+                if self._queue.pending:
+                    return self._queue.submit(partial(self._run, op, attempt, timeout_s, object_to), 0).result()
+                return self._run(op, attempt, timeout_s, object_to)
+            finally:
+                self._callers.go(thread)
 
     def start(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None = None) -> Future[Outcome]:
         """Queues a call for the communicator's thread; see `run`."""
@@ -173,7 +179,7 @@ class MemberCommunicator:
             if ring is not None:
                 spec, rank = self._owner.spec, self._owner.rank
                 if spec.group_id not in ring.groups:
-                    ring.groups[spec.group_id] = Place(spec.name, spec.backend, rank, spec.world_size)
+                    ring.groups[spec.group_id] = Place.of(spec, rank)
                 ring.ended(CALL, op, since_s, 0, Label(op, spec.group_id, rank, len(self.ranks)))
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
@@ -271,10 +277,7 @@ class MemberCommunicator:
         if wrong is not None and isinstance(error, CollectiveTimeoutError):
             error = refusal(op, "", (wrong,))  # nobody came to hear of it
         if isinstance(error, RefusedError):
-            violations = tuple(
-                replace(v, actor=v.actor or owner.describe(v.rank).partition(" (")[2].removesuffix(")"), ref="")
-                for v in error.violations
-            )
+            violations = tuple(replace(v, actor=v.actor or owner.actor(v.rank), ref="") for v in error.violations)
             return type(error)(op=op, group_name=owner.spec.name, violations=violations)
         if isinstance(error, FaultError):
             error.op, error.group_name = op, owner.spec.name

@@ -92,7 +92,14 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
     return tuple(
         Membership(
-            spec=_inner_spec(spec, f"{spec.name}/{name}", backend, len(ranks)),
+            spec=replace(
+                on_backend(spec, backend),
+                name=f"{spec.name}/{name}",
+                group_id=secrets.token_hex(8),
+                world_size=len(ranks),
+                options=spec.options if backend == spec.backend else (),
+                parent=spec.group_id,
+            ),
             members=tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks)),
             costs=membership.costs,
         )
@@ -100,18 +107,9 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     )
 
 
-def _inner_spec(outer: GroupSpec, name: str, backend: str, world_size: int) -> GroupSpec:
-    return replace(
-        outer,
-        name=name,
-        group_id=secrets.token_hex(8),
-        backend=backend,
-        world_size=world_size,
-        ops=backends.ops_of(backend),
-        options=outer.options if backend == outer.backend else (),
-        memory=device_staging.memory_of(backend),
-        parent=outer.group_id,
-    )
+def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
+    """The group on another backend, or on the one that was chosen for it."""
+    return replace(spec, backend=backend, ops=backends.ops_of(backend), memory=device_staging.memory_of(backend))
 
 
 def unknown(name: Any, detail: str) -> UnknownGroupError:

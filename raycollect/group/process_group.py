@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from raycollect.errors import (
 )
 from raycollect.group import watchdog
 from raycollect.group.coordinator import ALL, ranks_of
-from raycollect.group.member_communicator import Attempt, MemberCommunicator, Objection
+from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.watchdog import Watchdog
 
 PART_LIMIT_S = 5.0
@@ -43,7 +42,6 @@ class ProcessGroup:
         send: Sends a message to the group's hub; raises ConnectionLostError if that is gone.
         members: What a person calls each rank, in rank order; empty: unknown.
         host: The address on which backends listen.
-        timeout_s: How long calls wait that do not say, in seconds.
         declared: Whether the driver declared the group; else its members made it.
         watch: What is told of calls that block.
         flush: Waits until all that the hub has said is on its way, if the hub is in this process.
@@ -51,6 +49,7 @@ class ProcessGroup:
 
     Attributes:
         planned: The group as the planner sees it.
+        timeout_s: How long calls wait that do not say, in seconds.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class ProcessGroup:
         *,
         members: Sequence[str] = (),
         host: str = "",
-        timeout_s: float = 30.0,
         declared: bool = False,
         watch: WatchWait | None = None,
         flush: Callable[[], None] = lambda: None,
@@ -70,12 +68,12 @@ class ProcessGroup:
         self.settle(spec, members)
         self.rank = rank
         self.host = host
-        self.timeout_s = timeout_s
+        self.timeout_s = spec.timeout_s
         self.declared = declared
         self.send = send
         self.flush = flush
         self.watchdog: Watchdog = Watchdog(self)
-        self._watch = watch or (lambda communicator, op: nullcontext())
+        self.watch: WatchWait = watch or (lambda communicator, op: nullcontext())
         self._leave = leave
         self._communicators: dict[str, MemberCommunicator] = {}
         self._gone: dict[int, Gone] = {}
@@ -115,44 +113,13 @@ class ProcessGroup:
 
     # ------------------------------------------------------------------------------------------ calls
 
-    def run(
-        self,
-        communicator: str,
-        op: str,
-        attempt: Attempt,
-        timeout_s: float | None = None,
-        object_to: Objection | None = None,
-    ) -> Outcome:
-        """Runs a call on a communicator, in this thread or behind those that were started before.
-
-        Raises:
-            RefusedError: The agreement refused all ranks; no tensor was touched.
-            GroupBrokenError: A rank of the communicator is gone, or this end of the group is.
-            FaultError: A rank did not come in time, died or failed.
-        """
-        there = self.communicator(communicator)
-        with self._watch(there, op):
-            return there.run(op, attempt, self.timeout_s if timeout_s is None else timeout_s, object_to)
-
-    def start(
-        self,
-        communicator: str,
-        op: str,
-        attempt: Attempt,
-        timeout_s: float | None = None,
-        object_to: Objection | None = None,
-    ) -> Future[Outcome]:
-        """Starts a call on the communicator's thread; see `run`."""
-        limit_s = self.timeout_s if timeout_s is None else timeout_s
-        return self.communicator(communicator).start(op, attempt, limit_s, object_to)
-
     def confer(self, op: str, word: bytes) -> Sequence[bytes]:
-        """Exchanges a blob with all members, in rank order; raises as `run`."""
+        """Exchanges a blob with all members, in rank order; raises as `MemberCommunicator.run`."""
         return self.communicator(ALL).confer(op, word, self.timeout_s)
 
     def form(self) -> None:
-        """Forms the communicator of all ranks now rather than at its first call; raises as `run`."""
-        self.run(ALL, "join", lambda communicator, seq: Outcome())
+        """Forms the communicator of all ranks now rather than at its first call; raises as `confer`."""
+        self.communicator(ALL).run("join", lambda communicator, seq: Outcome(), self.timeout_s)
 
     @property
     def communicators(self) -> Sequence[MemberCommunicator]:

@@ -12,7 +12,7 @@ from raycollect.channel import Hub
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.instruments import Instruments
 from raycollect.errors import GroupExistsError
-from raycollect.group.bootstrap import FailureNotice
+from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.process_group import ProcessGroup
 from raycollect.observe import Place, Recorder
 from raycollect.pos import Store, tensors
@@ -40,7 +40,7 @@ class ProcessGroups:
             faults=NoFaults(),
             allocate=tensors.allocate,
         )
-        self.notices: dict[str, FailureNotice] = {}
+        self.notices: dict[str, CoordinatorServer] = {}  # those that tell others why a group of that name did not form
         self.drives: Callable[[str], bool] = lambda name: False  # whether this process has declared such a group
         self._pid = os.getpid()
         self._process_groups: dict[str, ProcessGroup] = {}
@@ -103,7 +103,4 @@ class ProcessGroups:
 
 def places() -> dict[str, Place]:
     """The groups, by id, for timelines."""
-    return {
-        one.spec.group_id: Place(one.spec.name, one.spec.backend, one.rank, one.spec.world_size)
-        for one in ProcessGroups.current().all()
-    }
+    return {one.spec.group_id: Place.of(one.spec, one.rank) for one in ProcessGroups.current().all()}

@@ -79,9 +79,10 @@ class MemberCall:
             raise refusal(op, process_group.name, tuple(self._violations))
         object_to = partial(self._objection, communicator, limit_s)
         attempt = self._execution(program, containers, mark) if program is not None else object_to(*self._violations)
+        there = process_group.communicator(communicator)
         if async_op:
-            return MemberWork(process_group, op, process_group.start(communicator, op, attempt, limit_s, object_to))
-        process_group.run(communicator, op, attempt, limit_s, object_to)
+            return MemberWork(process_group, op, there.start(op, attempt, limit_s, object_to))
+        there.run(op, attempt, limit_s, object_to)
         return None
 
     def _communicator(self) -> str:

@@ -37,7 +37,7 @@ from raycollect.errors import (
     kept,
     refusal,
 )
-from raycollect.member.rendezvous import ChannelExchange
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
 from raycollect.observe.trace import PART

@@ -10,12 +10,12 @@ from typing import Any
 from raycollect import backends
 from raycollect.backends import gpus
 from raycollect.core import ray_internals
-from raycollect.core.model import GroupLike, name_of
-from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError, anew
+from raycollect.core.model import GroupLike, GroupSpec, name_of
+from raycollect.errors import BackendNotInstalledError, InvalidGroupError, UnknownBackendError
 from raycollect.errors.text import listed, shown
 from raycollect.group import pg_options as options
 from raycollect.group.bootstrap import BootstrapRequest, follow, lead
-from raycollect.group.bootstrap_store import BootstrapStore, store_at
+from raycollect.group.bootstrap_store import MOST_WHO, BootstrapStore, store_at
 from raycollect.group.membership import unknown
 from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups, places
@@ -85,14 +85,17 @@ def init_collective_group(
     if wanted != "auto":
         backends.get(wanted, group_name)
     request = BootstrapRequest(
-        name=group_name,
-        world_size=world_size,
+        spec=GroupSpec(
+            name=group_name,
+            group_id="",
+            backend=wanted,
+            world_size=world_size,
+            options=given,
+            timeout_s=gloo_timeout / 1000,
+        ),
         rank=rank,
-        backend=wanted,
-        who=_who(),
+        who=_who()[:MOST_WHO],
         machine=ray_internals.machine_id(),
-        timeout_s=gloo_timeout / 1000,
-        options=given,
         gpu=gpus.here(ray_internals.has_gpu()) if wanted == "auto" and world_size > 1 else None,
     )
     begin_from_environment(places)
@@ -100,14 +103,8 @@ def init_collective_group(
     with process_groups.request(group_name):
         if rank > 0:
             process_groups.add(follow(request, store, process_groups.hub))
-            return
-        process_group, error, notice = lead(request, store, process_groups.hub)
-        if process_group is not None:
-            process_groups.add(process_group)
-        elif notice is not None:
-            process_groups.notices[group_name] = notice
-        if error is not None:
-            raise anew(error)
+        else:
+            process_groups.add(lead(request, store, process_groups.hub, process_groups.notices))
 
 
 def _problems(world_size: Any, rank: Any, group_name: Any, gloo_timeout: Any) -> list[str]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from raycollect import backends
-from raycollect.channel.messages import Join, Joined, Leave, Message
+from raycollect.channel.messages import Join, Joined, Leave, Message, Publish
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Communicator, Surviving
 from raycollect.errors import (
-    ConnectionLostError,
     GroupBrokenError,
     GroupExistsError,
     InternalError,
@@ -21,13 +20,15 @@ from raycollect.errors import (
     kept,
     to_wire,
 )
+from raycollect.group.communicator_init import make_communicator
+from raycollect.group.coordinator import PLANS
+from raycollect.group.hub_client import HubRendezvous
 from raycollect.group.member_communicator import MemberCommunicator
-from raycollect.group.process_group import ProcessGroup, WatchWait
+from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
-from raycollect.member.rendezvous import ChannelExchange, ChannelRendezvous
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.reporter import Reporter
 from raycollect.observe import Place, Tracer
-from raycollect.pos.segments import Segments
 
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
@@ -43,8 +44,7 @@ class JoinedGroup:
         rank: This process's rank.
         members: What `Join` says of all, in rank order.
         process_groups: The groups of this process.
-        send: Sends to the controller that declared the group; raises ConnectionLostError if it is gone.
-        watch: What is told of imperative calls that block.
+        reporter: Tells the controller that declared the group; also of imperative calls that block.
 
     Attributes:
         ordered: Whether this actor's methods come one by one.
@@ -61,30 +61,31 @@ class JoinedGroup:
         rank: int,
         members: Sequence[Mapping[str, Any]],
         process_groups: ProcessGroups,
-        send: Callable[[Message], None],
-        watch: WatchWait,
+        reporter: Reporter,
     ) -> None:
-        def tell(said: Message) -> None:
-            with suppress(ConnectionLostError):  # whoever is gone ends its groups
-                send(said)
+        def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
+            name, ranks = communicator.name, communicator.ranks
+            return reporter.waiting(spec.group_id, name, op, ranks, seq=0, call=lambda: communicator.call)
 
         self.spec = spec
         self.rank = rank
         self.actor_ids: tuple[str, ...] = tuple(str(member.get("actor_id", "")) for member in members)
         self.ordered: bool = bool(members[rank]["ordered"])
-        self.rendezvous: ChannelRendezvous = ChannelRendezvous(spec.group_id, tell)
-        self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, tell)
+        self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, reporter.tell)
         self.process_group: ProcessGroup | None = None
         self._process_groups = process_groups
+        self._tell = reporter.tell
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}  # what the members have published
+        self._given_up: list[str] = []  # why the group was
         self._communicator: Communicator | None = None
         if not spec.parent:
             self.process_group = ProcessGroup(
                 spec,
                 rank,
-                send,
+                reporter.link.send,
                 members=[member["actor"] for member in members],
                 host=ray_internals.node_address(),
-                timeout_s=spec.timeout_s,
                 declared=True,
                 watch=watch,
             )
@@ -99,23 +100,36 @@ class JoinedGroup:
 
     def connect(self) -> RaycollectError | None:
         """Makes the communicator, which waits for the other members. Returns the error if that fails."""
-        spec = self.spec
+        # Communicators may keep what is made here, which must not keep this object.
+        group_id, tell, given_up = self.spec.group_id, self._tell, self._given_up
+
+        def publish(name: str, value: bytes) -> None:
+            tell(Publish(group_id=group_id, lane=PLANS, generation=group_id, name=name, value=value))
+
+        rendezvous = HubRendezvous(self._values, publish, lambda: given_up[0] if given_up else "", self._changed)
         try:
-            create = backends.load(spec.backend, spec.name)
-            made = create(
-                spec,
-                self.rank,
-                self.rendezvous,
-                self.exchange,
-                host=ray_internals.node_address(),
-                segments=Segments.current(),
-            )
+            made = make_communicator(self.spec, self.rank, rendezvous, self.exchange, ray_internals.node_address())
         except RaycollectError as exc:
             return kept(exc)
         self._communicator = made
-        if self.rendezvous.closed:
+        if self._given_up:
             made.close()
         return None
+
+    def received(self, message: Message) -> None:
+        """A message of the hub, for what the members make here; on the channel's thread."""
+        if isinstance(message, Publish) and message.lane == PLANS:
+            with self._changed:
+                self._values[message.name] = message.value
+                self._changed.notify_all()
+        elif self.process_group is not None:
+            self.process_group.received(message)
+
+    def give_up(self, reason: str) -> None:
+        """Ends all waits for what other members publish."""
+        with self._changed:
+            self._given_up.append(reason)
+            self._changed.notify_all()
 
     def lost(self, actor_id: str) -> bool:
         """An actor's process has ended. Returns False if the caller has to end what is under way (`Surviving`)."""
@@ -133,7 +147,7 @@ class JoinedGroup:
 
     def close(self, reason: str) -> None:
         """Lets go of all that the group holds here. Never waits; may be called twice."""
-        self.rendezvous.close(reason)
+        self.give_up(reason)
         if self.process_group is not None:
             self._process_groups.remove(self.process_group)
             self.process_group.close(reason)
@@ -163,18 +177,11 @@ class JoinedGroups:
 
     def join(self, message: Join) -> None:
         """Joins a group, in a thread of its own; ProtocolError: the message makes no sense."""
-
-        def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
-            return self._reporter.waiting(
-                spec.group_id, communicator.name, op, communicator.ranks, seq=0, call=lambda: communicator.call
-            )
-
         spec = _read_spec(message)
         if spec.group_id in self.by_id:  # nothing would ever release what the first one holds
             raise ProtocolError(detail="a group is joined once")
-        process_groups, send = self._runtime.process_groups, self._reporter.link.send
         try:
-            made = JoinedGroup(spec, message.rank, message.members, process_groups, send, watch)
+            made = JoinedGroup(spec, message.rank, message.members, self._runtime.process_groups, self._reporter)
         except GroupExistsError as exc:
             self._reporter.tell(Joined(request=message.request, error=to_wire(exc)))
             return
@@ -201,18 +208,18 @@ class JoinedGroups:
         if joined_group is not None:
             ring = Tracer.current().of(self._controller)
             if ring is not None:
-                ring.groups[message.group_id] = _place(joined_group)
+                ring.groups[message.group_id] = Place.of(joined_group.spec, joined_group.rank)
             joined_group.close("the group was destroyed")
 
     def received(self, message: Any) -> None:
-        """A message of the hub for the imperative calls of a group."""
+        """A message of the hub of a group."""
         joined_group = self.by_id.get(message.group_id)
-        if joined_group is not None and joined_group.process_group is not None:
-            joined_group.process_group.received(message)
+        if joined_group is not None:
+            joined_group.received(message)
 
     def places(self) -> dict[str, Place]:
         """The groups, by id, for timelines."""
-        return {group_id: _place(one) for group_id, one in list(self.by_id.items())}
+        return {group_id: Place.of(one.spec, one.rank) for group_id, one in list(self.by_id.items())}
 
     def take_all(self) -> Sequence[JoinedGroup]:
         """Forgets all groups and returns them."""
@@ -229,8 +236,3 @@ def _read_spec(message: Join) -> GroupSpec:
     if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
         raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
     return spec
-
-
-def _place(joined_group: JoinedGroup) -> Place:
-    spec = joined_group.spec  # in a group inside another the user has no rank
-    return Place(spec.name, spec.backend, -1 if spec.parent else joined_group.rank, spec.world_size)

@@ -37,7 +37,6 @@ from raycollect.channel.messages import (
     Publish,
     Record,
     Run,
-    Stored,
     Survey,
     Tick,
     Waiting,
@@ -67,10 +66,10 @@ from raycollect.member.captured_steps import (
     open_doorbell,
     pinned,
 )
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.joined_group import JoinedGroup, JoinedGroups
 from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.recording_agent import RecordingAgent
-from raycollect.member.rendezvous import ChannelExchange
 from raycollect.member.reporter import Reporter
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Tracer, run_steps
@@ -400,18 +399,12 @@ class Lease:
         bytes_done = self._captures.bytes_done(message.seq) if running is None else running.execution.bytes_done()
         self._reporter.tell(introspection.measure(message, self._sequencer, bytes_done))
 
-    def _stored(self, message: Stored) -> None:
-        joined_group = self._groups.by_id.get(message.group_id)
-        if joined_group is not None:
-            joined_group.rendezvous.stored(message.name, message.value)
-
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
     Join: lambda lease, message: lease._groups.join(message),
     Leave: lambda lease, message: lease._groups.leave(message),
     Abort: Lease._abort,
     Arrivals: Lease._arrivals,
-    Stored: Lease._stored,
     Survey: lambda lease, message: lease._reporter.tell(introspection.survey(message, lease._store)),
     Measure: Lease._measure,
     Look: lambda lease, message: lease._reporter.tell(
@@ -438,6 +431,6 @@ _FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
     Gone: Lease._broken,
     **dict.fromkeys((Leave, Forget), lambda lease, message, error: None),  # nobody waits for that
     Join: lambda lease, message, error: lease._groups.fail_join(message, error),
-    Stored: lambda lease, message, error: lease._groups.by_id[message.group_id].rendezvous.close(error.detail),
+    Publish: lambda lease, message, error: lease._groups.by_id[message.group_id].give_up(error.detail),
 }
 """How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

@@ -261,7 +261,7 @@ class Runtime:
             self._lenders.open(_lender(link))
         if before is not None:
             before.end("its controller came anew")
-        link.send(Welcome(participant={"actor": self.actor}))
+        link.send(Welcome())
 
     def received(self, link: Link, message: Message) -> None:
         """A message of the controller; on the channel's thread, so nothing here may wait."""

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import msgpack
 
+from raycollect.core.model import GroupSpec
 from raycollect.errors.text import a_type
 
 PLAN, RUN, PART, WAIT, DOOR = "plan", "run", "part", "wait", "door"
@@ -74,6 +75,11 @@ class Place(NamedTuple):
     backend: str
     rank: int
     world_size: int
+
+    @classmethod
+    def of(cls, spec: GroupSpec, rank: int = -1) -> Place:
+        """What timelines say of a group; in one inside another the user has no rank."""
+        return cls(spec.name, spec.backend, -1 if spec.parent else rank, spec.world_size)
 
 
 class Recorded(NamedTuple):

@@ -368,7 +368,7 @@ def _one_leaves(name, rank):
 
 
 def _started(process_group):
-    process_group.start("all", "x", lambda communicator, seq: None).result()
+    process_group.communicator("all").start("x", lambda communicator, seq: None, 30.0).result()
 
 
 def _left_under_way(name, rank):

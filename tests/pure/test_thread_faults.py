@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +38,7 @@ from raycollect.channel.messages import (
 )
 from raycollect.channel.packing import pack, unpack
 from raycollect.core import direct_transport, ray_internals
-from raycollect.core.model import Kernel, Key, Launch, OpKind
+from raycollect.core.model import GroupSpec, Kernel, Key, Launch, OpKind
 from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.driver import lent_tokens
 from raycollect.driver.lent_tokens import LentTokens
@@ -45,10 +46,11 @@ from raycollect.engine.execution import Outcome
 from raycollect.engine.value_codec import pack_values
 from raycollect.errors import BackendUnavailableError, ConnectionLostError, InternalError, from_wire
 from raycollect.group import cluster_registry, watchdog
-from raycollect.group.bootstrap import BootstrapRequest, FailureNotice, follow, lead
+from raycollect.group.bootstrap import BootstrapRequest, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin
 from raycollect.group.communicator_init import CommunicatorInit
 from raycollect.group.coordinator import Coordinator
+from raycollect.group.coordinator_server import CoordinatorServer
 from raycollect.group.member_communicator import MemberCommunicator
 from raycollect.group.process_group import ProcessGroup
 from raycollect.member import token_lenders
@@ -199,16 +201,11 @@ def two(tmp_path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
 @contextmanager
 def members(path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
     bulletin, hub = DirectoryBulletin(path / "bulletin"), Hub()
-    claims = [
-        BootstrapRequest(
-            name="g", world_size=2, rank=rank, backend="tcp", who=f"W{rank}", machine="m", timeout_s=WAIT_S
-        )
-        for rank in range(2)
-    ]
+    spec = GroupSpec(name="g", group_id="", backend="tcp", world_size=2, timeout_s=WAIT_S)
+    first, second = (BootstrapRequest(spec=spec, rank=rank, who=f"W{rank}", machine="m") for rank in range(2))
     with ThreadPoolExecutor(2) as pool:
-        joined = [pool.submit(make, claim, bulletin, hub) for make, claim in zip((lead, follow), claims, strict=True)]
-        first, second = (one.result(WAIT_S) for one in joined)
-    slots = cast(tuple[Any, ...], first)[0], cast(ProcessGroup, second)
+        joined = [pool.submit(lead, first, bulletin, hub, {}), pool.submit(follow, second, bulletin, hub)]
+        slots = joined[0].result(WAIT_S), joined[1].result(WAIT_S)
     try:
         yield slots
     finally:
@@ -283,10 +280,10 @@ def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
 @fault_in("raycollect-call-...")
 def test_a_communicator_s_thread_goes_on_with_the_next_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
     def start(slot: ProcessGroup) -> Any:
-        return slot.start("all", "word", lambda communicator, seq: Outcome()).result(WAIT_S)
+        return slot.communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S).result(WAIT_S)
 
     with fail_at(MemberCommunicator, "_run", thread="raycollect-call-all"):
-        error = _outcome(two[0].start("all", "word", lambda communicator, seq: Outcome()))
+        error = _outcome(two[0].communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S))
     assert isinstance(error, InternalError)
     assert error.detail.startswith(f"a call on communicator all failed: {BOOM}")
     assert {type(one) for one in both(two, start)} == {Outcome}
@@ -294,12 +291,13 @@ def test_a_communicator_s_thread_goes_on_with_the_next_call(two: tuple[ProcessGr
 
 @fault_in("raycollect-fading")
 def test_a_hub_that_fades_ends_whatever_fails() -> None:
-    closed = threading.Event()
-    star = SimpleNamespace(all_told=threading.Event(), close=closed.set)
+    star = CoordinatorServer("127.0.0.1", GroupSpec(name="g", group_id="", backend="tcp", world_size=2), "W0")
     board = SimpleNamespace(retract=lambda: None)
     with fail_at(board, "retract", thread="raycollect-fading"):
-        FailureNotice(cast(Any, star), lambda: board.retract()).end()
-    assert closed.is_set()
+        star.fail(InternalError(detail="why"), lambda: board.retract())
+        star.end()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((star.address.host, star.address.port), WAIT_S)
 
 
 @fault_in("raycollect-watchdog")
@@ -331,8 +329,8 @@ def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGrou
         assert met.wait(WAIT_S)
         return Outcome()
 
-    call = two[1].start("all", "word", waits)
-    other = two[0].start("all", "word", waits)
+    call = two[1].communicator("all").start("word", waits, WAIT_S)
+    other = two[0].communicator("all").start("word", waits, WAIT_S)
     with fail_at(watchdog.Watchdog, "received"):
         two[1].received(question)
     met.set()

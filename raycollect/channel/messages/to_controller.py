@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 from raycollect.channel.messages.codec import Error, Message, message
 
 
 @message
 class Welcome(Message):
-    """The lease is granted; `participant` says who answers."""
+    """Whoever connected is taken: the lease is granted; or it is a member of the group, whose id this is."""
 
-    participant: dict[str, Any]
+    group_id: str = ""
 
 
 @message
@@ -81,15 +80,6 @@ class Behind(Message):
     """Plan `seq` is behind a call whose end this participant can't tell: an actor task has to tell it."""
 
     seq: int
-
-
-@message
-class Store(Message):
-    """Publishes a value to all members of a group."""
-
-    group_id: str
-    name: str
-    value: bytes
 
 
 @message

@@ -47,15 +47,6 @@ class Arrivals(Message):
 
 
 @message
-class Stored(Message):
-    """A value of the rendezvous store, as some member published it by `Store`."""
-
-    group_id: str
-    name: str
-    value: bytes
-
-
-@message
 class Survey(Message):
     """Tell what your memory holds; answered by `Surveyed` with the same `request`."""
 

@@ -20,7 +20,7 @@ import msgpack
 import pytest
 
 from raycollect.channel import DataClient, server
-from raycollect.channel.messages import MESSAGES, Bye, Done, Fetch, Fetched, Message, Store, decode, encode
+from raycollect.channel.messages import MESSAGES, Bye, Done, Fetch, Fetched, Message, Publish, decode, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Opened, Reply, State
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
@@ -529,7 +529,7 @@ def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -
         end.start()
         sock.sendall(_greet(sock, end))
         _greet(sock, end)
-        frame = end.send(Store(group_id="g", name="n", value=bytes(MAX_FRAME_NBYTES - 100)))
+        frame = end.send(Publish(group_id="g", lane="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100)))
         slow = there.links.get(timeout=LIMIT_S)
         sock.sendall(frame[:-1])
         here = Party()

@@ -25,13 +25,12 @@ from raycollect.channel.messages import (
     Publish,
     Record,
     Seen,
-    Stored,
     Tick,
     Unable,
 )
-from raycollect.channel.messages import Store as Store_
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.driver import dispatch
+from raycollect.driver.coordinators import Coordinators
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.group_status import GroupStatistics, member_status
 from raycollect.driver.groups import Groups
@@ -48,13 +47,13 @@ from raycollect.errors import (
     RankReport,
     from_wire,
 )
-from raycollect.group.coordinator import Coordinator
+from raycollect.group.coordinator import PLANS, Coordinator
 from raycollect.group.membership import DATA, PROGRAM
 from raycollect.member import lease as leases
 from raycollect.member import recording_agent, reporter
+from raycollect.member.exchange import ChannelExchange
 from raycollect.member.joined_group import JoinedGroup
 from raycollect.member.plan_queue import PlanQueue
-from raycollect.member.rendezvous import ChannelExchange, ChannelRendezvous
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Recorder, Tracer, stacks, timeline_session
 from raycollect.pos import Container, Store
@@ -297,12 +296,15 @@ def replace_publish(group_id: str) -> Publish:
     return Publish(group_id=group_id, lane="all", generation="", name="?standing", value=b"")
 
 
-@pytest.mark.parametrize("message", [Joined(request=1), Store_(group_id="g", name="n", value=b"")])
+PUBLISHED = Publish(group_id="id of g", lane=PLANS, generation="id of g", name="name", value=b"")
+
+
+@pytest.mark.parametrize("message", [Joined(request=1), PUBLISHED])
 def test_a_group_that_can_not_form_is_told_why(message: Any) -> None:
     with crew_of(PROGRAM) as crew:
         joining = crew.controller.participants._joining[1] = _Joining(crew.memberships[0].members[0])
-        name = "joined" if isinstance(message, Joined) else "stored"
-        with fail_at(Participants, name):
+        holder, name = (Participants, "joined") if isinstance(message, Joined) else (Coordinators, "receive")
+        with fail_at(holder, name):
             crew.sites[0].peer.received(cast(Any, None), message)
         assert joining.settled.is_set()
         assert BOOM in str(joining.error)
@@ -312,16 +314,16 @@ def test_a_member_that_parts_is_answered_whatever_fails() -> None:
     with crew_of(PROGRAM) as crew:
         site, group = crew.sites[0], crew.memberships[0]
         crew.controller.groups.coordinators.open(group)
-        process_group = SimpleNamespace(received=(came := SimpleQueue[Any]()).put)
-        site.lease._groups.by_id[group.spec.group_id].process_group = cast(Any, process_group)
+        came = SimpleQueue[Any]()
+        cast(Any, site.lease._groups.by_id[group.spec.group_id]).received = came.put
         with fail_at(Groups, "breaks"):
             site.lease._reporter.tell(Depart(group_id=group.spec.group_id))
             assert came.get(timeout=WAIT_S) == Depart(group_id=group.spec.group_id)
 
 
-@pytest.mark.parametrize("holder", [ChannelRendezvous, JoinedGroup])
+@pytest.mark.parametrize("name", ["received", "__init__"])
 def test_what_a_participant_of_a_group_can_not_take_in_ends_its_joining(
-    monkeypatch: pytest.MonkeyPatch, premises: Any, holder: Any
+    monkeypatch: pytest.MonkeyPatch, premises: Any, name: str
 ) -> None:
     """What others publish; and the invitation itself."""
     premises.instruments.recorder = Recorder(time.monotonic)
@@ -329,10 +331,10 @@ def test_what_a_participant_of_a_group_can_not_take_in_ends_its_joining(
     monkeypatch.setattr(backends, "load", lambda *_: waits)
     came = SimpleQueue[Any]()
     here = leases.Lease("me", "a test", cast(Any, SimpleNamespace(send=came.put)), premises)
-    with fail_at(holder, "stored" if holder is ChannelRendezvous else "__init__"):
+    with fail_at(JoinedGroup, name):
         here.received(_join())
-        if holder is ChannelRendezvous:
-            here.received(Stored(group_id="id of g", name="name", value=b""))
+        if name == "received":
+            here.received(PUBLISHED)
         error = from_wire(came.get(timeout=WAIT_S).error)
     assert BOOM in str(error)
     monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))

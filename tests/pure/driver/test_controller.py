@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Store, Stored, encode
+from raycollect.channel.messages import Abort, Arrive, Deny, Done, Join, Joined, Meet, Met, Publish, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core.model import Launch
 from raycollect.driver.controller import Controller
@@ -16,9 +16,9 @@ from raycollect.driver.dispatch import send_plan
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import KernelError, PlanAbortedError, ProtocolError, from_wire
-from raycollect.group.coordinator import ALL
+from raycollect.group.coordinator import ALL, PLANS
 from raycollect.group.membership import Membership
-from raycollect.member.rendezvous import ChannelExchange
+from raycollect.member.exchange import ChannelExchange
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 
 WAIT_S = 20.0
@@ -145,7 +145,9 @@ def test_early_publish_reaches_members_invited_later(controller):
     peers = list(lease(controller, membership).values())
     for peer in peers:
         peer.group_ids.add(membership.spec.group_id)
-    published = Store(group_id=membership.spec.group_id, name="at.0", value=b"here")
+    controller.groups.coordinators.open(membership)
+    group_id = membership.spec.group_id
+    published = Publish(group_id=group_id, lane=PLANS, generation=group_id, name="at.0", value=b"here")
     hub = threading.Thread(target=lambda: controller.messages.received(peers[0], published))
 
     class Quick(Line):
@@ -169,7 +171,7 @@ def test_early_publish_reaches_members_invited_later(controller):
     peers[0].link, peers[1].link = Quick(), Slow()  # type: ignore[assignment]
     controller.participants.join([membership], time.monotonic() + WAIT_S)
     hub.join(WAIT_S)
-    assert [type(message) for message in said(peers[1])] == [Join, Stored]
+    assert [type(message) for message in said(peers[1])] == [Join, Publish]
     assert [type(message) for message in said(peers[0])] == [Join]
 
 

@@ -35,7 +35,7 @@ from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import MismatchError
 from raycollect.group.membership import DATA, PROGRAM, Membership
-from raycollect.member.rendezvous import ChannelExchange
+from raycollect.member.exchange import ChannelExchange
 from raycollect.pos import Absence
 from tests.pure.driver.test_plan_tracker_batches import group
 from tests.pure.sites import BUFFERS, WAIT_S, Came, Method, Ref, Site, change, first_values

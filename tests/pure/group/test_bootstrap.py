@@ -14,7 +14,7 @@ import pytest
 
 from raycollect.channel import Hub, protocol
 from raycollect.channel.messages import Refused
-from raycollect.core.model import Address
+from raycollect.core.model import Address, GroupSpec
 from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
@@ -22,14 +22,20 @@ from raycollect.errors import (
     InvalidGroupError,
     ProtocolError,
 )
-from raycollect.group import bootstrap
-from raycollect.group.bootstrap import BootstrapRequest, FailureNotice, follow, lead
+from raycollect.group import bootstrap, coordinator_server
+from raycollect.group.bootstrap import BootstrapRequest, follow, lead
 from raycollect.group.bootstrap_store import DirectoryBulletin, Record
-from raycollect.group.coordinator_server import CoordinatorServer
+from raycollect.group.coordinator_server import CoordinatorServer, hello_of
 from raycollect.group.process_group import ProcessGroup
 from tests.pure.watched import WAIT_S
 
 NAME = "g"
+
+
+def asked(**changes: Any) -> GroupSpec:
+    """What a process is told of the group."""
+    fields = {"name": NAME, "group_id": "", "world_size": 2, "backend": "tcp", "timeout_s": WAIT_S}
+    return GroupSpec(**{**fields, **changes})
 
 
 class Place:
@@ -38,21 +44,15 @@ class Place:
     def __init__(self, path: Path) -> None:
         self.board = DirectoryBulletin(path)
         self.hub = Hub()
-        self.fading: list[FailureNotice] = []
+        self.fading: dict[str, CoordinatorServer] = {}
         self.threads = ThreadPoolExecutor(8)
         self.process_groups: list[ProcessGroup] = []
 
     def claim(self, rank: int, **changes: Any) -> BootstrapRequest:
-        fields = {"name": NAME, "world_size": 2, "rank": rank, "backend": "tcp", "who": f"process {rank}"}
-        return BootstrapRequest(**{**fields, "machine": "here", "timeout_s": WAIT_S, **changes})
+        return BootstrapRequest(spec=asked(**changes), rank=rank, who=f"process {rank}", machine="here")
 
     def lead(self, **changes: Any) -> ProcessGroup:
-        process_group, error, fading = lead(self.claim(0, **changes), self.board, self.hub)
-        if fading is not None:
-            self.fading.append(fading)
-        if process_group is None:
-            assert error is not None
-            raise error
+        process_group = lead(self.claim(0, **changes), self.board, self.hub, self.fading)
         self.process_groups.append(process_group)
         return process_group
 
@@ -67,7 +67,7 @@ class Place:
     def end_fading(self) -> None:
         """What rank 0 does before it leads another group of that name."""
         while self.fading:
-            self.fading.pop().end()
+            self.fading.popitem()[1].end()
 
     def close(self) -> None:
         self.threads.shutdown()
@@ -216,7 +216,7 @@ def test_rejected_follower_waits_for_the_next_group(
     place: Place, fading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leader stays for a while, to tell others; who has been told, and comes again, does not mean that group."""
-    monkeypatch.setattr(bootstrap, "FADING_S", WAIT_S)
+    monkeypatch.setattr(coordinator_server, "FADING_S", WAIT_S)
     leading = place.start(place.lead, world_size=3)
     with pytest.raises(InvalidGroupError):
         place.follow(1, world_size=3, backend="shm")
@@ -260,10 +260,8 @@ class _Caller:
 @pytest.mark.parametrize("complete", [True, False])
 def test_complete_star_turns_later_followers_away(place: Place, complete: bool) -> None:
     """Without a word: who comes reads the record again, where the next leader will post."""
-    star = CoordinatorServer(
-        "127.0.0.1", NAME, {"rank": 0, "world_size": 2, "backend": "tcp", "who": "w", "options": ""}
-    )
-    hello = place.claim(1).hello
+    star = CoordinatorServer("127.0.0.1", asked(world_size=3), "w")
+    hello = hello_of(asked(world_size=3), 1, "process 1")
     try:
         star.complete = complete
         if not complete:
@@ -281,14 +279,13 @@ def test_complete_star_turns_later_followers_away(place: Place, complete: bool) 
                 assert isinstance(caller.heard[0], Refused)
         assert not bootstrap._is_alive(star.address, place.hub), "and makes room for another leader"
     finally:
+        star.end()
         star.close()
 
 
 def test_turned_away_follower_tries_the_new_record(place: Place) -> None:
     """A follower that was turned away tries a new record at once."""
-    star = CoordinatorServer(
-        "127.0.0.1", NAME, {"rank": 0, "world_size": 2, "backend": "tcp", "who": "w", "options": ""}
-    )
+    star = CoordinatorServer("127.0.0.1", asked(), "w")
     star.complete = True
     place.board.post(NAME, Record(address=star.address, who="w").to_bytes())
     try:

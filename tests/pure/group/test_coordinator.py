@@ -6,7 +6,7 @@ import pytest
 
 from raycollect.channel.messages import Deny, Depart, Done, Drop, Gone, Meet, Met, Missed, Publish, Stuck, Withdraw
 from raycollect.errors import MismatchError, ProtocolError, from_wire
-from raycollect.group.coordinator import Coordinator, name_of_ranks, ranks_of
+from raycollect.group.coordinator import PLANS, Coordinator, name_of_ranks, ranks_of
 
 
 def meet(place="form", call=1, blob=b"", lane="all"):
@@ -146,3 +146,10 @@ def test_lanes_by_name():
     assert ranks_of("all", 4) == (0, 1, 2, 3)
     assert ranks_of(name_of_ranks(3, 1), 4) == (1, 3)
     assert name_of_ranks(3, 1) != name_of_ranks(1, 3)
+
+
+def test_what_is_published_for_plans_goes_to_all_other_ranks(gate):
+    published = Publish(group_id="g", lane=PLANS, generation="g", name="at.1", value=b"here")
+    assert gate.receive(1, published) == [(0, published), (2, published)]
+    with pytest.raises(ProtocolError, match="rank -1 has no part"):
+        gate.receive(-1, published)

@@ -220,10 +220,10 @@ def test_failure_right_after_the_join_reaches_slow_ranks(table: Callable[..., Ta
     here = table()
     here.holds = lambda rank, message: rank == 2 and isinstance(message, Met) and not message.blobs[0]
     broken = here.start(
-        here.process_groups[0].run,
-        "all",
+        here.process_groups[0].communicator("all").run,
         "allreduce",
         lambda *_: Outcome(error=KernelError(rank=0, detail="no memory")),
+        WAIT_S,
     )
     others = [here.start(Call(process_group)) for process_group in here.process_groups[1:]]
     assert isinstance(_error_of(broken), KernelError)
@@ -249,7 +249,7 @@ class Call:
         self._ends = ends
 
     def __call__(self) -> None:
-        self.process_group.run("all", "allreduce", self._attempt)
+        self.process_group.communicator("all").run("allreduce", self._attempt, WAIT_S)
 
     def _attempt(self, communicator: Any, seq: int) -> Outcome:
         launch = Launch(seq=seq, ranks=tuple(range(WORLD)), timeout_s=WAIT_S)

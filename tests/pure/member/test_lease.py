@@ -14,7 +14,7 @@ import msgpack
 import pytest
 
 from raycollect import backends, pos
-from raycollect.channel.messages import Done, Gone, Join, Leave, Message, Store
+from raycollect.channel.messages import Done, Gone, Join, Leave, Message, Publish
 from raycollect.channel.protocol import MAX_FRAME_NBYTES
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
@@ -30,6 +30,7 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
+from raycollect.group.coordinator import PLANS
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import lease, reporter
 from raycollect.member.finished_calls import FinishedCalls
@@ -172,8 +173,8 @@ def test_late_join_is_reported_only_to_its_controller(monkeypatch: pytest.Monkey
     over.set()
     for thread in joining:
         thread.join(WAIT_S)
-    assert [message for message in heard.messages if isinstance(message, Store)] == [
-        Store(group_id="id of g", name="late", value=b"")
+    assert [message for message in heard.messages if isinstance(message, Publish)] == [
+        Publish(group_id="id of g", lane=PLANS, generation="id of g", name="late", value=b"")
     ]
     assert all(getattr(message, "group_id", "another id") == "another id" for message in other.messages)
     second.end("the test is over")

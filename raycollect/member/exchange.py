@@ -1,4 +1,4 @@
-"""How members of a declared group find each other and agree, over the channel: the controller relays."""
+"""How the participants of a plan agree over the channel, where their backend has no faster way."""
 
 from __future__ import annotations
 
@@ -6,52 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from raycollect.channel.messages import Arrive, Store
+from raycollect.channel.messages import Arrive
 from raycollect.core.model import Launch
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
-
-
-class ChannelRendezvous:
-    """A `Rendezvous` whose values travel by the channel."""
-
-    def __init__(self, group_id: str, send: Callable[[Any], None]) -> None:
-        self._group_id = group_id
-        self._send = send
-        self._changed = threading.Condition()
-        self._values: dict[str, bytes] = {}
-        self._closed = ""
-
-    def put(self, name: str, value: bytes) -> None:
-        """Publishes a value to all members."""
-        self.stored(name, value)
-        self._send(Store(group_id=self._group_id, name=name, value=value))
-
-    def get(self, name: str, timeout_s: float) -> bytes:
-        """Waits for a value."""
-        with self._changed:
-            there = self._changed.wait_for(lambda: name in self._values or self._closed, timeout_s)
-            if self._closed:
-                raise PlanAbortedError(op="join", detail=self._closed)
-            if not there:
-                raise CollectiveTimeoutError(op="join", detail=f"nobody published {name!r}", timeout_s=timeout_s)
-            return self._values[name]
-
-    def stored(self, name: str, value: bytes) -> None:
-        """A value came; called by the channel's thread."""
-        with self._changed:
-            self._values.setdefault(name, value)
-            self._changed.notify_all()
-
-    @property
-    def closed(self) -> bool:
-        """True once the group was given up."""
-        return bool(self._closed)
-
-    def close(self, reason: str) -> None:
-        """Ends every wait."""
-        with self._changed:
-            self._closed = reason
-            self._changed.notify_all()
 
 
 class ChannelExchange:
