@@ -450,16 +450,16 @@ def test_without_the_door_a_collective_is_the_same(fleet, ranks):
         team.close()
 
 
-def test_without_the_door_new_operands_still_agree(fleet):
+def test_without_the_door_operands_of_another_shape_still_agree(fleet):
     made, team = fleet(2), ThreadTeam("shm", 2)
     made.communicators = team.communicators
     doorless.set_door(False)
     try:
         before = doorless.left_out()
-        for _ in range(3):
-            held = [np.ones(1, np.float32), np.ones(1, np.float32)]
+        for size in (1, 2, 3):
+            held = [np.ones(size, np.float32), np.ones(size, np.float32)]
             made.must(OpKind.ALLREDUCE, made.keep_all(held))
-            assert [array.tolist() for array in held] == [[2.0]] * 2
+            assert [array.tolist() for array in held] == [[2.0] * size] * 2
         assert doorless.left_out() == before
     finally:
         doorless.set_door(True)

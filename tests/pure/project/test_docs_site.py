@@ -21,6 +21,8 @@ pytest.importorskip("mkdocs")
 pytest.importorskip("material")
 pytest.importorskip("mkdocstrings_handlers.python")
 
+pytestmark = pytest.mark.full  # mkdocs takes most of a minute
+
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 
