@@ -6,10 +6,11 @@ import weakref
 from types import SimpleNamespace
 
 import msgpack
+import numpy as np
 import pytest
 
 from raycollect.core import call_tokens, ray_internals
-from raycollect.core.call_tokens import BATCH, CallTokens
+from raycollect.core.call_tokens import BATCH, CallTokens, LentToken
 from raycollect.core.model import Key
 from raycollect.core.serialization import PackedRef
 
@@ -105,6 +106,16 @@ def test_the_keys_that_nobody_holds_are_told_together(caller):
 @pytest.mark.parametrize("other", [{"method": "other"}, {"num_returns": 2}, {"tensor_transport": "gloo"}])
 def test_other_calls_get_no_token(caller, other):
     assert caller.call(1, **other) is None
+
+
+def test_where_ray_offers_no_way_nothing_is_lent(monkeypatch):
+    monkeypatch.setattr(call_tokens, "take_over", lambda *_: False)
+    assert Caller(monkeypatch).call(1) is None
+
+
+@pytest.mark.parametrize("value", [b"", b"\x93", b"bytes of the caller's", [b"a list"], np.zeros(3), None])
+def test_an_argument_of_the_caller_is_no_token(value):
+    assert LentToken.read(value) is None
 
 
 def test_tokens_never_run_out(caller):
