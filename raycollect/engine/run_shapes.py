@@ -78,6 +78,12 @@ class RunShapes:
             is_staged=run.first is not None,
         )
 
+    def forget(self, group_id: str) -> None:
+        """Forgets the runs of a group that has ended."""
+        for name, run in tuple(self._known.items()):
+            if run.program.door.group_id == group_id:
+                self._known.pop(name, None)
+
     def recall(
         self, program: Program, containers: Sequence[Container], store: Store, *, given: bool
     ) -> RunCache | None:

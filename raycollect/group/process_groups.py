@@ -95,10 +95,11 @@ class ProcessGroups:
             self.add(process_group)
 
     def remove(self, process_group: ProcessGroup) -> None:
-        """Forgets a group."""
+        """Forgets a group, which has ended."""
         with self._lock:
             if self._process_groups.get(process_group.name) is process_group:
                 del self._process_groups[process_group.name]
+        self.instruments.shapes.forget(process_group.spec.group_id)
 
 
 def places() -> dict[str, Place]:

@@ -19,6 +19,7 @@ from raycollect.errors import (
     UnknownGroupError,
     UnsupportedError,
 )
+from tests.ray.test_store import wait_until
 from tests.ray.workers import Plain, Worker
 
 
@@ -231,9 +232,13 @@ def test_members_of_a_declared_group_call_it_themselves(actors, cls, backend):
 
     assert on_all(workers, body) == [(3.0, 0, 0), (3.0, 0, 1)]
     group.destroy()
-    gone = on_all(workers, lambda self: allreduce(0, "declared"))
-    # The members hear of it by another way than the method comes: before, or while they are in it.
-    assert all(isinstance(one, (UnknownGroupError, GroupBrokenError)) for one in gone)
+
+    def is_gone():
+        gone = on_all(workers, lambda self: allreduce(0, "declared"))
+        return all(isinstance(one, (UnknownGroupError, GroupBrokenError)) for one in gone)
+
+    # The members hear of it by another way than the method comes: before, while they are in it, or after.
+    assert wait_until(is_gone)
 
 
 def test_plans_and_calls_of_one_group_take_turns(actors):

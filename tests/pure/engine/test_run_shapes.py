@@ -143,6 +143,18 @@ def test_no_memory_is_kept(fleet: Fleet):
     assert [one() for one in known] == [None] * WORLD
 
 
+def test_a_group_that_has_ended_is_forgotten(fleet: Fleet, looks: list[Any]):
+    ran(fleet.call(OpKind.ALLREDUCE, fresh(0)))
+    for shapes in fleet.shapes:
+        shapes.forget("another")
+    ran(fleet.call(OpKind.ALLREDUCE, fresh(1)))
+    assert len(looks) == WORLD
+    for shapes in fleet.shapes:
+        shapes.forget(fleet.spec.group_id)
+    ran(fleet.call(OpKind.ALLREDUCE, fresh(2)))
+    assert len(looks) == 2 * WORLD
+
+
 def test_tensors_of_torch_count_their_writes(run: Run, looks: list[Any]):
     torch = pytest.importorskip("torch")
     for scale in (1.0, 2.0, 3.0):
