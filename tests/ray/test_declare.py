@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
 from tests.ray.test_refusals import refused
+from tests.ray.test_store import wait_until
 from tests.ray.workers import Plain, Worker
 
 
@@ -119,7 +122,9 @@ def test_barrier_follows_earlier_methods_of_a_plain_actor(actors):
 def test_a_plain_actor_that_dies_breaks_the_group(actors):
     plain = actors(Plain, 2)
     col.declare_collective_group(plain)
+    pid = ray.get(plain[1].call.remote(lambda self: os.getpid()))
     ray.kill(plain[1])
+    assert wait_until(lambda: not Path(f"/proc/{pid}").exists()), "as long as it lives it takes part"
     with pytest.raises((errors.ParticipantDiedError, errors.GroupBrokenError, errors.DispatchError), match=r"Plain\("):
         col.barrier()
 
