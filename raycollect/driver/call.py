@@ -161,7 +161,7 @@ class Call:
             return controller.groups.named(group_name)
         lists = [given for name, given in operands.items() if name != _SINGLE]
         actor_ids = tuple([one.actor_id for one in lists[0]]) if lists else ()
-        if known := controller.groups.derived_over(actor_ids):
+        if known := controller.groups.derived(actor_ids):
             return known
         if not lists:
             expected = "a declared group, or a list of actors where the outputs are to be made"

@@ -75,11 +75,6 @@ class Groups:
         return self.named(membership.spec.name)
 
     @property
-    def derived(self) -> tuple[Membership, ...]:
-        """The derived groups, least recently used first."""
-        return tuple(self._derived.values())
-
-    @property
     def in_use(self) -> frozenset[str]:
         """The ids of the groups that are held, and not to be released."""
         return frozenset(self._in_use - Counter(one.spec.group_id for one in tuple(self._unheld)))
@@ -176,7 +171,7 @@ class Groups:
 
     # ------------------------------------------------------------------------------------------ derived ones
 
-    def derived_over(self, actor_ids: tuple[str, ...]) -> Membership | None:
+    def derived(self, actor_ids: tuple[str, ...]) -> Membership | None:
         """The group of these actors in this order; None where it was not formed before, or is broken."""
         with self._changing:
             self._settle()
@@ -189,7 +184,7 @@ class Groups:
     def derive(self, actor_ids: tuple[str, ...], timeout_s: float) -> Membership:
         """The group of these actors in this order, formed now or before."""
         with self._changing:
-            known = self.derived_over(actor_ids)
+            known = self.derived(actor_ids)
             if known is not None:
                 return known
             if actor_ids in self._derived:

@@ -161,7 +161,7 @@ def test_more_derived_groups_than_are_kept_in_one_block(actors):
             col.broadcast_refs([refs[a], refs[b]])
     assert found(refs) == [[1]] * 5
     col.broadcast_refs([refs[4], refs[3]])
-    assert len(Controller.current().groups.derived) == DERIVED_LIMIT
+    assert len(Controller.current().groups._derived) == DERIVED_LIMIT
 
 
 def test_async_and_threaded_actors(actors):

@@ -236,12 +236,12 @@ def test_derived_groups_are_cached_and_bounded(actors):
     refs = [worker.get_buffer.remote() for worker in workers]
     col.allreduce_refs(refs)
     col.allreduce_refs(refs)
-    assert len(Controller.current().groups.derived) == 1
+    assert len(Controller.current().groups._derived) == 1
     pairs = [(i, j, k) for i in range(3) for j in range(3) for k in range(3) if len({i, j, k}) == 3]
     for order in pairs:
         col.broadcast_refs([refs[i] for i in order])
     col.send_ref(refs[0], refs[1])
-    assert len(Controller.current().groups.derived) == 7 <= DERIVED_LIMIT
+    assert len(Controller.current().groups._derived) == 7 <= DERIVED_LIMIT
 
 
 @pytest.fixture

@@ -242,7 +242,7 @@ def _ended():
 
 def _live(life, workers):
     life(workers)
-    for membership in Controller.current().groups.derived:  # which are kept for the next call
+    for membership in Controller.current().groups._derived.values():  # which are kept for the next call
         Controller.current().groups._dissolve(membership)
     Controller.current().groups._derived.clear()
     _ended()
