@@ -68,7 +68,7 @@ class ProcessGroup:
         self.settle(spec, members)
         self.rank = rank
         self.host = host
-        self.timeout_s = spec.timeout_s
+        self.timeout_s: float = spec.timeout_s
         self.declared = declared
         self.send = send
         self.flush = flush
