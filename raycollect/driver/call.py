@@ -69,8 +69,7 @@ class Call:
         if timeout_s is None and self._batch is not None:
             timeout_s = self._batch.timeout_s
         self._timeout_s = timeout_s
-        if timeout_s is not None:
-            self._violations += batch.wrong_time_limit(timeout_s)
+        self._violations += batch.wrong_time_limit(timeout_s)
         self._op = None if op is None else self._reduce_op(op)
         self._lists = None if lists is None else self._gpu_lists(lists)
         operands = {name: self._read(name, value) for name, value in refs.items() if not self._is_left_out(name, value)}

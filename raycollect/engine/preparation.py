@@ -16,6 +16,7 @@ from raycollect.engine.kernel_schedule import KernelSchedule
 from raycollect.engine.launch_sequence import LaunchSequence
 from raycollect.engine.program_operands import MissingOperand, ProgramOperands
 from raycollect.engine.run_cache import RunCache, places_of
+from raycollect.engine.run_shapes import single
 from raycollect.engine.spans import Timed
 from raycollect.errors import KernelError, PlanAbortedError, RaycollectError, RefusedError, Violation
 from raycollect.errors.text import too_large
@@ -78,7 +79,7 @@ class Preparation:
         known = None if self.given else RunCache.recall(program, values, store)
         if known is None:
             known = self.instruments.shapes.recall(program, values, store, given=self.given)
-            if known is not None:
+            if known is not None and not self.given:
                 known.remember(values)
         return known
 
@@ -128,15 +129,17 @@ class Preparation:
                 block=self.buffer,
             )
             containers = self._containers()
-            cache.remember(containers)
+            if not self.given:  # else nothing finds them again
+                cache.remember(containers)
             self.instruments.shapes.remember(cache, containers, given=self.given)
 
     def _look(self) -> ProgramOperands:
         home = partial(_home_of, self.communicators)  # a method would keep the tensors as long as this object
         operands = ProgramOperands(self.program, self.instruments.allocate, self.keys, given=self.given, home_of=home)
-        if operands.is_repeatable:
+        containers = self._containers()
+        if operands.is_repeatable and (not self.given or single(containers) is not None):
             try:
-                self._places = places_of(self._containers())  # before the agreement: later changes must be noticed
+                self._places = places_of(containers)  # before the agreement: later changes must be noticed
             except TypeError:  # a tensor has no memory any more, which the agreement hears of
                 self._places = ()
         operands.ready(0, self._found, self.instruments.store)

@@ -8,7 +8,7 @@ with `run_cache`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -52,7 +52,7 @@ class RunShapes:
 
         `given`: a member's call gave the operands, which the other ranks hear of.
         """
-        tensor = _single(containers)
+        tensor = single(containers)
         bundles = run.schedule.bundles
         if tensor is None or len(bundles) != 1 or len(bundles[0].moves) != 1 or run.block is not None:
             return
@@ -72,7 +72,7 @@ class RunShapes:
             blobs=run.blobs,
             bundle=bundle._replace(moves=(), ranges=(), owners=(), dense=(), versioned=()),
             move=move._replace(kernels=()),
-            kernel=Kernel(kind=kernel.kind, op=kernel.op, peer=kernel.peer, most=kernel.most),
+            kernel=replace(kernel, src=None, dst=None),
             reads=kernel.src is not None,
             writes=kernel.dst is not None,
             is_staged=run.first is not None,
@@ -88,7 +88,7 @@ class RunShapes:
         self, program: Program, containers: Sequence[Container], store: Store, *, given: bool
     ) -> RunCache | None:
         """What a run on these operands would find out; None where it is not known, or they can't run so."""
-        tensor = _single(containers)
+        tensor = single(containers)
         known = None if tensor is None else self._known.get(_name(program, given, tensor))
         if known is None:
             return None
@@ -98,19 +98,10 @@ class RunShapes:
             return None
         if not _is_plain(array):
             return None
-        start = int(array.ctypes.data)
-        span = (start, start + array.nbytes)
+        span = arrays.byte_range(array)
         if store.is_dirty([span]):
             return None
-        like = known.kernel
-        kernel = Kernel(
-            kind=like.kind,
-            src=array if known.reads else None,
-            dst=array if known.writes else None,
-            op=like.op,
-            peer=like.peer,
-            most=like.most,
-        )
+        kernel = replace(known.kernel, src=array if known.reads else None, dst=array if known.writes else None)
         bundle = known.bundle._replace(moves=(known.move._replace(kernels=(kernel,)),))
         if known.writes:
             versioned = (tensor,) if arrays.has_version(tensor) else ()
@@ -127,7 +118,7 @@ class RunShapes:
         )
 
 
-def _single(containers: Sequence[Container]) -> Any:
+def single(containers: Sequence[Container]) -> Any:
     """The one tensor, of numpy or torch; None where there are several, or one of another library."""
     if len(containers) != 1 or containers[0].structure is not TENSOR:
         return None

@@ -179,8 +179,8 @@ __all__ = [
     "from_wire",
     "kept",
     "refusal",
-    "wrong_argument",
     "to_wire",
+    "wrong_argument",
 ]
 
 for _name in (*__all__, "_rebuild"):
