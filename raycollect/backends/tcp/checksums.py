@@ -30,9 +30,9 @@ class SummedPeer(Peer):
         self._said = self._sum = 0  # of the frame that is being read: what its header says, and what has come so far
         self._nbytes = 0
 
-    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
+    def queue(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
         """Queues a frame with the checksum of its body."""
-        super().send(kind | SUMMED, step, body, batch, zlib.crc32(body))
+        super().queue(kind | SUMMED, step, body, batch, zlib.crc32(body))
 
     def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int, crc: int) -> None:
         if not kind & SUMMED:

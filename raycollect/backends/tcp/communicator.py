@@ -43,7 +43,7 @@ from raycollect.backends.completion import DONE, translated
 from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import Peer
+from raycollect.backends.tcp.peer import Batch, Peer
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
 from raycollect.core.model import GroupSpec, Kernel, Launch
@@ -119,16 +119,27 @@ class TcpCommunicator:
         self._group_name = spec.name
         self._link = link
         self._staging = Staging()
+        self._staged: tuple[int, Kernel] | None = None  # before the agreement of that launch
+        self._sent: Batch | None = None  # what has gone ahead of the next kernel
         self._closed = False
         self._inside = threading.Lock()  # held by the thread that uses the connections
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Does nothing: data is sent from the arrays themselves, after the agreement."""
+        """Notes a kernel whose data may go ahead of the agreement; see `Run.send_ahead`."""
+        self._staged = launch.seq, kernel
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` over the connections."""
         with self as link:
-            return link.agree(launch, arrival)
+            staged, self._staged, self._sent = self._staged, None, None
+            if staged is None or staged[0] != launch.seq:
+                return link.agree(launch, arrival)
+            kernel = staged[1]
+
+            def send_ahead() -> None:
+                self._sent = Run(link, launch, self._staging).send_ahead(kernel)
+
+            return link.agree(launch, arrival, send_ahead)
 
     __call__ = agree  # for communicators that use this one as their `Exchange`
 
@@ -136,7 +147,8 @@ class TcpCommunicator:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
         with self as link, translated(kernel.kind, self._group_name, self.rank):
             link.begin(launch)
-            Run(link, launch, self._staging).run(kernel)
+            sent, self._sent = self._sent, None
+            Run(link, launch, self._staging, sent).run(kernel)
         return DONE
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
@@ -147,6 +159,7 @@ class TcpCommunicator:
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
+        self._staged = self._sent = None
         try:
             with self as link:
                 link.end(launch, ok)

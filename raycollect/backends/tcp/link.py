@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from raycollect.backends.arrays import Array
 from raycollect.backends.completion import aborted, absent, check_arrival
-from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, HERE, Batch, Peer, Place
+from raycollect.backends.tcp.peer import AHEAD, ARRIVAL, DATA, FRAME_NBYTES, HERE, Batch, Peer, Place
 from raycollect.core import sockets
 from raycollect.core.cpu_affinity import YIELD_S, Seeker
 from raycollect.core.model import Launch
@@ -46,7 +46,8 @@ class Link:
     ) -> None:
         self.rank = rank
         self._group_name = group_name
-        self._seq = self._step = self._passed = 0  # the launch, its step, and the last agreement
+        self._seq = self._step = 0  # the launch and its step
+        self._agreement = self._passed = 0  # the steps of its last agreement, and of the last one that was passed
         self._aborted: set[int] = set()
         self._stopped = False
         self._ending: dict[int, float] = {}  # whose process has ended, and until when the connection may last
@@ -62,22 +63,27 @@ class Link:
         for peer in self._peers.values():
             self._watch(peer)
 
-    def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
-        """Sends this rank's arrival to `launch.ranks` and waits for theirs; see `Communicator.agree`."""
+    def agree(self, launch: Launch, arrival: bytes, ahead: Callable[[], None] | None = None) -> Sequence[bytes]:
+        """Sends this rank's arrival to `launch.ranks` and waits for theirs; see `Communicator.agree`.
+
+        `ahead` calls `send_ahead`, whose frames travel with the arrival.
+        """
         check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
         self.begin(launch)
+        self._agreement = self._step
         until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
         places = {other: Place(self._step, None, batch) for other in launch.ranks if other != self.rank}
         for other, place in places.items():
+            self._peers[other].queue(ARRIVAL, self._step, body, batch)
+            self._peers[other].expect(place)
+        if ahead is not None:
+            ahead()
+        for other in places:
             peer = self._peers[other]
-            peer.send(ARRIVAL, self._step, body, batch)
-            peer.expect(place)
+            if not peer.is_blocked:
+                peer.push()
             self._watch(peer)
         self.wait(batch, launch, until_s, places)
-        for other in places:  # some may have come in time and left since, because this rank was late
-            self._peers[other].pull()
-            self._watch(self._peers[other])
-        self._check(launch, places)
         self._passed = self._step
         return [bytes(places[other].into or b"") if other != self.rank else arrival for other in launch.ranks]
 
@@ -118,7 +124,7 @@ class Link:
     def _enter(self, seq: int) -> None:
         if seq < self._seq:
             raise InternalError(detail=f"launch {seq} after {self._seq}")
-        self._seq, self._step, self._passed, self._gone = seq, 0, 0, {}
+        self._seq, self._step, self._agreement, self._passed, self._gone = seq, 0, 0, 0, {}
         for peer in self._peers.values():
             peer.leave()
             peer.enter(seq)
@@ -150,6 +156,10 @@ class Link:
         if array.size:
             self._post(rank, array.view("u1").data, batch)
 
+    def send_ahead(self, rank: int, array: Array, batch: Batch) -> None:
+        """Queues what the kernel after this agreement sends first; the others drop it if none comes."""
+        self._peers[rank].queue(AHEAD, self._step + 1, array.view("u1").data, batch)
+
     def receive(self, rank: int, array: Array, batch: Batch) -> None:
         """Receives the bytes of a flat array from a rank."""
         if array.size:
@@ -172,7 +182,7 @@ class Link:
             self._watch(peer)
 
     def wait(self, batch: Batch, launch: Launch, until_s: float, must_pass: Collection[int] = ()) -> None:
-        """Sends and receives until a batch is through; `must_pass` names ranks that must all pass an agreement.
+        """Sends and receives until a batch is through; `must_pass` names ranks that must all pass the last agreement.
 
         Raises:
             CollectiveTimeoutError: Naming the ranks it waited for.
@@ -246,7 +256,7 @@ class Link:
             raise aborted(self._group_name, launch, self.rank)
         for rank, why in self._gone.items():
             peer = self._peers[rank]
-            if peer.is_owed or peer.is_owing or (rank in must_pass and peer.passed < self._step):
+            if peer.is_owed or peer.is_owing or (rank in must_pass and peer.passed < self._agreement):
                 raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=why)
 
     def _timed_out(self, launch: Launch) -> CollectiveTimeoutError:

@@ -10,6 +10,7 @@ an incoming frame is of
 an earlier launch          this rank has left it: the bytes are dropped
 this launch, LEFT          the other has left it, and not run all of it
 this launch, HERE          the other answers, in a kernel of another library; see `Link.silent`
+this launch, AHEAD         sent before the agreement: dropped if a further agreement comes next, else as DATA
 this launch, other         goes to the place that waits for it; stays in the socket until there is one
 a later launch             the other has left this one; stays in the socket until this rank gets there
 =========================  =====================================================================================
@@ -26,14 +27,16 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from raycollect.core.cpu_affinity import current_core
 
-ARRIVAL, DATA, LEFT, HERE = 1, 2, 3, 4
+ARRIVAL, DATA, LEFT, HERE, AHEAD = 1, 2, 3, 4, 5
 
 FRAME_NBYTES = 1 << 20  # The longest frame of any kind
 _HEADER = struct.Struct("<QHHIII")
 _BUFFER_NBYTES = 4096
+_TOGETHER = 2  # How many frames one system call sends: an arrival, and what goes ahead with it
 _ALL = 1 << 32
 _SCRATCH = memoryview(bytearray(64 * 1024))  # Takes bytes that nobody wants; nothing is ever read from it
 
@@ -64,14 +67,16 @@ class _Outgoing:
     head: bytes | memoryview
     body: memoryview
     batch: Batch | None
+    left: int  # how many of its bytes are still to be sent
 
     @property
     def is_begun(self) -> bool:
         return len(self.head) < _HEADER.size
 
     def advance(self, nbytes: int) -> None:
+        """Takes away what was sent."""
         in_head = min(nbytes, len(self.head))
-        self.head, self.body = self.head[in_head:], self.body[nbytes - in_head :]
+        self.head, self.body, self.left = self.head[in_head:], self.body[nbytes - in_head :], self.left - nbytes
 
 
 class Peer:
@@ -89,6 +94,7 @@ class Peer:
         self.core: int = 0  # the other's last known core on this machine, as `current_core`; 0 if unknown
         self._is_near = _is_near(sock)
         self.passed: int = _ALL  # the last agreement of this launch that the other passed before it left
+        self._core = 0  # where this rank was when it began the launch
         self._seq = self._floor = 0  # the launch; frames of those below the floor are thrown away
         self._out: deque[_Outgoing] = deque()
         self._places: deque[Place] = deque()
@@ -122,7 +128,7 @@ class Peer:
 
     def enter(self, seq: int) -> None:
         """Begins a launch."""
-        self._seq = self._floor = seq
+        self._seq, self._floor, self._core = seq, seq, current_core()
         self.has_left, self.is_here, self.passed = False, False, _ALL
         self._look()
 
@@ -145,28 +151,37 @@ class Peer:
             self._out.pop()  # the same of an earlier launch: any later frame says it too
         self.send(LEFT, passed, memoryview(b""), None)
 
-    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
+    def send(self, kind: int, step: int, body: memoryview, batch: Batch | None) -> None:
         """Queues a frame, and sends what the socket takes; `body` must not change until it is sent."""
-        head = _HEADER.pack(self._seq, kind, current_core(), step, body.nbytes, crc)
-        self._out.append(_Outgoing(self._seq, head, body, batch))
-        if batch is not None:
-            batch.left += 1
+        self.queue(kind, step, body, batch)
         if not self.is_blocked:
             self.push()
+
+    def queue(self, kind: int, step: int, body: memoryview, batch: Batch | None, crc: int = 0) -> None:
+        """Queues a frame, to go with the next one; `body` must not change until it is sent."""
+        seq, nbytes = self._seq, body.nbytes
+        head = _HEADER.pack(seq, kind, self._core, step, nbytes, crc)
+        self._out.append(_Outgoing(seq, head, body, batch, _HEADER.size + nbytes))
+        if batch is not None:
+            batch.left += 1
 
     def push(self) -> None:
         """Sends what the socket takes."""
         out = self._out
         try:
             while out and not self.lost:
-                frame = out[0]
-                frame.advance(self.sock.sendmsg((frame.head, frame.body), (), socket.MSG_NOSIGNAL))
-                if frame.head or frame.body:
-                    self.is_blocked = True
-                    return
-                out.popleft()
-                if frame.batch is not None:
-                    frame.batch.left -= 1
+                frames = tuple(islice(out, _TOGETHER))
+                parts = [part for frame in frames for part in (frame.head, frame.body)]
+                sent = self.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+                for frame in frames:
+                    if sent < frame.left:
+                        frame.advance(sent)
+                        self.is_blocked = True
+                        return
+                    sent -= frame.left
+                    out.popleft()
+                    if frame.batch is not None:
+                        frame.batch.left -= 1
             self.is_blocked = False
         except BlockingIOError:
             self.is_blocked = True
@@ -239,7 +254,7 @@ class Peer:
     def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int, crc: int) -> None:
         # Decides where the bytes of a frame go; see the table above.
         self.core = core if self._is_near else 0
-        if kind not in (ARRIVAL, DATA, LEFT, HERE) or nbytes > FRAME_NBYTES or crc:
+        if kind not in (ARRIVAL, DATA, LEFT, HERE, AHEAD) or nbytes > FRAME_NBYTES or crc:
             self.lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
         elif seq < self._floor:
             self._frame, self._into, self._need = None, None, nbytes
@@ -251,6 +266,8 @@ class Peer:
             self.is_here, self._frame = True, None
         elif not self._places:
             self.is_held = True
+        elif kind == AHEAD and self._places[0].into is None:
+            self._frame, self._into, self._need = None, None, nbytes
         else:
             self._put(self._places[0], step, nbytes)
 

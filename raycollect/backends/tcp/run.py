@@ -17,17 +17,19 @@ from raycollect.backends.completion import (
     reduce_op,
     reduction,
     scattered_reduction,
+    source,
     transfers,
 )
 from raycollect.backends.folds import fold
 from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import Batch
+from raycollect.backends.tcp.peer import FRAME_NBYTES, Batch
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 
-CHUNK_NBYTES = 1 << 20  # The size of all that a rank sends or stages at a time; no frame is longer
+CHUNK_NBYTES = 2 << 20  # The size of all that a rank sends or stages at a time
 # (world size, bytes): the size up to which groups of at most so many ranks send arrays whole, as measured. Two ranks
 # send as many bytes either way, and wait half as often.
 WHOLE_UP_TO_NBYTES: tuple[tuple[int, int], ...] = ((2, 1 << 62), (4, 128 << 10), (1 << 30, 32 << 10))
+AHEAD_NBYTES = 32 << 10  # Up to this size the arrays of a reduction travel with the arrivals, if a chunk has room
 _SLOTS = 2
 
 Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits for
@@ -56,7 +58,7 @@ class Staging:
 class Run:
     """One kernel in progress on one rank."""
 
-    def __init__(self, link: Link, launch: Launch, staging: Staging) -> None:
+    def __init__(self, link: Link, launch: Launch, staging: Staging, sent: Batch | None = None) -> None:
         self._link = link
         self._launch = launch
         self._staging = staging
@@ -64,10 +66,30 @@ class Run:
         self._me = link.rank
         self._ranks = launch.ranks
         self._others = tuple(rank for rank in launch.ranks if rank != link.rank)
+        self._sent = sent  # what `send_ahead` has sent of the kernel
+
+    def send_ahead(self, kernel: Kernel) -> Batch | None:
+        """Sends what a kernel sends first together with the arrival, which saves a round; None: it is no such kernel.
+
+        It stays in the others' sockets until they are in the kernel; they drop it if the launch is refused.
+        """
+        if kernel.kind not in (OpKind.ALLREDUCE, OpKind.REDUCE) or not self._others:
+            return None
+        src = source(kernel)
+        most = min(AHEAD_NBYTES // src.dtype.itemsize, self._step(src.dtype, len(self._others)))
+        if not 0 < src.size <= most or not self._is_small(src):
+            return None
+        return self._send_whole(src.read(0, src.size), self._takers(kernel), self._link.send_ahead)
 
     def run(self, kernel: Kernel) -> None:
         """Runs it to its end."""
-        _KERNELS[kernel.kind](self, kernel)
+        if self._sent is None:
+            _KERNELS[kernel.kind](self, kernel)
+            return
+        op, takers, src, dst = self._reduction(kernel)
+        for batch in self._whole(op, src, dst, takers, 0, 0, src.size):
+            # What came ahead does not show that its sender has passed the agreement.
+            self._link.wait(batch, self._launch, self._until_s, self._others)
 
     def _go(self, row: Iterable[Steps]) -> None:
         # Runs chunks as a pipeline. In round t chunk t takes its first step, then the older ones, oldest first, wait
@@ -87,7 +109,7 @@ class Run:
         self._link.wait(batch, self._launch, self._until_s)
 
     def _step(self, dtype: np.dtype[np.generic], share: int = 1) -> int:
-        return max(1, CHUNK_NBYTES // max(1, share) // dtype.itemsize)
+        return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
 
     def _is_small(self, flat: Flat) -> bool:
         nbytes = flat.size * flat.dtype.itemsize
@@ -98,12 +120,19 @@ class Run:
         self._link.greet(self._others, batch)
         self._wait(batch)
 
+    def _takers(self, kernel: Kernel) -> Sequence[int]:
+        return self._ranks if kernel.kind is OpKind.ALLREDUCE else (kernel.peer,)
+
+    def _reduction(self, kernel: Kernel) -> tuple[ReduceOp, Sequence[int], Flat, Flat | None]:
+        takers = self._takers(kernel)
+        src, dst = reduction(kernel) if self._me in takers else (source(kernel), None)
+        return reduce_op(kernel), takers, src, dst
+
     def _allreduce(self, kernel: Kernel) -> None:
-        takers = self._ranks if kernel.kind is OpKind.ALLREDUCE else (kernel.peer,)
-        src, dst = reduction(kernel) if self._me in takers else (Flat(kernel.src), None)
-        op, is_small = reduce_op(kernel), self._is_small(src)
-        fold_chunk, share = (self._whole, len(self._others)) if is_small else (self._sliced, 1)
-        step = self._step(src.dtype, share)
+        op, takers, src, dst = self._reduction(kernel)
+        is_small = self._is_small(src)
+        fold_chunk = self._whole if is_small else self._sliced
+        step = self._step(src.dtype, len(self._others)) if is_small else CHUNK_NBYTES // src.dtype.itemsize
         spans = enumerate(metered(src.size, step))
         self._go(fold_chunk(op, src, dst, takers, turn, lo, hi) for turn, (lo, hi) in spans)
 
@@ -111,10 +140,8 @@ class Run:
         self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
     ) -> Steps:
         # A chunk that every taker receives whole, and folds.
-        own, batch = src.read(lo, hi), Batch()
-        for taker in takers:
-            if taker != self._me:
-                self._link.send(taker, own, batch)
+        own = src.read(lo, hi)
+        batch = self._sent or self._send_whole(own, takers, self._link.send)
         if dst is None:
             yield batch
             return
@@ -123,6 +150,13 @@ class Run:
         out = dst.target(lo, hi)
         self._fold(op, own, parts, out)
         dst.commit(lo, hi, out)
+
+    def _send_whole(self, own: Array, takers: Collection[int], send: Callable[[int, Array, Batch], None]) -> Batch:
+        batch = Batch()
+        for taker in takers:
+            if taker != self._me:
+                send(taker, own, batch)
+        return batch
 
     def _sliced(
         self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
@@ -194,7 +228,10 @@ class Run:
             self._move(give, take, whole, len(self._others))
             return
         rest = tuple(rank for rank in self._ranks if rank != root)
-        self._go(self._spread(root, rest, whole, lo, hi) for lo, hi in metered(whole.size, self._step(whole.dtype)))
+        self._go(
+            self._spread(root, rest, whole, lo, hi)
+            for lo, hi in metered(whole.size, CHUNK_NBYTES // whole.dtype.itemsize)
+        )
 
     def _spread(self, root: int, rest: Sequence[int], whole: Flat, lo: int, hi: int) -> Steps:
         # A chunk of which each rank but the root gets a slice, and forwards it to the others.

@@ -13,7 +13,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, FaultError, GroupBrokenError, PlanAbortedError
 from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.communicators import ThreadTeam
-from tests.pure.conformance import KINDS, Case, body_cases, check_allreduce, check_cases, run_launch
+from tests.pure.conformance import KINDS, Case, body_cases, check_allreduce, check_cases, run_launch, run_staged
 
 
 @pytest.fixture(params=["local", "shm", "tcp"])
@@ -126,11 +126,19 @@ def test_an_abort_wakes_every_kernel(team: ThreadTeam, kind: OpKind) -> None:
     check_cases(team, [case])
 
 
-def test_a_latecomer_finds_that_the_others_have_left(team: ThreadTeam) -> None:
+def body_sum_of_ones(communicator: Communicator, launch: Launch, size: int) -> np.ndarray:
+    array = np.ones(size, np.int64)
+    run_staged(communicator, launch, sum_of(array), size)
+    return array
+
+
+@pytest.mark.parametrize("size", [1, 600, 100_000])
+def test_a_latecomer_finds_that_the_others_have_left(team: ThreadTeam, size: int) -> None:
+    """Also where what they gave has come before they left."""
     launch = team.launch(timeout_s=0.1)
-    for result in team.run(body_arrive, launch, ranks=(0, 1)):
+    for result in team.run(body_sum_of_ones, launch, size, ranks=(0, 1)):
         assert isinstance(result, FaultError)
-    late = team.run(body_arrive, launch, ranks=(2,))[0]
+    late = team.run(body_sum_of_ones, launch, size, ranks=(2,))[0]
     assert isinstance(late, PlanAbortedError)
     assert late.rank in (0, 1)
     check_allreduce(team, ReduceOp.SUM, "int64", 300_001, "plain", True)

@@ -17,7 +17,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends.gloo import communicator as gloo
 from raycollect.backends.gloo import link as _gloo_link
-from raycollect.backends.meshed import ANSWER_S, SMALL_NBYTES
+from raycollect.backends.meshed import ANSWER_S, MESH_UP_TO_NBYTES
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator, Forsaking
 from raycollect.errors import (
@@ -142,7 +142,7 @@ def test_extra_memory_is_bounded_by_chunks(team: ProcessTeam, kind: OpKind) -> N
 
 def body_kernel(communicator: Communicator, launch: Launch, kind: OpKind = OpKind.ALLREDUCE) -> None:
     """A kernel without the door, as if the peer had died behind it; large, so that it is the library's if it may be."""
-    array = np.ones(SMALL_NBYTES // 4 + 1, np.float32)
+    array = np.ones(MESH_UP_TO_NBYTES[0][1] // 4 + 1, np.float32)
     pieces = kind is OpKind.ALLTOALL
     side = (array, array.copy()) if pieces else array
     communicator.launch(launch, Kernel(kind=kind, src=side, dst=side, op=ReduceOp.SUM, peer=1, most=array.size))
@@ -193,7 +193,7 @@ def body_forsake_or_run(communicator: Communicator, launch: Launch, size: int) -
 def test_who_leaves_before_a_kernel_breaks_the_group_only_if_the_library_runs_it(
     team: ProcessTeam, is_large: bool
 ) -> None:
-    results = team.run(body_forsake_or_run, team.launch(), SMALL_NBYTES // 4 + is_large)
+    results = team.run(body_forsake_or_run, team.launch(), MESH_UP_TO_NBYTES[team.world_size > 2][1] // 4 + is_large)
     assert all(isinstance(one, PlanAbortedError) for rank, one in enumerate(results) if rank != 1), results
     if is_large:
         assert all(isinstance(one, GroupBrokenError) for one in team.run(body_arrive, team.launch()))

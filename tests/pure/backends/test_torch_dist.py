@@ -36,7 +36,7 @@ from torch import distributed
 from torch.distributed import distributed_c10d as c10d
 
 from raycollect.backends.arrays import DeviceArray
-from raycollect.backends.meshed import SMALL_NBYTES
+from raycollect.backends.meshed import MESH_UP_TO_NBYTES
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.torch_dist import communicator as torch_dist
 from raycollect.backends.torch_dist import run as _torch_run
@@ -398,8 +398,8 @@ def kernel_of(kind: OpKind, array: np.ndarray) -> Kernel:
     return Kernel(kind=kind, src=side, dst=side, op=ReduceOp.SUM, peer=1, most=array.size)
 
 
-LARGE = SMALL_NBYTES // 8 + 1
-"""So many elements are for the library."""
+LARGE, LARGE_AMONG_THREE = (most // 8 + 1 for _, most in MESH_UP_TO_NBYTES)
+"""So many elements are for the library, between two ranks and among three."""
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST])
@@ -409,7 +409,7 @@ def test_an_abort_wakes_a_rank_in_mid_kernel_and_what_comes_late_is_not_written(
     """The library works in the user's array: its connections are ended, and so is its kernel."""
     team = teams(world_size=3)
     in_kernel = wait_for_kernel(team, monkeypatch)
-    array, launch = np.ones(LARGE), team.launch(timeout_s=60)
+    array, launch = np.ones(LARGE_AMONG_THREE), team.launch(timeout_s=60)
     waiting = team.start(0, started, launch, kernel_of(kind, array))
     in_kernel()
     ended: list[bool] = []
@@ -425,7 +425,7 @@ def test_an_abort_wakes_a_rank_in_mid_kernel_and_what_comes_late_is_not_written(
     assert isinstance(waiting.result(5), PlanAbortedError)
     assert ended == [True], "no thread of the library is in the array"
     left = array.copy()
-    for late in team.run(started, launch, kernel_of(kind, np.full(LARGE, 7.0)), ranks=(1, 2)):
+    for late in team.run(started, launch, kernel_of(kind, np.full(LARGE_AMONG_THREE, 7.0)), ranks=(1, 2)):
         assert isinstance(late, PlanAbortedError | None)  # the root of a broadcast need not see that nobody takes it
     np.testing.assert_array_equal(array, left)
     for body in (body_arrive, body_sum):
@@ -488,7 +488,7 @@ def body_parts(communicator: Communicator, launches: list[Launch], size: int) ->
 def test_large_arrays_are_reduced_in_parts_at_the_same_time(
     teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_run, "PART_NBYTES", SMALL_NBYTES // 6)  # 7 parts
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[-1][1] // 6)  # 7 parts
     team, begin = teams(world_size=3), Calls.begin
     open_at_once: list[int] = []
 
@@ -498,7 +498,7 @@ def test_large_arrays_are_reduced_in_parts_at_the_same_time(
         return work
 
     monkeypatch.setattr(Calls, "begin", recorded)
-    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE + LARGE // 6)
+    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE_AMONG_THREE + LARGE_AMONG_THREE // 6)
     assert found == [[True] * 3] * 3
     assert len(open_at_once) == 3 * 2 * 7
     assert max(open_at_once) == _torch_run.AHEAD
@@ -507,7 +507,7 @@ def test_large_arrays_are_reduced_in_parts_at_the_same_time(
 def test_an_abort_ends_all_parts_that_are_under_way(
     teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_run, "PART_NBYTES", SMALL_NBYTES // 6)
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[0][1] // 6)
     team = teams(world_size=2)
     in_kernel, works, settle = wait_for_kernel(team, monkeypatch), [], Calls._settle
 
