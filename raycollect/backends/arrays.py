@@ -67,6 +67,9 @@ def view(value: object) -> Array | DeviceArray | None:
 
 def is_tensor(value: object) -> bool:
     """Tells whether collectives accept a value; see `view`."""
+    tensor_type = _torch_type()
+    if tensor_type is not None and isinstance(value, tensor_type):
+        return _dtype_of_torch(value) is not None
     return view(value) is not None
 
 
@@ -147,16 +150,23 @@ def _torch_type() -> Any:
     return getattr(sys.modules.get("torch"), "Tensor", None)
 
 
-def _view_of_torch(tensor: Any) -> Array | DeviceArray | None:
+def _dtype_of_torch(tensor: Any) -> np.dtype[Any] | None:
+    # That of numpy; None where collectives don't accept the tensor.
     torch: Any = sys.modules["torch"]
-    dtype = TORCH_DTYPES.get(torch_name(tensor.dtype))
-    if dtype is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return None
     if tensor.layout is not torch.strided or tensor.is_nested:
         return None
     if tensor.is_meta or tensor.is_conj() or tensor.is_neg():
         return None
     if tensor.numel() and not tensor.untyped_storage().nbytes():  # its storage was given back
+        return None
+    return TORCH_DTYPES.get(torch_name(tensor.dtype))
+
+
+def _view_of_torch(tensor: Any) -> Array | DeviceArray | None:
+    dtype = _dtype_of_torch(tensor)
+    if dtype is None:
         return None
     plain = tensor.detach()
     if plain.device.type != "cpu":

@@ -38,6 +38,7 @@ class FastPath:
     known: RunCache  # what the last run on them found out
     instruments: Instruments
     communicators: Callable[[str], Communicator]  # by the group's id; raises GroupBrokenError
+    given: bool = False  # whether a member's call gave the operands
     _first: Kernel = field(init=False)
     _scheduled: ScheduledBundle = field(init=False)
     _kernel: Kernel = field(init=False)
@@ -73,6 +74,21 @@ class FastPath:
         if known is None or known.block is not None or known.first is None or not _is_simple(program, known):
             return None
         return FastPath(program, containers, known, instruments, communicators)
+
+    @staticmethod
+    def by_shape(
+        program: Program,
+        operands: Sequence[Container],
+        instruments: Instruments,
+        communicators: Callable[[str], Communicator],
+    ) -> FastPath | None:
+        """The same for a member's call, whose operands may be fresh, and which is run once; not for a timeline."""
+        if type(instruments.faults) is not NoFaults or instruments.tracer.ring is not None:
+            return None
+        known = instruments.shapes.recall(program, operands, instruments.store, given=True)
+        if known is None or known.first is None or not _is_simple(program, known):
+            return None
+        return FastPath(program, operands, known, instruments, communicators, given=True)
 
     def fits(self, held: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
@@ -207,7 +223,8 @@ class FastPath:
             self.instruments,
             seq=seq,
             aborted=self._reason,
-            held=self.held,
+            operands=self.held if self.given else None,
+            held=None if self.given else self.held,
             met=None if brought is None else (self.known, brought),
         )
         return self._full

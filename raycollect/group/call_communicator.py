@@ -24,7 +24,8 @@ class CallCommunicator:
         self._hub = hub
         self._communicator = communicator
         self._deadline_s = deadline_s
-        self._is_whole = hub.ranks == tuple(range(len(hub.ranks)))
+        self._everyone = tuple(range(len(hub.ranks)))  # of the communicator's own ranks
+        self._is_whole = hub.ranks == self._everyone
         self._kernels: dict[int, tuple[Kernel, Kernel]] = {}
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
@@ -65,11 +66,11 @@ class CallCommunicator:
         """Does nothing: `MemberCommunicator` closes it."""
 
     def _inside(self, launch: Launch) -> Launch:
-        return launch if self._is_whole else replace(launch, ranks=tuple(range(len(self._hub.ranks))))
+        return launch if self._is_whole else replace(launch, ranks=self._everyone)
 
     def _within_deadline(self, launch: Launch) -> Launch:
         left_s = min(launch.timeout_s, max(self._deadline_s - time.monotonic(), 0))
-        return replace(self._inside(launch), timeout_s=left_s)
+        return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=left_s)
 
     def _mapped(self, kernel: Kernel) -> Kernel:
         # The same object each time, for backends that recognise it.

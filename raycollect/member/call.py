@@ -14,6 +14,7 @@ from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, 
 from raycollect.core.protocols import Communicator
 from raycollect.engine.agreement import Arrival, Spec, encode_arrival, judge
 from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.fast_path import FastPath
 from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
 from raycollect.group.member_communicator import Attempt
@@ -112,17 +113,21 @@ class MemberCall:
         instruments = ProcessGroups.current().instruments
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
-            execution = Execution(
-                program,
-                (),
-                lambda group_id: communicator,
-                instruments,
-                seq=seq,
-                aborted=lambda: None,
-                operands=tuple(operands),
-                meeting=getattr(communicator, "meeting", "") or "-",
-            )
             with streams.after(mark):  # another thread may run it
+                fast = FastPath.by_shape(program, operands, instruments, lambda group_id: communicator)
+                if fast is not None:
+                    fast.ready(seq)
+                    return fast.run((), lambda: None)
+                execution = Execution(
+                    program,
+                    (),
+                    lambda group_id: communicator,
+                    instruments,
+                    seq=seq,
+                    aborted=lambda: None,
+                    operands=operands,
+                    meeting=getattr(communicator, "meeting", "") or "-",
+                )
                 return execution.run()
 
         return attempt
