@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
@@ -84,7 +84,7 @@ class CallTokens:
     Args:
         handle: The actor's.
         owner: By what name the actor knows this end of the connection.
-        methods: Those of its methods that take a token.
+        methods: Those of its methods that have returned tensors; more may come.
         order: Has the actor make that many refs; a task of its own, so that they are small and in this process.
         tell: Tells the actor that nobody holds the values of these keys any more.
         soon: Makes a call in a moment, in another thread; False where it won't.
@@ -94,7 +94,7 @@ class CallTokens:
         self,
         handle: Any,
         owner: bytes,
-        methods: frozenset[str],
+        methods: Collection[str],
         order: Callable[[int], list[Any]],
         tell: Callable[[list[Key]], None],
         soon: Callable[[Callable[[], None]], bool],
@@ -115,7 +115,6 @@ class CallTokens:
         self._is_telling = threading.Lock()
         self._is_due = False
         self._at_end: Callable[[], None] | None = None
-        self._request()
 
     def lend(self, method: str, options: dict[str, Any]) -> tuple[Any, Callable[[Any], None]] | None:
         """Adds a token to the arguments of a call whose only result may stay in the actor.
@@ -174,7 +173,7 @@ class CallTokens:
     def _refill(self) -> None:
         if not self._coming:
             self._request()
-        elif ray.wait(self._coming[:1], timeout=0, fetch_local=False)[0]:  # they are returns of one task
+        if self._coming and ray.wait(self._coming[:1], timeout=0, fetch_local=False)[0]:  # they are returns of one task
             for ref in self._coming:
                 cell: list[Key] = []
                 if ray_internals.on_last_ref(ref, partial(self._nobody_holds, cell)):

@@ -228,7 +228,6 @@ class Groups:
         member_discovery.check(declaration)
         calls = {actor._actor_id.hex(): submitted_calls.watch(actor) for actor in declaration.actors}
         infos = member_discovery.describe(declaration, deadline_s)  # all calls before have ended by then
-        keeps = {info["actor_id"]: frozenset(info.pop("keeps", ())) for info in infos}
         members = declaration.ranked(infos)
         choice = _choose_backend(declaration, members, deadline_s)
         spec = declaration.spec(secrets.token_hex(8), choice.backend)
@@ -247,7 +246,7 @@ class Groups:
             for info in infos:
                 member = members[membership.rank_of(info["actor_id"])]
                 actor_id = member.actor_id
-                peer = self._peers.lease(member, actors[actor_id], info, calls[actor_id], keeps[actor_id], deadline_s)
+                peer = self._peers.lease(member, actors[actor_id], info, calls[actor_id], deadline_s)
                 peer.group_ids.add(spec.group_id)
             self._peers.join([membership], deadline_s)
             membership = self._with_inner(membership, deadline_s)

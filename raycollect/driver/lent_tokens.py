@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Any
 
@@ -29,7 +29,7 @@ class LentTokens:
         link: Link,
         *,
         owner: bytes,
-        methods: frozenset[str],
+        methods: Collection[str],
         soon: Callable[[Callable[[], None]], bool],
     ) -> None:
         self._calls = calls

@@ -14,6 +14,7 @@ from raycollect.channel import Link
 from raycollect.channel.messages import (
     Collected,
     Go,
+    Keeps,
     Measured,
     Message,
     Order,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 _ANSWERS = Surveyed, Seen, Measured, Ticked, Unable
 
 MOST_COLLECTED_NBYTES = 128 << 20  # more than the largest ring of a participant takes
+MOST_METHODS = 1024  # of an actor that are lent tokens; the others make their own
 
 
 class StartBarrier:
@@ -118,6 +120,7 @@ class ParticipantLink:
         self._collected: dict[int, bytearray] = {}  # the parts so far of long answers
         self._lost = False
         self._lent_tokens: LentTokens | None = None
+        self._keeping: set[str] = set()  # its methods that have returned tensors
         self._run = () if info["participant"] else (runtime.run_program,)
 
     def submit(self, payload: bytes, outputs: int) -> list[Any]:
@@ -159,11 +162,11 @@ class ParticipantLink:
             self._submits[-1] = method
         method.remote(self._controller_id, seq)
 
-    def lend_tokens(self, owner: bytes, methods: frozenset[str], soon: Callable[[Callable[[], None]], bool]) -> None:
-        """Lends tokens to the calls of its methods, from now on; see `CallTokens`."""
+    def lend_tokens(self, owner: bytes, soon: Callable[[Callable[[], None]], bool]) -> None:
+        """Lends tokens to the calls of methods that return tensors, from now on; see `CallTokens`."""
         if self._calls is not None and self.link is not None:
             self._lent_tokens = LentTokens(
-                self._calls, self.actor, self.info, self.link, owner=owner, methods=methods, soon=soon
+                self._calls, self.actor, self.info, self.link, owner=owner, methods=self._keeping, soon=soon
             )
 
     def retire(self) -> None:
@@ -256,6 +259,9 @@ class ParticipantLink:
             self._collect_part(message)
         elif isinstance(message, _ANSWERS):
             self._answered_by(message.request, message)
+        elif isinstance(message, Keeps):
+            if len(self._keeping) < MOST_METHODS:
+                self._keeping.add(message.method)
         elif isinstance(message, Ready):
             start_barrier = self.barriers.get(message.seq)
             if start_barrier is not None:  # else the plan has failed meanwhile

@@ -121,7 +121,6 @@ class Participants:
         actor: Any,
         info: dict[str, Any],
         calls: SubmittedCalls | None,
-        keeps: frozenset[str],
         deadline_s: float,
     ) -> ParticipantLink:
         """Leases a member, unless it is leased already.
@@ -131,7 +130,6 @@ class Participants:
             actor: Its actor.
             info: What it said of itself.
             calls: Its calls since before it said so.
-            keeps: Its methods whose tensors stay in it.
             deadline_s: By when it must have answered, by `time.monotonic`.
         """
         peer = self._peers.get(member.actor_id)
@@ -156,7 +154,7 @@ class Participants:
             if isinstance(exc, ConnectionLostError):
                 raise ActorGoneError(op="declare", rank=member.rank, actor=member.actor, detail=exc.detail) from exc
             raise
-        peer.lend_tokens(owner, keeps, partial(self._hub.later, UNUSED_S))
+        peer.lend_tokens(owner, partial(self._hub.later, UNUSED_S))
         self.add(peer)
         if self.timeline is not None:
             self.timeline.leased(peer)

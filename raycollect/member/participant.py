@@ -30,7 +30,6 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _BY_VALUE = "__raycollect_by_value__"
 _HELD = "__raycollect_held__"
-_TAKES_TOKEN = "__raycollect_takes_token__"
 
 _inside: ContextVar[bool] = ContextVar("raycollect_inside", default=False)
 """True while a method that Ray called runs: calls that it makes itself are plain calls."""
@@ -67,9 +66,7 @@ class CollectiveParticipant:
     # The controller calls these.
 
     def _raycollect_describe(self) -> dict[str, Any]:
-        names = (name for name in dir(type(self)) if not name.startswith("_"))
-        keeps = [name for name in names if hasattr(inspect.getattr_static(type(self), name), _TAKES_TOKEN)]
-        return {**describe(self), "participant": True, "keeps": keeps}
+        return {**describe(self), "participant": True}
 
     def _raycollect_run(self, payload: bytes) -> Any:
         return Runtime.current().run_task(payload, ray_internals.current_task())
@@ -126,8 +123,6 @@ def _hold(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         held = _hold_coroutine(method, name)
     else:
         held = _hold_plain(method, name)
-        if not hasattr(method, _BY_VALUE):
-            setattr(held, _TAKES_TOKEN, True)
     setattr(held, _HELD, True)
     return held
 
@@ -147,6 +142,8 @@ def _hold_plain(method: Callable[..., Any], name: str) -> Callable[..., Any]:
                 with Runtime.method_guard():
                     value = method(self, *args, **kwargs)
             found = _keep(method, task, value, lent)
+            if type(found) is direct_transport.Returned and lent is None:
+                Runtime.current().keeps(name)
         except BaseException:
             Runtime.note_end(task, is_over=False)
             raise
@@ -391,6 +388,8 @@ class _Returns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         found = _keep_one(_Returns, self._task, 1, self._value, self._lent)
+        if type(found) is direct_transport.Returned and self._lent is None:
+            Runtime.current().keeps(ray_internals.current_method())
         Runtime.note_end(self._task, is_over=_is_inert(found))
         return _same, (found,)
 

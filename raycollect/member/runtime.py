@@ -20,7 +20,7 @@ import ray
 
 from raycollect.backends import Gpu, arrays, gpus, streams
 from raycollect.channel import DataLink, Link, Server
-from raycollect.channel.messages import Bye, Message, Refused, Unused, Welcome
+from raycollect.channel.messages import Bye, Keeps, Message, Refused, Unused, Welcome
 from raycollect.core import ray_internals, threads
 from raycollect.core.call_tokens import LentToken
 from raycollect.core.direct_transport import Returned
@@ -131,8 +131,9 @@ class Runtime:
         self.finished_calls: FinishedCalls = FinishedCalls()
         self.watch: WaitMonitor = WaitMonitor()
         self._lenders = TokenLenders(self.store)
+        self._keeping: set[str] = set()  # the methods that have returned tensors
         self._lease: Lease | None = None
-        self._lock = threading.Lock()  # guards it
+        self._lock = threading.Lock()  # guards the last two
         secret = secrets.token_bytes(32)
         self._server = Server(ray_internals.node_address(), secret, self)
         fetch.register_local(secret, self.store)
@@ -186,6 +187,15 @@ class Runtime:
         if streamed:
             self._streamed.append(handle.token)
         return handle
+
+    def keeps(self, method: str) -> None:
+        """A method has returned tensors, and was lent no token: the controller is to lend one to its next calls."""
+        with self._lock:
+            is_new, lease = method not in self._keeping, self._lease
+            self._keeping.add(method)
+        if is_new and lease is not None:
+            with suppress(ConnectionLostError):
+                lease.link.send(Keeps(method=method))
 
     def _forget(self, key: Key) -> None:
         self.store.free([key])
@@ -259,9 +269,12 @@ class Runtime:
                 return
             before, self._lease = self._lease, Lease(controller, description, link, self)
             self._lenders.open(_lender(link))
+            keeping = sorted(self._keeping)
         if before is not None:
             before.end("its controller came anew")
         link.send(Welcome())
+        for method in keeping:
+            link.send(Keeps(method=method))
 
     def received(self, link: Link, message: Message) -> None:
         """A message of the controller; on the channel's thread, so nothing here may wait."""

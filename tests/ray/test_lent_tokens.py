@@ -69,6 +69,7 @@ def maker(tidy):
     made = MakerActor.remote()
     col.declare_collective_group([made], group_name="lent")
     assert with_tokens(made)
+    assert is_empty(made), "what the first calls have returned"
     return made
 
 
@@ -77,8 +78,11 @@ def tokens_of(maker):
 
 
 def with_tokens(maker):
-    """Whether the next calls are lent tokens; the first ones come with a task of the actor's queue."""
+    """Whether the next calls of methods that return tensors are lent tokens, which come with a task of the queue."""
     tokens = tokens_of(maker)
+    ray.wait([maker.make.remote(), maker.pair.remote()], num_returns=2)
+    assert wait_until(lambda: {"make", "pair"} <= set(tokens._methods))
+    tokens._refill()
     ray.get(maker.lent.remote())
     tokens._refill()
     return len(tokens._ready) > 0
@@ -104,6 +108,15 @@ def test_a_result_lives_as_long_as_somebody_holds_it(maker):
     assert col.get(handle).tolist() == [3], "the handle alone holds it"
     del handle
     assert is_empty(maker)
+
+
+def test_only_methods_that_return_tensors_are_lent_tokens(maker):
+    ready = tokens_of(maker)._ready
+    before = len(ready)
+    ray.get([maker.number.remote(), maker.values.remote(), maker.static.remote(1)])
+    assert len(ready) == before
+    ray.wait([maker.make.remote()])
+    assert len(ready) == before - 1
 
 
 def test_discarded_results_are_freed(maker):

@@ -83,6 +83,13 @@ class Behind(Message):
 
 
 @message
+class Keeps(Message):
+    """A method of this participant returns tensors that stay here: its calls are to bring tokens (P5)."""
+
+    method: str
+
+
+@message
 class Done(Message):
     """This participant has ended plan `seq`; `ranks` are the places of all that are known to have run all of it.
 

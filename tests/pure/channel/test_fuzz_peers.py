@@ -368,7 +368,7 @@ def end(peer: ParticipantLink, why: str) -> None:
 
 
 TO_CONTROLLER = (
-    *("Arrive", "Done", "Waiting", "Joined", "Publish", "Meet", "Stuck", "Drop", "Ran", "Ready", "Behind"),
+    *("Arrive", "Done", "Waiting", "Joined", "Publish", "Meet", "Stuck", "Drop", "Ran", "Ready", "Behind", "Keeps"),
     *("Surveyed", "Ticked", "Collected", "Measured"),
 )
 
