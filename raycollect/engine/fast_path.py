@@ -13,7 +13,7 @@ from threading import get_ident
 
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
-from raycollect.core.model import Kernel, Key, Launch
+from raycollect.core.model import TENSOR, Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, NoFaults
 from raycollect.engine.execution import Execution, Outcome, given_up, located
 from raycollect.engine.instruments import Instruments
@@ -76,19 +76,28 @@ class FastPath:
         return FastPath(program, containers, known, instruments, communicators)
 
     @staticmethod
-    def by_shape(
+    def once(
         program: Program,
-        operands: Sequence[Container],
+        operands: Sequence[object],
         instruments: Instruments,
         communicators: Callable[[str], Communicator],
+        *,
+        given: bool,
     ) -> FastPath | None:
-        """The same for a member's call, whose operands may be fresh, and which is run once; not for a timeline."""
+        """The same for one run on single tensors, which may be fresh; not for a timeline.
+
+        `given`: a member's call gave the operands.
+        """
         if type(instruments.faults) is not NoFaults or instruments.tracer.ring is not None:
             return None
-        known = instruments.shapes.recall(program, operands, instruments.store, given=True)
-        if known is None or known.first is None or not _is_simple(program, known):
+        containers = [one for one in operands if type(one) is Container and one.structure is TENSOR]
+        if len(containers) != len(operands):
             return None
-        return FastPath(program, operands, known, instruments, communicators, given=True)
+        known = None if given else RunCache.recall(program, containers, instruments.store)
+        known = known or instruments.shapes.recall(program, containers, instruments.store, given=given)
+        if known is None or known.block is not None or known.first is None or not _is_simple(program, known):
+            return None
+        return FastPath(program, containers, known, instruments, communicators, given=given)
 
     def fits(self, held: Sequence[object]) -> bool:
         """Whether these are the operands, and unchanged."""
@@ -121,6 +130,7 @@ class FastPath:
         self._kernel_progress.clear()
         communicator, scheduled, ok = None, None, False
         error: RaycollectError | None = None
+        ended: tuple[int, ...] = ()
         ring = self.instruments.tracer.ring
         began_s = agreed_s = ended_s = 0.0
         if ring is not None:
@@ -150,14 +160,14 @@ class FastPath:
         finally:
             self._communicator = self._full = None
             if communicator is not None:
-                communicator.end(launch, ok)
+                ended = communicator.end(launch, ok)
             if ring is not None:
                 label = self._label if ring is self._ring else self._met_ring(ring)
                 kind = DOOR if agreed_s and scheduled is None else AGAIN  # what goes on in full notes the rest itself
                 at, thread, failed = next(ring.numbers), get_ident(), "" if error is None else type(error).__name__
                 until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
                 ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
-        return Outcome()
+        return Outcome(ended=program.places_of(ended))
 
     def abort(self) -> None:
         """Ends the waits of the run that is ready or under way; any thread may call it, until the next is ready."""

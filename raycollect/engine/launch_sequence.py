@@ -145,10 +145,8 @@ class LaunchSequence:
         Returns:
             The places of those who are known to have run all of their programs; empty where others may have more to do.
         """
-        ranks, program = self._close(ok=ok), self.program
-        if self._number or not ranks or program.everyone:
-            return ()
-        return tuple([program.door.ranks.index(rank) for rank in ranks])
+        ranks = self._close(ok=ok)
+        return () if self._number else self.program.places_of(ranks)
 
     def abort(self) -> None:
         """Wakes this participant if it waits in a launch, and lets it begin no other; any thread may call it."""

@@ -114,7 +114,7 @@ class MemberCall:
 
         def attempt(communicator: Communicator, seq: int) -> Outcome:
             with streams.after(mark):  # another thread may run it
-                fast = FastPath.by_shape(program, operands, instruments, lambda group_id: communicator)
+                fast = FastPath.once(program, operands, instruments, lambda _: communicator, given=True)
                 if fast is not None:
                     fast.ready(seq)
                     return fast.run((), lambda: None)

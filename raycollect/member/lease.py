@@ -44,6 +44,7 @@ from raycollect.channel.messages import (
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Outcome
+from raycollect.engine.fast_path import FastPath
 from raycollect.engine.step_program import Invocation
 from raycollect.engine.step_runner import Invoke, StepRunner
 from raycollect.errors import (
@@ -85,7 +86,7 @@ __all__ = ["Lease"]
 class _Running:
     """A program under way; `exchange`: its agreement through the controller, if there is one."""
 
-    execution: Execution
+    execution: Execution | FastPath
     exchange: ChannelExchange | None
     group_ids: frozenset[str]
 
@@ -213,26 +214,39 @@ class Lease:
         place, exchange = program.door, None
         if program.commits or not place.group_id:
             exchange = ChannelExchange("", place.ranks.index(place.rank), self._reporter.tell)
-        execution = Execution(
-            program,
-            keys,
-            self._groups.communicator,
-            self._runtime.instruments,
-            seq=seq,
-            aborted=lambda: sequencer.reason(seq),
-            waiting=None if is_ordered else lambda key: self._reporter.tell(Waiting(seq=seq, key=key)),
-            exchange=exchange,
-        )
+        run, execution = self._prepared(seq, keys, program, is_ordered, exchange)
         group_ids = frozenset(share.group_id for share in program.shares)
         self._running[seq] = _Running(execution=execution, exchange=exchange, group_ids=group_ids)
         try:
             with self._reporter.waiting("", "", program.name, (), seq=seq, call=lambda: 0, holds_up=is_in_turn):
-                outcome = execution.run()
+                outcome = run()
         finally:
             self._running.pop(seq, None)
         if isinstance(outcome.error, GroupBrokenError) and (reason := sequencer.reason(seq)):
             return replace(outcome, error=PlanAbortedError(detail=reason))  # the cause, not what came of it
         return outcome
+
+    def _prepared(
+        self, seq: int, keys: Sequence[Key], program: Program, is_ordered: bool, exchange: ChannelExchange | None
+    ) -> tuple[Callable[[], Outcome], Execution | FastPath]:
+        communicators, instruments = self._groups.communicator, self._runtime.instruments
+        aborted = partial(self._sequencer.reason, seq)
+        if exchange is None and len(program.tasks) == 1:
+            fast = FastPath.once(program, [*map(self._store.look, keys)], instruments, communicators, given=False)
+            if fast is not None:
+                fast.ready(seq)
+                return partial(fast.run, keys, aborted), fast
+        execution = Execution(
+            program,
+            keys,
+            communicators,
+            instruments,
+            seq=seq,
+            aborted=aborted,
+            waiting=None if is_ordered else lambda key: self._reporter.tell(Waiting(seq=seq, key=key)),
+            exchange=exchange,
+        )
+        return execution.run, execution
 
     def _tell_done(self, seq: int, program: Program, outcome: Outcome) -> None:
         # If all participants see each other, the last one tells for all that it went well.

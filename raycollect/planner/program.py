@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raycollect.core.model import ReduceOp
@@ -102,6 +103,10 @@ class Program:
     def makes(self) -> bool:
         """Whether it makes any output."""
         return any(self.shares[task.share].template.makes for task in self.tasks)
+
+    def places_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """The places of ranks that have ended the launch of the agreement; none where others may have more to do."""
+        return () if self.everyone else tuple([self.door.ranks.index(rank) for rank in ranks])
 
 
 @dataclass(frozen=True, slots=True)

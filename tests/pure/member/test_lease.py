@@ -20,6 +20,7 @@ from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.execution import Outcome
+from raycollect.engine.instruments import Instruments
 from raycollect.errors import (
     GroupBrokenError,
     MismatchError,
@@ -70,7 +71,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[bool]], Any]:
         assert len({share.group_id for share in program.shares}) == len(ordered)
         link = SimpleNamespace(send=lambda message: None)
         premises = SimpleNamespace(
-            instruments=SimpleNamespace(store=pos.Store()),
+            instruments=Instruments(store=pos.Store(), recorder=Recorder(time.monotonic), clock=time.monotonic),
             method_lock=threading.Lock(),
             finished_calls=FinishedCalls(),
             watch=WaitMonitor(),
