@@ -15,6 +15,9 @@ memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, 
 streamDefault, streamNonBlocking = 0, 1
 streamLegacy, streamPerThread = 1, 2
 eventDisableTiming = 2
+
+_ATTRIBUTES = {75: 9, 76: 0}
+"""Those that the fake knows: the compute capability, major and minor."""
 streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
 
 
@@ -58,6 +61,7 @@ def setDevice(device: int) -> None:
     if not 0 <= device < current().devices:
         raise CUDARuntimeError(Status.INVALID_DEVICE)
     current().thread.device = device
+    current().contexts.add(device)  # since CUDA 12
 
 
 @counted
@@ -83,6 +87,12 @@ def deviceGetPCIBusId(device: int) -> str:
 @counted
 def deviceCanAccessPeer(device: int, peer: int) -> int:
     return int(device != peer)
+
+
+def deviceGetAttribute(attrib: int, device: int) -> int:
+    if attrib not in _ATTRIBUTES:
+        raise CUDARuntimeError(Status.INVALID_VALUE)
+    return _ATTRIBUTES[attrib]
 
 
 def runtimeGetVersion() -> int:

@@ -43,8 +43,9 @@ class Device:
     def __repr__(self) -> str:
         return f"<CUDA Device {self.id}>"
 
-    def use(self) -> None:
+    def use(self) -> Device:
         _runtime.setDevice(self.id)
+        return self
 
     def synchronize(self) -> None:
         with self:
@@ -102,16 +103,21 @@ class _BaseStream:
 
     def __enter__(self) -> _BaseStream:  # noqa: PYI034 - 3.10 has no Self
         thread, device = current().thread, self._own_device()
-        thread.stack.append((device, thread.streams.get(device, Stream.null)))
+        thread.stack.append((device, self))
         thread.streams[device] = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Goes back to the stream of the block around it, whatever `use` has chosen meanwhile or before."""
         thread = current().thread
-        device, before = thread.stack.pop()
-        thread.streams[device] = before
+        device, _left = thread.stack.pop()
+        around = [stream for at, stream in thread.stack if at == device]
+        thread.streams[device] = around[-1] if around else Stream.null
 
     def use(self) -> _BaseStream:
+        """As a future cupy will, it refuses this inside of a block."""
+        if current().thread.stack:
+            raise RuntimeError("Stream.use() inside of a stream's block")
         current().thread.streams[self._own_device()] = self
         return self
 
