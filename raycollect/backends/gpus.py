@@ -65,7 +65,10 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     shared = [place for place, count in Counter(places).items() if count > 1]
     if not shared or sharing(machines, gpus):
         return ""
-    on = {f"{machine}/{bus}": [at for at, other in enumerate(places) if other == (machine, bus)] for machine, bus in shared}
+    on = {
+        f"{machine}/{bus}": [at for at, other in enumerate(places) if other == (machine, bus)]
+        for machine, bus in shared
+    }
     if why := sharing_fault(on, found[0].version):
         return why
     ranks = next(iter(on.values()))

@@ -160,7 +160,7 @@ def installed(
         AssertionError: In the end, if there were violations and the block raised nothing.
     """
     _state.check_free()
-    streams._free.clear()
+    _forget()
     modules = _modules(cupy_version)
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
@@ -174,7 +174,7 @@ def installed(
     try:
         yield Fake(machine, modules["cupy"])
     finally:
-        streams._free.clear()  # events of this machine
+        _forget()
         try:
             machine.close()
         finally:
@@ -187,6 +187,14 @@ def installed(
                 else:
                     sys.modules[name] = module
     assert not machine.violations, "\n".join(machine.violations)
+
+
+def _forget() -> None:
+    """Lets the package forget events and streams of the fake before."""
+    streams._free.clear()
+    staging = sys.modules.get("raycollect.engine.device_staging")
+    if staging is not None:
+        staging._idle.clear()
 
 
 def _modules(version: str) -> dict[str, types.ModuleType]:

@@ -341,11 +341,27 @@ def ufunc(rule: Any) -> Callable[..., ndarray]:
             rule(*likes, out=np.ones((1,) * out.ndim, out.dtype))  # whether elements can be cast to the output's
         values = [value._host() if isinstance(value, ndarray) else value for value in given]
         result, arrays = out._host(), [value for value in (*given, out) if isinstance(value, ndarray)]
-        _launch(rule.__name__, lambda: rule(*values, out=result), *arrays)
+        _launch(rule.__name__, lambda: _flushing(rule, values, result), *arrays)
         return out
 
     call.__name__ = rule.__name__
     return call
+
+
+def _flushing(rule: Any, values: Sequence[Any], result: Host) -> None:
+    """Applies numpy's function as cupy's kernels do, which are compiled with `-ftz=true`."""
+    rule(*(flushed(value) if isinstance(value, np.ndarray) else value for value in values), out=result)
+    result[...] = flushed(result)
+
+
+def flushed(values: Any) -> Any:
+    """The same without subnormal numbers of 32 bits, in whose place there are zeros of their sign."""
+    found = np.asarray(values)
+    if found.dtype == np.complex64:
+        return flushed(np.ascontiguousarray(found).view(np.float32)).view(np.complex64)
+    if found.dtype != np.float32:
+        return values
+    return np.where(np.abs(found) < np.finfo(np.float32).smallest_normal, np.copysign(np.float32(0), found), found)
 
 
 def _operand(value: Any) -> Any:

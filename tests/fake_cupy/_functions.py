@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import _copy, asarray, ndarray, ufunc
-from ._kernels import ElementwiseKernel
+from ._kernels import RawModule
 from ._state import current
 
 __all__ = ["FUNCTIONS"]
@@ -128,6 +128,6 @@ FUNCTIONS: dict[str, Any] = {
     **{name: getattr(np, name) for name in _DTYPES},
     "may_share_memory": shares_memory,
     "ndarray": ndarray,
-    "ElementwiseKernel": ElementwiseKernel,
+    "RawModule": RawModule,
 }
 """What the module has."""

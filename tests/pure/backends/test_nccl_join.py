@@ -255,7 +255,9 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
         late.abort()
 
 
-@pytest.mark.parametrize(("status", "told"), [(3, "INTERNAL_ERROR"), (6, "REMOTE_ERROR"), (8, "NCCL status 8: an operation exceeded")])
+@pytest.mark.parametrize(
+    ("status", "told"), [(3, "INTERNAL_ERROR"), (6, "REMOTE_ERROR"), (8, "NCCL status 8: an operation exceeded")]
+)
 def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
     with gpus(1) as fake:
         module = fake.cupy.cuda.nccl
