@@ -47,8 +47,17 @@ _parsing = threading.Lock()
 """CPython 3.11 counts how deep a tree is for all threads together: two that parse at once may get a SystemError."""
 
 _NUMBERS = {
-    **{"float": "f4", "double": "f8", "bool": "?", "int": "i4", "short": "i2", "signed char": "i1", "long long": "i8"},
-    **{"unsigned": "u4", "unsigned short": "u2", "unsigned char": "u1", "unsigned long long": "u8"},
+    "float": "f4",
+    "double": "f8",
+    "bool": "?",
+    "int": "i4",
+    "short": "i2",
+    "signed char": "i1",
+    "long long": "i8",
+    "unsigned": "u4",
+    "unsigned short": "u2",
+    "unsigned char": "u1",
+    "unsigned long long": "u8",
 }
 """C++'s name of a type -> numpy's."""
 
@@ -195,7 +204,7 @@ class RawKernel:
         """
         if self._kernel is None:
             raise ValueError(f"the module has no kernel {self.name}")
-        if not (all(1 <= one for one in grid) and all(1 <= one <= _MOST_THREADS for one in block)):
+        if not (all(one >= 1 for one in grid) and all(1 <= one <= _MOST_THREADS for one in block)):
             raise ValueError(f"{self.name} can't be launched on {grid} blocks of {block} threads")
         *pointers, count = args
         if len(pointers) != len(self._kernel.pointers) or any(type(one) is not int for one in args):
@@ -275,8 +284,13 @@ class _Operators(ast.NodeTransformer):
 
 
 _RULES: dict[type[ast.AST], str] = {
-    **{ast.Add: "_add", ast.Sub: "_subtract", ast.Mult: "_multiply", ast.Div: "_divided"},
-    **{ast.Lt: "_less", ast.Gt: "_greater", ast.NotEq: "_not_equal"},
+    ast.Add: "_add",
+    ast.Sub: "_subtract",
+    ast.Mult: "_multiply",
+    ast.Div: "_divided",
+    ast.Lt: "_less",
+    ast.Gt: "_greater",
+    ast.NotEq: "_not_equal",
 }
 """Operator of C++ -> numpy's function for it."""
 

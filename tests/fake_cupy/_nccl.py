@@ -324,7 +324,7 @@ def _await_graphs(machine: Machine, seat: Seat) -> None:
     """Waits for the end of the graphs with a rank's kernels, as the real one does; it would do so for ever."""
     pause = threading.Event()
     for _ in range(_GRAPH_WAITS):
-        if not any(seat in graph.seats for graph in list(machine.graphs)):
+        if not any(seat in graph._seats for graph in list(machine.graphs)):
             return
         pause.wait(0.001)
     machine.violate(f"NCCL: rank {seat.rank} ends its communicator while there are graphs with its kernels")

@@ -146,7 +146,7 @@ class _BaseStream:
         _runtime.streamBeginCapture(self.ptr, _runtime.streamCaptureModeRelaxed if mode is None else mode)
 
     def end_capture(self) -> Graph:
-        return Graph(_runtime.end_capture(self.ptr))
+        return Graph(_runtime._end_capture(self.ptr))
 
     def is_capturing(self) -> bool:
         return _runtime.streamIsCapturing(self.ptr)
@@ -202,7 +202,7 @@ class Graph:
         current().graphs.add(self)
 
     @property
-    def seats(self) -> set[Any]:
+    def _seats(self) -> set[Any]:
         """The ranks of NCCL whose kernels are in it."""
         return {call.seat for work in self._works for call in getattr(work, "calls", ())}
 
@@ -227,7 +227,7 @@ def get_current_stream(device_id: int = -1) -> Any:
 
 def _ender(machine: Machine, name: str, ptr: int) -> Any:
     """What destroys the handle of an object that is gone; it must not refer to the object."""
-    end = _runtime.destroy_event if name == "eventDestroy" else _runtime.destroy_stream
+    end = _runtime._destroy_event if name == "eventDestroy" else _runtime._destroy_stream
 
     def act() -> None:
         try:

@@ -30,12 +30,22 @@ _THREADS = 256  # Of a block
 _MOST_BLOCKS = 1 << 16
 AT_ONCE = 16  # The most ranks that one kernel reads and targets that it writes
 
-_FLOAT32 = """
-__device__ float add(float a, float b) { float c; asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ float minus(float a, float b) { float c; asm("sub.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ float times(float a, float b) { float c; asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ float over(float a, float b) { float c; asm("div.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c; }
-__device__ unsigned less(float a, float b) { unsigned c; asm("set.lt.u32.f32 %0, %1, %2;" : "=r"(c) : "f"(a), "f"(b)); return c; }
+
+def _instruction(name: str, gives: str, takes: Sequence[str], instruction: str) -> str:
+    # A function of one instruction of PTX; its registers are those of `_REGISTERS`.
+    given = ", ".join(f"{kind} {letter}" for kind, letter in zip(takes, "ab", strict=False))
+    places = ", ".join(f"%{at}" for at in range(1 + len(takes)))
+    read = ", ".join(f'"{_REGISTERS[kind]}"({letter})' for kind, letter in zip(takes, "ab", strict=False))
+    body = f'{gives} c; asm("{instruction} {places};" : "={_REGISTERS[gives]}"(c) : {read}); return c;'
+    return f"\n__device__ {gives} {name}({given}) {{ {body} }}"
+
+
+# C++'s type -> the register of PTX that has it
+_REGISTERS = {"float": "f", "unsigned short": "h", "unsigned": "r"}
+_FLOAT32_PTX = {"add": "add.rn.f32", "minus": "sub.rn.f32", "times": "mul.rn.f32", "over": "div.rn.f32"}
+_FLOAT32 = "".join(_instruction(name, "float", ("float",) * 2, ptx) for name, ptx in _FLOAT32_PTX.items())
+_FLOAT32 += _instruction("less", "unsigned", ("float", "float"), "set.lt.u32.f32")
+_FLOAT32 += """
 __device__ bool is_nan(float a) { return (__float_as_uint(a) & 0x7fffffff) > 0x7f800000; }
 __device__ float lesser(float a, float b) { return ((less(a, b) > 0) || is_nan(a)) ? a : b; }
 __device__ float greater(float a, float b) { return ((less(b, a) > 0) || is_nan(a)) ? a : b; }
@@ -48,10 +58,8 @@ __device__ double over(double a, double b) { return __ddiv_rn(a, b); }
 __device__ double lesser(double a, double b) { return ((a < b) || (a != a)) ? a : b; }
 __device__ double greater(double a, double b) { return ((b < a) || (a != a)) ? a : b; }
 """
-_FLOAT16 = """
-__device__ float from_half(unsigned short a) { float c; asm("cvt.f32.f16 %0, %1;" : "=f"(c) : "h"(a)); return c; }
-__device__ unsigned short to_half(float a) { unsigned short c; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(c) : "f"(a)); return c; }
-"""
+_FLOAT16 = _instruction("from_half", "float", ("unsigned short",), "cvt.f32.f16")
+_FLOAT16 += _instruction("to_half", "unsigned short", ("float",), "cvt.rn.f16.f32") + "\n"
 _BFLOAT16 = """
 __device__ float from_bfloat16(unsigned short a) { return __uint_as_float(unsigned(a) << 16); }
 __device__ unsigned even(unsigned a) { return (a + 0x7fff + ((a >> 16) & 1)) >> 16; }
