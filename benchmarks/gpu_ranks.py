@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.interleave import interleave, timed
 from raycollect.backends.device_arrays import device_id
+from raycollect.backends.nccl.group import connected, unique_id
 from raycollect.backends.streams import captured
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
@@ -91,10 +92,9 @@ class Bare:
 
     def __init__(self, communicator: Communicator, launch: Launch) -> None:
         self.cupy, self.nccl = import_module("cupy"), import_module("cupy.cuda.nccl")
-        unique = bytes(one & 0xFF for one in self.nccl.get_unique_id()) if communicator.rank == 0 else b""
-        drawn = bytes(communicator.agree(launch, unique)[0])
-        unique = tuple(one - 256 if one > 127 else one for one in drawn)
-        self.comm = self.nccl.NcclCommunicator(communicator.world_size, unique, communicator.rank)
+        drawn = unique_id(self.nccl) if communicator.rank == 0 else b""
+        unique = bytes(communicator.agree(launch, drawn)[0])
+        self.comm = connected(self.nccl, communicator.world_size, unique, communicator.rank)
         self.stream = self.cupy.cuda.Stream(non_blocking=True)
         self.event = self.cupy.cuda.Event(disable_timing=True)
 
@@ -278,7 +278,7 @@ def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> d
     """
     bare = Bare(communicator, launches[0])
     communicator.end(launches[0], True)
-    expected = (b"",) * len(launches[0].ranks)
+    expected, before = (b"",) * len(launches[0].ranks), communicator.graphs
     operands = Operands.make("allreduce", communicator, nbytes)
     kernels = {GRAPH: operands.kernel(), OURS: operands.kernel()}
     call = operands.call(bare)
@@ -297,8 +297,8 @@ def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> d
         communicator.end(launch, True)
         times[other] += [one * 1e3 for one in timed(contenders[other], 1)]
     counts = communicator.graphs
-    if (counts.recorded, counts.launched > 0) != (1, True):
-        raise AssertionError(f"one kernel was to be a graph, and it was {counts}")
+    if (counts.recorded - before.recorded, counts.launched > before.launched) != (1, True):
+        raise AssertionError(f"one kernel was to be a graph, and it was {counts}, after {before}")
     operands.check()
     recorded.clear()  # NCCL would wait for them
     bare.close()
