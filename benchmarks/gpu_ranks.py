@@ -66,7 +66,8 @@ def _off(case: Case, communicator: Communicator, expected: Any, got: Any) -> str
         parts = [part[communicator.rank * size :][:size] for part in parts]
     wanted = reference(case.op, parts)
     near = np.abs(parts).prod(axis=0) if case.op is ReduceOp.PRODUCT else np.abs(parts).sum(axis=0)
-    most = 0 if case.op in (ReduceOp.MIN, ReduceOp.MAX) else 2 * world * _eps(case.dtype) * near
+    eps, least = _spacing(case.dtype)
+    most = 0 if case.op in (ReduceOp.MIN, ReduceOp.MAX) else 2 * world * (eps * near + least)
     beyond = np.abs(got.astype(wide) - wanted) > most
     return f"{beyond.sum()} of {beyond.size} elements are beyond rounding" if beyond.any() else ""
 
@@ -78,10 +79,10 @@ def reference(op: ReduceOp, parts: Sequence[np.ndarray]) -> np.ndarray:
     return total / len(parts) if op is ReduceOp.AVG else total
 
 
-def _eps(dtype: str) -> float:
-    if dtype == "bfloat16":
-        return float(import_module("ml_dtypes").finfo(dtype).eps)
-    return float(np.finfo(dtype).eps)
+def _spacing(dtype: str) -> tuple[float, float]:
+    """How far numbers are apart: in proportion to them, and at the least, where they are subnormal."""
+    known = import_module("ml_dtypes").finfo(np.zeros(1, dtype).real.dtype)
+    return float(known.eps), float(known.smallest_subnormal)
 
 
 # ---------------------------------------------------------------------------------------------- times

@@ -26,6 +26,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, native
 from raycollect.backends.capabilities import TORCH_PREFIX
 from raycollect.backends.device_arrays import bits_view, device_id
+from raycollect.backends.experimental import warn_once
 from raycollect.backends.streams import GroupStream, on_device, on_stream, wait
 from raycollect.core.model import TensorInfo
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
@@ -244,6 +245,7 @@ _idle: dict[int, list[GroupStream]] = defaultdict(list)
 @contextmanager
 def _lent(cupy: ModuleType, device: str) -> Iterator[GroupStream]:
     # A stream that was waited for in vain is not used again.
+    warn_once("staging of tensors on GPUs")
     number = device_id(device)
     stream = _idle[number].pop() if _idle[number] else GroupStream(number)
     yield stream

@@ -18,7 +18,6 @@ FAKE = os.environ.get("RAYCOLLECT_FAKE_GPU") == "1"
 FAKE_DEVICES, FAKE_NCCL = 2, 23000
 
 
-
 def _imported(name: str) -> Any:
     """A module; what it warns of when it is imported is no reason to do without it."""
     with warnings.catch_warnings():
@@ -56,7 +55,9 @@ def why_not_so_many(ranks: int) -> str:
     most = MOST_ON_ONE * count() if count() > 1 and nccl_version() >= SHARING_FROM else count()
     if ranks <= most:
         return ""
-    return f"{ranks} ranks on {count()} GPU: NCCL {nccl_version()} takes {most}, and tests/gpu/test_ipc.py is for one GPU"
+    return (
+        f"{ranks} ranks on {count()} GPU: NCCL {nccl_version()} takes {most}, and tests/gpu/test_ipc.py is for one GPU"
+    )
 
 
 @cache

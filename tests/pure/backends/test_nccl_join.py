@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 from raycollect import backends
+from raycollect.backends import experimental
+from raycollect.backends.experimental import ExperimentalWarning
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import group as _nccl_group
 from raycollect.backends.nccl.communicator import NcclCommunicator
@@ -20,6 +23,7 @@ from raycollect.backends.nccl.group import SHARING
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from raycollect.engine.device_staging import transfer
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -102,6 +106,31 @@ def test_no_gpu() -> None:
         with pytest.raises(BackendUnavailableError, match="no GPU here: cudaErrorNoDevice"):
             create(0, 1)
         assert not backends.is_available("nccl")
+
+
+def test_the_first_use_of_a_gpu_in_a_process_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experimental, "_has_warned", False)
+    with gpus(1):
+        with pytest.warns(ExperimentalWarning, match="never on its hardware") as caught:
+            backends.load("nccl")
+        (one,) = caught
+        assert isinstance(one.message, ExperimentalWarning)
+        assert one.message.feature == "backend 'nccl'"
+        assert str(pickle.loads(pickle.dumps(one.message))) == str(one.message)
+        backends.load("nccl")
+        transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
+
+
+def test_staging_on_a_gpu_warns_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experimental, "_has_warned", False)
+    with gpus(1), pytest.warns(ExperimentalWarning, match="staging of tensors on GPUs"):
+        transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
+
+
+@pytest.mark.parametrize("name", ["local", "shm", "tcp"])
+def test_what_is_tested_does_not_warn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(experimental, "_has_warned", False)
+    assert callable(backends.load(name))
 
 
 def test_it_is_there_where_there_is_a_gpu() -> None:
