@@ -60,7 +60,8 @@ class Folder:
             return
         dtype = np.dtype(_PARTS.get(dtype.name, dtype))
         tables, world, count = self._tables_of(dtype), len(sources), nbytes // dtype.itemsize
-        rows, total, kept = list(sources), [], []
+        rows, total = list(sources), list[int]()
+        kept: list[Any] = []  # until its kernels are enqueued
         for shape in shapes(world, len(targets) if len(targets) == world else 1):
             some, rows = rows[: shape.reads], rows[shape.reads :]
             into = list(targets[: shape.writes])
