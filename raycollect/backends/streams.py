@@ -99,18 +99,27 @@ class GroupStream:
             runtime.streamWaitEvent(self.stream.ptr, self._before.ptr)
 
 
+def current_device() -> int | None:
+    """Returns the calling thread's current device; None if there is none, or cupy was not imported."""
+    try:
+        return int(sys.modules["cupy"].cuda.runtime.getDevice())
+    except Exception:  # noqa: BLE001 - not imported, or no driver: cupy's own, in many kinds
+        return None
+
+
 @contextmanager
-def on_device(device: int) -> Iterator[None]:
-    """Makes a device the calling thread's current one inside.
+def on_device(device: int | None) -> Iterator[None]:
+    """Makes a device the calling thread's current one inside; None: leaves things as they are.
 
     Setting a device makes a context on it, which takes about 0.5 GB there, and cupy's `Device` also sets the one before
     again. So nothing is set where the device is current already, and nothing is set back in threads that run no code of
     users.
     """
-    cuda = import_module("cupy").cuda
-    if int(cuda.runtime.getDevice()) == device:
+    if device is None or device == current_device():
         yield
-    elif threads.is_own():
+        return
+    cuda = import_module("cupy").cuda
+    if threads.is_own():
         cuda.Device(device).use()
         yield
     else:

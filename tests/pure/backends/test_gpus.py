@@ -136,6 +136,7 @@ def test_members_that_have_gpus_meet_on_them(ranks: Ranks) -> None:  # noqa: F81
         return init.get_group_handle(name).backend, (tensor if rank == 1 else tensor.get()).tolist()
 
     assert ranks.must(3, body) == [("nccl", [6.0] * 5)] * 3
+    assert ranks.fake.counts["nccl.allReduce"] == 6  # each works on its own GPU, so NCCL connects them
 
 
 def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
