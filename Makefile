@@ -3,6 +3,7 @@
 #   make demo    the main job on real input, under a minute once installed
 #   make test    the tests, JOBS=3 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (40 minutes)
+#   make real-cupy   the fake of cupy and the kernels for GPUs against the real cupy 13 and 14, NCCL and nvrtc (no GPU)
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
 #   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
@@ -24,10 +25,10 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full soak lint bench docs wheel clean install-%
+.PHONY: help demo test test-full real-cupy soak lint bench docs wheel clean install-%
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,12s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -39,6 +40,9 @@ test: $(VENV)/.installed-test
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
 	$(PYTEST) -m full tests/pure tests/ray tests/faults
+
+real-cupy:
+	PYTHON=$(PYTHON) bash tests/real_cupy.sh $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.soak --write $(ARGS)
@@ -73,5 +77,5 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@touch $@
 
 clean:
-	rm -rf .venv .venv310 build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv310 .venv-cupy13 .venv-cupy14 build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

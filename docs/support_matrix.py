@@ -52,13 +52,21 @@ def support_matrix(lines: Sequence[Capabilities] = tuple(BUILT_IN.values())) -> 
         ["Backend", *(f"`{line.name}`" for line, _ in columns)],
         ["Device", *(DEVICES.get(device, device) for _, device in columns)],
     ]
+    rows.append(["Status", *(_status(line) for line, _ in columns)])
     rows += [[f"`{kind.value}`", *(_mark(kind, line, notes) for line, _ in columns)] for kind in OpKind]
     text = [*_table(rows), "", f"{_RUNS} the backend runs it. {_REFUSED} refused before anything runs, by name."]
     text += [f"({number}) made by the planner, as {made}." for made, number in notes.items()]
     untested = ", ".join(f"`{line.name}`" for line in lines if not line.tested)
     if untested:
         text.append(f"Not tested here, for want of the hardware or the library: {untested}.")
+        text.append(
+            "Experimental: never run on its devices; a process that uses it warns once (`ExperimentalWarning`)."
+        )
     return "\n".join(_paragraphs(text)) + "\n"
+
+
+def _status(line: Capabilities) -> str:
+    return "tested" if line.tested else "experimental" if line.is_experimental else "untested"
 
 
 def reduction_table(lines: Sequence[Capabilities] = tuple(BUILT_IN.values())) -> str:

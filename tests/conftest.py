@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from raycollect.backends import experimental
 from raycollect.core import threads
 
 if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
@@ -19,6 +20,12 @@ def frozen():
     """What is loaded by now stays; tests that collect garbage need not look through it, which takes half a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def warned(monkeypatch):
+    """Tests know that GPUs are experimental; those of the warning itself let it come again."""
+    monkeypatch.setattr(experimental, "_has_warned", True)
 
 
 @pytest.fixture(autouse=True)

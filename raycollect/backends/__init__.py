@@ -17,6 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import NamedTuple, cast
 
 from raycollect.backends.capabilities import BUILT_IN, TORCH_PREFIX, Capabilities, torch_line
+from raycollect.backends.experimental import warn_once
 from raycollect.backends.gpus import Gpu, sharing
 from raycollect.backends.gpus import why_not as gpus_meet
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp, TensorInfo
@@ -145,6 +146,8 @@ def load(name: str, group_name: str = "default") -> CommunicatorFactory:
         cure = f". Install it: {backend.install}" if backend.install else ""
         why = f"it needs what is not there ({missing}){cure}; or use backend='auto', which picks from what is there"
         raise BackendNotInstalledError(group_name=group_name, detail=f"backend {backend.name!r}: {why}")
+    if BUILT_IN.get(backend.name) is backend and backend.is_experimental:
+        warn_once(f"backend {backend.name!r}")
     if backend.factory is not None:
         return backend.factory
     try:

@@ -18,7 +18,7 @@ import numpy as np
 from raycollect.backends import arrays
 from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, device_id
 from raycollect.backends.folds import FOLDS, is_widened, refusal_reason
-from raycollect.backends.streams import follow, has_run, wait
+from raycollect.backends.streams import follow, has_run, on_device, wait
 from raycollect.core.model import ReduceOp, TensorInfo
 
 # NCCL, which reduces next, drops a NaN in favor of a number, and so must this
@@ -63,7 +63,7 @@ def folded(lists: Sequence[Sequence[DeviceArray]], op: ReduceOp, home: int) -> t
     """
     count = len(lists[0])
     made = room(lists[0][0], home, count)
-    with import_module("cupy").cuda.Device(home):
+    with on_device(home):
         incoming = room(made[0], home, count) if len(lists) > 1 else ()
     fold(lists, op, made, incoming)
     return made
@@ -86,7 +86,7 @@ def fold(
         return
     total, arrived = _line(targets), _line(incoming)
     divides_first = op is ReduceOp.AVG and is_widened(total.dtype)  # as NCCL: the sum may be beyond 16 bits
-    with cupy.cuda.Device(home):
+    with on_device(home):
         if divides_first:
             cupy.true_divide(total, len(lists), out=total)
         for arriving in others:
@@ -104,12 +104,12 @@ def spread(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> No
         return
     cupy = import_module("cupy")
     here, there = _device(sources[0]), _device(targets[0])
-    with cupy.cuda.Device(here):
+    with on_device(here):
         follow(here)
         lines = [cupy.ascontiguousarray(bits_view(one)) for one in sources]
     stream = follow(there, [here])
     try:
-        with cupy.cuda.Device(there):
+        with on_device(there):
             for line, target in zip(lines, targets, strict=True):
                 if target.shadow.flags.c_contiguous:
                     _copy(target.address, line.data.ptr, target.nbytes, stream)
@@ -129,7 +129,7 @@ def ended(devices: Sequence[int], check: Callable[[], None] | None = None) -> No
     """
     cuda = import_module("cupy").cuda
     for device in dict.fromkeys(devices):
-        with cuda.Device(device):
+        with on_device(device):
             stream = cuda.get_current_stream(device)
             if check is not None:
                 wait(partial(has_run, stream.ptr), check)
@@ -140,7 +140,7 @@ def _bring(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray], home:
     cupy, device = import_module("cupy"), _device(sources[0])
     stream = follow(device, [home])
     try:
-        with cupy.cuda.Device(device):
+        with on_device(device):
             for source, target in zip(sources, targets, strict=True):
                 line = cupy.ascontiguousarray(bits_view(source))
                 _copy(target.address, line.data.ptr, target.nbytes, stream)

@@ -53,6 +53,11 @@ class Capabilities:
     one_process: bool = False
     tested: bool = False
 
+    @property
+    def is_experimental(self) -> bool:
+        """Whether it works on devices on which this project has never run it."""
+        return not self.tested and "cpu" not in self.devices
+
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name) or self.name == "auto":
             raise ValueError(

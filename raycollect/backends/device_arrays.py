@@ -106,8 +106,8 @@ def on_gpu(value: Any) -> DeviceArray | None:
     Such an object has the CUDA array interface or DLPack.
     """
     kind = type(value)
-    try:
-        if hasattr(kind, "__cuda_array_interface__"):
+    try:  # the class of JAX's arrays has the property, which arrays on the CPU do not have
+        if hasattr(kind, "__cuda_array_interface__") and hasattr(value, "__cuda_array_interface__"):
             found = import_module("cupy").asarray(value)
         elif hasattr(kind, "__dlpack_device__") and value.__dlpack_device__()[0] == _DLPACK_CUDA:
             found = import_module("cupy").from_dlpack(value)

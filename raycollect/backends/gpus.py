@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from pathlib import Path
 from raycollect.backends.capabilities import no_gpu
 
 SHARING_FROM = 23000  # The first NCCL that takes several ranks on one GPU, if `SHARING` is set before its first use
+MOST_ON_ONE = 2  # As many as its documentation allows there, as experimental
 SHARING = "NCCL_MULTI_RANK_GPU_ENABLE"
 
 _log = logging.getLogger("raycollect")
@@ -64,19 +65,32 @@ def why_not(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
     shared = [place for place, count in Counter(places).items() if count > 1]
     if not shared or sharing(machines, gpus):
         return ""
-    ranks = [rank for rank, place in enumerate(places) if place == shared[0]]
-    if found[0].version < SHARING_FROM:
-        return f"ranks {ranks} share a GPU, which NCCL takes from 2.30 on"
+    on = {
+        f"{machine}/{bus}": [at for at, other in enumerate(places) if other == (machine, bus)]
+        for machine, bus in shared
+    }
+    if why := sharing_fault(on, found[0].version):
+        return why
+    ranks = next(iter(on.values()))
     return "" if all(one.may_share for one in found) else f"ranks {ranks} share a GPU, and {SHARING} forbids it"
 
 
 def sharing(machines: Sequence[str], gpus: Sequence[Gpu | None]) -> str:
-    """Says how members that all share one GPU work where NCCL does not support that, else ""."""
+    """Says how members that all share one GPU work without NCCL, else ""."""
     found = [one for one in gpus if one is not None]
     is_one = len({(machine, one.bus) for machine, one in zip(machines, found, strict=True)}) == 1
-    return (
-        "by CUDA IPC, as NCCL takes several on one from 2.30 on" if is_one and found[0].version < SHARING_FROM else ""
-    )
+    return "by CUDA IPC, as all ranks share one GPU" if is_one and len(found) > 1 else ""
+
+
+def sharing_fault(shared: Mapping[str, Sequence[int]], version: int) -> str:
+    """Says why NCCL can't connect ranks of which only some share GPUs, given the ranks by GPU; "" if it can."""
+    gpu, ranks = max(shared.items(), key=lambda one: len(one[1]))
+    if version < SHARING_FROM:
+        return f"ranks {list(ranks)} share the GPU {gpu}, which NCCL takes from 2.30 on, and this is {version}"
+    if len(ranks) > MOST_ON_ONE:
+        told = f"ranks {list(ranks)} share the GPU {gpu}, while other ranks of the group are on another one"
+        return f"{told}; NCCL's documentation allows {MOST_ON_ONE} ranks on a GPU, and says that more of them hang"
+    return ""
 
 
 def _may_have_one() -> bool:

@@ -10,7 +10,7 @@ leaves on its own stream is joined to the default stream when its tensors are ke
 follow the caller's streams on both (`follow`). Repeated work is captured on a separate stream (`captured`), so that a
 failed capture leaves the communicator's stream intact.
 
-Events are reused: no call creates one. If cupy was not imported, there are no streams to follow.
+Events are reused: no call creates one. Where cupy was not imported yet, torch's streams are settled by torch.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from importlib import import_module
 from typing import Any
 
 from raycollect.backends.device_arrays import device_id
+from raycollect.core import threads
 from raycollect.core.model import TensorInfo
 
-_LOOK_S = 0.0002  # How long a wait for a device sleeps between two queries
+# A wait for a device asks again at once for so long: the shortest sleep of the host lasts longer than a small kernel.
+# Then it sleeps for a fraction of its duration between two queries, at most `_PAUSE_S`
+_SPIN_S, _PATIENCE, _PAUSE_S = 0.0002, 50, 0.0005
 DEFAULT = 0  # The pointer of the default stream, which waits for all streams that are not non-blocking
 _NOT_READY = 600  # cudaErrorNotReady
 
@@ -60,7 +63,7 @@ class GroupStream:
     def __init__(self, device: int) -> None:
         self._cuda = import_module("cupy").cuda
         self._device = device
-        with self._cuda.Device(device):
+        with on_device(device):
             self.stream: Any = self._cuda.Stream(non_blocking=True)
             self._before = self._cuda.Event(disable_timing=True)
             self._after = self._cuda.Event(disable_timing=True)
@@ -73,9 +76,9 @@ class GroupStream:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Runs cupy's work inside on this stream, after the caller's work; records the end."""
-        with self._cuda.Device(self._device):
+        with on_device(self._device):
             self._follow()
-            with self.stream:
+            with on_stream(self.stream, self._device):
                 try:
                     yield
                 finally:  # what was enqueued before a failure runs all the same
@@ -96,6 +99,50 @@ class GroupStream:
             runtime.streamWaitEvent(self.stream.ptr, self._before.ptr)
 
 
+def current_device() -> int | None:
+    """Returns the calling thread's current device; None if there is none, or cupy was not imported."""
+    try:
+        return int(sys.modules["cupy"].cuda.runtime.getDevice())
+    except Exception:  # noqa: BLE001 - not imported, or no driver: cupy's own, in many kinds
+        return None
+
+
+@contextmanager
+def on_device(device: int | None) -> Iterator[None]:
+    """Makes a device the calling thread's current one inside; None: leaves things as they are.
+
+    Setting a device makes a context on it, which takes about 0.5 GB there, and cupy's `Device` also sets the one before
+    again. So nothing is set where the device is current already, and nothing is set back in threads that run no code of
+    users.
+    """
+    if device is None or device == current_device():
+        yield
+        return
+    cuda = import_module("cupy").cuda
+    if threads.is_own():
+        cuda.Device(device).use()
+        yield
+    else:
+        with cuda.Device(device):
+            yield
+
+
+@contextmanager
+def on_stream(stream: Any, device: int) -> Iterator[None]:
+    """Makes a stream cupy's current one of a device, which must be the current device.
+
+    At the end of a stream's block, cupy forgets the stream that `use` had chosen before it (cupy#8377).
+    """
+    cuda = import_module("cupy").cuda
+    before = cuda.get_current_stream(device)
+    try:
+        with stream:
+            yield
+    finally:
+        if cuda.get_current_stream(device).ptr != before.ptr:
+            before.use()
+
+
 def has_run(stream: int) -> bool:
     """Tells whether a stream of the current device is idle; raises cupy's error if the device has failed."""
     return _is_done(import_module("cupy").cuda.runtime.streamQuery(stream))
@@ -103,9 +150,16 @@ def has_run(stream: int) -> bool:
 
 def wait(has_ended: Callable[[], bool], check: Callable[[], None]) -> None:
     """Polls a device until it is done; `check` runs in between and may raise."""
+    began_s = time.monotonic()
     while not has_ended():
         check()
-        time.sleep(_LOOK_S)
+        pause(time.monotonic() - began_s)
+
+
+def pause(waited_s: float) -> None:
+    """Sleeps between two queries of a device that has been waited for so long; not at first."""
+    if waited_s > _SPIN_S:
+        time.sleep(min(waited_s / _PATIENCE, _PAUSE_S))
 
 
 def _is_done(status: Any) -> bool:
@@ -120,9 +174,9 @@ def captured(device: int, enqueue: Callable[[int], object]) -> Any:
     `enqueue` gets the pointer of the current stream. It must neither wait for anything nor allocate memory.
     """
     cuda = import_module("cupy").cuda
-    with cuda.Device(device):
+    with on_device(device):
         stream = cuda.Stream(non_blocking=True)
-        with stream:
+        with on_stream(stream, device):
             # Relaxed: what other threads do meanwhile, such as asking events or allocating, neither fails by it nor
             # spoils it.
             stream.begin_capture(cuda.runtime.streamCaptureModeRelaxed)
@@ -139,8 +193,11 @@ def mark(tensors: Iterable[TensorInfo]) -> Mark | None:
     """Records the progress of the calling thread's streams on the devices of tensors; None if there are none."""
     events: dict[int, list[Any]] = {}
     for device in _devices(tensors):
-        cuda = import_module("cupy").cuda
-        with cuda.Device(device):
+        try:
+            cuda = import_module("cupy").cuda
+        except ImportError:  # then no kernel of ours follows a mark
+            return None
+        with on_device(device):
             for pointer in _current(device):
                 event = _event(cuda, device)
                 cuda.runtime.eventRecord(event.ptr, pointer)
@@ -161,8 +218,11 @@ def after(told: Mark | None) -> Iterator[None]:
 def settle(tensors: Iterable[TensorInfo]) -> None:
     """Makes the default stream of the tensors' devices follow the calling thread's streams, for later users."""
     for device in _devices(tensors):
+        if "cupy" not in sys.modules:
+            _settle_torch(device)
+            continue
         cuda = import_module("cupy").cuda
-        with cuda.Device(device):
+        with on_device(device):
             event = _event(cuda, device)
             for pointer in _current(device):
                 if pointer != DEFAULT:
@@ -171,26 +231,33 @@ def settle(tensors: Iterable[TensorInfo]) -> None:
             _free[device].append(event)
 
 
+def _settle_torch(device: int) -> None:
+    # Where cupy was not imported, only torch has streams; and cupy, which takes seconds to import, may be missing.
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+        if current != default:
+            default.wait_stream(current)
+
+
 def follow(device: int, others: Iterable[int] = ()) -> int:
     """Makes cupy's current stream of a device follow the calling thread's work there and on others; returns it."""
     cuda = import_module("cupy").cuda
     stream = int(cuda.get_current_stream(device).ptr)
     for other in {device, *others}:
-        with cuda.Device(other):
+        with on_device(other):
             event = _event(cuda, other)
             for pointer in _current(other):
                 if (other, pointer) == (device, stream):
                     continue
                 cuda.runtime.eventRecord(event.ptr, pointer)
-                with cuda.Device(device):  # the default stream is that of the current device
+                with on_device(device):  # the default stream is that of the current device
                     cuda.runtime.streamWaitEvent(stream, event.ptr)
             _free[other].append(event)
     return stream
 
 
 def _devices(tensors: Iterable[TensorInfo]) -> set[int]:
-    if "cupy" not in sys.modules:
-        return set()
     return {device_id(one.device) for one in tensors if one.device.startswith("cuda")}
 
 

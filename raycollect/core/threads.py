@@ -24,6 +24,9 @@ EVERY_S = 60.0  # how often the log tells of the same failure in one place of on
 # How long a thread rests after a step that failed; each further one in a row makes it four times as long.
 _REST_S, _MOST_REST_S = 0.001, 1.0
 
+# Threads in which no method of a user runs, by the beginning of their names
+_OWN = tuple(f"raycollect-{name}" for name in ("call", "form", "kernel", "nccl", "order"))
+
 _MOST_PLACES = 1024
 _LONGEST = 2000
 
@@ -57,6 +60,11 @@ def later(name: str, delay_s: float, call: Callable[..., object], *args: object)
         start(name, wait)
     except RuntimeError:
         survives(call, *args)
+
+
+def is_own() -> bool:
+    """Tells whether the calling thread runs no code of users, so that what is current in it is nobody else's matter."""
+    return threading.current_thread().name.startswith(_OWN)
 
 
 def pool(name: str, count: int) -> ThreadPoolExecutor:

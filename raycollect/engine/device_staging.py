@@ -26,7 +26,8 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, native
 from raycollect.backends.capabilities import TORCH_PREFIX
 from raycollect.backends.device_arrays import bits_view, device_id
-from raycollect.backends.streams import GroupStream, wait
+from raycollect.backends.experimental import warn_once
+from raycollect.backends.streams import GroupStream, on_device, on_stream, wait
 from raycollect.core.model import TensorInfo
 from raycollect.errors import CollectiveTimeoutError, KernelError, PlanAbortedError, RaycollectError
 from raycollect.planner import Domain
@@ -151,8 +152,7 @@ def _stand_in(array: Array | DeviceArray, home: str) -> Any:
     if home == CPU:
         return np.empty(array.shape, native(array.dtype))
     known = arrays.info(array)
-    library = "torch" if native(array.dtype) in arrays.NARROW else "cupy"  # cupy does not have all types
-    wanted = TensorInfo(shape=known.shape, dtype=known.dtype, itemsize=known.itemsize, device=home, library=library)
+    wanted = TensorInfo(shape=known.shape, dtype=known.dtype, itemsize=known.itemsize, device=home, library="cupy")
     with _lent(import_module("cupy"), home) as stream, stream.entered():
         return arrays.memory(arrays.empty(wanted))
 
@@ -212,7 +212,8 @@ def _fetched(source: DeviceArray, check: Check) -> Array:
         with stream.entered():
             pass
         wait(stream.has_ended, check)  # for what the caller has enqueued: the copy itself can't be interrupted
-        with cupy.cuda.Device(device_id(source.device)), stream.stream:
+        number = device_id(source.device)
+        with on_device(number), on_stream(stream.stream, number):
             view = bits_view(source)
             view.get(stream=stream.stream, out=host.view(view.dtype))
     return host
@@ -244,6 +245,7 @@ _idle: dict[int, list[GroupStream]] = defaultdict(list)
 @contextmanager
 def _lent(cupy: ModuleType, device: str) -> Iterator[GroupStream]:
     # A stream that was waited for in vain is not used again.
+    warn_once("staging of tensors on GPUs")
     number = device_id(device)
     stream = _idle[number].pop() if _idle[number] else GroupStream(number)
     yield stream

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raycollect import backends
+from raycollect.backends.streams import current_device, on_device
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Launch
 from raycollect.core.protocols import Communicator, Exchange, Rendezvous
@@ -33,6 +34,7 @@ class CommunicatorInit:
         self._error: RaycollectError | None = None
         self._left = False
         self._lock = threading.Lock()
+        self._device = current_device()  # of the thread that joins
         threads.start("raycollect-form", self._make)
 
     def wait(self) -> Communicator | None:
@@ -79,7 +81,8 @@ class CommunicatorInit:
         if hub.name != ALL and spec.backend in _ON_TCP:
             spec = replace(spec, backend="tcp", options=())  # the options are the library's
         exchange = CommunicatorExchange(hub, self._generation)
-        made = make_communicator(spec, hub.ranks.index(owner.rank), self._rendezvous, exchange, owner.host)
+        with on_device(self._device):
+            made = make_communicator(spec, hub.ranks.index(owner.rank), self._rendezvous, exchange, owner.host)
         self._rendezvous.deadline_s = math.inf  # a library that connects on first use goes on asking
         return made
 

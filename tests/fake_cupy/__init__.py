@@ -145,32 +145,36 @@ def as_process(number: int) -> Iterator[None]:
 
 
 @contextmanager
-def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> Iterator[Fake]:
+def installed(
+    devices: int = 1, *, nccl_version: int = 22803, cupy_version: str = "14.2.0", seed: int = 0
+) -> Iterator[Fake]:
     """Puts the fake in the place of cupy.
 
     Args:
         devices: How many GPUs there are.
         nccl_version: NCCL's version, such as 22803.
+        cupy_version: cupy's; 13 and 14 differ in the ids of communicators.
         seed: What the order of what nothing orders depends on.
 
     Raises:
         AssertionError: In the end, if there were violations and the block raised nothing.
     """
     _state.check_free()
-    streams._free.clear()
-    modules = _modules()
+    _forget()
+    modules = _modules(cupy_version)
     before = {name: sys.modules.get(name) for name in modules}
     machine = Machine(devices, seed)
     driver = {name: getattr(ipc_driver, name) for name in ("allocation", "process")}
     ipc_driver.allocation = machine.heap.allocation
     ipc_driver.process = lambda: machine.thread.process.to_bytes(ipc_driver.PROCESS_NBYTES, "little")
     _state.install(machine)
-    _world.install(_world.World(machine, nccl_version, seed))
+    has_bytes = int(cupy_version.partition(".")[0]) >= 14
+    _world.install(_world.World(machine, nccl_version, seed, has_bytes=has_bytes))
     sys.modules.update(modules)
     try:
         yield Fake(machine, modules["cupy"])
     finally:
-        streams._free.clear()  # events of this machine
+        _forget()
         try:
             machine.close()
         finally:
@@ -185,7 +189,15 @@ def installed(devices: int = 1, *, nccl_version: int = 22803, seed: int = 0) -> 
     assert not machine.violations, "\n".join(machine.violations)
 
 
-def _modules() -> dict[str, types.ModuleType]:
+def _forget() -> None:
+    """Lets the package forget events and streams of the fake before."""
+    streams._free.clear()
+    staging = sys.modules.get("raycollect.engine.device_staging")
+    if staging is not None:
+        staging._idle.clear()
+
+
+def _modules(version: str) -> dict[str, types.ModuleType]:
     cupy, cuda, memory, stream, device = (
         types.ModuleType(name)
         for name in ("cupy", "cupy.cuda", "cupy.cuda.memory", "cupy.cuda.stream", "cupy.cuda.device")
@@ -205,7 +217,7 @@ def _modules() -> dict[str, types.ModuleType]:
         get_device_id=_runtime.getDevice,
         is_available=lambda: _state.current().devices > 0,
     )
-    cupy.__dict__.update(_functions.FUNCTIONS, cuda=cuda, __version__="13.6.0+fake")
+    cupy.__dict__.update(_functions.FUNCTIONS, cuda=cuda, __version__=f"{version}+fake")
     named = {module.__name__: module for module in (cupy, cuda, memory, stream, device)}
     return {**named, "cupy.cuda.runtime": _runtime, "cupy.cuda.nccl": _nccl}
 

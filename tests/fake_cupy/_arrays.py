@@ -116,7 +116,7 @@ class ndarray:
         if not self.size:
             return np.empty(self.shape, self.dtype)
         offset = self.data.ptr - self.data.mem.ptr
-        return np.ndarray(self.shape, self.dtype, self.data.mem.bytes(), offset, self.strides)
+        return np.ndarray(self.shape, self.dtype, self.data.mem._bytes(), offset, self.strides)
 
     def _spans(self) -> list[Span]:
         if not self.size:
@@ -162,7 +162,7 @@ class ndarray:
         _copy(made, self)
         return made
 
-    def astype(self, dtype: Any, order: str = "K", copy: bool = True) -> ndarray:
+    def astype(self, dtype: Any, order: str = "K", *, copy: bool = True) -> ndarray:
         if not copy and np.dtype(dtype) == self.dtype:
             return self
         made = ndarray(self.shape, dtype)
@@ -173,7 +173,7 @@ class ndarray:
 
     def _derive(self, seen: Host) -> ndarray:
         """An array over what numpy made of `_host`."""
-        base = self.data.mem.bytes().ctypes.data if seen.size else 0  # not its pointer, where another process has it
+        base = self.data.mem._bytes().ctypes.data if seen.size else 0  # not its pointer, where another process has it
         offset = seen.__array_interface__["data"][0] - base if seen.size else 0
         made = ndarray(seen.shape, seen.dtype, MemoryPointer(self.data.mem, offset), seen.strides)
         made.base = self if self.base is None else self.base
@@ -299,15 +299,15 @@ def _copy(to: ndarray, given: Any) -> None:
         _launch("copy", lambda: np.copyto(mine, values, casting="unsafe"), *arrays, peers=True)
 
 
-def asarray(value: Any, dtype: Any = None, order: str | None = None) -> ndarray:
+def asarray(a: Any, dtype: Any = None, order: str | None = None) -> ndarray:
     """Makes it an array of the current device; what describes device memory is looked at, not copied."""
-    if isinstance(value, ndarray):
-        return value if dtype is None or np.dtype(dtype) == value.dtype else value.astype(dtype)
-    interface = getattr(value, "__cuda_array_interface__", None)
+    if isinstance(a, ndarray):
+        return a if dtype is None or np.dtype(dtype) == a.dtype else a.astype(dtype)
+    interface = getattr(a, "__cuda_array_interface__", None)
     if interface is not None:
-        seen = _described(interface, value)
+        seen = _described(interface, a)
         return seen if dtype is None or np.dtype(dtype) == seen.dtype else seen.astype(dtype)
-    host = np.asarray(value, dtype=dtype)
+    host = np.asarray(a, dtype=dtype)
     if host.dtype == object:
         raise ValueError(f"Unsupported dtype {host.dtype}")
     made = ndarray(host.shape, host.dtype)
@@ -329,8 +329,8 @@ def _described(interface: dict[str, Any], owner: Any) -> ndarray:
 def ufunc(rule: Any) -> Callable[..., ndarray]:
     """numpy's function of that name, on devices."""
 
-    def call(a: Any, b: Any, out: ndarray | None = None) -> ndarray:
-        given = [_operand(value) for value in (a, b)]
+    def call(x1: Any, x2: Any, out: ndarray | None = None) -> ndarray:
+        given = [_operand(value) for value in (x1, x2)]
         likes = [np.ones((1,) * value.ndim, value.dtype) if isinstance(value, ndarray) else value for value in given]
         shape = np.broadcast_shapes(*(value.shape if isinstance(value, ndarray) else () for value in given))
         if out is None:
@@ -341,11 +341,27 @@ def ufunc(rule: Any) -> Callable[..., ndarray]:
             rule(*likes, out=np.ones((1,) * out.ndim, out.dtype))  # whether elements can be cast to the output's
         values = [value._host() if isinstance(value, ndarray) else value for value in given]
         result, arrays = out._host(), [value for value in (*given, out) if isinstance(value, ndarray)]
-        _launch(rule.__name__, lambda: rule(*values, out=result), *arrays)
+        _launch(rule.__name__, lambda: _flushing(rule, values, result), *arrays)
         return out
 
     call.__name__ = rule.__name__
     return call
+
+
+def _flushing(rule: Any, values: Sequence[Any], result: Host) -> None:
+    """Applies numpy's function as cupy's kernels do, which are compiled with `-ftz=true`."""
+    rule(*(flushed(value) if isinstance(value, np.ndarray) else value for value in values), out=result)
+    result[...] = flushed(result)
+
+
+def flushed(values: Any) -> Any:
+    """The same without subnormal numbers of 32 bits, in whose place there are zeros of their sign."""
+    found = np.asarray(values)
+    if found.dtype == np.complex64:
+        return flushed(np.ascontiguousarray(found).view(np.float32)).view(np.complex64)
+    if found.dtype != np.float32:
+        return values
+    return np.where(np.abs(found) < np.finfo(np.float32).smallest_normal, np.copysign(np.float32(0), found), found)
 
 
 def _operand(value: Any) -> Any:

@@ -38,7 +38,7 @@ _NAMES = {
     600: "cudaErrorNotReady: device not ready",
     900: "cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing",
     901: "cudaErrorStreamCaptureInvalidated: operation failed due to a previous error during capture",
-    903: "cudaErrorStreamCaptureUnmatched: capture was not initiated in this stream",
+    903: "cudaErrorStreamCaptureUnmatched: capture was not ended in the same stream as it began",
     904: "cudaErrorStreamCaptureUnjoined: capturing stream has unjoined work",
     905: "cudaErrorStreamCaptureIsolation: dependency created on uncaptured work in another stream",
     906: "cudaErrorStreamCaptureImplicit: operation would make the legacy stream depend on a capturing blocking stream",
@@ -57,15 +57,17 @@ class CUDARuntimeError(RuntimeError):
         return (type(self), (self.status,))
 
 
+_INFO, _WARN = "(run with NCCL_DEBUG=INFO for details)", "(run with NCCL_DEBUG=WARN for details)"
 _NCCL_STATUSES = {
     0: "NCCL_ERROR_SUCCESS: no error",
-    1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error",
-    2: "NCCL_ERROR_SYSTEM_ERROR: unhandled system error",
-    3: "NCCL_ERROR_INTERNAL_ERROR: internal error",
-    4: "NCCL_ERROR_INVALID_ARGUMENT: invalid argument",
-    5: "NCCL_ERROR_INVALID_USAGE: invalid usage",
+    1: f"NCCL_ERROR_UNHANDLED_CUDA_ERROR: unhandled cuda error {_INFO}",
+    2: f"NCCL_ERROR_SYSTEM_ERROR: unhandled system error {_INFO}",
+    3: "NCCL_ERROR_INTERNAL_ERROR: internal error - please report this issue to the NCCL developers",
+    4: f"NCCL_ERROR_INVALID_ARGUMENT: invalid argument {_WARN}",
+    5: f"NCCL_ERROR_INVALID_USAGE: invalid usage {_WARN}",
+    6: "NCCL_ERROR_REMOTE_ERROR: remote process exited or there was a network error",
 }
-"""cupy has no words for 6 (a remote error) and 7 (in progress): looking for them raises KeyError."""
+"""cupy has no words for 7 (in progress) and 8 (a timeout): looking for them raises KeyError."""
 
 
 class NcclError(RuntimeError):

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import _arrays
 from ._arrays import _copy, asarray, ndarray, ufunc
-from ._kernels import ElementwiseKernel
+from ._kernels import RawModule
 from ._state import current
 
 __all__ = ["FUNCTIONS"]
@@ -33,7 +33,7 @@ def ones(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
     return full(shape, 1, dtype, order)
 
 
-def empty_like(prototype: ndarray, dtype: Any = None, shape: Any = None) -> ndarray:
+def empty_like(prototype: ndarray, dtype: Any = None, *, shape: Any = None) -> ndarray:
     return ndarray(prototype.shape if shape is None else shape, prototype.dtype if dtype is None else dtype)
 
 
@@ -91,11 +91,11 @@ def concatenate(tup: Sequence[ndarray], axis: int | None = 0, out: ndarray | Non
     return made
 
 
-def from_dlpack(value: Any) -> ndarray:
+def from_dlpack(array: Any) -> ndarray:
     """A view of one of the fake's own arrays, or of what lends one."""
-    if value.__dlpack_device__()[0] != 2:
+    if array.__dlpack_device__()[0] != 2:
         raise ValueError("only memory of CUDA devices")
-    capsule = value.__dlpack__(stream=current().current_queue().handle or 1)
+    capsule = array.__dlpack__(stream=current().current_queue().handle or 1)
     found: ndarray = capsule.array.view()
     return found
 
@@ -128,6 +128,6 @@ FUNCTIONS: dict[str, Any] = {
     **{name: getattr(np, name) for name in _DTYPES},
     "may_share_memory": shares_memory,
     "ndarray": ndarray,
-    "ElementwiseKernel": ElementwiseKernel,
+    "RawModule": RawModule,
 }
 """What the module has."""

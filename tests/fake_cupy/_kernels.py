@@ -1,8 +1,8 @@
-"""`cupy.ElementwiseKernel`: kernels in the part of C++ that Python can read.
+"""`cupy.RawModule`: kernels in a small part of CUDA C++, which are run as what they say, for all elements at once.
 
-The operation is assignments, `;` between them. Their values are arithmetic, functional casts, calls, indices of raw
-arguments, and at the outside one choice by `?` and `:`. Functions of the preamble stand on a line each and return one
-such value. Anything else is refused, so what runs here is what was written, element by element in the types of C++.
+The part: functions of one statement or of one instruction of PTX, and kernels whose elements have nothing to do with
+each other, a loop over them with one statement a line. As with cupy, which compiles everything with `-ftz=true`,
+operators of C++ take subnormal numbers of 32 bits for zeros; PTX does what it says.
 """
 
 from __future__ import annotations
@@ -10,20 +10,32 @@ from __future__ import annotations
 import ast
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ._arrays import _launch, ndarray
+from ._arrays import flushed
+from ._state import current
 
-__all__ = ["ElementwiseKernel"]
+__all__ = ["RawModule"]
 
 _FUNCTION = re.compile(
-    r"(?:template <typename T> )?__device__ (?P<gives>[\w ]+?) (?P<name>\w+)\((?P<takes>[^)]*)\)"
-    r" \{ return (?P<value>[^;{}]*); \}"
+    r"__device__ (?P<gives>[\w ]+?) (?P<name>\w+)\((?P<takes>[^)]*)\) \{ return (?P<value>[^;{}]*); \}"
 )
+_PTX = re.compile(
+    r"__device__ (?P<gives>[\w ]+?) (?P<name>\w+)\((?P<takes>[^)]*)\)"
+    r' \{ (?P=gives) c; asm\("(?P<instruction>[\w.]+) %0, %1(?:, %2)?;" : "=\w"\(c\) : [^;]*\); return c; \}'
+)
+_KERNEL = re.compile(r'extern "C" __global__ void (?P<name>\w+)\((?P<takes>[^)]*), unsigned long long n\) \{')
+_LOOP = re.compile(
+    r"for \(unsigned long long i = blockIdx\.x \* \(unsigned long long\)blockDim\.x \+ threadIdx\.x; i < n;"
+    r" i \+= \(unsigned long long\)gridDim\.x \* blockDim\.x\) \{"
+)
+_STORE = re.compile(r"(?P<array>\w+)\[(?P<index>[^\]=]+)\] = (?P<value>[^;]*);")
+_ASSIGNED = re.compile(r"(?:(?P<kind>[\w ]+) )?(?P<name>\w+) = (?P<value>[^;]*);")
 _CHOICE = re.compile(r"(?P<when>[^?]+) \? (?P<one>[^?]+) : (?P<other>[^?]+)")
 _ALLOWED = (
     *(ast.Expression, ast.BinOp, ast.BitAnd, ast.BitOr, ast.BitXor, ast.Add, ast.Sub, ast.Mult, ast.Div),
@@ -34,30 +46,26 @@ _ALLOWED = (
 _parsing = threading.Lock()
 """CPython 3.11 counts how deep a tree is for all threads together: two that parse at once may get a SystemError."""
 
-_NUMBERS = {"float": "f4", "double": "f8", "float16": "f2", "unsigned": "u4", "unsigned short": "u2"}
+_NUMBERS = {
+    "float": "f4",
+    "double": "f8",
+    "bool": "?",
+    "int": "i4",
+    "short": "i2",
+    "signed char": "i1",
+    "long long": "i8",
+    "unsigned": "u4",
+    "unsigned short": "u2",
+    "unsigned char": "u1",
+    "unsigned long long": "u8",
+}
 """C++'s name of a type -> numpy's."""
 
-
-class _Parameter(NamedTuple):
-    """A parameter of a kernel."""
-
-    name: str
-    dtype: np.dtype[Any]
-    is_raw: bool
+_MOST_THREADS = 1024
 
 
 def _cast(dtype: Any) -> Callable[[Any], Any]:
     return lambda value: np.asarray(value).astype(dtype)
-
-
-_KNOWN: dict[str, Callable[..., Any]] = {
-    **{name: _cast(dtype) for name, dtype in _NUMBERS.items() if name.isidentifier()},
-    "__uint_as_float": lambda bits: _exactly(bits, np.uint32).view(np.float32),
-    "__float_as_uint": lambda value: _exactly(value, np.float32).view(np.uint32),
-    "_where": np.where,
-    "_divided": lambda a, b: _floating(a) / _floating(b),
-}
-"""What every kernel can call."""
 
 
 def _exactly(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
@@ -67,68 +75,174 @@ def _exactly(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
     return found
 
 
-def _floating(value: Any) -> np.ndarray[Any, Any]:
-    found = np.asarray(value)
-    assert found.dtype.kind == "f", f"a division of {found.dtype}"
-    return found
+def _divided(a: Any, b: Any) -> np.ndarray[Any, Any]:
+    assert np.asarray(a).dtype.kind == "f", f"a division of {np.asarray(a).dtype}"
+    return a / b
 
 
-class ElementwiseKernel:
-    """A kernel; called with its inputs and its outputs, all of one shape but those that are raw.
+_KNOWN: dict[str, Callable[..., Any]] = {
+    **{name: _cast(dtype) for name, dtype in _NUMBERS.items() if name.isidentifier()},
+    "__uint_as_float": lambda bits: _exactly(bits, np.uint32).view(np.float32),
+    "__float_as_uint": lambda value: _exactly(value, np.float32).view(np.uint32),
+    **{f"__d{name}_rn": rule for name, rule in (("add", np.add), ("sub", np.subtract))},
+    **{f"__d{name}_rn": rule for name, rule in (("mul", np.multiply), ("div", np.divide))},
+    "_where": np.where,
+    "_divided": _divided,
+    "_plain": lambda rule, a, b: flushed(rule(flushed(a), flushed(b))),
+    **{f"_{name}": getattr(np, name) for name in ("add", "subtract", "multiply", "less", "greater", "not_equal")},
+}
+"""What every kernel can call."""
+
+_INSTRUCTIONS: dict[str, tuple[Any, Callable[..., Any]]] = {
+    "add.rn.f32": ("f4", np.add),
+    "sub.rn.f32": ("f4", np.subtract),
+    "mul.rn.f32": ("f4", np.multiply),
+    "div.rn.f32": ("f4", np.divide),
+    "set.lt.u32.f32": ("f4", lambda a, b: np.where(a < b, np.uint32(0xFFFFFFFF), np.uint32(0))),
+    "cvt.f32.f16": ("u2", lambda a: a.view(np.float16).astype(np.float32)),
+    "cvt.rn.f16.f32": ("f4", lambda a: a.astype(np.float16).view(np.uint16)),
+}
+"""Instruction of PTX -> the type of what it takes, and what it does."""
+
+
+@dataclass
+class _Kernel:
+    """A kernel: its pointers with the types behind them, and its statements."""
+
+    pointers: list[tuple[str, str]]
+    steps: list[Callable[[dict[str, Any]], None]] = field(default_factory=list)
+
+
+class RawModule:
+    """A module.
 
     Raises:
         ValueError: It is not in that part of C++.
     """
 
     def __init__(
-        self, in_params: str, out_params: str, operation: str, name: str = "kernel", preamble: str = "", **_: Any
+        self,
+        *,
+        code: str | None = None,
+        path: str | None = None,
+        options: tuple[str, ...] = (),
+        backend: str = "nvrtc",
+        translate_cucomplex: bool = False,
+        enable_cooperative_groups: bool = False,
+        name_expressions: Any = None,
+        jitify: Any = None,
     ) -> None:
-        self.name = name
-        self._inputs, self._outputs = _parameters(in_params), _parameters(out_params)
-        self._steps = [_step(one) for one in operation.split(";") if one.strip()]
+        if code is None:
+            raise TypeError("Exactly one of `code` and `path` keyword arguments must be given.")
         self._names: dict[str, Any] = dict(_KNOWN)
-        for line in filter(None, map(str.strip, preamble.splitlines())):
-            self._add(line)
+        self._kernels: dict[str, _Kernel] = {}
+        lines = iter(filter(None, map(str.strip, code.splitlines())))
+        for line in lines:
+            head = _KERNEL.fullmatch(line)
+            if head is None:
+                self._add(line)
+                continue
+            kernel = self._kernels[head["name"]] = _Kernel([_pointer(one) for one in head["takes"].split(", ")])
+            if _LOOP.fullmatch(next(lines)) is None:
+                raise ValueError(f"the fake can't read the loop of {head['name']}")
+            for step in iter(lambda: next(lines), "}"):
+                kernel.steps.append(self._step(step))
+            if next(lines) != "}":
+                raise ValueError(f"the fake can't read the end of {head['name']}")
+
+    def get_function(self, name: str) -> RawKernel:
+        return RawKernel(name, self._kernels.get(name), self._names)
 
     def _add(self, line: str) -> None:
         found = _FUNCTION.fullmatch(line)
+        if found is not None:
+            call = _function(found["gives"], _takes(found), _compiled(found["value"]), self._names)
+        else:
+            found = _PTX.fullmatch(line)
+            if found is None:
+                raise ValueError(f"the fake can't read {line!r}")
+            call = _instruction(found["instruction"], found["gives"])
+        self._names[found["name"]] = call
+
+    def _step(self, line: str) -> Callable[[dict[str, Any]], None]:
+        store = _STORE.fullmatch(line)
+        if store is not None:
+            index, value = _compiled(store["index"]), _compiled(store["value"])
+
+            def put(own: dict[str, Any]) -> None:
+                own[store["array"]][self._value(index, own)] = self._value(value, own)
+
+            return put
+        found = _ASSIGNED.fullmatch(line)
         if found is None:
             raise ValueError(f"the fake can't read {line!r}")
-        takes = [one.rpartition(" ") for one in found["takes"].split(", ")]
-        self._names[found["name"]] = _function(found["gives"], takes, _compiled(found["value"]), self._names)
+        value = _compiled(found["value"])
 
-    def __call__(self, *args: Any) -> Any:
-        """Enqueues it on the caller's stream."""
-        parameters = [*self._inputs, *self._outputs]
-        if len(args) != len(parameters):
-            raise TypeError(f"Wrong number of arguments for {self.name}: {len(args)}, not {len(parameters)}")
-        for parameter, value in zip(parameters, args, strict=True):
-            if not isinstance(value, ndarray) or value.dtype != parameter.dtype:
-                raise TypeError(f"Type is mismatched. {parameter.name} {getattr(value, 'dtype', value)}")
-        shapes = {value.shape for one, value in zip(parameters, args, strict=True) if not one.is_raw}
-        if len(shapes) != 1:
-            raise ValueError(f"the fake does not broadcast {shapes}")
-        hosts = {one.name: value._host() for one, value in zip(parameters, args, strict=True)}
-        _launch(self.name, lambda: self._run(hosts), *args)
-        outputs = args[len(self._inputs) :]
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+        def assign(own: dict[str, Any]) -> None:
+            name = found["name"]
+            dtype = _NUMBERS[found["kind"]] if found["kind"] else own[name].dtype
+            own[name] = np.asarray(self._value(value, own)).astype(dtype)
 
-    def _run(self, hosts: Mapping[str, Any]) -> None:
-        for target, value in self._steps:
-            hosts[target][...] = eval(value, {"__builtins__": {}}, {**self._names, **hosts})
+        return assign
+
+    def _value(self, code: CodeType, own: dict[str, Any]) -> Any:
+        return eval(code, {"__builtins__": {}}, {**self._names, **own})
 
 
-def _parameters(text: str) -> list[_Parameter]:
-    found = []
-    for one in text.split(","):
-        *before, kind, name = one.split()
-        found.append(_Parameter(name, np.dtype(kind), before == ["raw"]))
-    return found
+class RawKernel:
+    """A kernel of a module; called with its grid, its blocks, and the addresses and the number of its elements."""
+
+    def __init__(self, name: str, kernel: _Kernel | None, names: dict[str, Any]) -> None:
+        self.name = name
+        self._kernel, self._names = kernel, names
+
+    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[int, ...], **_: Any) -> None:
+        """Enqueues it on the caller's stream.
+
+        Raises:
+            ValueError: There is no such kernel, or it can't be launched so.
+        """
+        if self._kernel is None:
+            raise ValueError(f"the module has no kernel {self.name}")
+        if not (all(one >= 1 for one in grid) and all(1 <= one <= _MOST_THREADS for one in block)):
+            raise ValueError(f"{self.name} can't be launched on {grid} blocks of {block} threads")
+        *pointers, count = args
+        if len(pointers) != len(self._kernel.pointers) or any(type(one) is not int for one in args):
+            raise TypeError(f"{self.name} takes {len(self._kernel.pointers)} addresses and a number, and got {args}")
+        machine, kernel = current(), self._kernel
+        own = {
+            name: _elements(machine.heap.rest(address), dtype)
+            for address, (name, dtype) in zip(pointers, kernel.pointers, strict=True)
+        }
+
+        def run() -> None:
+            values = {**own, "i": np.arange(count)}
+            for step in kernel.steps:
+                step(values)
+
+        spans = [(address, 1) for address in pointers]
+        machine.enqueue(machine.current_queue(), machine.work(f"cupy.{self.name}", run, spans))
 
 
-def _step(text: str) -> tuple[str, CodeType]:
-    target, _, value = text.partition(" = ")
-    return target.strip(), _compiled(value)
+def _elements(rest: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    itemsize = np.dtype(dtype).itemsize
+    return rest[: rest.size // itemsize * itemsize].view(dtype)
+
+
+def _pointer(text: str) -> tuple[str, str]:
+    kind, _, name = text.removeprefix("const ").partition("* ")
+    return name, _NUMBERS[kind]
+
+
+def _takes(found: re.Match[str]) -> list[tuple[str, str]]:
+    return [(kind, name) for kind, _, name in (one.rpartition(" ") for one in found["takes"].split(", "))]
+
+
+def _instruction(name: str, gives: str) -> Callable[..., Any]:
+    if name not in _INSTRUCTIONS:
+        raise ValueError(f"the fake does not know {name}")
+    dtype, rule = _INSTRUCTIONS[name]
+    return lambda *args: _exactly(rule(*(_exactly(one, dtype) for one in args)), _NUMBERS[gives])
 
 
 def _compiled(value: str) -> CodeType:
@@ -144,7 +258,7 @@ def _compiled(value: str) -> CodeType:
     for node in ast.walk(tree):
         if not isinstance(node, _ALLOWED) or _means_something_else(node, text):
             raise ValueError(f"the fake can't read {value!r}: {ast.dump(node)}")
-    return compile(ast.fix_missing_locations(_Divisions().visit(tree)), value, "eval")
+    return compile(ast.fix_missing_locations(_Operators().visit(tree)), value, "eval")
 
 
 def _means_something_else(node: ast.AST, text: str) -> bool:
@@ -156,26 +270,46 @@ def _means_something_else(node: ast.AST, text: str) -> bool:
     return len(node.ops) > 1 or any(isinstance(side, ast.BinOp) and isinstance(side.op, bits) for side in bare)
 
 
-class _Divisions(ast.NodeTransformer):
-    """Lets divisions look whether they are of floats: those of whole numbers have no fraction in C++."""
+class _Operators(ast.NodeTransformer):
+    """Lets operators take subnormal floats for 0, and divisions look whether they are of floats."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
-        if not isinstance(node.op, ast.Div):
-            return node
-        return ast.Call(ast.Name("_divided", ast.Load()), [node.left, node.right], [])
+        rule = _RULES.get(type(node.op))
+        return node if rule is None else _called(rule, node.left, node.right)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        return _called(_RULES[type(node.ops[0])], node.left, node.comparators[0])
 
 
-def _function(gives: str, takes: list[tuple[str, str, str]], value: CodeType, names: dict[str, Any]) -> Any:
+_RULES: dict[type[ast.AST], str] = {
+    ast.Add: "_add",
+    ast.Sub: "_subtract",
+    ast.Mult: "_multiply",
+    ast.Div: "_divided",
+    ast.Lt: "_less",
+    ast.Gt: "_greater",
+    ast.NotEq: "_not_equal",
+}
+"""Operator of C++ -> numpy's function for it."""
+
+
+def _called(rule: str, *sides: ast.expr) -> ast.AST:
+    names = [ast.Name(name, ast.Load()) for name in ("_plain", rule)]
+    return ast.Call(names[0], [names[1], *sides], [])
+
+
+def _function(gives: str, takes: list[tuple[str, str]], value: CodeType, names: dict[str, Any]) -> Any:
     def call(*args: Any) -> Any:
-        given: dict[str, Any] = {}
-        for (kind, _, name), arg in zip(takes, args, strict=True):
-            if kind != "T":
-                _exactly(arg, _NUMBERS[kind])
-            given[name] = np.asarray(arg)
-        same = {one.dtype for (kind, _, name), one in zip(takes, given.values(), strict=True) if kind == "T"}
-        assert len(same) < 2, f"one T is {same}"
-        found = eval(value, {"__builtins__": {}}, {**names, **given})
-        return np.asarray(found).astype(same.pop() if gives == "T" else _NUMBERS[gives])
+        given = {
+            name: np.asarray(arg).astype(_NUMBERS[kind], casting="unsafe" if kind in _ANY_WHOLE else "no")
+            for (kind, name), arg in zip(takes, args, strict=True)
+        }
+        return np.asarray(eval(value, {"__builtins__": {}}, {**names, **given})).astype(_NUMBERS[gives])
 
     return call
+
+
+_ANY_WHOLE = {name for name, dtype in _NUMBERS.items() if dtype[0] in "iu"}
+"""Types to which C++ converts whole numbers of other types where a function takes them; floats are never converted."""

@@ -212,6 +212,13 @@ class Heap:
                 return block.bytes[at : at + nbytes]
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(ptr))
 
+    def rest(self, ptr: int) -> Bytes:
+        """Gives the bytes from an address to the end of its allocation; all of it may be read by a kernel."""
+        block, opened = self.find(ptr), self.find_opened(ptr)
+        if block is None:
+            raise CUDARuntimeError(Status.INVALID_VALUE)
+        return block.bytes[ptr - (block.start if opened is None else opened.start) :]
+
     # ---------------------------------------------------------------------------------- between processes
 
     def allocation(self, ptr: int) -> tuple[int, int] | None:

@@ -25,6 +25,8 @@ available = True
 
 _ID_LENGTH = 128
 _FLOAT8_FROM = 22400
+_FLOAT8 = (10, 11)
+_REDUCTIONS = ("allReduce", "reduce", "reduceScatter")
 
 _CUDA_ERROR, _INVALID_ARGUMENT = 1, 4
 
@@ -49,12 +51,23 @@ def get_build_version() -> int:
     return _world.world().version
 
 
-def get_unique_id() -> tuple[int, ...]:
+def get_unique_id() -> bytes | tuple[int, ...]:
+    """Since cupy 14 these are bytes, before that C's signed chars."""
     world = _world.world()
-    unique = tuple(world.random.randint(-128, 127) for _ in range(_ID_LENGTH))
+    unique = world.random.randbytes(_ID_LENGTH)
     world.cliques[unique] = None
     world.machine.counts["nccl.get_unique_id"] += 1
-    return unique
+    return unique if world.has_bytes else tuple(one - 256 if one > 127 else one for one in unique)
+
+
+def _id_of(world: _world.World, given: Any) -> bytes:
+    expected = bytes if world.has_bytes else tuple
+    if not isinstance(given, expected):
+        told = f"expected {expected.__name__}, got {type(given).__name__}"
+        raise TypeError(f"Argument 'commId' has incorrect type ({told})")
+    if len(given) != _ID_LENGTH:
+        raise ValueError(f"commId length {len(given)} != {_ID_LENGTH}.")
+    return bytes(one & 0xFF for one in given)
 
 
 def groupStart() -> None:
@@ -108,18 +121,16 @@ class NcclCommunicator:
 
     _seat: Seat | None = None
 
-    def __init__(self, ndev: int, commId: tuple[int, ...], rank: int) -> None:
-        assert len(commId) == _ID_LENGTH
-        if not isinstance(commId, tuple):
-            raise TypeError(f"Argument 'commId' has incorrect type (expected tuple, got {type(commId).__name__})")
+    def __init__(self, ndev: int, commId: Any, rank: int) -> None:
         world = _world.world()
+        unique = _id_of(world, commId)
         assert not world.group.depth, "the fake makes no communicators inside a group"
         world.machine.counts["nccl.communicators"] += 1
         device = world.machine.current_device()
         if not 0 <= rank < ndev:
             raise NcclError(_INVALID_ARGUMENT)
         with world.machine.lock:
-            seat = _world.sit(world, tuple(commId), Seat(_world.clique_of(world, tuple(commId), ndev), rank, device))
+            seat = _world.sit(world, unique, Seat(_world.clique_of(world, unique, ndev), rank, device))
         try:
             world.machine.wait(lambda: seat.clique.status is not None)
         except CUDARuntimeError as exc:
@@ -191,7 +202,7 @@ class NcclCommunicator:
             _await_graphs(seat.clique.machine, seat)
 
     def abort(self) -> None:
-        """Ends it, and what it has enqueued: its streams go on. The other ranks wait on."""
+        """Ends it, and what it has enqueued; waits until the streams have come there. The other ranks wait on."""
         seat = self._seat
         if seat is not None and not seat.ended:
             machine = seat.clique.machine
@@ -199,6 +210,7 @@ class NcclCommunicator:
                 machine.counts["nccl.abort"] += 1
                 seat.ended = True
                 seat.clique.withdraw(machine, seat)
+            machine.wait(lambda: all(mark.passed for mark in (*seat.before, *seat.last)))
             _await_graphs(machine, seat)
 
     # ------------------------------------------------------------------------------------------ operations
@@ -271,7 +283,9 @@ class NcclCommunicator:
             self._refuse(status)
         dtype, since = _DTYPES.get(what[2], (None, 0))
         known = dtype is not None and world.version >= since
-        if not known or (what[0] in ("allReduce", "reduce", "reduceScatter") and what[3] not in RULES):
+        if not known or (what[0] in _REDUCTIONS and what[3] not in RULES):
+            self._refuse(_INVALID_ARGUMENT)
+        if what[0] in _REDUCTIONS and what[3] == NCCL_AVG and what[2] in _FLOAT8 and seat.clique.size == 1:
             self._refuse(_INVALID_ARGUMENT)
         queue = self._queue(machine, seat, stream)
         given, blocks = self._buffer(machine, what[0], send, np.dtype(dtype))
@@ -310,7 +324,7 @@ def _await_graphs(machine: Machine, seat: Seat) -> None:
     """Waits for the end of the graphs with a rank's kernels, as the real one does; it would do so for ever."""
     pause = threading.Event()
     for _ in range(_GRAPH_WAITS):
-        if not any(seat in graph.seats for graph in list(machine.graphs)):
+        if not any(seat in graph._seats for graph in list(machine.graphs)):
             return
         pause.wait(0.001)
     machine.violate(f"NCCL: rank {seat.rank} ends its communicator while there are graphs with its kernels")

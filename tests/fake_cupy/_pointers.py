@@ -36,7 +36,7 @@ class Memory:
     def device(self) -> Device:
         return Device(self.device_id)
 
-    def bytes(self) -> Bytes:
+    def _bytes(self) -> Bytes:
         return current().heap.view(self.ptr, self.size)
 
 
@@ -60,7 +60,7 @@ class UnownedMemory:
     def device(self) -> Device:
         return Device(self.device_id)
 
-    def bytes(self) -> Bytes:
+    def _bytes(self) -> Bytes:
         return current().heap.view(self.ptr, self.size)
 
 

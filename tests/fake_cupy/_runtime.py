@@ -15,6 +15,9 @@ memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, 
 streamDefault, streamNonBlocking = 0, 1
 streamLegacy, streamPerThread = 1, 2
 eventDisableTiming = 2
+
+_ATTRIBUTES = {75: 9, 76: 0}
+"""Those that the fake knows: the compute capability, major and minor."""
 streamCaptureModeGlobal, streamCaptureModeThreadLocal, streamCaptureModeRelaxed = range(3)
 
 
@@ -58,6 +61,7 @@ def setDevice(device: int) -> None:
     if not 0 <= device < current().devices:
         raise CUDARuntimeError(Status.INVALID_DEVICE)
     current().thread.device = device
+    current().contexts.add(device)  # since CUDA 12
 
 
 @counted
@@ -81,8 +85,14 @@ def deviceGetPCIBusId(device: int) -> str:
 
 
 @counted
-def deviceCanAccessPeer(device: int, peer: int) -> int:
-    return int(device != peer)
+def deviceCanAccessPeer(device: int, peerDevice: int) -> int:
+    return int(device != peerDevice)
+
+
+def deviceGetAttribute(attrib: int, device: int) -> int:
+    if attrib not in _ATTRIBUTES:
+        raise CUDARuntimeError(Status.INVALID_VALUE)
+    return _ATTRIBUTES[attrib]
 
 
 def runtimeGetVersion() -> int:
@@ -107,11 +117,11 @@ def streamCreateWithFlags(flags: int) -> int:
 
 
 @counted
-def streamDestroy(ptr: int) -> None:
-    destroy_stream(current(), ptr)
+def streamDestroy(stream: int) -> None:
+    _destroy_stream(current(), stream)
 
 
-def destroy_stream(machine: Machine, ptr: int) -> None:
+def _destroy_stream(machine: Machine, ptr: int) -> None:
     """Work that is in the stream goes on."""
     with machine.lock:
         queue = machine.queue(ptr)
@@ -122,18 +132,18 @@ def destroy_stream(machine: Machine, ptr: int) -> None:
 
 
 @counted
-def streamSynchronize(ptr: int) -> None:
+def streamSynchronize(stream: int) -> None:
     machine = current()
-    queue = machine.queue(ptr)
+    queue = machine.queue(stream)
     _uncaptured(queue)
     machine.check_unsafe()
     machine.wait(_all_of(machine, queue))
 
 
 @counted
-def streamQuery(ptr: int) -> int:
+def streamQuery(stream: int) -> int:
     machine = current()
-    queue = machine.queue(ptr)
+    queue = machine.queue(stream)
     _uncaptured(queue)
     machine.check_unsafe()
     return 0 if machine.poll(_all_of(machine, queue)) else int(Status.NOT_READY)
@@ -148,10 +158,10 @@ def _all_of(machine: Machine, queue: Queue) -> Any:
 
 
 @counted
-def streamWaitEvent(ptr: int, event: int, flags: int = 0) -> None:
+def streamWaitEvent(stream: int, event: int, flags: int = 0) -> None:
     machine = current()
     with machine.lock:
-        queue, mark = machine.queue(ptr), _event(machine, event).mark
+        queue, mark = machine.queue(stream), _event(machine, event).mark
         if isinstance(mark, CaptureMark):
             if queue.capture is None and queue.handle == 0:
                 machine.spoil(mark.capture, Status.CAPTURE_IMPLICIT)
@@ -163,10 +173,10 @@ def streamWaitEvent(ptr: int, event: int, flags: int = 0) -> None:
 
 
 @counted
-def streamBeginCapture(ptr: int, mode: int = streamCaptureModeRelaxed) -> None:
+def streamBeginCapture(stream: int, mode: int = streamCaptureModeRelaxed) -> None:
     machine = current()
     with machine.lock:
-        queue = machine.queue(ptr)
+        queue = machine.queue(stream)
         if queue.handle == 0:
             raise CUDARuntimeError(Status.CAPTURE_UNSUPPORTED)
         if queue.capture is not None:
@@ -175,7 +185,7 @@ def streamBeginCapture(ptr: int, mode: int = streamCaptureModeRelaxed) -> None:
         queue.capture.clocks[queue] = {}
 
 
-def end_capture(ptr: int) -> Capture:
+def _end_capture(ptr: int) -> Capture:
     machine = current()
     with machine.lock:
         queue = machine.queue(ptr)
@@ -195,8 +205,8 @@ def end_capture(ptr: int) -> Capture:
         return capture
 
 
-def streamIsCapturing(ptr: int) -> bool:
-    return current().queue(ptr).capture is not None
+def streamIsCapturing(stream: int) -> bool:
+    return current().queue(stream).capture is not None
 
 
 # -------------------------------------------------------------------------------------------------- events
@@ -215,40 +225,40 @@ def eventCreateWithFlags(flags: int) -> int:
 
 
 @counted
-def eventDestroy(ptr: int) -> None:
-    destroy_event(current(), ptr)
+def eventDestroy(event: int) -> None:
+    _destroy_event(current(), event)
 
 
-def destroy_event(machine: Machine, ptr: int) -> None:
+def _destroy_event(machine: Machine, ptr: int) -> None:
     _event(machine, ptr)
     del machine.handles[ptr]
 
 
 @counted
-def eventRecord(ptr: int, stream: int) -> None:
+def eventRecord(event: int, stream: int) -> None:
     """Who waits for what was recorded before goes on doing so."""
     machine = current()
     with machine.lock:
-        event, queue = _event(machine, ptr), machine.queue(stream)
-        if event.device != queue.device:
+        state, queue = _event(machine, event), machine.queue(stream)
+        if state.device != queue.device:
             raise CUDARuntimeError(Status.INVALID_HANDLE)
         if queue.capture is not None:
-            event.mark = queue.capture.mark(queue)
+            state.mark = queue.capture.mark(queue)
         else:
             machine.enqueue(queue, machine.work("a record", None))
-            event.mark = queue.mark()
+            state.mark = queue.mark()
 
 
 @counted
-def eventQuery(ptr: int) -> int:
+def eventQuery(event: int) -> int:
     current().check_unsafe()
-    mark = _recorded(ptr)
+    mark = _recorded(event)
     return 0 if mark is None or current().poll(lambda: mark.passed) else int(Status.NOT_READY)
 
 
 @counted
-def eventSynchronize(ptr: int) -> None:
-    mark = _recorded(ptr)
+def eventSynchronize(event: int) -> None:
+    mark = _recorded(event)
     if mark is not None:
         current().wait(lambda: mark.passed)
 
@@ -264,36 +274,36 @@ def _recorded(ptr: int) -> Mark | None:
 
 
 @counted
-def memcpyAsync(dst: int, src: int, nbytes: int, kind: int, stream: int) -> None:
+def memcpyAsync(dst: int, src: int, size: int, kind: int, stream: int) -> None:
     machine = current()
     if not 0 <= kind <= memcpyDefault:
         raise CUDARuntimeError(Status.INVALID_VALUE)
-    if not nbytes:
+    if not size:
         return
     if not dst or not src:
         raise CUDARuntimeError(Status.INVALID_VALUE)
-    to, given = machine.heap.view(dst, nbytes), machine.heap.view(src, nbytes)
+    to, given = machine.heap.view(dst, size), machine.heap.view(src, size)
     if kind == memcpyHostToDevice:
         given = given.copy()  # pageable memory: the driver has taken it when the call returns
 
     def copy() -> None:
         to[:] = given
 
-    work = machine.work("memcpyAsync", copy, [(dst, nbytes), (src, nbytes)])
+    work = machine.work("memcpyAsync", copy, [(dst, size), (src, size)])
     machine.enqueue(machine.queue(stream), work)
 
 
 @counted
-def memcpy(dst: int, src: int, nbytes: int, kind: int) -> None:
-    memcpyAsync(dst, src, nbytes, kind, 0)
+def memcpy(dst: int, src: int, size: int, kind: int) -> None:
+    memcpyAsync(dst, src, size, kind, 0)
     streamSynchronize(0)
 
 
 @counted
-def memsetAsync(ptr: int, value: int, nbytes: int, stream: int) -> None:
+def memsetAsync(ptr: int, value: int, size: int, stream: int) -> None:
     machine = current()
-    to = machine.heap.view(ptr, nbytes)
-    machine.enqueue(machine.queue(stream), machine.work("memsetAsync", lambda: to.fill(value & 0xFF), [(ptr, nbytes)]))
+    to = machine.heap.view(ptr, size)
+    machine.enqueue(machine.queue(stream), machine.work("memsetAsync", lambda: to.fill(value & 0xFF), [(ptr, size)]))
 
 
 def pointerGetAttributes(ptr: int) -> SimpleNamespace:
@@ -304,8 +314,8 @@ def pointerGetAttributes(ptr: int) -> SimpleNamespace:
 
 
 @counted
-def ipcGetMemHandle(ptr: int) -> bytes:
-    return current().heap.handle(ptr)
+def ipcGetMemHandle(devPtr: int) -> bytes:
+    return current().heap.handle(devPtr)
 
 
 @counted
@@ -314,5 +324,5 @@ def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
 
 
 @counted
-def ipcCloseMemHandle(ptr: int) -> None:
-    current().heap.close(ptr)
+def ipcCloseMemHandle(devPtr: int) -> None:
+    current().heap.close(devPtr)

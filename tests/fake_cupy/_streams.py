@@ -43,8 +43,9 @@ class Device:
     def __repr__(self) -> str:
         return f"<CUDA Device {self.id}>"
 
-    def use(self) -> None:
+    def use(self) -> Device:
         _runtime.setDevice(self.id)
+        return self
 
     def synchronize(self) -> None:
         with self:
@@ -102,16 +103,21 @@ class _BaseStream:
 
     def __enter__(self) -> _BaseStream:  # noqa: PYI034 - 3.10 has no Self
         thread, device = current().thread, self._own_device()
-        thread.stack.append((device, thread.streams.get(device, Stream.null)))
+        thread.stack.append((device, self))
         thread.streams[device] = self
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Goes back to the stream of the block around it, whatever `use` has chosen meanwhile or before."""
         thread = current().thread
-        device, before = thread.stack.pop()
-        thread.streams[device] = before
+        device, _left = thread.stack.pop()
+        around = [stream for at, stream in thread.stack if at == device]
+        thread.streams[device] = around[-1] if around else Stream.null
 
     def use(self) -> _BaseStream:
+        """As a future cupy will, it refuses this inside of a block."""
+        if current().thread.stack:
+            raise RuntimeError("Stream.use() inside of a stream's block")
         current().thread.streams[self._own_device()] = self
         return self
 
@@ -140,7 +146,7 @@ class _BaseStream:
         _runtime.streamBeginCapture(self.ptr, _runtime.streamCaptureModeRelaxed if mode is None else mode)
 
     def end_capture(self) -> Graph:
-        return Graph(_runtime.end_capture(self.ptr))
+        return Graph(_runtime._end_capture(self.ptr))
 
     def is_capturing(self) -> bool:
         return _runtime.streamIsCapturing(self.ptr)
@@ -196,7 +202,7 @@ class Graph:
         current().graphs.add(self)
 
     @property
-    def seats(self) -> set[Any]:
+    def _seats(self) -> set[Any]:
         """The ranks of NCCL whose kernels are in it."""
         return {call.seat for work in self._works for call in getattr(work, "calls", ())}
 
@@ -221,7 +227,7 @@ def get_current_stream(device_id: int = -1) -> Any:
 
 def _ender(machine: Machine, name: str, ptr: int) -> Any:
     """What destroys the handle of an object that is gone; it must not refer to the object."""
-    end = _runtime.destroy_event if name == "eventDestroy" else _runtime.destroy_stream
+    end = _runtime._destroy_event if name == "eventDestroy" else _runtime._destroy_stream
 
     def act() -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+from collections import Counter
 
 from ._clique import Call, Clique, Seat
 from ._errors import NcclError
@@ -13,6 +14,7 @@ from ._queues import Queue
 from ._state import current
 
 _SHARING_FROM = 23000
+_MOST_ON_ONE = 2
 
 SYSTEM_ERROR, INTERNAL_ERROR, INVALID_USAGE = 2, 3, 5
 
@@ -29,11 +31,12 @@ class Group(threading.local):
 class World:
     """What NCCL knows in one fake: its version, and the ids that were given out."""
 
-    def __init__(self, machine: Machine, version: int, seed: int) -> None:
+    def __init__(self, machine: Machine, version: int, seed: int, *, has_bytes: bool = True) -> None:
         self.machine = machine
         self.version = version
+        self.has_bytes = has_bytes
         self.group = Group()
-        self.cliques: dict[tuple[int, ...], Clique | None] = {}
+        self.cliques: dict[bytes, Clique | None] = {}
         self.random = random.Random(~seed)
 
 
@@ -51,7 +54,7 @@ def world() -> World:
     return _worlds[-1]
 
 
-def clique_of(world: World, unique: tuple[int, ...], ndev: int) -> Clique:
+def clique_of(world: World, unique: bytes, ndev: int) -> Clique:
     if unique not in world.cliques:
         raise NcclError(SYSTEM_ERROR)
     found = world.cliques[unique]
@@ -62,7 +65,7 @@ def clique_of(world: World, unique: tuple[int, ...], ndev: int) -> Clique:
     return found
 
 
-def sit(world: World, unique: tuple[int, ...], seat: Seat) -> Seat:
+def sit(world: World, unique: bytes, seat: Seat) -> Seat:
     clique = seat.clique
     if clique.status is not None:
         raise NcclError(clique.status or SYSTEM_ERROR)  # the id has been used
@@ -78,7 +81,10 @@ def sit(world: World, unique: tuple[int, ...], seat: Seat) -> Seat:
 def judge(world: World, clique: Clique) -> int:
     devices = [seat.device for seat in clique.seats.values()]
     may_share = world.version >= _SHARING_FROM and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return INVALID_USAGE if len(set(devices)) < len(devices) and not may_share else 0
+    most = max(Counter(devices).values())
+    if most > _MOST_ON_ONE and may_share:
+        clique.machine.violate(f"NCCL: {most} ranks on one GPU, of which the real one says that they may hang")
+    return INVALID_USAGE if most > 1 and not may_share else 0
 
 
 def conclude(clique: Clique, status: int) -> None:

@@ -11,12 +11,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from raycollect.backends.gpus import MOST_ON_ONE, SHARING_FROM
+
 FAKE = os.environ.get("RAYCOLLECT_FAKE_GPU") == "1"
 
 FAKE_DEVICES, FAKE_NCCL = 2, 23000
-
-SHARING_FROM = 23000
-"""The NCCL that takes several ranks on one GPU."""
 
 
 def _imported(name: str) -> Any:
@@ -51,9 +50,14 @@ def nccl_version() -> int:
 
 def why_not_so_many(ranks: int) -> str:
     """Why so many ranks can't be had here, or ""."""
-    if ranks <= count() or nccl_version() >= SHARING_FROM:
+    if ranks <= count():
         return ""
-    return f"{ranks} ranks on {count()} GPU: NCCL takes that from 2.30 on, and this is {nccl_version()}"
+    most = MOST_ON_ONE * count() if count() > 1 and nccl_version() >= SHARING_FROM else count()
+    if ranks <= most:
+        return ""
+    return (
+        f"{ranks} ranks on {count()} GPU: NCCL {nccl_version()} takes {most}, and tests/gpu/test_ipc.py is for one GPU"
+    )
 
 
 @cache

@@ -77,6 +77,7 @@ class Sums:
         self.value = float(rank + 1)
         mine = seen(self.array)
         self.kernel = Kernel(kind=OpKind.ALLREDUCE, src=mine, dst=mine, op=ReduceOp.SUM)
+        self.cupy.cuda.get_current_stream().synchronize()  # it is used on other streams
 
     def run(self, communicator: Any, launch: Launch) -> None:
         """Fills it on the current stream, and sums at once."""

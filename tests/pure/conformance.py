@@ -100,7 +100,10 @@ def allowed(op: ReduceOp, dtype: str) -> bool:
 
 
 def operand(rank: int, dtype: str, size: int, seed: int = 0) -> np.ndarray:
-    """A rank's operand: any bits for whole numbers, values around 1 for the others. Not to be written."""
+    """A rank's operand: any bits for whole numbers; values around 1 for the others, some subnormal. Not to be written.
+
+    Processors for graphics and those in a fast mode take subnormal numbers for 0.
+    """
     with _LOCK:
         return _operand(rank, dtype, size, seed)
 
@@ -120,8 +123,21 @@ def _operand(rank: int, dtype: str, size: int, seed: int) -> np.ndarray:
         values = (rng.uniform(0.5, 1.5, size) + 1j * rng.uniform(-1, 1, size)).astype(found)
     else:
         values = (rng.uniform(0.5, 1.5, size) * rng.choice([-1, 1], size)).astype(found)
+    if found.kind == "c" or found.kind == "f" or dtype in NARROW:
+        _make_some_tiny(values, rng)
     values.flags.writeable = False
     return values
+
+
+def _make_some_tiny(values: np.ndarray, rng: np.random.Generator) -> None:
+    """Makes elements, the same on all ranks, subnormal, and others so small that the product of two of them is."""
+    parts = values.view(values.real.dtype) if values.dtype.kind == "c" else values
+    known = ml_dtypes.finfo(parts.dtype)
+    parts[5::11] *= np.sqrt(np.float64(known.smallest_normal) / 16).astype(parts.dtype)
+    few = int(known.smallest_normal / known.smallest_subnormal)
+    tiny = parts[3::7]
+    steps = rng.integers(1, max(2, min(few // 16, 1 << 20)), tiny.size)  # of eight ranks, the sum is subnormal, too
+    tiny[...] = (steps * np.float64(known.smallest_subnormal) * rng.choice([-1, 1], tiny.size)).astype(parts.dtype)
 
 
 def left_fold(op: ReduceOp, parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -48,9 +48,9 @@ STREAMS = ("default", "blocking", "non-blocking")
 
 
 @contextmanager
-def gpus(count: int, *, seed: int = 0, nccl_version: int = 22803) -> Iterator[Fake]:
+def gpus(count: int, *, seed: int = 0, **how: Any) -> Iterator[Fake]:
     """So many GPUs."""
-    with installed(count, nccl_version=nccl_version, seed=seed) as fake:
+    with installed(count, seed=seed, **how) as fake:
         yield fake
 
 

@@ -401,60 +401,87 @@ def test_memory_of_another_process_is_reached_where_it_is_open_and_nowhere_else(
 # ------------------------------------------------------------------------------- kernels of one's own
 
 
-def test_elementwise_kernels_run_what_is_written(fake):
+LOOP = (
+    "for (unsigned long long i = blockIdx.x * (unsigned long long)blockDim.x + threadIdx.x; i < n;"
+    " i += (unsigned long long)gridDim.x * blockDim.x) {"
+)
+
+
+def module(*functions: str, steps: str, takes: str = "const int* a, int* o") -> str:
+    head = f'extern "C" __global__ void it({takes}, unsigned long long n) {{'
+    return "\n".join([*functions, head, LOOP, *steps.splitlines(), "}", "}"])
+
+
+def test_kernels_run_what_is_written(fake):
     cupy = fake.cupy
-    preamble = """
-    template <typename T> __device__ T least(T a, T b) { return a < b ? a : b; }
-    __device__ float bits(unsigned a) { return __uint_as_float(a << 16); }
-    """
+    code = module(
+        "__device__ unsigned least(unsigned a, unsigned b) { return a < b ? a : b; }",
+        "__device__ float bits(unsigned a) { return __uint_as_float(a << 16); }",
+        takes="const unsigned char* a, const unsigned char* b, const float* table, float* low, unsigned char* sum",
+        steps="""unsigned both = a[i] + b[i];
+                 float half = bits(unsigned(0x3f00));
+                 low[i] = table[least(a[i], b[i])] * half;
+                 sum[i] = both;""",
+    )
+    kernel = cupy.RawModule(code=code).get_function("it")
     a, b = cupy.asarray(np.array([1, 5, 250], np.uint8)), cupy.asarray(np.array([4, 3, 9], np.uint8))
-    table, low, sum_ = (
-        cupy.asarray(np.arange(256, dtype=np.float32)),
-        cupy.empty(3, np.float32),
-        cupy.empty(3, np.uint8),
+    table, low, total = cupy.asarray(np.arange(256, dtype=np.float32)), cupy.empty(3, np.float32), cupy.empty(3, "u1")
+    kernel((1,), (256,), (*(one.data.ptr for one in (a, b, table, low, total)), 3))
+    assert low.get().tolist() == [0.5, 1.5, 4.5]
+    assert total.get().tolist() == [5, 8, 3]  # as it is stored
+    kernel((1,), (256,), (*(one.data.ptr for one in (a, b, table, low, a)), 3))  # in place
+    assert a.get().tolist() == [5, 8, 3]
+
+
+@pytest.mark.parametrize(("instruction", "is_kept"), [("a[i] + b[i]", False), ("sum(a[i], b[i])", True)])
+def test_operators_take_subnormal_numbers_for_zeros_and_ptx_does_not(fake, instruction, is_kept):
+    cupy = fake.cupy
+    asm = 'float c; asm("add.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b)); return c;'
+    code = module(
+        f"__device__ float sum(float a, float b) {{ {asm} }}",
+        takes="const float* a, const float* b, float* o",
+        steps=f"o[i] = {instruction};",
     )
-    kernel = cupy.ElementwiseKernel(
-        "uint8 a, uint8 b, raw float32 table",
-        "float32 low, uint8 sum",
-        "low = table[least(a, b)] + float(a) / float(2); sum = a + b",
-        "both",
-        preamble=preamble,
-    )
-    kernel(a, b, table, low, sum_)
-    assert low.get().tolist() == [1.5, 5.5, 134.0]
-    assert sum_.get().tolist() == [5, 8, 3]  # as it is stored
-    halves, wide = cupy.asarray(np.array([0x3F80, 0x4000], np.uint32)), cupy.empty(2, np.float32)
-    cupy.ElementwiseKernel("uint32 a", "float32 o", "o = bits(a)", "wide", preamble=preamble)(halves, wide)
-    assert wide.get().tolist() == [1.0, 2.0]
-    cupy.add(a, a, out=a)
-    kernel(a, a, table, low, a)  # in place
-    assert a.get().tolist() == [4, 20, 232]
+    a, o = cupy.asarray(np.full(3, 1e-40, np.float32)), cupy.empty(3, np.float32)
+    cupy.RawModule(code=code).get_function("it")((1,), (256,), (a.data.ptr, a.data.ptr, o.data.ptr, 3))
+    assert (o.get() != 0).all() == is_kept
+    assert (cupy.add(a, a).get() == 0).all()  # as everything that cupy compiles
+    assert (cupy.minimum(a, cupy.zeros(3, np.float32)).get() == 0).all()
+    assert (cupy.add(a.astype(np.float64), 0.0).get() != 0).all()
 
 
 @pytest.mark.parametrize(
-    "operation",
+    "value",
     [
-        *("o = a and a", "o = 'x'.join(a)", "o = a ? a ? a : a : a", "o = [a]"),
-        *("o = a & a != a", "o = a < a || a < a", "o = a < a | a", "o = a < a < a"),  # C++ reads these differently
+        *("a[i] and a[i]", "'x'.join(a)", "a[i] ? a[i] ? a[i] : a[i] : a[i]", "[a[i]]"),
+        *("a[i] & a[i] != a[i]", "a[i] < a[i] || a[i] < a[i]", "a[i] < a[i] | a[i]"),  # C++ reads these differently
+        "a[i] < a[i] < a[i]",
     ],
 )
-def test_elementwise_kernels_that_are_not_read_are_refused(fake, operation):
+def test_kernels_that_are_not_read_are_refused(fake, value):
     with pytest.raises((ValueError, SyntaxError)):
-        fake.cupy.ElementwiseKernel("int32 a", "int32 o", operation, "odd")
+        fake.cupy.RawModule(code=module(steps=f"o[i] = {value};"))
 
 
-def test_elementwise_kernels_take_their_types_and_no_others(fake):
+def test_kernels_take_addresses_and_stay_in_their_memory(fake):
     cupy = fake.cupy
-    kernel = cupy.ElementwiseKernel("int32 a", "int32 o", "o = a + a", "twice")
-    given, into = cupy.zeros(3, np.int32), cupy.zeros(3, np.int64)
-    with pytest.raises(TypeError, match="mismatched"):
-        kernel(given, into)
-    with pytest.raises(TypeError, match="number of arguments"):
-        kernel(given)
-    with pytest.raises(ValueError, match="broadcast"):
-        kernel(given, cupy.zeros(4, np.int32))
-    with pytest.raises(ValueError, match="can't read"):
-        cupy.ElementwiseKernel("int32 a", "int32 o", "o = a", "bad", preamble="int x;")
-    cupy.ElementwiseKernel("int32 a", "int32 o", "o = a / a", "fraction")(given, given)
+    kernel = cupy.RawModule(code=module(steps="o[i] = a[i];")).get_function("it")
+    given, into = cupy.zeros(3, np.int32), cupy.zeros(3, np.int32)
+    with pytest.raises(TypeError, match="takes 2 addresses"):
+        kernel((1,), (256,), (given.data.ptr, 3))
+    with pytest.raises(TypeError, match="takes 2 addresses"):
+        kernel((1,), (256,), (given, into, 3))
+    with pytest.raises(ValueError, match="can't be launched"):
+        kernel((0,), (256,), (given.data.ptr, into.data.ptr, 3))
+    with pytest.raises(ValueError, match="no kernel other"):
+        cupy.RawModule(code=module(steps="o[i] = a[i];")).get_function("other")((1,), (1,), ())
+    for functions, steps in ((["int x;"], "o[i] = a[i];"), ([], "return;")):
+        with pytest.raises(ValueError, match="can't read"):
+            cupy.RawModule(code=module(*functions, steps=steps))
+    kernel((1,), (256,), (given.data.ptr, into.data.ptr, 4))
+    cupy.RawModule(code=module(steps="o[i] = a[i] / a[i];")).get_function("it")(
+        (1,), (256,), (given.data.ptr, into.data.ptr, 3)
+    )
     cupy.cuda.runtime.deviceSynchronize()
     assert "a division of int32" in fake.violations.pop()
+    assert "out of bounds" in fake.violations.pop()

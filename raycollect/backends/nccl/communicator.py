@@ -40,7 +40,7 @@ from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.nccl.ops import folds, reduction_of
 from raycollect.backends.nccl.run import write
 from raycollect.backends.nccl.scripts import Script, enqueue
-from raycollect.backends.streams import GroupStream, captured
+from raycollect.backends.streams import GroupStream, captured, pause
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
@@ -49,9 +49,7 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelEr
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 LOOK_S = 0.01  # How often a wait asks NCCL for errors
 FLOAT8_FROM = 90  # The first compute capability on which NCCL reduces 8-bit floats
-# A wait sleeps for this fraction of its duration between two looks, at most the second value
-_PATIENCE, _PAUSE_S = 50, 0.0005
-
+_ABORT_S = 1.0  # How long an abort is waited for; it goes on aside
 _DRAIN_S = 5.0  # How long kernels may take to end on the GPU after their communicator was aborted
 ENTER_S = 0.1  # How long a rank may go on enqueueing after an abort before its communicator is aborted under it
 GUARD_S = 0.25  # How often the guard checks for ranks that block while they enqueue
@@ -103,7 +101,6 @@ class NcclCommunicator(OnGpu):
         self._replays = Replays(records=joined.records)
         self._next: tuple[Kernel, Way] | None = None  # what comes by the short way, and how all ranks run it
         self._to_record: tuple[Kernel, Kernel] | None = None  # as it came, and as it runs, when it has ended
-        self._may_block = False  # an unreachable graph may exist, and NCCL waits for it when it ends
         self._kept: Any = None  # the memory that the kernels under way use
         self._entering = 0  # the launch whose kernels are being enqueued, which may block
         self._until_s = math.inf  # until when it may
@@ -180,7 +177,7 @@ class NcclCommunicator(OnGpu):
                     asked_s = now_s
                 if now_s - began_s > launch.timeout_s:
                     raise self._late(launch, "end on the GPU")
-                time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
+                pause(now_s - began_s)
             self._check_going(launch)  # the kernels of an aborted communicator end as well
             self._ask()
         self._kept = None
@@ -230,7 +227,6 @@ class NcclCommunicator(OnGpu):
             if error is None:
                 _log.debug("%s of group %r is a CUDA graph from now on", kernel.kind.value, self._group_name)
                 return
-            self._may_block = True
             self._check_going(launch)
             if self._is_over:  # by the guard: it has lasted too long
                 try:
@@ -282,10 +278,8 @@ class NcclCommunicator(OnGpu):
         threads.survives(self._replays.drop)
         if is_over:
             return
-        if self._may_block:
-            threads.start("raycollect-nccl-abort", self._nccl.abort).join(_DRAIN_S)
-        else:  # not under the lock: it may last
-            self._nccl.abort()
+        # Aside, and not under the lock: NCCL waits for all that is before its kernels on their stream, and for graphs
+        threads.start("raycollect-nccl-abort", self._nccl.abort).join(_ABORT_S)
 
     def _late(self, launch: Launch, what: str) -> CollectiveTimeoutError:
         return late(self._group_name, launch, f"{what} of rank {self.rank}", f"; {HINT}")
@@ -313,12 +307,13 @@ class NcclCommunicator(OnGpu):
 
     def _drain(self) -> None:
         # Waits, with a limit, until the GPU no longer uses the arrays.
-        until_s = time.monotonic() + _DRAIN_S
+        began_s = time.monotonic()
         with suppress(Exception):  # a device that has failed writes no more
             while not self._stream.has_ended():
-                if time.monotonic() > until_s:
+                waited_s = time.monotonic() - began_s
+                if waited_s > _DRAIN_S:
                     return  # and keeps its memory
-                time.sleep(_PAUSE_S)
+                pause(waited_s)
         self._kept = None
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-from raycollect.backends.gpus import SHARING, SHARING_FROM
+from raycollect.backends.gpus import SHARING, sharing_fault
 from raycollect.core import threads
 from raycollect.core.model import GroupSpec
 from raycollect.core.protocols import Rendezvous
@@ -22,8 +22,15 @@ from raycollect.errors.text import listed
 HINT = "NCCL_DEBUG=INFO in the environment of the actors makes NCCL tell more"
 # The first NCCL and CUDA with which NCCL kernels can be captured in CUDA graphs
 GRAPHS_FROM, _CUDA_GRAPHS_FROM = 20900, 11030
-# Status -> its meaning, where cupy has no text for it
-_STATUSES = {6: "a remote rank has failed or is gone", 7: "an operation is still in progress"}
+# Status -> its meaning, where not every cupy has a text for it
+_STATUSES = {
+    6: "a remote rank has failed or is gone",
+    7: "an operation is still in progress",
+    8: "an operation exceeded a limit of NCCL",
+}
+
+# Of `cudaDeviceAttr`, the numbers of the compute capability: major, minor; cupy has no names for them
+_CAPABILITY = 75, 76
 
 _log = logging.getLogger("raycollect")
 
@@ -59,7 +66,7 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     records = _records(cupy, spec, version)
     gpu = f"{host}/{cupy.cuda.runtime.deviceGetPCIBusId(device)}"
     may_share = os.environ.get(SHARING, "1") == "1"
-    capability = int(cupy.cuda.Device(device).compute_capability)
+    capability = _capability(cupy.cuda.runtime, device)
     here = _Place(gpu=gpu, version=version, may_share=may_share, capability=capability)
     rendezvous.put(f"nccl.place.{rank}", json.dumps(asdict(here)).encode())
     told = [rendezvous.get(f"nccl.place.{peer}", timeout_s) for peer in range(spec.world_size)]
@@ -68,10 +75,24 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, *, host: str, timeo
     if why := _check(spec, places):
         return Joined(communicator=None, device=device, version=version, capability=least, shared=why)
     if rank == 0:
-        rendezvous.put("nccl.id", json.dumps(nccl.get_unique_id()).encode())  # C's chars, which have signs or not
-    unique = tuple(json.loads(rendezvous.get("nccl.id", timeout_s)))
+        rendezvous.put("nccl.id", unique_id(nccl))
+    unique = rendezvous.get("nccl.id", timeout_s)
     made = _Making(cupy, nccl, device, (spec.world_size, unique, rank)).wait(spec, rank, timeout_s)
     return Joined(communicator=made, device=device, version=version, capability=least, records=records)
+
+
+def unique_id(nccl: Any) -> bytes:
+    """Draws the id of a new communicator: 128 bytes. cupy 14 gives bytes, older ones a tuple of C's signed chars."""
+    return bytes(one & 0xFF for one in nccl.get_unique_id())
+
+
+def connected(nccl: Any, world_size: int, unique: bytes, rank: int) -> Any:
+    """Makes a communicator of cupy's on the current device; blocks until all ranks are there."""
+    try:
+        return nccl.NcclCommunicator(world_size, unique, rank)
+    except TypeError:  # before cupy 14
+        signed = tuple(one - 256 if one > 127 else one for one in unique)
+        return nccl.NcclCommunicator(world_size, signed, rank)
 
 
 def said(exc: BaseException) -> str:
@@ -98,6 +119,12 @@ def _device(cupy: Any, spec: GroupSpec) -> int:
     return found
 
 
+def _capability(runtime: Any, device: int) -> int:
+    # Not `Device.compute_capability`, which makes contexts.
+    major, minor = (int(runtime.deviceGetAttribute(one, device)) for one in _CAPABILITY)
+    return 10 * major + minor
+
+
 def _records(cupy: Any, spec: GroupSpec, version: int) -> bool:
     chosen = dict(spec.options).get("graphs", True)
     if type(chosen) is not bool:
@@ -119,12 +146,12 @@ def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
     shared = [gpu for gpu, count in Counter(place.gpu for place in places).items() if count > 1]
     if not shared:
         return ""
-    ranks = [rank for rank, place in enumerate(places) if place.gpu == shared[0]]
-    if places[0].version < SHARING_FROM:
-        why = f"ranks {ranks} share the GPU {shared[0]}, which NCCL takes from 2.30 on, and this is {places[0].version}"
-        if len(ranks) == len(places):
-            _log.info("group %r works in the memory of its GPU by CUDA IPC: %s", spec.name, why)
-            return why
+    ranks = _ranks_on(places, shared[0])
+    if len(ranks) == len(places):
+        why = f"all of ranks {ranks} share the GPU {shared[0]}"
+        _log.info("group %r works in the memory of its GPU by CUDA IPC: %s", spec.name, why)
+        return why
+    if why := sharing_fault({gpu: _ranks_on(places, gpu) for gpu in shared}, places[0].version):
         raise refuse(f"{why}. Give each member a GPU of its own, or use 'shm' or 'tcp', through the memory of the host")
     unwilling = [rank for rank, place in enumerate(places) if not place.may_share]
     if unwilling:
@@ -133,6 +160,10 @@ def _check(spec: GroupSpec, places: Sequence[_Place]) -> str:
     os.environ[SHARING] = "1"
     _log.info("ranks %s of group %r share the GPU %s; %s=1 lets NCCL do that", ranks, spec.name, shared[0], SHARING)
     return ""
+
+
+def _ranks_on(places: Sequence[_Place], gpu: str) -> list[int]:
+    return [rank for rank, place in enumerate(places) if place.gpu == gpu]
 
 
 class _Making:
@@ -163,8 +194,8 @@ class _Making:
     def _make(self) -> None:
         made = None
         try:
-            with self._cupy.cuda.Device(self._device):
-                made = self._nccl.NcclCommunicator(*self._arguments)
+            self._cupy.cuda.Device(self._device).use()
+            made = connected(self._nccl, *self._arguments)
         except BaseException as exc:  # noqa: BLE001 - the waiting thread gets it
             if not isinstance(exc, RuntimeError):  # as all errors of cupy are
                 threads.failed("making a communicator of NCCL", exc)

@@ -44,7 +44,7 @@ from raycollect.backends.nccl.on_gpu import OnGpu
 from raycollect.backends.shm.communicator import ShmCommunicator
 from raycollect.backends.shm.communicator import create as create_shm
 from raycollect.backends.shm.meeting import Meeting
-from raycollect.backends.streams import GroupStream
+from raycollect.backends.streams import GroupStream, on_device, pause
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Completion, Exchange, Rendezvous
 from raycollect.errors import (
@@ -58,9 +58,6 @@ from raycollect.errors import (
 TOGETHER = 64  # The most kernels that run with common barriers
 TRIAL_TIMEOUT_S = 45.0  # The limit of the first collective of a group: each process initializes the GPU, and compiles
 _TRIAL_SIZE = 1 << 10
-# A wait sleeps for this fraction of its duration between two looks, at most the second value
-_PATIENCE, _PAUSE_S = 50, 0.0005
-
 _DRAIN_S = 5.0  # How long this rank's own kernels may take to end after a failure
 
 
@@ -92,7 +89,7 @@ def _try(made: IpcCommunicator) -> None:
     first = Launch(seq=0, ranks=tuple(range(world)), timeout_s=TRIAL_TIMEOUT_S)
     ok = False
     try:
-        with cupy.cuda.Device(made.number):
+        with on_device(made.number):
             given = cupy.full(_TRIAL_SIZE * world, made.rank + 1, "int32")
             seen = DeviceArray(given)
             made.launch(first, Kernel(kind=OpKind.ALLREDUCE, src=seen, dst=seen, op=ReduceOp.SUM))
@@ -182,7 +179,7 @@ class IpcCommunicator(OnGpu):
         told = zip(launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), listing.pack()), strict=True)
         self._check_going(launch)
         listings = {rank: listing if rank == self.rank else Listing.unpack(one) for rank, one in told}
-        with import_module("cupy").cuda.Device(self.number):
+        with on_device(self.number):
             return self._imports.shown(listings)
 
     def _wait(self, launch: Launch, until_s: float) -> None:
@@ -192,7 +189,7 @@ class IpcCommunicator(OnGpu):
             now_s = time.monotonic()
             if now_s > until_s:
                 raise late(self.group_name, launch, f"end on the GPU of rank {self.rank}")
-            time.sleep(min((now_s - began_s) / _PATIENCE, _PAUSE_S))
+            pause(now_s - began_s)
 
     @contextmanager
     def _inside(self) -> Iterator[Meeting]:
@@ -230,13 +227,14 @@ class IpcCommunicator(OnGpu):
 
     def _drain(self) -> bool:
         # Waits, with a limit, until the GPU no longer uses the arrays; tells whether it has stopped.
-        until_s = time.monotonic() + _DRAIN_S
+        began_s = time.monotonic()
         try:
             while not self._stream.has_ended():
-                if time.monotonic() > until_s:
+                waited_s = time.monotonic() - began_s
+                if waited_s > _DRAIN_S:
                     self._is_stuck = True  # it keeps its memory, and what it has opened
                     return False
-                time.sleep(_PAUSE_S)
+                pause(waited_s)
         except Exception:  # noqa: BLE001 - a device that has failed does nothing more, and says so each time
             return False
         return True
@@ -248,7 +246,7 @@ class IpcCommunicator(OnGpu):
             self._is_released = True
         self._loans.forsake()
         if not self._is_stuck:
-            with suppress(Exception), import_module("cupy").cuda.Device(self.number):
+            with suppress(Exception), on_device(self.number):
                 self._imports.close()  # fails if the device has failed, or the process ends
             self._exports.forsake_rooms()
 

@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from raycollect.backends.nccl import ipc_driver
+from raycollect.backends.streams import on_device
 from raycollect.errors import InternalError
 
 # Rooms are multiples of this: smaller allocations share a page of the device, and so a handle, with others
@@ -126,7 +127,7 @@ class Exports:
                 self._used[at] = start + nbytes
                 return int(room.ptr) + start
         least = max(nbytes, sum(room.size for room in self._rooms))  # few of them, however much they grow
-        with self._cuda.Device(self._device):
+        with on_device(self._device):
             self._rooms.append(self._cuda.Memory(-(-max(least, 1) // ROOM_NBYTES) * ROOM_NBYTES))
         self._used.append(nbytes)
         return int(self._rooms[-1].ptr)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends.folds import FOLDS, refusal_reason
+from raycollect.backends.nccl.fold_kernels import complex_product
 from raycollect.core.model import ReduceOp
 
 BYTES = 1  # NCCL's uint8: data that is only moved is moved as bytes
@@ -77,7 +78,7 @@ def folds(op: ReduceOp, dtype: str) -> bool:
 def combiner(op: ReduceOp, dtype: np.dtype[Any]) -> Callable[..., object]:
     """Returns the function that combines two ranks' elements, where NCCL can't reduce them."""
     if op is ReduceOp.PRODUCT and dtype.kind == "c":
-        return _times
+        return complex_product
     found: Callable[..., object] = getattr(import_module("cupy"), FOLDS[op].__name__)
     return found
 
@@ -90,15 +91,3 @@ def fold(combine: Callable[..., object], rows: Any, target: Any) -> None:
     combine(rows[0], rows[1], out=target)
     for row in rows[2:]:
         combine(target, row, out=target)
-
-
-def _times(a: Any, b: Any, out: Any) -> None:
-    # Rounds at each step, as `folds` does; `out` may be `a`.
-    part = np.dtype(f"f{a.itemsize // 2}")
-    (a_real, a_imag), (b_real, b_imag), (real, imag) = (
-        (one.view(part)[0::2], one.view(part)[1::2]) for one in (a, b, out)
-    )
-    product, turned = a_real * b_real, a_real * b_imag
-    product -= a_imag * b_imag
-    turned += a_imag * b_real
-    real[...], imag[...] = product, turned

@@ -95,6 +95,8 @@ class _Writer:
                 self._builder.call("reduce", src, dst, piece.size * how.width, how.code, how.op, root)
 
     def _reduction(self, op: ReduceOp, array: DeviceArray) -> Reduction | None:
+        if op is ReduceOp.AVG and len(self._ranks) == 1:
+            op = ReduceOp.SUM  # the same, and NCCL refuses an average of 8-bit floats there
         return reduction_of(op, array.dtype.name, self._version)
 
     def _fold(self, op: ReduceOp, src: DeviceArray, dst: DeviceArray | None) -> None:

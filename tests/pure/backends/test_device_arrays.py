@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, put_on_gpu
+from raycollect.backends.device_arrays import DeviceArray, bits_view, cupy_view, on_gpu, put_on_gpu
 from raycollect.core.model import TENSOR, Address, Structure, TensorInfo, task_key
 from raycollect.pos.handle import Handle
 from tests.fake_cupy import Fake, installed
@@ -96,6 +96,35 @@ def test_an_object_of_another_library_is_looked_at_by_cupy(fake: Fake) -> None:
     assert isinstance(seen, DeviceArray)
     assert seen.address == array.data.ptr
     assert arrays.library(Foreign(array)) == "cupy"
+
+
+class OnTheHost:
+    """An array of JAX on the CPU: its class has the property, which raises there, and it shows its memory by DLPack."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        raise AttributeError("__cuda_array_interface__ is only defined for NVidia GPU buffers.")
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        return self._values
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._values.__dlpack_device__()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._values.__dlpack__(**how)
+
+
+def test_an_array_of_a_library_for_gpus_on_the_cpu_is_not_copied(fake: Fake) -> None:
+    values = np.arange(5.0)
+    assert on_gpu(OnTheHost(values)) is None
+    seen = arrays.view(OnTheHost(values))
+    assert isinstance(seen, np.ndarray)
+    assert np.shares_memory(seen, values)
+    assert not fake.counts["alloc"]
 
 
 def test_what_says_nothing_of_its_memory_is_no_tensor(fake: Fake) -> None:

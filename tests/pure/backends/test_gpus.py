@@ -25,7 +25,7 @@ def gpu(bus: str = "0000:10:00.0", version: int = 22803, may_share: bool = True)
 
 
 A, B = gpu("a"), gpu("b")
-NEW, UNWILLING = gpu("a", 23000), gpu("a", 23000, may_share=False)
+NEW, B_NEW, UNWILLING = gpu("a", 23000), gpu("b", 23000), gpu("a", 23000, may_share=False)
 
 
 # ---------------------------------------------------------------------------------------------- what is picked
@@ -36,15 +36,23 @@ NEW, UNWILLING = gpu("a", 23000), gpu("a", 23000, may_share=False)
     [
         ("mm", [A, B], (), "nccl", "each of 2 ranks has a GPU"),
         ("mno", [A, A, A], (), "nccl", "each of 3 ranks has a GPU"),
-        ("mm", [NEW, NEW], (), "nccl", "each of 2 ranks has a GPU"),
+        ("mm", [NEW, NEW], (), "nccl", "2 ranks share a GPU, by CUDA IPC, as all ranks share one GPU"),
+        ("mnn", [NEW, NEW, NEW], (), "nccl", "each of 3 ranks has a GPU"),
+        ("mmmm", [B_NEW, NEW, NEW, NEW], (), "shm", "ranks [1, 2, 3] share the GPU m/a, while other ranks"),
         ("mm", [A, B], ("device", "graphs"), "nccl", "each of 2 ranks has a GPU"),
         ("m", [A], (), "local", "1 rank is alone"),
         ("mm", [], (), "shm", "2 ranks are on one machine"),
         ("mm", [A, None], (), "shm", "2 ranks are on one machine"),
         ("mn", [None, None], (), "tcp", "2 ranks are on 2 machines"),
-        ("mm", [A, A], (), "nccl", "2 ranks share a GPU, by CUDA IPC, as NCCL takes several on one from 2.30 on"),
-        ("mnn", [A, B, B], (), "tcp", "each has a GPU, but ranks [1, 2] share a GPU, which NCCL takes from 2.30 on"),
-        ("mm", [NEW, UNWILLING], (), "shm", "share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it"),
+        ("mm", [A, A], (), "nccl", "2 ranks share a GPU, by CUDA IPC, as all ranks share one GPU"),
+        (
+            "mnn",
+            [A, B, B],
+            (),
+            "tcp",
+            "each has a GPU, but ranks [1, 2] share the GPU n/b, which NCCL takes from 2.30 on",
+        ),
+        ("mmm", [NEW, UNWILLING, B_NEW], (), "shm", "share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it"),
         ("mm", [A, gpu("b", 22901)], (), "shm", "but the ranks have different releases of NCCL"),
         ("mm", [A, B], ("chip_map",), "shm", "but nccl has no option 'chip_map'"),
     ],
@@ -128,7 +136,7 @@ def test_members_that_have_gpus_meet_on_them(ranks: Ranks) -> None:  # noqa: F81
         return init.get_group_handle(name).backend, (tensor if rank == 1 else tensor.get()).tolist()
 
     assert ranks.must(3, body) == [("nccl", [6.0] * 5)] * 3
-    assert ranks.fake.counts["nccl.allReduce"] == 6
+    assert ranks.fake.counts["nccl.allReduce"] == 6  # each works on its own GPU, so NCCL connects them
 
 
 def test_members_of_which_one_has_none_meet_elsewhere(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raycollect.backends.nccl import ipc_fold, ipc_group
+from raycollect.backends.nccl import ipc_group
+from raycollect.backends.nccl.fold_kernels import AT_ONCE
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from tests.pure.backends.test_nccl import SELECTED, body_several, case_of
@@ -45,11 +46,10 @@ def test_every_reduction_of_every_dtype_is_the_left_fold(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "bfloat16", "int8", "bool", "complex64"])
-def test_more_ranks_than_one_kernel_takes(monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+def test_more_ranks_than_one_kernel_takes(dtype: str) -> None:
     """What is folded so far stays wide in between."""
-    monkeypatch.setattr(ipc_fold, "AT_ONCE", 2)
     ops = [op for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MAX) if allowed(op, dtype)]
-    with sharing(5) as (_, team):
+    with sharing(AT_ONCE + 2) as (_, team):
         check(team, [GpuCase(case=Case(kind=OpKind.ALLREDUCE, dtype=dtype, op=op, size=700)) for op in ops])
 
 

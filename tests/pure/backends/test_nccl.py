@@ -74,6 +74,14 @@ def case_of(chosen: dict[str, Any]) -> GpuCase:
     return GpuCase(case=Case(**values, peer=peer), **own)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("kind", REDUCTIONS)
+def test_an_average_of_8_bit_floats_of_one_rank(kind: OpKind, dtype: str) -> None:
+    """NCCL takes it for an invalid argument there."""
+    with team_on_gpus(1, nccl_version=22803) as (_, team):
+        check(team, [GpuCase(case=Case(kind=kind, dtype=dtype, size=7, op=ReduceOp.AVG))])
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_every_two_values_meet(world: int, seed: int) -> None:

@@ -18,6 +18,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError, RaycollectError
 from tests.fake_cupy import Fake
 from tests.pure.backends.test_nccl_streams import WAIT_S, patient, stream_of, sums, until
+from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
 
 
@@ -81,6 +82,34 @@ def test_a_deadline_while_another_rank_does_not_get_there(
     assert kept._kept is not None, "its GPU may still use that memory"
     fake.release(stuck)
     until(lambda: not fake.pending(stuck))
+
+
+def test_a_deadline_does_not_wait_for_what_the_caller_has_enqueued(
+    three: tuple[Fake, GpuTeam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's abort does: it goes on aside."""
+    monkeypatch.setattr(nccl, "_DRAIN_S", 0.05)
+    monkeypatch.setattr(nccl, "_ABORT_S", 0.05)
+    fake, team = three
+    with fake.cupy.cuda.Device(1):
+        own = fake.cupy.cuda.Stream(non_blocking=True)
+
+    def body(communicator: Communicator, launch: Launch) -> Any:
+        if communicator.rank != 1:
+            return body_sum(communicator, launch)
+        with own:
+            array = pending(np.ones(50, np.float32))
+            fake.hold(own)
+            array.tensor.fill(2)
+            return run_launch(communicator, launch, sums(array))
+
+    results = team.run(body, team.launch(timeout_s=0.2))
+    assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
+    assert fake.pending(own)
+    assert [one for one in threading.enumerate() if one.name == "raycollect-nccl-abort"]
+    fake.release(own)
+    until(lambda: not [one for one in threading.enumerate() if one.name == "raycollect-nccl-abort"])
+    assert fake.counts["nccl.abort"] == 3
 
 
 def test_a_deadline_is_that_of_the_launch(three: tuple[Fake, GpuTeam]) -> None:
@@ -199,7 +228,7 @@ def test_a_deadline_while_a_rank_blocks_in_a_call_of_nccl(
 
 @pytest.mark.parametrize(
     ("status", "told"),
-    [(1, "UNHANDLED_CUDA_ERROR"), (2, "SYSTEM_ERROR"), (6, "NCCL status 6: a remote rank has failed or is gone")],
+    [(1, "UNHANDLED_CUDA_ERROR"), (2, "SYSTEM_ERROR"), (7, "NCCL status 7: an operation is still in progress")],
 )
 @pytest.mark.parametrize("at_call", [False, True])
 def test_an_error_of_nccl_is_told_with_all_that_is_known(
@@ -216,7 +245,7 @@ def test_an_error_of_nccl_is_told_with_all_that_is_known(
     assert (found.op, found.group_name, found.rank) == ("allreduce", "team", 1)
     assert told in str(found)
     assert "NCCL_DEBUG=INFO" in str(found)
-    assert isinstance(found.__cause__, KeyError if status == 6 else RuntimeError)
+    assert isinstance(found.__cause__, KeyError if status == 7 else RuntimeError)
     until(lambda: all(one() for one in waits))
     for rank in (0, 2):  # as the executor does it when a rank has failed
         team.communicators[rank].abort(launch.seq)

@@ -23,7 +23,6 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InvalidG
 from tests.fake_cupy import Fake, installed
 from tests.gpu.again import ARRIVAL, again, body_again
 from tests.pure.backends.test_nccl_streams import WAIT_S, stream_of, sums, until
-from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
 from tests.pure.mixed import WORLD, faked, mixing, same
 from tests.pure.on_gpu import Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
@@ -433,18 +432,22 @@ def test_a_captured_step_runs_as_graphs(seed: int, monkeypatch: pytest.MonkeyPat
     repeated: list[int] = []
     run = FastPath.run
     monkeypatch.setattr(FastPath, "run", lambda self, *args: (repeated.append(self._seq), run(self, *args))[1])
-    with installed(1, nccl_version=23000, seed=seed) as fake:
+    with installed(2, nccl_version=23000, seed=seed) as fake:
         cupy = fake.cupy
-        values = [[cupy.zeros(50, np.int32)] for _ in range(2)]
-        group = ThreadTeam("nccl", 2)
+        values = []
+        for rank in range(2):
+            with cupy.cuda.Device(rank):
+                values.append([cupy.zeros(50, np.int32)])
+        group = GpuTeam(2)
         team = Team(2, [Script(rank, [pinned(value)]) for rank, value in enumerate(values)])
         team.communicators = list(group.communicators)
         team.collective(OpKind.ALLREDUCE, dict.fromkeys(range(2), 0))
         try:
             for turn in range(1, 9):
                 for rank, (value,) in enumerate(values):
-                    value.fill(turn * 10**rank)
-                cupy.cuda.get_current_stream().synchronize()
+                    with cupy.cuda.Device(rank):
+                        value.fill(turn * 10**rank)
+                        cupy.cuda.get_current_stream().synchronize()
                 assert team.fail() == [None] * 2
                 for (value,) in values:
                     assert set(value.get().tolist()) == {turn * 11}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,12 +14,16 @@ import numpy as np
 import pytest
 
 from raycollect import backends
+from raycollect.backends import experimental
+from raycollect.backends.experimental import ExperimentalWarning
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl import group as _nccl_group
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.backends.nccl.group import SHARING
+from raycollect.core import threads
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from raycollect.engine.device_staging import transfer
 from raycollect.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -103,6 +108,31 @@ def test_no_gpu() -> None:
         assert not backends.is_available("nccl")
 
 
+def test_the_first_use_of_a_gpu_in_a_process_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experimental, "_has_warned", False)
+    with gpus(1):
+        with pytest.warns(ExperimentalWarning, match="never on its hardware") as caught:
+            backends.load("nccl")
+        (one,) = caught
+        assert isinstance(one.message, ExperimentalWarning)
+        assert one.message.feature == "backend 'nccl'"
+        assert str(pickle.loads(pickle.dumps(one.message))) == str(one.message)
+        backends.load("nccl")
+        transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
+
+
+def test_staging_on_a_gpu_warns_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experimental, "_has_warned", False)
+    with gpus(1), pytest.warns(ExperimentalWarning, match="staging of tensors on GPUs"):
+        transfer(pending(np.ones(3)), np.zeros(3), lambda: None)
+
+
+@pytest.mark.parametrize("name", ["local", "shm", "tcp"])
+def test_what_is_tested_does_not_warn(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(experimental, "_has_warned", False)
+    assert callable(backends.load(name))
+
+
 def test_it_is_there_where_there_is_a_gpu() -> None:
     with gpus(1):
         assert backends.is_available("nccl")
@@ -127,13 +157,13 @@ def test_ranks_of_which_some_share_a_gpu_are_refused_before_2_30() -> None:
     assert SHARING not in os.environ
 
 
-@pytest.mark.parametrize(("version", "is_nccl"), [(22907, False), (23000, True)])
-def test_ranks_that_all_share_a_gpu_do_without_nccl_before_2_30(version: int, is_nccl: bool) -> None:
+@pytest.mark.parametrize("version", [22907, 23000])
+def test_ranks_that_all_share_a_gpu_do_without_nccl(version: int) -> None:
     with team_on_one(version) as fake:
         team = GpuTeam(2)
-        assert [type(one) is NcclCommunicator for one in team.communicators] == [is_nccl] * 2
-        assert bool(fake.counts["nccl.communicators"]) == is_nccl
-        assert (os.environ.get(SHARING) == "1") == is_nccl
+        assert not any(type(one) is NcclCommunicator for one in team.communicators)
+        assert not fake.counts["nccl.communicators"]
+        assert SHARING not in os.environ
         assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
         team.close()
 
@@ -147,11 +177,44 @@ def test_ranks_share_a_gpu_from_2_30_on(seed: int) -> None:
         team.close()
 
 
+def test_more_than_two_ranks_on_one_of_several_gpus_are_refused() -> None:
+    """NCCL's documentation says that they hang."""
+    with gpus(2, nccl_version=23000) as fake:
+        with pytest.raises(BackendUnavailableError, match=r"ranks \[0, 2, 4\] share .* allows 2 ranks on a GPU"):
+            GpuTeam(5)
+        assert not fake.counts["nccl.communicators"]
+
+
+@pytest.mark.parametrize("cupy_version", ["13.6.0", "14.2.0"])
+def test_ids_of_communicators_are_what_this_cupy_takes(cupy_version: str) -> None:
+    with gpus(2, cupy_version=cupy_version) as fake:
+        assert type(fake.cupy.cuda.nccl.get_unique_id()) is (bytes if cupy_version > "14" else tuple)
+        team = GpuTeam(2)
+        assert team.must(body_sum, team.launch()) == [[3, 3, 3]] * 2
+        team.close()
+
+
+def test_a_group_makes_no_context_on_another_gpu_than_its_own() -> None:
+    """A thread that never chose a GPU has 0 as its current one, where it need not have a context."""
+    with gpus(3) as fake:
+
+        def call() -> None:
+            communicator = create(0, 1, device=2)
+            run_launch(communicator, Launch(seq=1, ranks=(0,), timeout_s=WAIT_S), Kernel(kind=OpKind.BARRIER))
+            communicator.close()
+            done.set()
+
+        done = threading.Event()
+        threads.start("raycollect-call-test", call)
+        assert done.wait(WAIT_S)
+        assert fake.contexts == {2}
+
+
 def test_ranks_share_no_gpu_where_the_environment_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARING, "0")
-    with team_on_one(23000) as fake:
-        with pytest.raises(BackendUnavailableError, match=f"{SHARING} of ranks .0, 1. forbids it: it has to be 1"):
-            GpuTeam(2)
+    with gpus(2, nccl_version=23000) as fake:
+        with pytest.raises(BackendUnavailableError, match=f"{SHARING} of ranks .0, 1, 2. forbids it: it has to be 1"):
+            GpuTeam(3)
         assert not fake.counts["nccl.communicators"]
     assert os.environ[SHARING] == "0"
 
@@ -211,7 +274,7 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
         assert "NCCL_DEBUG=INFO" in str(caught.value)
         assert "team" in str(caught.value)
         assert len(making()) == 1
-        unique = tuple(json.loads(rendezvous.get("nccl.id", 1)))
+        unique = rendezvous.get("nccl.id", 1)
         with fake.cupy.cuda.Device(1):
             late = fake.cupy.cuda.nccl.NcclCommunicator(2, unique, 1)
         for one in making():
@@ -221,7 +284,9 @@ def test_a_member_that_is_gone_before_ncclcomminitrank(monkeypatch: pytest.Monke
         late.abort()
 
 
-@pytest.mark.parametrize(("status", "told"), [(3, "INTERNAL_ERROR"), (6, "NCCL status 6: a remote rank has failed")])
+@pytest.mark.parametrize(
+    ("status", "told"), [(3, "INTERNAL_ERROR"), (6, "REMOTE_ERROR"), (8, "NCCL status 8: an operation exceeded")]
+)
 def test_what_nccl_says_when_it_can_not_join(monkeypatch: pytest.MonkeyPatch, status: int, told: str) -> None:
     with gpus(1) as fake:
         module = fake.cupy.cuda.nccl
@@ -324,12 +389,13 @@ def test_what_an_older_nccl_can_not_reduce_is_refused_and_moved(version: int, dt
         communicator.close()
 
 
-@pytest.mark.parametrize(("capability", "is_reduced"), [("89", False), ("90", True), ("100", True)])
+@pytest.mark.parametrize(("capability", "is_reduced"), [(89, False), (90, True), (100, True)])
 def test_old_gpus_do_not_reduce_floats_of_8_bits(
-    monkeypatch: pytest.MonkeyPatch, capability: str, is_reduced: bool
+    monkeypatch: pytest.MonkeyPatch, capability: int, is_reduced: bool
 ) -> None:
     with gpus(1) as fake:
-        monkeypatch.setattr(fake.cupy.cuda.Device, "compute_capability", capability)
+        parts = {75: capability // 10, 76: capability % 10}
+        monkeypatch.setattr(fake.cupy.cuda.runtime, "deviceGetAttribute", lambda number, device: parts[number])
         communicator, array = create(0, 1), on(fake, 0, "float8_e5m2")
         if is_reduced:
             stage(communicator, src=array, dst=array)

@@ -5,10 +5,12 @@ Streams are stopped and let go on by the tests, so that what is not in order sho
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +19,9 @@ import pytest
 from raycollect.backends import arrays, streams
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl.communicator import NcclCommunicator
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator
+from raycollect.engine.device_staging import transfer
 from tests.fake_cupy import Fake
 from tests.pure.conformance import bits, left_fold, operand, run_launch
 from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
@@ -234,7 +237,108 @@ def test_ranks_of_a_larger_group_send_both_ways() -> None:
                 assert found.tolist() == [sender] * 7
 
 
+def test_a_collective_leaves_the_stream_in_use_as_it_was() -> None:
+    """What a thread has chosen by `use` is forgotten at the end of any block of cupy's."""
+    with team_on_gpus(1) as (fake, team):
+        own = fake.cupy.cuda.Stream(non_blocking=True)
+        with own:
+            pass
+        assert fake.cupy.cuda.get_current_stream() == fake.cupy.cuda.Stream.null
+
+        def body(communicator: Communicator, launches: list[Launch]) -> list[bool]:
+            own.use()
+            kept = []
+            array = pending(np.ones(100, np.float32))
+            for launch in launches:
+                run_launch(communicator, launch, sums(array))
+                kept.append(fake.cupy.cuda.get_current_stream() == own)
+            transfer(np.zeros(100, np.float32), array, lambda: None)
+            streams.captured(0, lambda stream: None)
+            kept.append(fake.cupy.cuda.get_current_stream() == own)
+            fake.cupy.cuda.Stream.null.use()
+            return kept
+
+        assert team.must(body, [team.launch() for _ in range(2)]) == [[True] * 3]
+
+
+def test_a_stream_of_a_block_is_still_that_of_the_block() -> None:
+    with team_on_gpus(1) as (fake, team):
+
+        def body(communicator: Communicator, launch: Launch) -> bool:
+            with fake.cupy.cuda.Stream(non_blocking=True) as own:
+                run_launch(communicator, launch, sums(pending(np.ones(100, np.float32))))
+                return bool(fake.cupy.cuda.get_current_stream() == own)
+
+        assert team.must(body, team.launch()) == [True]
+
+
+# ------------------------------------------------------------------------------- without cupy
+
+
+class TorchStreams:
+    """What is asked of `torch.cuda`: the current stream of this process, and which one waits for which."""
+
+    def __init__(self, current: str) -> None:
+        self.cuda = self
+        self._current = current
+        self.waited: list[tuple[str, str]] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def default_stream(self, device: int) -> Any:
+        return TorchStream(f"default of {device}", self.waited)
+
+    def current_stream(self, device: int) -> Any:
+        return TorchStream(f"{self._current} of {device}", self.waited)
+
+
+@dataclass(frozen=True)
+class TorchStream:
+    name: str
+    waited: list[tuple[str, str]] = field(compare=False)
+
+    def wait_stream(self, other: TorchStream) -> None:
+        self.waited.append((self.name, other.name))
+
+
+@pytest.mark.parametrize(("current", "waited"), [("default", []), ("own", [("default of 1", "own of 1")])])
+def test_torchs_streams_are_settled_where_cupy_is_not_imported(
+    current: str, waited: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    torch = TorchStreams(current)
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    told = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:1", library="torch")
+    streams.settle([told])
+    assert torch.waited == waited
+    assert "cupy" not in sys.modules
+
+
+def test_a_mark_of_torchs_tensors_imports_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels that follow it do so by cupy; where that is missing, there are none."""
+    told = TensorInfo(shape=(3,), dtype="float32", itemsize=4, device="cuda:0", library="torch")
+    monkeypatch.setitem(sys.modules, "cupy", None)  # type: ignore[arg-type]  # as if it were not installed
+    assert streams.mark([told]) is None
+    monkeypatch.undo()
+    with gpus(1):
+        made = streams.mark([told])
+        assert made is not None
+        assert list(made.events) == [0]
+
+
 # ------------------------------------------------------------------------------- what it costs
+
+
+def test_a_wait_spins_before_it_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(streams, "time", SimpleNamespace(sleep=slept.append))
+    for waited_s in (0.0, 0.00001, 0.0001):
+        streams.pause(waited_s)
+    assert not slept
+    for waited_s in (0.001, 0.01, 10.0):
+        streams.pause(waited_s)
+    assert slept == [0.001 / 50, 0.01 / 50, 0.0005]
 
 
 def test_no_call_makes_a_stream_or_an_event_or_waits_for_the_device() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,17 @@ def test_a_group_that_its_members_made_knows_where_its_backend_works(fake: Fake,
         same(tensor, np.arange(5.0))
     finally:
         col.destroy_collective_group(name)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e5m2"])
+def test_stand_ins_of_short_floats_need_no_torch(fake: Fake, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # type: ignore[arg-type]  # as if it were not installed
+    values = np.arange(6).astype(dtype)
+    domain = Domain(group_id="g", rank=0, ranks=(0,), memory="cuda")
+    stand_in = StagingBuffers({domain: "cuda:0"}).side(values, domain)
+    assert (stand_in.library, stand_in.dtype) == ("cupy", values.dtype)
+    transfer(stand_in, values, lambda: None)
+    assert stand_in.tensor.get().tolist() == values.tolist()
 
 
 @seeds

@@ -48,6 +48,7 @@ def test_what_a_vendor_lacks_is_made_or_refused() -> None:
     assert {name: cells[at] for name, cells in table.items() if cells[at] not in ("✔", ":-:")} == {
         "Backend": "torch:sccl",
         "Device": "TPU",
+        "Status": "experimental",
         "reducescatter": "✔ (1)",
         "send": "✘",
         "recv": "✘",
