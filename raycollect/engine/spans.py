@@ -152,6 +152,8 @@ def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
     """Returns the label of one bundle."""
     share = scheduled.share
     nbytes = sum(_agreed_nbytes(share.op, one) for one in scheduled.agreed)
+    if share.template.boxes:  # what a rank sends, as the agreement does not hear of it
+        nbytes = sum(nbytes_of(one.src) for move in scheduled.moves for one in move.kernels)
     return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
 
 

@@ -1,0 +1,96 @@
+"""One round of a reshard: boxes packed into messages, one all-to-all of bytes, and boxes unpacked or added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends import folds
+from raycollect.backends.arrays import Array, native
+from raycollect.core.model import Kernel, OpKind, ReduceOp
+from raycollect.planner.boxes import Point
+from raycollect.planner.reshard.halves import Give, Half, Take, aligned
+
+Find = Callable[[int, bool], Array]
+"""(place of a name, whether of the targets) -> the local tensor."""
+
+
+def box_of(array: Array, at: Point, size: Point) -> Array:
+    """The box of a local tensor, as a view."""
+    return array[(*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)]  # a view of no dimensions, too
+
+
+class PackedBoxes:
+    """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
+
+    __slots__ = ("_loads", "_sums", "_unloads", "kernel")
+
+    def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
+        there, here = half.messages(number)
+        one = half.rounds[number]
+        end = 0
+        src, end = _rows(memory, [there.get(rank, 0) for rank in ranks], end)
+        dst, _ = _rows(memory, [here.get(rank, 0) for rank in ranks], end)
+        self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=tuple(src), dst=tuple(dst), most=one.most)
+        self._loads: list[tuple[Array, Array]] = []
+        self._unloads: list[tuple[Array, Array]] = []
+        self._sums: list[tuple[Array, list[Array]]] = []
+        outgoing = _Cursors(dict(zip(ranks, src, strict=True)))
+        incoming = _Cursors(dict(zip(ranks, dst, strict=True)))
+        for give in one.gives:
+            for array in _boxes(give, lambda name, give=give: find(name, give.passed_on)):
+                self._loads.append((outgoing.next(give.peer, array), array))
+        for take in one.takes:
+            self._take(take, incoming, find)
+
+    def _take(self, take: Take, incoming: _Cursors, find: Find) -> None:
+        targets = _boxes(take, lambda name: find(name, True))
+        parts = [[incoming.next(peer, array) for array in targets] for peer in take.peers]
+        for at, array in enumerate(targets):
+            if len(parts) == 1:
+                self._unloads.append((array, parts[0][at]))
+            else:
+                self._sums.append((array, [some[at] for some in parts]))
+
+    def load(self) -> None:
+        """Packs what this rank gives."""
+        for part, array in self._loads:
+            np.copyto(part, array)
+
+    def unload(self) -> None:
+        """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
+        for array, part in self._unloads:
+            np.copyto(array, part)
+        for array, parts in self._sums:
+            total = parts[0].reshape(-1)
+            folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
+            np.copyto(array, parts[0])
+
+
+def _boxes(one: Give | Take, find: Callable[[int], Array]) -> list[Array]:
+    return [box_of(find(name), one.at, one.size) for name in range(one.first, one.first + one.count)]
+
+
+def _rows(memory: Array, sizes: Sequence[int], end: int) -> tuple[list[Array], int]:
+    rows = []
+    for nbytes in sizes:
+        rows.append(memory[end : end + nbytes])
+        end += aligned(nbytes)
+    return rows, end
+
+
+class _Cursors:
+    """The parts of messages, one after the other."""
+
+    def __init__(self, rows: dict[int, Any]) -> None:
+        self._rows = rows
+        self._ends = dict.fromkeys(rows, 0)
+
+    def next(self, peer: int, like: Array) -> Array:
+        dtype, begin = native(like.dtype), self._ends[peer]
+        self._ends[peer] = begin + prod(like.shape) * dtype.itemsize
+        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(like.shape)
+        return found

@@ -1,0 +1,162 @@
+"""Proves the halves of all ranks before any is sent: each target gets each of its elements once, the right one.
+
+The proof reads nothing but the halves and the layouts. It follows every message from its giver to its taker, works out
+from the local boxes at both ends which elements of which tensors they are, and then looks at what each region of each
+target has got.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
+from raycollect.planner.layout import Region, Regions
+from raycollect.planner.reshard.halves import Copy, Give, Half, Take
+from raycollect.planner.reshard.request import Form, Reshard
+from raycollect.planner.reshard.rounds import ROUND_NBYTES
+
+
+class _WrongError(Exception):
+    """What is wrong with the halves."""
+
+
+_Message = tuple[int, int, Box, int]  # first name, count, the box of the global tensors, the addend
+
+
+def problem_of(reshard: Reshard, halves: Mapping[int, Half]) -> str:
+    """What is wrong with the halves; empty where they are proven."""
+    try:
+        _Proof(reshard, halves).run()
+    except _WrongError as exc:
+        return str(exc)
+    return ""
+
+
+class _Proof:
+    def __init__(self, reshard: Reshard, halves: Mapping[int, Half]) -> None:
+        self._reshard = reshard
+        self._halves = halves
+        self._src = {rank: at for at, rank in enumerate(reshard.src_ranks)}
+        self._dst = {rank: at for at, rank in enumerate(reshard.dst_ranks)}
+        self._forms = [form for form in reshard.forms for _ in range(form.count)]
+        # (rank, form) -> the boxes that have arrived, with the names as one more dimension
+        self._arrived: dict[tuple[int, Form], list[Box]] = defaultdict(list)
+
+    def run(self) -> None:
+        if set(self._halves) != set(self._reshard.ranks):
+            raise _WrongError(f"has halves of ranks {sorted(self._halves)}, not of {list(self._reshard.ranks)}")
+        for rank, half in self._halves.items():
+            for copy in half.copies:
+                self._copy(rank, copy)
+        counts = {len(half.rounds) for half in self._halves.values()}
+        if len(counts) > 1:
+            raise _WrongError(f"has between {min(counts)} and {max(counts)} rounds on its ranks")
+        for number in range(counts.pop()):
+            self._round(number)
+        for rank, at in self._dst.items():
+            for form in self._reshard.forms:
+                for region in form.dst.of_rank.get(at, ()):
+                    if region.volume:
+                        self._check_region(rank, form, region)
+        wrong = [rank for (rank, _), boxes in self._arrived.items() if boxes and rank not in self._dst]
+        if wrong:
+            raise _WrongError(f"writes on ranks {wrong}, which are no targets")
+
+    def _form(self, first: int, count: int) -> Form:
+        form = self._forms[first] if 0 <= first < len(self._forms) else None
+        if form is None or not (form.first <= first and 0 < count <= form.first + form.count - first):
+            raise _WrongError(f"moves names {first} to {first + count}, which are not of one form")
+        return form
+
+    def _copy(self, rank: int, copy: Copy) -> None:
+        form = self._form(copy.first, copy.count)
+        box, part = self._global(form.src, self._src, rank, copy.src_at, copy.size)
+        there, _ = self._global(form.dst, self._dst, rank, copy.dst_at, copy.size)
+        if box != there or part or form.src.parts > 1:
+            raise _WrongError(f"copies {words(box)} to {words(there)} on rank {rank}")
+        self._arrived[rank, form].append(_named(copy.first, copy.count, box))
+
+    def _round(self, number: int) -> None:
+        sent: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        for rank, half in self._halves.items():
+            for give in half.rounds[number].gives:
+                sent[rank, give.peer].append(self._given(rank, give))
+        read: dict[tuple[int, int], int] = defaultdict(int)
+        new: list[tuple[int, Form, Box]] = []
+        for rank, half in self._halves.items():
+            for take in half.rounds[number].takes:
+                new.append((rank, *self._taken(rank, take, sent, read)))
+        for pair, messages in sent.items():
+            if read[pair] != len(messages):
+                raise _WrongError(f"sends from rank {pair[0]} to {pair[1]} what is not taken")
+        for rank, form, box in new:  # only now: a round passes on what has arrived before it
+            self._arrived[rank, form].append(box)
+        self._check_sizes(number)
+
+    def _given(self, rank: int, give: Give) -> _Message:
+        form = self._form(give.first, give.count)
+        if not give.passed_on:
+            box, part = self._global(form.src, self._src, rank, give.at, give.size)
+            return give.first, give.count, box, part
+        box, _ = self._global(form.dst, self._dst, rank, give.at, give.size)
+        named = _named(give.first, give.count, box)
+        shared = [common(named, other) for other in self._arrived[rank, form]]
+        if sum(volume(one) for one in shared if one is not None) != volume(named):
+            raise _WrongError(f"passes on {words(box)} from rank {rank}, which has not received it")
+        return give.first, give.count, box, -1
+
+    def _taken(
+        self,
+        rank: int,
+        take: Take,
+        sent: Mapping[tuple[int, int], Sequence[_Message]],
+        read: dict[tuple[int, int], int],
+    ) -> tuple[Form, Box]:
+        form = self._form(take.first, take.count)
+        box, _ = self._global(form.dst, self._dst, rank, take.at, take.size)
+        parts = []
+        for peer in take.peers:
+            messages, at = sent.get((peer, rank), ()), read[peer, rank]
+            read[peer, rank] += 1
+            if at >= len(messages) or messages[at][:3] != (take.first, take.count, box):
+                raise _WrongError(f"takes {words(box)} from rank {peer} on rank {rank}, which sends it something else")
+            parts.append(messages[at][3])
+        if parts != [-1] and parts != list(range(form.src.parts)):
+            raise _WrongError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
+        return form, _named(take.first, take.count, box)
+
+    def _global(
+        self, regions: Regions, side: Mapping[int, int], rank: int, at: Point, size: Point
+    ) -> tuple[Box, int]:
+        """The box of the global tensor that a local box is, and its addend."""
+        end = tuple(a + n for a, n in zip(at, size, strict=True))
+        for one in regions.of_rank.get(side.get(rank, -1), ()):
+            if is_inside((at, end), (one.at, tuple(a + n for a, n in zip(one.at, extent(one.bounds), strict=True)))):
+                return moved((at, end), one.at, one.bounds[0]), one.part
+        raise _WrongError(f"uses {words((at, end))} of a local tensor of rank {rank}, which is in no region")
+
+    def _check_region(self, rank: int, form: Form, region: Region) -> None:
+        whole = _named(form.first, form.count, region.bounds)
+        boxes = [one for box in self._arrived[rank, form] if (one := common(box, whole)) is not None]
+        if boxes == [whole]:
+            return
+        if sum(map(volume, boxes)) != volume(whole) or BoxIndex(boxes).clash() is not None:
+            name = self._reshard.names[form.first]
+            raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
+
+    def _check_sizes(self, number: int) -> None:
+        most, said = 0, {half.rounds[number].most for half in self._halves.values()}
+        for rank, half in self._halves.items():
+            there, here = half.messages(number)
+            most = max(most, *there.values(), *here.values(), 0, 0)
+            takes = half.rounds[number].takes
+            is_single = len(takes) == 1 and max(takes[0].size, default=1) == 1  # a sum of one element may need more
+            if sum(there.values()) > ROUND_NBYTES or (sum(here.values()) > ROUND_NBYTES and not is_single):
+                raise _WrongError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
+        if said != {most}:
+            raise _WrongError(f"says that its largest message has {said} bytes, not {most}")
+
+
+def _named(first: int, count: int, box: Box) -> Box:
+    return (first, *box[0]), (first + count, *box[1])
