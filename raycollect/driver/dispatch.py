@@ -71,6 +71,11 @@ class RequestKey(NamedTuple):
     lists: GpuLists | None = None
     reshard: Reshard | None = None
 
+    @property
+    def name(self) -> str:
+        """The operation, for messages."""
+        return self.kind.value if self.reshard is None else "reshard"
+
     def request(self) -> Request:
         """The same as a `Request`."""
         return Request(

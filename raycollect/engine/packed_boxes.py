@@ -20,7 +20,9 @@ Find = Callable[[int, bool], Array]
 
 def box_of(array: Array, at: Point, size: Point) -> Array:
     """The box of a local tensor, as a view."""
-    return array[(*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)]  # a view of no dimensions, too
+    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # a view where there are none, too
+    found: Array = array[place]
+    return found
 
 
 class PackedBoxes:
@@ -41,13 +43,13 @@ class PackedBoxes:
         outgoing = _Cursors(dict(zip(ranks, src, strict=True)))
         incoming = _Cursors(dict(zip(ranks, dst, strict=True)))
         for give in one.gives:
-            for array in _boxes(give, lambda name, give=give: find(name, give.passed_on)):
+            for array in _boxes(give, find, is_dst=give.passed_on):
                 self._loads.append((outgoing.next(give.peer, array), array))
         for take in one.takes:
             self._take(take, incoming, find)
 
     def _take(self, take: Take, incoming: _Cursors, find: Find) -> None:
-        targets = _boxes(take, lambda name: find(name, True))
+        targets = _boxes(take, find, is_dst=True)
         parts = [[incoming.next(peer, array) for array in targets] for peer in take.peers]
         for at, array in enumerate(targets):
             if len(parts) == 1:
@@ -70,8 +72,8 @@ class PackedBoxes:
             np.copyto(array, parts[0])
 
 
-def _boxes(one: Give | Take, find: Callable[[int], Array]) -> list[Array]:
-    return [box_of(find(name), one.at, one.size) for name in range(one.first, one.first + one.count)]
+def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> list[Array]:
+    return [box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)]
 
 
 def _rows(memory: Array, sizes: Sequence[int], end: int) -> tuple[list[Array], int]:

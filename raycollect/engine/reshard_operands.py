@@ -7,13 +7,13 @@ from typing import Any
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
-from raycollect.core.model import TENSOR, Key, Structure, TensorInfo
+from raycollect.core.model import Key, TensorInfo
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, box_of
 from raycollect.planner import Share, Step
-from raycollect.planner.reshard.held import faults_of, made_of, places_of
 from raycollect.planner.reshard.halves import decode_half
+from raycollect.planner.reshard.held import faults_of, made_of, places_of
 from raycollect.pos import Container, Range
 
 
@@ -45,10 +45,11 @@ class ReshardBuffers(TaskBuffers):
 
     def copies(self) -> tuple[tuple[Array, Array], ...]:
         """What this rank holds and needs itself: (to, from)."""
+        local = self._local
         return tuple(
-            (box_of(self._local(name, True), one.dst_at, one.size), box_of(self._local(name, False), one.src_at, one.size))
+            (box_of(local(name, True), one.dst_at, one.size), box_of(local(name, False), one.src_at, one.size))
             for one in self._half.copies
-            for name in range(one.first, one.first + one.count)
+            for name in range(one.first, one.first + one.names)
         )
 
     def rounds(self, ranks: Sequence[int], block: FusionBuffer) -> list[PackedBoxes]:
@@ -69,9 +70,7 @@ class ReshardBuffers(TaskBuffers):
         places = places_of(bound.container.structure, self._half.dst)
         whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
         spans = zip(self.written, self.ranges, strict=True)
-        return [
-            span for at, (array, span) in enumerate(spans) if at in whole and span[1] - span[0] == array.nbytes
-        ]
+        return [span for at, (array, span) in enumerate(spans) if at in whole and span[1] - span[0] == array.nbytes]
 
     def _bound(self, index: int, container: Container) -> Bound | None:
         is_dst = index == self._template.dst

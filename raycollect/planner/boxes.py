@@ -90,7 +90,7 @@ class BoxIndex:
         self._root = _Level(boxes, range(len(boxes)), 0) if boxes and boxes[0][0] else None
 
     def over(self, box: Box) -> list[int]:
-        """The places of the boxes that share an element with this one, ascending."""
+        """The places of the boxes that share an element with this one, which has some, ascending."""
         if self._root is None:
             return list(range(len(self._boxes)))
         found: list[int] = []
@@ -152,8 +152,7 @@ def atoms(boxes: Sequence[Box]) -> list[tuple[Box, list[int]]]:
     edges = [sorted({edge[d] for box in distinct for edge in box}) for d in range(len(distinct[0][0]))]
     for box, places in same.items():
         sides = [
-            [(a, b) for a, b in pairwise(line) if lo <= a and b <= hi]
-            for line, lo, hi in zip(edges, *box, strict=True)
+            [(a, b) for a, b in pairwise(line) if lo <= a and b <= hi] for line, lo, hi in zip(edges, *box, strict=True)
         ]
         for cell in product(*sides):
             cut.setdefault((tuple(a for a, _ in cell), tuple(b for _, b in cell)), []).extend(places)

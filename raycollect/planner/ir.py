@@ -16,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
-from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task
+from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.template import NATIVE, Choice, Role, Template
 from raycollect.planner.topology import Roster
 

@@ -1,7 +1,7 @@
 """Layouts: which rank holds which box of a global tensor, and where in its local tensor that box lies.
 
-A *region* says it of one box. All ways to say a layout make regions, and the planner of a reshard reads nothing else. A
-box may be held by several ranks (replicas), boxes may differ in size or be empty, one rank may have several regions of a
+A *region* says it of one box. All ways to say a layout make regions, and the planner of a reshard reads nothing else.
+Several ranks may hold one box (replicas), boxes may differ in size or be empty, one rank may have several regions of a
 tensor, and several tensors may lie in one local tensor (a fused QKV). Of a partial sum, each rank holds one addend.
 """
 
@@ -355,9 +355,7 @@ def _dtype_name(dtype: Any) -> str:
     return str(name).removeprefix("torch.")
 
 
-def _mesh_words(
-    mesh: Sequence[tuple[str, int]], cuts: Sequence[Sequence[str]], sums: Sequence[str]
-) -> str:
+def _mesh_words(mesh: Sequence[tuple[str, int]], cuts: Sequence[Sequence[str]], sums: Sequence[str]) -> str:
     axes = ", ".join(f"{axis}={size}" for axis, size in mesh)
     spec = ", ".join("None" if not cut else "+".join(cut) for cut in cuts)
     return f"mesh {axes}, spec ({spec})" + (f", partial over {'+'.join(sums)}" if sums else "")

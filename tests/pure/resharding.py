@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress, pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,9 @@ def request_of(reshard: Reshard, group: GroupSpec, *, made: bool = False, **argu
 def roster_of(world: int, hosts: Sequence[int] = ()) -> Roster:
     """A group on some hosts."""
     spec = GroupSpec(name="group", group_id="id", backend="local", world_size=world)
-    return Roster(spec=spec, members=tuple(map(str, range(world))), topology=Topology(hosts=tuple(hosts) or (0,) * world))
+    return Roster(
+        spec=spec, members=tuple(map(str, range(world))), topology=Topology(hosts=tuple(hosts) or (0,) * world)
+    )
 
 
 def whole_tensors(side: Layouts, seed: int) -> dict[str, Any]:
@@ -100,12 +103,12 @@ def meshes(draw: st.DrawFn, shape: Sequence[int], dtype: str, world: int, *, par
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: Sequence[int], dtype: str, world: int, *, partial: bool) -> Layout:
-    """Regions of uneven boxes that cover the tensor, some of them on several ranks, behind each other in local tensors."""
+    """Uneven boxes that cover the tensor, some on several ranks, behind each other in local tensors with gaps."""
     cells: list[tuple[tuple[int, int], ...]] = [()]
     for size in shape:
         inner = draw(st.lists(st.integers(0, size), max_size=2, unique=True))
         edges = [0, *sorted(inner), size]
-        cells = [(*cell, (lo, hi)) for cell in cells for lo, hi in zip(edges, edges[1:], strict=False) if lo < hi]
+        cells = [(*cell, (lo, hi)) for cell in cells for lo, hi in pairwise(edges) if lo < hi]
     parts = draw(st.integers(1, 2)) if partial else 1
     filled: dict[int, int] = {}
     rows = []
@@ -121,9 +124,10 @@ def boxes(draw: st.DrawFn, shape: Sequence[int], dtype: str, world: int, *, part
     for rank in range(world):
         if not any(one.rank == rank for one in rows):
             rows.append(Region(rank=rank, box=tuple((0, 0) for _ in shape), at=(0,) * len(shape)))
-    known = Layout.of_regions(shape, rows, dtype=dtype)
-    missing = {(cell, part) for cell in cells for part in range(parts)} - {(one.box, one.part) for one in known.regions.rows}
-    return draw(meshes(shape, dtype, world, partial=partial)) if missing else known
+    held = {(one.box, one.part) for one in rows}
+    if any((cell, part) not in held for cell in cells for part in range(parts)):
+        return draw(meshes(shape, dtype, world, partial=partial))
+    return Layout.of_regions(shape, rows, dtype=dtype)
 
 
 @st.composite
@@ -143,7 +147,9 @@ def scenes(draw: st.DrawFn, most: int = 5) -> tuple[Layouts, Layouts, tuple[int,
             kind = draw(st.sampled_from([meshes, meshes, boxes]))
             side[f"t{at}"] = draw(kind(shape, dtype, world, partial=partial and dtype != "uint8"))
     for side in (src, dst):
-        some = {name: one for name, one in side.items() if one.dtype == side["t0"].dtype and len(one.shape) == len(side["t0"].shape)}
+        first = side["t0"]
+        alike = [one.dtype == first.dtype and len(one.shape) == len(first.shape) for one in side.values()]
+        some = dict(compress(side.items(), alike))
         if len(some) > 1 and draw(st.booleans()):
-            side.update(fused_layouts("fused", some, draw(st.integers(0, len(side["t0"].shape) - 1))))
+            side.update(fused_layouts("fused", some, draw(st.integers(0, len(first.shape) - 1))))
     return src, dst, src_ranks, dst_ranks

@@ -1,6 +1,6 @@
 """What one rank does in a reshard: its half. It names tensors by their places in `Reshard.names`.
 
-A transfer moves one box of `count` tensors, from the name at `first` on, which lie alike. Who gives and who takes have
+A transfer moves one box of `names` tensors, from the name at `first` on, which lie alike. Who gives and who takes have
 their transfers of a round in one order, so a message needs no heads.
 """
 
@@ -28,7 +28,7 @@ class Give(NamedTuple):
     peer: int  # the rank in the group; it may be this one
     passed_on: bool  # whether they are read from what this rank has received, not from what it gives
     first: int
-    count: int
+    names: int  # how many
     at: Point  # where the box begins in each local tensor
     size: Point  # its extent
 
@@ -38,7 +38,7 @@ class Take(NamedTuple):
 
     peers: tuple[int, ...]
     first: int
-    count: int
+    names: int  # how many
     at: Point
     size: Point
 
@@ -47,7 +47,7 @@ class Copy(NamedTuple):
     """Boxes that a rank holds and needs itself."""
 
     first: int
-    count: int
+    names: int  # how many
     src_at: Point
     dst_at: Point
     size: Point
@@ -75,7 +75,7 @@ class Half:
 
     def nbytes(self, one: Give | Take | Copy) -> int:
         """The bytes of a transfer; of a sum, those of one addend."""
-        return prod(one.size) * one.count * self.itemsizes[one.first]
+        return prod(one.size) * one.names * self.itemsizes[one.first]
 
     def messages(self, number: int) -> tuple[dict[int, int], dict[int, int]]:
         """The bytes of the messages of a round: (to each rank, from each rank)."""

@@ -17,7 +17,9 @@ def faults_of(structure: Structure, infos: Sequence[TensorInfo], tensors: Sequen
     """All that is wrong with what a rank holds; `tensors` is what it should hold."""
     names = tuple(one.key for one in tensors)
     if names == ("",):
-        return list(_unlike([("", infos[0], tensors[0])])) if structure == TENSOR else [("value", str(structure), "a tensor")]
+        if structure != TENSOR:
+            return [("value", str(structure), "a tensor")]
+        return list(_unlike([("", infos[0], tensors[0])]))
     if structure.kind != "dict" or any(item != TENSOR for item in structure.items):
         return [("value", str(structure), f"a dict of tensors: {listed(map(repr, names))}")]
     held = dict(zip(structure.names, infos, strict=True))

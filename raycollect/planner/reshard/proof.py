@@ -70,12 +70,12 @@ class _Proof:
         return form
 
     def _copy(self, rank: int, copy: Copy) -> None:
-        form = self._form(copy.first, copy.count)
+        form = self._form(copy.first, copy.names)
         box, part = self._global(form.src, self._src, rank, copy.src_at, copy.size)
         there, _ = self._global(form.dst, self._dst, rank, copy.dst_at, copy.size)
         if box != there or part or form.src.parts > 1:
             raise _WrongError(f"copies {words(box)} to {words(there)} on rank {rank}")
-        self._arrived[rank, form].append(_named(copy.first, copy.count, box))
+        self._arrived[rank, form].append(_named(copy.first, copy.names, box))
 
     def _round(self, number: int) -> None:
         sent: dict[tuple[int, int], list[_Message]] = defaultdict(list)
@@ -85,8 +85,7 @@ class _Proof:
         read: dict[tuple[int, int], int] = defaultdict(int)
         new: list[tuple[int, Form, Box]] = []
         for rank, half in self._halves.items():
-            for take in half.rounds[number].takes:
-                new.append((rank, *self._taken(rank, take, sent, read)))
+            new += ((rank, *self._taken(rank, take, sent, read)) for take in half.rounds[number].takes)
         for pair, messages in sent.items():
             if read[pair] != len(messages):
                 raise _WrongError(f"sends from rank {pair[0]} to {pair[1]} what is not taken")
@@ -95,16 +94,16 @@ class _Proof:
         self._check_sizes(number)
 
     def _given(self, rank: int, give: Give) -> _Message:
-        form = self._form(give.first, give.count)
+        form = self._form(give.first, give.names)
         if not give.passed_on:
             box, part = self._global(form.src, self._src, rank, give.at, give.size)
-            return give.first, give.count, box, part
+            return give.first, give.names, box, part
         box, _ = self._global(form.dst, self._dst, rank, give.at, give.size)
-        named = _named(give.first, give.count, box)
+        named = _named(give.first, give.names, box)
         shared = [common(named, other) for other in self._arrived[rank, form]]
         if sum(volume(one) for one in shared if one is not None) != volume(named):
             raise _WrongError(f"passes on {words(box)} from rank {rank}, which has not received it")
-        return give.first, give.count, box, -1
+        return give.first, give.names, box, -1
 
     def _taken(
         self,
@@ -113,22 +112,20 @@ class _Proof:
         sent: Mapping[tuple[int, int], Sequence[_Message]],
         read: dict[tuple[int, int], int],
     ) -> tuple[Form, Box]:
-        form = self._form(take.first, take.count)
+        form = self._form(take.first, take.names)
         box, _ = self._global(form.dst, self._dst, rank, take.at, take.size)
         parts = []
         for peer in take.peers:
             messages, at = sent.get((peer, rank), ()), read[peer, rank]
             read[peer, rank] += 1
-            if at >= len(messages) or messages[at][:3] != (take.first, take.count, box):
+            if at >= len(messages) or messages[at][:3] != (take.first, take.names, box):
                 raise _WrongError(f"takes {words(box)} from rank {peer} on rank {rank}, which sends it something else")
             parts.append(messages[at][3])
         if parts != [-1] and parts != list(range(form.src.parts)):
             raise _WrongError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
-        return form, _named(take.first, take.count, box)
+        return form, _named(take.first, take.names, box)
 
-    def _global(
-        self, regions: Regions, side: Mapping[int, int], rank: int, at: Point, size: Point
-    ) -> tuple[Box, int]:
+    def _global(self, regions: Regions, side: Mapping[int, int], rank: int, at: Point, size: Point) -> tuple[Box, int]:
         """The box of the global tensor that a local box is, and its addend."""
         end = tuple(a + n for a, n in zip(at, size, strict=True))
         for one in regions.of_rank.get(side.get(rank, -1), ()):

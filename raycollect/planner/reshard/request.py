@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from math import prod
 
 from raycollect.planner.boxes import Point
-from raycollect.planner.layout import Layout, Regions
+from raycollect.planner.layout import ITEMSIZES, Layout, Regions
 
 Named = tuple[tuple[str, Layout], ...]
 """Layouts by name of the global tensor, in order of the names."""
@@ -102,38 +103,32 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
     keyed: dict[str, list[Layout]] = {}
     for name, one in side:
         keyed.setdefault(one.key or name, []).append(one)
-    shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
-    ranks = sorted({rank for _, one in side for rank in one.regions.of_rank})
-    found = {}
     kinds: dict[tuple[tuple[Regions, str], ...], list[str]] = {}  # keys that lie alike
     for key, layouts in keyed.items():
         kinds.setdefault(tuple((one.regions, one.dtype) for one in layouts), []).append(key)
-    for rank in ranks:
-        alike = tuple(_local(kind, rank) for kind in kinds)
-        if alike not in shared:
-            known = dict(zip(kinds, alike, strict=True))
-            made = {}
-            for kind, keys in kinds.items():
-                one = known[kind]
-                if one is not None:
-                    shape, is_whole = one
-                    dtype, itemsize = kind[0][1], next(x.itemsize for x in keyed[keys[0]])
-                    for key in keys:
-                        made[key] = LocalTensor(
-                            key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole
-                        )
-            shared[alike] = tuple(made[key] for key in keyed if key in made)
-        found[rank] = shared[alike]
+    shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
+    found = {}
+    for rank in sorted({rank for _, one in side for rank in one.regions.of_rank}):
+        held = tuple(_local(tables, rank) for tables in kinds)
+        if held not in shared:
+            made = {
+                key: LocalTensor(
+                    key=key, shape=one[0], dtype=tables[0][1], itemsize=ITEMSIZES[tables[0][1]], is_whole=one[1]
+                )
+                for (tables, keys), one in zip(kinds.items(), held, strict=True)
+                if one is not None
+                for key in keys
+            }
+            shared[held] = tuple(made[key] for key in keyed if key in made)
+        found[rank] = shared[held]
     return found
 
 
-def _local(kind: Sequence[tuple[Regions, str]], rank: int) -> tuple[Point, bool] | None:
-    shapes = [shape for regions, _ in kind if (shape := regions.local_shapes.get(rank)) is not None]
+def _local(tables: Sequence[tuple[Regions, str]], rank: int) -> tuple[Point, bool] | None:
+    """The shape of a local tensor, and whether its regions cover all of it."""
+    shapes = [shape for regions, _ in tables if (shape := regions.local_shapes.get(rank)) is not None]
     if not shapes:
         return None
-    shape = tuple(map(max, *shapes)) if len(shapes) > 1 else shapes[0]
-    filled = sum(one.volume for regions, _ in kind for one in regions.of_rank.get(rank, ()))
-    total = 1
-    for size in shape:
-        total *= size
-    return shape, filled == total
+    shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    filled = sum(one.volume for regions, _ in tables for one in regions.of_rank.get(rank, ()))
+    return shape, filled == prod(shape)

@@ -74,9 +74,7 @@ class _Router:
         holders = {src[one.rank]: _local(one, piece.box) for one in piece.holders[0]}
         self._spread(form, piece.box, holders, _places(readers, piece.box), 0, passed_on=False)
 
-    def _spread(
-        self, form: Form, box: Box, holders: _Places, readers: _Places, stage: int, *, passed_on: bool
-    ) -> None:
+    def _spread(self, form: Form, box: Box, holders: _Places, readers: _Places, stage: int, *, passed_on: bool) -> None:
         nbytes = volume(box) * form.itemsize * form.count
         waiting: dict[int, list[int]] = {}
         for rank, at in readers.items():
