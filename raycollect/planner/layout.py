@@ -335,6 +335,7 @@ def _stacked(tables: tuple[Regions, ...], dim: int) -> tuple[Regions, ...]:
     return tuple(found)
 
 
+@lru_cache(maxsize=256)
 def _check_fit(shape: Point, regions: Regions) -> None:
     for one in regions.rows:
         if len(one.box) != len(shape) or any(hi > size for (_, hi), size in zip(one.box, shape, strict=True)):

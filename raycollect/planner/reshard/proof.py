@@ -39,6 +39,7 @@ class _Proof:
         self._halves = halves
         self._src = {rank: at for at, rank in enumerate(reshard.src_ranks)}
         self._dst = {rank: at for at, rank in enumerate(reshard.dst_ranks)}
+        self._known: dict[tuple[Box, Point, Point, Point], tuple[Box, ...]] = {}
         self._forms = [form for form in reshard.forms for _ in range(form.count)]
         # (rank, form) -> the boxes that have arrived, with the names as one more dimension
         self._arrived: dict[tuple[int, Form], list[Box]] = defaultdict(list)
@@ -79,9 +80,11 @@ class _Proof:
 
     def _round(self, number: int) -> None:
         sent: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        nbytes: dict[tuple[int, int], int] = defaultdict(int)
         for rank, half in self._halves.items():
             for give in half.rounds[number].gives:
                 sent[rank, give.peer].append(self._given(rank, give))
+                nbytes[rank, give.peer] += half.nbytes(give)
         read: dict[tuple[int, int], int] = defaultdict(int)
         new: list[tuple[int, Form, Box]] = []
         for rank, half in self._halves.items():
@@ -91,7 +94,7 @@ class _Proof:
                 raise _WrongError(f"sends from rank {pair[0]} to {pair[1]} what is not taken")
         for rank, form, box in new:  # only now: a round passes on what has arrived before it
             self._arrived[rank, form].append(box)
-        self._check_sizes(number)
+        self._check_sizes(number, nbytes)
 
     def _given(self, rank: int, give: Give) -> _Message:
         form = self._form(give.first, give.names)
@@ -127,11 +130,14 @@ class _Proof:
 
     def _global(self, regions: Regions, side: Mapping[int, int], rank: int, at: Point, size: Point) -> tuple[Box, int]:
         """The box of the global tensor that a local box is, and its addend."""
-        end = tuple(a + n for a, n in zip(at, size, strict=True))
         for one in regions.of_rank.get(side.get(rank, -1), ()):
-            if is_inside((at, end), (one.at, tuple(a + n for a, n in zip(one.at, extent(one.bounds), strict=True)))):
-                return moved((at, end), one.at, one.bounds[0]), one.part
-        raise _WrongError(f"uses {words((at, end))} of a local tensor of rank {rank}, which is in no region")
+            key = (one.bounds, one.at, at, size)  # replicas have it in common
+            found = self._known.get(key)
+            if found is None:
+                found = self._known[key] = _global_box(one, at, size)
+            if found:
+                return found[0], one.part
+        raise _WrongError(f"uses {words(_local_box(at, size))} of a local tensor of rank {rank}, which is in no region")
 
     def _check_region(self, rank: int, form: Form, region: Region) -> None:
         whole = _named(form.first, form.count, region.bounds)
@@ -142,17 +148,31 @@ class _Proof:
             name = self._reshard.names[form.first]
             raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
 
-    def _check_sizes(self, number: int) -> None:
-        most, said = 0, {half.rounds[number].most for half in self._halves.values()}
+    def _check_sizes(self, number: int, pairs: Mapping[tuple[int, int], int]) -> None:
+        said = {half.rounds[number].most for half in self._halves.values()}
+        if said != {max(pairs.values(), default=0)}:
+            raise _WrongError(f"says that its largest message has {said} bytes, not {max(pairs.values(), default=0)}")
+        sent, received = dict[int, int](), dict[int, int]()
+        for (giver, taker), nbytes in pairs.items():
+            sent[giver] = sent.get(giver, 0) + nbytes
+            received[taker] = received.get(taker, 0) + nbytes
         for rank, half in self._halves.items():
-            there, here = half.messages(number)
-            most = max(most, *there.values(), *here.values(), 0, 0)
             takes = half.rounds[number].takes
             is_single = len(takes) == 1 and max(takes[0].size, default=1) == 1  # a sum of one element may need more
-            if sum(there.values()) > ROUND_NBYTES or (sum(here.values()) > ROUND_NBYTES and not is_single):
+            if max(sent.get(rank, 0), 0 if is_single else received.get(rank, 0)) > ROUND_NBYTES:
                 raise _WrongError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
-        if said != {most}:
-            raise _WrongError(f"says that its largest message has {said} bytes, not {most}")
+
+
+def _local_box(at: Point, size: Point) -> Box:
+    return at, tuple(a + n for a, n in zip(at, size, strict=True))
+
+
+def _global_box(region: Region, at: Point, size: Point) -> tuple[Box, ...]:
+    """The box of the global tensor that a local box in this region is; nothing where it is not in it."""
+    local = _local_box(at, size)
+    if not is_inside(local, _local_box(region.at, extent(region.bounds))):
+        return ()
+    return (moved(local, region.at, region.bounds[0]),)
 
 
 def _named(first: int, count: int, box: Box) -> Box:

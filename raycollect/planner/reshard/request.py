@@ -15,9 +15,9 @@ Named = tuple[tuple[str, Layout], ...]
 """Layouts by name of the global tensor, in order of the names."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """Tensors that lie alike on both sides, and so travel alike."""
+    """Tensors that lie alike on both sides, and so travel alike. Each is one object of its reshard."""
 
     src: Regions
     dst: Regions

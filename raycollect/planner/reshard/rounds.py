@@ -8,7 +8,7 @@ from operator import add, sub
 
 from raycollect.planner.boxes import Box, Point, extent, halved, volume
 from raycollect.planner.reshard.halves import Copy, Give, Half, Round, Take
-from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, local_tensors
+from raycollect.planner.reshard.request import Form, LocalTensor, Named, Reshard, local_tensors
 from raycollect.planner.reshard.routes import Routes, Transfer
 
 ROUND_NBYTES = 16 << 20
@@ -71,13 +71,14 @@ class _Packer:
     def __init__(self, reshard: Reshard) -> None:
         self._ranks = reshard.ranks
         self._rounds: list[list[tuple[Transfer, int, int]]] = []  # transfer, first name, count
+        self._cuts: dict[tuple[Form, Box, int], _Cut] = {}
 
     def pack(self, stage: Sequence[Transfer]) -> None:
         begin = len(self._rounds)
         sends: dict[int, tuple[int, int]] = {}  # rank -> the round that it fills, and the bytes in it
         takes: dict[int, tuple[int, int]] = {}
         for whole in stage:
-            for one, first, count in _cut(whole):
+            for one, first, count in self._cut(whole):
                 nbytes = volume(one.box) * count * one.form.itemsize
                 ends = [(sends, rank, nbytes) for rank, _ in one.givers]
                 ends.append((takes, one.taker, nbytes * len(one.givers)))
@@ -90,6 +91,14 @@ class _Packer:
                 while len(self._rounds) <= at:
                     self._rounds.append([])
                 self._rounds[at].append((one, first, count))
+
+    def _cut(self, whole: Transfer) -> Iterator[tuple[Transfer, int, int]]:
+        key = (whole.form, whole.box, len(whole.givers))
+        known = self._cuts.get(key)
+        if known is None:
+            known = self._cuts[key] = _cut(*key)
+        for box, first, count in known:
+            yield (whole if box == whole.box else _part(whole, box)), first, count
 
     def written(self) -> dict[int, tuple[Round, ...]]:
         found: dict[int, list[Round]] = {rank: [] for rank in self._ranks}
@@ -116,17 +125,20 @@ def _has_room(filled: tuple[int, int] | None, at: int, more: int) -> bool:
     return filled is None or filled[0] != at or filled[1] + more <= ROUND_NBYTES
 
 
-def _cut(whole: Transfer) -> Iterator[tuple[Transfer, int, int]]:
-    """Cuts a transfer by names, and a box that is too large by its dimensions: (transfer, first name, count)."""
-    form = whole.form
-    limit = max(min(PIECE_NBYTES, ROUND_NBYTES // len(whole.givers)), form.itemsize)
-    nbytes = volume(whole.box) * form.itemsize
-    together = max(limit // nbytes, 1)
-    boxes = _pieces(whole.box, limit // form.itemsize)
-    for begin in range(0, form.count, together):
-        for box in boxes:
-            one = whole if box == whole.box else _part(whole, box)
-            yield one, form.first + begin, min(together, form.count - begin)
+_Cut = tuple[tuple[Box, int, int], ...]
+"""(box, first name, count) of the parts of a transfer."""
+
+
+def _cut(form: Form, box: Box, givers: int) -> _Cut:
+    """Cuts a transfer by names, and a box that is too large by its dimensions."""
+    limit = max(min(PIECE_NBYTES, ROUND_NBYTES // givers), form.itemsize)
+    together = max(limit // (volume(box) * form.itemsize), 1)
+    boxes = _pieces(box, limit // form.itemsize)
+    return tuple(
+        (part, form.first + begin, min(together, form.count - begin))
+        for begin in range(0, form.count, together)
+        for part in boxes
+    )
 
 
 def _pieces(box: Box, most: int) -> list[Box]:
