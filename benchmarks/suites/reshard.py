@@ -28,7 +28,7 @@ REFERENCE = names.RAY
 NEEDS_RAY = True
 
 COUNT = 200
-_COLUMNS = 64
+_COLUMNS = 512
 _OP = f"reshard of {COUNT}"
 _TRAINER = {"tp": 4}
 _ROLLOUT = {"dp": 2, "tp": 2}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -33,18 +33,23 @@ class PackedBoxes:
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
         one = half.rounds[number]
-        end = 0
-        src, end = _rows(memory, [there.get(rank, 0) for rank in ranks], end)
-        dst, _ = _rows(memory, [here.get(rank, 0) for rank in ranks], end)
-        self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=tuple(src), dst=tuple(dst), most=one.most)
+        gives: dict[int, list[Give]] = {}
+        for give in one.gives:
+            gives.setdefault(give.peer, []).append(give)
+        firsts: dict[tuple[Any, ...], int] = {}  # messages that are equal, as those to replicas are, are packed once
+        same = {peer: firsts.setdefault(tuple(give[1:] for give in some), peer) for peer, some in gives.items()}
+        packed, end = _rows(memory, {peer: there[peer] for peer in firsts.values()}, 0)
+        taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
+        src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
+        self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
         self._loads: list[tuple[Array, Array]] = []
         self._unloads: list[tuple[Array, Array]] = []
         self._sums: list[tuple[Array, list[Array]]] = []
-        outgoing = _Cursors(dict(zip(ranks, src, strict=True)))
-        incoming = _Cursors(dict(zip(ranks, dst, strict=True)))
-        for give in one.gives:
-            for array in _boxes(give, find, is_dst=give.passed_on):
-                self._loads.append((outgoing.next(give.peer, array), array))
+        outgoing, incoming = _Cursors(packed), _Cursors(taken)
+        for peer in firsts.values():
+            for give in gives[peer]:
+                for array in _boxes(give, find, is_dst=give.passed_on):
+                    self._loads.append((outgoing.next(peer, array), array))
         for take in one.takes:
             self._take(take, incoming, find)
 
@@ -76,10 +81,10 @@ def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> list[Array]:
     return [box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)]
 
 
-def _rows(memory: Array, sizes: Sequence[int], end: int) -> tuple[list[Array], int]:
-    rows = []
-    for nbytes in sizes:
-        rows.append(memory[end : end + nbytes])
+def _rows(memory: Array, sizes: Mapping[int, int], end: int) -> tuple[dict[int, Array], int]:
+    rows = {}
+    for peer, nbytes in sizes.items():
+        rows[peer] = memory[end : end + nbytes]
         end += aligned(nbytes)
     return rows, end
 

@@ -146,3 +146,22 @@ def test_wrong_arguments_are_named(actors):
         col.reshard_refs([given[0], given[0]], taken, src=SRC, dst=DST)
     with pytest.raises(errors.MissingMemberError, match="src_refs"):
         col.reshard_refs([], taken, src=SRC, dst=DST)
+
+
+def test_what_a_reshard_makes_is_an_operand_of_later_calls(actors):
+    workers = actors(Worker, 4)
+    src, dst = (col.layout([4, 6], mesh={"tp": 2}, spec=spec) for spec in (("tp",), (None, "tp")))
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    given = [
+        worker.make.remote(lambda self, part: part, whole[2 * at : 2 * at + 2]) for at, worker in enumerate(workers[:2])
+    ]
+
+    def calls():
+        made = col.reshard_refs(given, workers[2:], src=src, dst=dst)
+        return col.allreduce_refs(made)
+
+    assert [row.op for row in col.plan(calls).rows] == ["reshard", "allreduce sum"]
+    with col.batch() as batch:
+        calls()
+    for array in col.get(batch.refs[1]):
+        np.testing.assert_array_equal(array, whole[:, :3] + whole[:, 3:])
