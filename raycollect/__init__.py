@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from raycollect.driver.progress import RankProgress as RankProgress
     from raycollect.driver.progress_bar import ProgressBars as ProgressBars
     from raycollect.driver.progress_bar import progress as progress
+    from raycollect.driver.reshard import reshard_refs as reshard_refs
     from raycollect.driver.timeline import Timeline as Timeline
     from raycollect.driver.timeline import summary as summary
     from raycollect.driver.timeline import timeline as timeline
@@ -98,6 +99,10 @@ if TYPE_CHECKING:
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
     from raycollect.planner.explain import Explanation as Explanation
+    from raycollect.planner.layout import Layout as Layout
+    from raycollect.planner.layout import Region as Region
+    from raycollect.planner.layout import fused_layouts as fused_layouts
+    from raycollect.planner.layout import layout as layout
     from raycollect.pos.handle import Handle as Handle
     from raycollect.pos.tensors import arena_statistics as arena_statistics
     from raycollect.pos.tensors import array as array
@@ -121,6 +126,7 @@ _HOMES: dict[str, str] = {
     "GroupStatistics": "driver.group_status",
     "GroupStatus": "driver.group_status",
     "Handle": "pos.handle",
+    "Layout": "planner.layout",
     "MemberStatistics": "driver.group_status",
     "MemberStatus": "driver.group_status",
     "Pending": "driver.pending",
@@ -129,6 +135,7 @@ _HOMES: dict[str, str] = {
     "RankProgress": "driver.progress",
     "RankTable": "group.rank_table",
     "ReduceOp": "core.model",
+    "Region": "planner.layout",
     "Summary": "observe.summary",
     "SummaryRow": "observe.summary",
     "Timeline": "driver.timeline",
@@ -160,6 +167,7 @@ _HOMES: dict[str, str] = {
     "empty": "pos.tensors",
     "errors": "errors",
     "free": "driver.values",
+    "fused_layouts": "planner.layout",
     "full": "pos.tensors",
     "gather": "member.verbs",
     "gather_refs": "driver.verbs",
@@ -171,6 +179,7 @@ _HOMES: dict[str, str] = {
     "init_collective_group": "member.init",
     "is_backend_available": "member.init",
     "is_group_initialized": "member.init",
+    "layout": "planner.layout",
     "mark_written": "member.runtime",
     "nccl_available": "member.init",
     "ones": "pos.tensors",
@@ -188,6 +197,7 @@ _HOMES: dict[str, str] = {
     "reducescatter_multigpu_refs": "driver.multigpu_verbs",
     "reducescatter_refs": "driver.verbs",
     "register_collective_backend": "backends.adopted",
+    "reshard_refs": "driver.reshard",
     "scatter": "member.verbs",
     "scatter_refs": "driver.verbs",
     "send": "member.verbs",

@@ -14,6 +14,7 @@ SUITES = {
         "timeline",
         "training",
         "batch",
+        "reshard",
         "p2p",
         "members",
         "scale",

@@ -31,7 +31,7 @@ class StepErrorText:
         self._steps = tuple(request_list.steps)
         groups = [one.spec.name for one in request_list.memberships]
         self._declared = frozenset(name for name in groups if name in declared)
-        kinds = [asked.kind.value for asked in request_list.asked]
+        kinds = [asked.name for asked in request_list.asked]
         self._values = {
             step: f"what call {step} ({kind}) gave" for step, kind in zip(request_list.steps, kinds, strict=True)
         }

@@ -39,7 +39,7 @@ class StepPlan(Plan):
     @property
     def name(self) -> str:
         """What messages call it."""
-        return self.requests[0].kind.value if len(self.requests) == 1 else "captured step"
+        return self.requests[0].name if len(self.requests) == 1 else "captured step"
 
     @property
     def timeout_s(self) -> float:

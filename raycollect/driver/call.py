@@ -46,7 +46,13 @@ _REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)  # the result replaces the opera
 
 
 class Call:
-    """One call of a verb: reads its refs, finds its group, and binds the operands to ranks."""
+    """One call of a verb: reads its refs, finds its group, and binds the operands to ranks.
+
+    Attributes:
+        name: The operation in messages; empty: that of its kind.
+    """
+
+    name = ""
 
     def __init__(
         self,
@@ -207,7 +213,7 @@ class Call:
         if self._violations:
             number = -1 if self._batch is None else len(self._request_list.asked)
             found = tuple(replace(self._to_itself(one), call=number) for one in self._violations)
-            raise refusal(self._kind.value, self._group_name, found)
+            raise refusal(self.name or self._kind.value, self._group_name, found)
 
     def _to_itself(self, violation: Violation) -> Violation:
         if self._kind is not OpKind.SEND or violation.kind != "duplicate":
@@ -245,11 +251,14 @@ class Call:
             operands.append((rank, source(given), source(taken)))
             if sole is None or rank == sole:
                 results.append(self._ref(rank, taken or (given if keeps else None)))
-        limit_s = float(membership.timeout_s if self._timeout_s is None else self._timeout_s)
         call = (membership.roster, kind, tuple(operands), self._op, root, peer)
-        asked = RequestKey(*call, bool(inplace), limit_s, bool(snapshot), self._lists)
+        asked = RequestKey(*call, bool(inplace), self._limit_s, bool(snapshot), self._lists)
         result: Any = results if sole is None else results[0] if results else None
         request_list.add(asked, membership, result)
+
+    @property
+    def _limit_s(self) -> float:
+        return float(self._membership.timeout_s if self._timeout_s is None else self._timeout_s)
 
     def _ref(self, rank: int, holder: Operand | None) -> Any:
         if holder is not None and holder.ref is not None:

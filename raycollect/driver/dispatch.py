@@ -36,7 +36,18 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.group.membership import DATA, Membership
-from raycollect.planner import GpuLists, Plan, Request, Roster, Ticket, encode_order, encode_program, plan, plan_part
+from raycollect.planner import (
+    GpuLists,
+    Plan,
+    Request,
+    Reshard,
+    Roster,
+    Ticket,
+    encode_order,
+    encode_program,
+    plan,
+    plan_part,
+)
 from raycollect.planner.ir import Operands
 
 ORDER_NBYTES = MAX_FRAME_NBYTES - 256  # the longest program, with its keys, that goes by the channel
@@ -58,6 +69,12 @@ class RequestKey(NamedTuple):
     timeout_s: float
     snapshot: bool = False
     lists: GpuLists | None = None
+    reshard: Reshard | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation, for messages."""
+        return self.kind.value if self.reshard is None else "reshard"
 
     def request(self) -> Request:
         """The same as a `Request`."""
@@ -72,6 +89,7 @@ class RequestKey(NamedTuple):
             timeout_s=self.timeout_s,
             snapshot=self.snapshot,
             lists=self.lists,
+            reshard=self.reshard,
         )
 
 

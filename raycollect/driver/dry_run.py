@@ -25,6 +25,8 @@ from raycollect.engine.agreement import Arrival, Side, Spec
 from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
 from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
 from raycollect.planner.explain import Explanation, explain
+from raycollect.planner.reshard.halves import decode_half
+from raycollect.planner.reshard.held import faults_of, made_of
 from raycollect.pos.handle import Handle
 
 __all__ = ["plan"]
@@ -158,7 +160,10 @@ class _Foreseen:
         _, src, dst = request.operands[part.places[rank]]
         in_pieces = PIECES.get(request.kind, (False, False))
         sides: list[Side | None] = []
-        if request.lists is not None:
+        if request.reshard is not None:
+            self._check_layouts(number, rank, violations)
+            sides = [None, None]
+        elif request.lists is not None:
             sides = self._of_lists(number, rank, violations)
         else:
             for source, cut, name in zip((src, dst), in_pieces, ("input", "output"), strict=True):
@@ -172,6 +177,16 @@ class _Foreseen:
             takes=sides[1],
             one_device=not self._plan.rosters[number].spec.memory,
         )
+
+    def _check_layouts(self, number: int, rank: int, violations: list[Violation]) -> None:
+        request, part = self._plan.requests[number], self._plan.parts[number]
+        half = decode_half(part.template(rank).boxes)
+        _, src, dst = request.operands[part.places[rank]]
+        for side, source, tensors in (("src", src, half.src), ("dst", dst, half.dst)):
+            if source is not None:
+                for name, found, expected in faults_of(*self._held(number, rank, source), tensors):
+                    field = f"{name} of {side}"
+                    violations.append(Violation(kind="layout", rank=rank, field=field, found=found, expected=expected))
 
     def _of_lists(self, number: int, rank: int, violations: list[Violation]) -> list[Side | None]:
         request, part = self._plan.requests[number], self._plan.parts[number]
@@ -203,6 +218,11 @@ class _Foreseen:
     def _make(self, number: int, part: Part, specs: Sequence[Spec]) -> None:
         root = part.places.get(part.request.root, -1)
         for at, rank in enumerate(part.ranks):
+            if part.request.reshard is not None:
+                if part.outputs(rank):
+                    made_here = made_of(decode_half(part.template(rank).boxes).dst)
+                    self._made[number, self._plan.rosters[number].members[rank]] = made_here
+                continue
             role = next((buffer.role for buffer in part.template(rank).buffers if buffer.is_output), None)
             given = specs[at].gives
             if part.request.lists is not None:

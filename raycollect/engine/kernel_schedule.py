@@ -19,6 +19,8 @@ from raycollect.engine.device_staging import StagingBuffers, StagingCopies
 from raycollect.engine.fusion_buffer import NO_BUFFER, FusedKernel, FusionBuffer, Item, dtype_of, size_of
 from raycollect.engine.gpu_operands import GpuTaskBuffers, IntraRankCopy
 from raycollect.engine.operands import TaskBuffers
+from raycollect.engine.packed_boxes import PackedBoxes
+from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.planner import CROSSINGS, Bundle, Choice, Local, Program, Share, Step
 from raycollect.planner.fusion import buckets, offered
 from raycollect.pos import Range
@@ -31,7 +33,7 @@ class LaunchStep(NamedTuple):
     group_id: str  # of the launch, as `ranks`
     ranks: tuple[int, ...]
     kernels: tuple[Kernel, ...] = ()  # none: only copies
-    packed: FusedKernel | None = None  # the one kernel works on a fusion buffer
+    packed: FusedKernel | PackedBoxes | None = None  # the one kernel works on a fusion buffer
     staging_copies: StagingCopies | None = None  # around kernels on stand-ins
     copies: tuple[tuple[Any, Any], ...] = ()  # (to, from)
     crossings: tuple[IntraRankCopy, ...] = ()  # done between the GPUs of a rank, in place of kernels
@@ -117,6 +119,11 @@ class Scheduler:
         if step.kind is Local.COMMIT:
             yield LaunchStep(*place, commits=True)
             return
+        boxes = [one for one in together if isinstance(one, ReshardBuffers)]
+        if boxes:
+            for one in boxes:
+                yield from self._boxes(one, place)
+            return
         if step.kind in CROSSINGS:
             yield LaunchStep(
                 *place, crossings=tuple(one.crossing(step) for one in together if isinstance(one, GpuTaskBuffers))
@@ -144,6 +151,13 @@ class Scheduler:
             instead = tuple(self._packed(step.kind, step, some, place, domain.rank, carries=False))
             yield LaunchStep(*place, kernels, staging_copies=self._staging_copies(some), instead=instead)
         yield from self._packed(step.kind, step, items, place, domain.rank)
+
+    def _boxes(self, operands: ReshardBuffers, place: tuple[int, str, tuple[int, ...]]) -> Iterator[LaunchStep]:
+        copies = operands.copies()
+        if copies:
+            yield LaunchStep(*place, copies=copies)
+        for packed in operands.rounds(place[2], self.block or NO_BUFFER):
+            yield LaunchStep(*place, (packed.kernel,), packed)
 
     def _packed(
         self,

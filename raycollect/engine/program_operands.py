@@ -16,6 +16,7 @@ from raycollect.engine.device_staging import CUDA, StagingBuffers
 from raycollect.engine.fusion_buffer import Item, room
 from raycollect.engine.gpu_operands import GpuTaskBuffers
 from raycollect.engine.operands import TaskBuffers
+from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import RaycollectError, Violation
 from raycollect.errors.text import too_large
 from raycollect.planner import Domain, Program, Role
@@ -56,6 +57,8 @@ class ProgramOperands:
             if share.template.is_listed:
                 home = partial(home_of, share.domains[0])
                 self.operands.append(GpuTaskBuffers(share, allocate, home, given=given, keys=refs))
+            elif share.template.boxes:
+                self.operands.append(ReshardBuffers(share, allocate, given=given, keys=refs))
             else:
                 self.operands.append(TaskBuffers(share, allocate, given=given, keys=refs))
 
@@ -203,11 +206,15 @@ class ProgramOperands:
         return Kernel(kind=step.kind, src=src, dst=dst, op=step.op, peer=step.peer)
 
     def room(self) -> int:
-        """The bytes of fusion buffer that the tasks may need here at a time, by their own sizes; 0: none is packed."""
+        """The bytes of fusion buffer that the tasks may need here at a time, by their own sizes; 0: none is packed.
+
+        Boxes of a reshard always travel packed; their rounds have a bound of their own.
+        """
+        boxes = max((one.staging_nbytes for one in self.operands if isinstance(one, ReshardBuffers)), default=0)
         if not self.program.staging or (
             not self._batch and all(bound is None or len(bound.leaves) == 1 for bound in self.operands[0].buffers)
         ):
-            return 0
+            return boxes
         most = 0
         for bundle in self.program.bundles:
             tasks = [self.operands[at] for at in bundle.tasks]
@@ -219,7 +226,7 @@ class ProgramOperands:
                     side, domain = self.staging_buffers.side, tasks[0].share.domains[step.level]
                     pairs = [(side(src, domain), side(dst, domain)) for src, dst in pairs]
                 most = max(most, sum(room(kind, Item(src, dst)) for src, dst in pairs))
-        return min(most, self.program.staging)
+        return max(boxes, min(most, self.program.staging))
 
     @property
     def ranges(self) -> list[Range]:

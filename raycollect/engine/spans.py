@@ -152,6 +152,8 @@ def label_of_bundle(scheduled: ScheduledBundle, meeting: str = "") -> Label:
     """Returns the label of one bundle."""
     share = scheduled.share
     nbytes = sum(_agreed_nbytes(share.op, one) for one in scheduled.agreed)
+    if not nbytes:  # a reshard, of whose bytes the agreement does not hear: what this rank sends
+        nbytes = sum(nbytes_of(one.src) for move in scheduled.moves for one in move.kernels)
     return Label(share.op, share.group_id, share.rank, len(share.ranks), nbytes, scheduled.tasks, meeting)
 
 

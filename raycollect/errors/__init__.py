@@ -7,7 +7,7 @@
     │   ├── ForeignRefError   NotAParticipantError   NotAMemberError   DuplicateActorError   MissingMemberError
     │   ├── NotATensorError   MismatchError   ReadOnlyError   AliasError   InvalidArgumentError
     │   ├── ConcurrentCallError   UnsupportedError   TensorFreedError   TensorLostError   TensorDirtyError
-    │   └── ProducerFailedError   AllocationError
+    │   └── LayoutError   ProducerFailedError   AllocationError
     ├── GroupError                the group, not an operand
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
@@ -98,6 +98,7 @@ from raycollect.errors._refused import (
     DuplicateActorError,
     ForeignRefError,
     InvalidArgumentError,
+    LayoutError,
     MismatchError,
     MissingMemberError,
     NotAMemberError,
@@ -148,6 +149,7 @@ __all__ = [
     "InvalidArgumentError",
     "InvalidGroupError",
     "KernelError",
+    "LayoutError",
     "MethodError",
     "MismatchError",
     "MissingMemberError",

@@ -144,6 +144,12 @@ class InvalidArgumentError(RefusedError, ValueError):
     cure = "correct that argument and call again; no tensor was touched"
 
 
+class LayoutError(RefusedError):
+    """Layouts that do not fit each other, or tensors that do not fit their layouts."""
+
+    cure = "correct the layouts, or give tensors that fit them; no tensor was touched"
+
+
 class ConcurrentCallError(RefusedError):
     """Several threads of a rank called a group at once, so that luck decides which calls meet on which ranks."""
 
@@ -200,6 +206,7 @@ REFUSALS: dict[str, type[RefusedError]] = {
     "read_only": ReadOnlyError,
     "alias": AliasError,
     "argument": InvalidArgumentError,
+    "layout": LayoutError,
     "concurrent": ConcurrentCallError,
     "unsupported": UnsupportedError,
     "freed": TensorFreedError,

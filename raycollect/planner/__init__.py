@@ -13,6 +13,7 @@ from raycollect.planner.lower import SUBSTITUTES
 from raycollect.planner.passes import plan, plan_part
 from raycollect.planner.predict import Cluster, Prediction, predict
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task, Ticket
+from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.template import CROSSINGS, Buffer, Choice, Local, Role, Step, Template
 from raycollect.planner.topology import BETWEEN, INSIDE, Inner, Link, Roster, Topology
 from raycollect.planner.validate import brought, root_parameter
@@ -45,6 +46,7 @@ __all__ = [
     "Prediction",
     "Program",
     "Request",
+    "Reshard",
     "Role",
     "Roster",
     "Share",

@@ -16,7 +16,7 @@ from raycollect.planner.algorithms import rivals
 from raycollect.planner.ir import Made, Plan, Source, Together
 from raycollect.planner.pricing import packing, price
 from raycollect.planner.render import html, step_html, step_text, text
-from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, Report, Row, StepReport, Way
+from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, Moved, Report, Row, StepReport, Way
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
 from raycollect.planner.wording import acts, counted, nbytes_words, op_words, ranks_words, seconds_words
@@ -179,10 +179,12 @@ class _Bundle:
         steps = [step for template in self.part.templates for step in template.ways[self.taken]]
         return tuple(sorted({self.base + step.at for step in steps})) or (self.base,)
 
-    def ways(self, nbytes: int) -> tuple[Way, ...]:
+    def ways(self, nbytes: int, moved: Moved | None) -> tuple[Way, ...]:
         found = []
         for choice, seconds, cost in zip(self.part.choices, self.times_s, self.costs, strict=True):
             inside, between = cost.traffic(nbytes)
+            if moved is not None:  # counted
+                inside, between = moved.nbytes_inside, moved.nbytes_between
             found.append(
                 Way(
                     name=choice.name,
@@ -223,6 +225,8 @@ class _Bundle:
 
     def _only(self) -> str:
         request, choice = self.part.request, self.part.choices[0]
+        if request.reshard is not None:
+            return "boxes go from the nearest rank that holds them and has the least to send"
         if request.kind.value in request.group.ops:
             others = rivals(self.part, self.roster)
             return f"cheaper at any size than {' or '.join(others)}" if others else "the only one here"
@@ -237,6 +241,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
     part, roster = bundle.part, bundle.roster
     given, nbytes = sizes.given(number), sizes.nbytes(number)
     made, scratch = sizes.extra(number)
+    moved = sizes.moved(number)
     return Row(
         call=bundle.first + number,
         op=op_words(part.request),
@@ -254,7 +259,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         algorithm=part.choices[bundle.taken].name,
         why=bundle.why,
         bits=("the left fold in rank order" if roster.bitwise else "equal on all ranks") if part.request.op else "",
-        ways=bundle.ways(nbytes),
+        ways=bundle.ways(nbytes, moved),
         launches=bundle.launches,
         acts=bundle.acts,
         made_nbytes=made,
@@ -262,6 +267,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         brought=_brought(sizes, bundle, number),
         begins_s=begins_s,
         time_s=bundle.times_s[bundle.taken],
+        moved=moved,
     )
 
 
@@ -334,12 +340,14 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 made[member] += extra[0]
                 scratch[member] += extra[1]
                 stand_ins[member] += sizes.stand_ins(number, rank)
+    moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
+    boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
     specs = [spec for bundle in bundles for spec in bundle.groups()]
     chunks = {one.name: _CHUNKS.get("torch:" if one.backend.startswith("torch:") else one.backend, -1) for one in specs}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
-        packing=max((bundle.packing.nbytes for bundle in bundles), default=0),
+        packing=max((boxes, *(bundle.packing.nbytes for bundle in bundles))),
         stand_ins=max(stand_ins, default=0),
         chunks=tuple(chunks.items()),
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 from raycollect.core.model import GroupSpec, OpKind, ReduceOp
 from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task
+from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.template import NATIVE, Choice, Role, Template
 from raycollect.planner.topology import Roster
 
@@ -59,6 +60,12 @@ class Request:
     timeout_s: float = 60.0  # how long ranks wait for each other, in seconds
     snapshot: bool = False  # whether in-place ranks keep their operands until all have their results (`Local.COMMIT`)
     lists: GpuLists | None = None  # set where operands are lists with tensors of each GPU
+    reshard: Reshard | None = None  # set where an ALLTOALL moves boxes between two layouts
+
+    @property
+    def name(self) -> str:
+        """The operation, for messages."""
+        return self.kind.value if self.reshard is None else "reshard"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +179,7 @@ class Plan:
     @property
     def name(self) -> str:
         """The operation, or ``"batch"``, for messages."""
-        return self.requests[0].kind.value if len(self.requests) == 1 else "batch"
+        return self.requests[0].name if len(self.requests) == 1 else "batch"
 
     @property
     def timeout_s(self) -> float:

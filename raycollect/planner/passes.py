@@ -18,6 +18,7 @@ from raycollect.planner.ir import Part, Plan, Request
 from raycollect.planner.listed import listed
 from raycollect.planner.lower import committed, lower
 from raycollect.planner.program import STAGING_NBYTES
+from raycollect.planner.reshard.lowering import resharded
 from raycollect.planner.schedule import schedule
 from raycollect.planner.topology import Roster
 from raycollect.planner.validate import brought, validate
@@ -71,6 +72,8 @@ def plan_part(request: Request, roster: Roster | None = None) -> Part:
 @lru_cache(maxsize=1024)
 def _planned(form: Request, roster: Roster) -> Part:
     validate(form)
+    if form.reshard is not None:  # which proves itself
+        return resharded(form, form.reshard, roster)
     if form.lists is not None:
         plain = replace(form, lists=None, operands=brought(form, 0), inplace=True, snapshot=False)
         part = listed(route(lower(plain, roster), roster), form)

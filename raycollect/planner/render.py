@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from raycollect.core.html import Markup, across, block, folded, line, lines, pairs, table
 from raycollect.planner.picture import course, traffic
 from raycollect.planner.report import Invoked, Memory, Methods, Report, Row, StepReport
-from raycollect.planner.wording import clipped, columns, counted, nbytes_words, numbered, ranks_words, seconds_words
+from raycollect.planner.wording import (
+    clipped,
+    columns,
+    counted,
+    named,
+    nbytes_words,
+    numbered,
+    ranks_words,
+    seconds_words,
+)
 
 MOST_ACTS = 8
 """How many different roles of ranks are listed per call; the others are counted."""
@@ -186,6 +195,7 @@ def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
         "together": row.together and f"{row.together} of {tensors} tensors with one meeting of the ranks",
         "brought": _brought(rows),
         "bits": row.bits,
+        "boxes": _boxes(row),
         "makes": made and f"{nbytes_words(made)} of output on a rank, at most",
         "scratch": scratch and f"{nbytes_words(scratch)} on a rank, at most",
     }
@@ -207,8 +217,35 @@ def _brought(rows: Sequence[Row]) -> str:
     return "; ".join([*words[:MOST_ACTS], *more])
 
 
-def _acts(row: Row) -> list[str]:
+def _boxes(row: Row) -> str:
+    moved = row.moved
+    if moved is None:
+        return ""
+    least = "" if moved.least_between < 0 else f", the least is {nbytes_words(moved.least_between)}"
+    return (
+        f"{moved.pieces} boxes in {counted(moved.rounds, 'round')}; {nbytes_words(moved.nbytes_between)} "
+        f"between hosts{least}; staging of up to {nbytes_words(max(one.staging for one in moved.ranks))} on a rank"
+    )
+
+
+def _moved_lines(row: Row) -> list[str]:
+    """What each rank of a reshard moves, and to whom it gives it."""
+    if row.moved is None:
+        return []
     lines = []
+    for one in row.moved.ranks[:MOST_ACTS]:
+        takers = [f"{nbytes_words(link.nbytes)} to {link.taker}" for link in row.moved.links if link.giver == one.rank]
+        lines.append(
+            f"rank {one.rank}: sends {nbytes_words(one.nbytes_sent)}, receives {nbytes_words(one.nbytes_received)}, "
+            f"copies {nbytes_words(one.nbytes_own)}; gives {named(takers, MOST_ACTORS) or 'nothing'}"
+        )
+    if len(row.moved.ranks) > MOST_ACTS:
+        lines.append(f"and {len(row.moved.ranks) - MOST_ACTS} more ranks")
+    return lines
+
+
+def _acts(row: Row) -> list[str]:
+    lines = _moved_lines(row)
     for act in row.acts[:MOST_ACTS]:
         who = f"rank{'s' if len(act.ranks) > 1 else ''} {clipped(ranks_words(act.ranks), MOST_RANKS)}"
         first, *others = act.steps or ("nothing but the door",)

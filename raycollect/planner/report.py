@@ -36,6 +36,48 @@ class Brought:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MovedRank:
+    """What one rank moves in a reshard."""
+
+    rank: int
+    nbytes_sent: int  # to other ranks
+    nbytes_received: int  # from other ranks
+    nbytes_own: int  # from its own tensors
+    staging: int  # the bytes in which its messages are packed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovedLink:
+    """What one rank owes another in a reshard."""
+
+    giver: int
+    taker: int
+    nbytes: int
+    is_between: bool  # whether they are on different hosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What a reshard moves, and who gives what to whom."""
+
+    ranks: tuple[MovedRank, ...]
+    links: tuple[MovedLink, ...]
+    rounds: int  # how many exchanges there are
+    pieces: int  # how many boxes travel
+    least_between: int  # the least bytes that any plan moves between hosts; -1: not known, for partial sums
+
+    @property
+    def nbytes_inside(self) -> int:
+        """The bytes between ranks of one host."""
+        return sum(one.nbytes for one in self.links if not one.is_between)
+
+    @property
+    def nbytes_between(self) -> int:
+        """The bytes between hosts."""
+        return sum(one.nbytes for one in self.links if one.is_between)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One call."""
 
@@ -63,6 +105,7 @@ class Row:
     brought: tuple[Brought, ...]  # what is copied to where the backend works, and back
     begins_s: float  # when its bundle begins, in seconds after the agreement
     time_s: float  # how long its bundle takes, in seconds
+    moved: Moved | None = None  # what a reshard moves; None for other operations
 
     @property
     def way(self) -> Way:

@@ -13,6 +13,10 @@ from dataclasses import replace
 from raycollect.core.model import PIECES, OpKind, TensorInfo
 from raycollect.planner.gpu_lists import carried, gpus_of, made
 from raycollect.planner.ir import Made, Part, Plan, Source
+from raycollect.planner.report import Moved
+from raycollect.planner.reshard.bounds import moved_by
+from raycollect.planner.reshard.halves import decode_half
+from raycollect.planner.reshard.held import made_of
 from raycollect.planner.template import Local, Role, Step, Template
 
 Infos = tuple[TensorInfo, ...]
@@ -26,6 +30,18 @@ class Sizes:
         self._plan = plan
         self._given = given
         self._made: dict[tuple[int, int], Infos] = {}
+        self._moved: dict[int, Moved] = {}
+
+    def moved(self, number: int) -> Moved | None:
+        """What a reshard moves; None for other requests."""
+        part, hosts = self._plan.parts[number], self._plan.rosters[number].topology.hosts
+        reshard = part.request.reshard
+        if reshard is None:
+            return None
+        if number not in self._moved:
+            halves = {rank: decode_half(part.template(rank).boxes) for rank in part.ranks}
+            self._moved[number] = moved_by(reshard, halves, hosts)
+        return self._moved[number]
 
     def gives(self, number: int, rank: int) -> Infos:
         """What a rank gives to a request; empty where it only takes. Of GPU lists, what it brings to the group's GPU.
@@ -39,7 +55,10 @@ class Sizes:
         return carried(part.request.kind, held, len(part.ranks), gives=True)[1]
 
     def nbytes(self, number: int) -> int:
-        """The most bytes that a rank gives to a request, all pieces together."""
+        """The most bytes that a rank gives to a request, all pieces together; of a reshard, those that it sends."""
+        moved = self.moved(number)
+        if moved is not None:
+            return max((one.nbytes_sent for one in moved.ranks), default=0)
         return max((_nbytes(self.gives(number, rank)) for rank in self._plan.parts[number].ranks), default=0)
 
     def given(self, number: int) -> Infos:
@@ -72,6 +91,8 @@ class Sizes:
         In pieces, each rank's place is as large as the largest piece, because all ranks have to use the same layout.
         """
         part = self._plan.parts[number]
+        if part.request.reshard is not None:  # whose boxes have a staging of their own
+            return []
         kind, count = part.request.kind, len(part.ranks)
         in_pieces, out_pieces = PIECES.get(kind, (False, False))
         given = self.given(number)
@@ -145,6 +166,8 @@ class Sizes:
             return ()
         if role is Role.LEARNED:
             return self._learned(number, rank)
+        if role is Role.LAID:
+            return made_of(decode_half(template.boxes).dst)[1]
         part, held = self._plan.parts[number], self._gives(number, rank)
         if role is Role.LISTS:
             return made(part.request.kind, held, len(part.ranks))[1]

@@ -22,6 +22,8 @@ class Role(enum.Enum):
     HOME = "home"
     """Scratch, made before the agreement on the group's GPU: the stand-in for a list with tensors of each GPU of this
     rank (`gpu_lists.carried`)."""
+    LAID = "laid"
+    """Made before the agreement, as the layouts of a reshard say (`Template.boxes`)."""
     LISTS = "lists"
     """Made before the agreement on the GPUs of another buffer that is such a list (`gpu_lists.made`)."""
 
@@ -91,6 +93,7 @@ class Template:
     dst: int = -1  # the index of the buffer that it takes into, where that is not `src`; -1: none
     result: int = -1  # the index of the buffer with this rank's result; -1: none
     others: tuple[tuple[Step, ...], ...] = ()  # the kernels by each other algorithm of the part, over the same buffers
+    boxes: bytes = b""  # of a reshard, what the rank packs and unpacks (`reshard.halves.Half`); else empty
 
     @property
     def ways(self) -> tuple[tuple[Step, ...], ...]:

@@ -10,6 +10,7 @@ from raycollect.core.model import OpKind
 from raycollect.errors import Violation, refusal
 from raycollect.planner.ir import Operands, Request, Source
 from raycollect.planner.listed import listed_violations
+from raycollect.planner.reshard.lowering import reshard_violations
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,12 @@ def root_parameter(kind: OpKind) -> str:
 
 def validate(request: Request) -> None:
     """Refuses a request that is wrong whatever its tensors; RefusedError: has all reasons."""
-    violations = (*_rank_violations(request), *_argument_violations(request), *listed_violations(request))
+    if request.reshard is not None:
+        violations = reshard_violations(request, request.reshard)
+    else:
+        violations = (*_rank_violations(request), *_argument_violations(request), *listed_violations(request))
     if violations:
-        raise refusal(request.kind.value, request.group.name, violations)
+        raise refusal(request.name, request.group.name, violations)
 
 
 def _members(request: Request) -> set[int]:

@@ -18,7 +18,7 @@ from raycollect.errors import ProtocolError
 from raycollect.planner.program import Bundle, Domain, Program, Share, Task, Ticket
 from raycollect.planner.template import Buffer, Choice, Local, Role, Step, Template
 
-VERSION = 6
+VERSION = 7
 MOST_RANKS = 1 << 20
 """A larger number must not make the reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
@@ -74,7 +74,7 @@ def _encode_template(template: Template) -> bytes:
     t = template
     buffers = [(b.role.value, b.source, b.scratch) for b in t.buffers]
     ways = [[_plain_step(step) for step in way] for way in t.ways]
-    packed: bytes = msgpack.packb((buffers, ways, t.src, t.dst, t.result))
+    packed: bytes = msgpack.packb((buffers, ways, t.src, t.dst, t.result, t.boxes))
     return packed
 
 
@@ -145,7 +145,7 @@ def _decode_share(data: bytes) -> Share:
 
 @lru_cache(maxsize=256)
 def _decode_template(data: bytes) -> Template:
-    buffers, ways, src, dst, result = msgpack.unpackb(data, use_list=False)
+    buffers, ways, src, dst, result, boxes = msgpack.unpackb(data, use_list=False)
     first, *others = [tuple(map(_step, way)) for way in ways]
     return Template(
         buffers=tuple(Buffer(role=Role(role), source=source, scratch=scratch) for role, source, scratch in buffers),
@@ -154,6 +154,7 @@ def _decode_template(data: bytes) -> Template:
         dst=dst,
         result=result,
         others=tuple(others),
+        boxes=boxes,
     )
 
 

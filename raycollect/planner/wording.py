@@ -45,7 +45,7 @@ def counted(count: int, noun: str) -> str:
 
 def op_words(request: Request) -> str:
     """An operation with its reduce op and root: ``"reduce sum to rank 1"``."""
-    name = request.kind.value if request.lists is None else f"{request.kind.value}_multigpu"
+    name = request.name if request.lists is None else f"{request.name}_multigpu"
     words = [name, *_reduce_op(request.op)]
     if request.kind is OpKind.SEND:
         words.append(f"from rank {request.root} to rank {request.peer}")

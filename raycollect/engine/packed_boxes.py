@@ -1,0 +1,103 @@
+"""One round of a reshard: boxes packed into messages, one all-to-all of bytes, and boxes unpacked or added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends import folds
+from raycollect.backends.arrays import Array, native
+from raycollect.core.model import Kernel, OpKind, ReduceOp
+from raycollect.planner.boxes import Point
+from raycollect.planner.reshard.halves import Give, Half, Take, aligned
+
+Find = Callable[[int, bool], Array]
+"""(place of a name, whether of the targets) -> the local tensor."""
+
+
+def box_of(array: Array, at: Point, size: Point) -> Array:
+    """The box of a local tensor, as a view."""
+    place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # a view where there are none, too
+    found: Array = array[place]
+    return found
+
+
+class PackedBoxes:
+    """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
+
+    __slots__ = ("_loads", "_sums", "_unloads", "kernel")
+
+    def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
+        there, here = half.messages(number)
+        one = half.rounds[number]
+        gives: dict[int, list[Give]] = {}
+        for give in one.gives:
+            gives.setdefault(give.peer, []).append(give)
+        firsts: dict[tuple[Any, ...], int] = {}  # messages that are equal, as those to replicas are, are packed once
+        same = {peer: firsts.setdefault(tuple(give[1:] for give in some), peer) for peer, some in gives.items()}
+        packed, end = _rows(memory, {peer: there[peer] for peer in firsts.values()}, 0)
+        taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
+        src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
+        self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
+        self._loads: list[tuple[Array, Array]] = []
+        self._unloads: list[tuple[Array, Array]] = []
+        self._sums: list[tuple[Array, list[Array]]] = []
+        outgoing, incoming = _Cursors(packed), _Cursors(taken)
+        for peer in firsts.values():
+            for give in gives[peer]:
+                for array in _boxes(give, find, is_dst=give.passed_on):
+                    self._loads.append((outgoing.next(peer, array), array))
+        for take in one.takes:
+            self._take(take, incoming, find)
+
+    def _take(self, take: Take, incoming: _Cursors, find: Find) -> None:
+        targets = _boxes(take, find, is_dst=True)
+        parts = [[incoming.next(peer, array) for array in targets] for peer in take.peers]
+        for at, array in enumerate(targets):
+            if len(parts) == 1:
+                self._unloads.append((array, parts[0][at]))
+            else:
+                self._sums.append((array, [some[at] for some in parts]))
+
+    def load(self) -> None:
+        """Packs what this rank gives."""
+        for part, array in self._loads:
+            np.copyto(part, array)
+
+    def unload(self) -> None:
+        """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
+        for array, part in self._unloads:
+            np.copyto(array, part)
+        for array, parts in self._sums:
+            total = parts[0].reshape(-1)
+            folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
+            np.copyto(array, parts[0])
+
+
+def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> list[Array]:
+    return [box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)]
+
+
+def _rows(memory: Array, sizes: Mapping[int, int], end: int) -> tuple[dict[int, Array], int]:
+    rows = {}
+    for peer, nbytes in sizes.items():
+        rows[peer] = memory[end : end + nbytes]
+        end += aligned(nbytes)
+    return rows, end
+
+
+class _Cursors:
+    """The parts of messages, one after the other."""
+
+    def __init__(self, rows: dict[int, Any]) -> None:
+        self._rows = rows
+        self._ends = dict.fromkeys(rows, 0)
+
+    def next(self, peer: int, like: Array) -> Array:
+        dtype, begin = native(like.dtype), self._ends[peer]
+        self._ends[peer] = begin + prod(like.shape) * dtype.itemsize
+        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(like.shape)
+        return found

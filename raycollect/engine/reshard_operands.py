@@ -1,0 +1,104 @@
+"""The buffers of a reshard on one rank: local tensors as the layouts say, and what packs and unpacks their boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.core.model import Key, TensorInfo
+from raycollect.engine.fusion_buffer import FusionBuffer
+from raycollect.engine.operands import Bound, TaskBuffers
+from raycollect.engine.packed_boxes import PackedBoxes, box_of
+from raycollect.planner import Share, Step
+from raycollect.planner.reshard.halves import decode_half
+from raycollect.planner.reshard.held import faults_of, made_of, places_of
+from raycollect.pos import Container, Range
+
+
+class ReshardBuffers(TaskBuffers):
+    """As `TaskBuffers`; what it gives and takes is checked against the layouts, not against the other ranks."""
+
+    def __init__(
+        self,
+        share: Share,
+        allocate: Callable[[TensorInfo], Any],
+        *,
+        given: bool = False,
+        keys: Sequence[Key | None] = (),
+    ) -> None:
+        super().__init__(share, allocate, given=given, keys=keys)
+        self._half = decode_half(share.template.boxes)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """The bytes of staging that its rounds share."""
+        return self._half.staging_nbytes
+
+    def make(self, index: int) -> None:
+        """Makes the tensors of a target as its layout says; by the library of what this rank gives, if it does."""
+        given = self.buffers[self._template.src] if self._template.src >= 0 else None
+        library = arrays.library(given.container.tensors[0]) if given and given.container.tensors else "numpy"
+        structure, infos = made_of(self._half.dst, library)
+        self._allocate(index, structure, infos)
+
+    def copies(self) -> tuple[tuple[Array, Array], ...]:
+        """What this rank holds and needs itself: (to, from)."""
+        local = self._local
+        return tuple(
+            (box_of(local(name, True), one.dst_at, one.size), box_of(local(name, False), one.src_at, one.size))
+            for one in self._half.copies
+            for name in range(one.first, one.first + one.names)
+        )
+
+    def rounds(self, ranks: Sequence[int], block: FusionBuffer) -> list[PackedBoxes]:
+        """The rounds, over the staging."""
+        half = self._half
+        return [PackedBoxes(half, at, ranks, block.memory, self._local) for at in range(len(half.rounds))]
+
+    def pairs(self, step: Step) -> list[tuple[Any, Any]]:
+        """Its kernels work in the staging alone (`rounds`)."""
+        return []
+
+    def dense(self) -> list[Range]:
+        """Without the tensors that have elements in no region."""
+        index = self._template.dst
+        bound = self.buffers[index] if index >= 0 else None
+        if bound is None:
+            return []
+        places = places_of(bound.container.structure, self._half.dst)
+        whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
+        spans = zip(self.written, self.ranges, strict=True)
+        return [span for at, (array, span) in enumerate(spans) if at in whole and span[1] - span[0] == array.nbytes]
+
+    def _bound(self, index: int, container: Container) -> Bound | None:
+        is_dst = index == self._template.dst
+        found = super()._bound(index, container)
+        if found is None:
+            return None
+        if any(type(array) is DeviceArray for array in found.arrays):
+            self.violate("unsupported", "device", "that of a GPU", "tensors in host memory", index)
+            return None
+        infos = tuple(map(arrays.describe, container.tensors))
+        faults = faults_of(container.structure, infos, self._half.dst if is_dst else self._half.src)
+        for name, what, expected in faults:
+            self.violate("layout", f"{name} of {'dst' if is_dst else 'src'}", what, expected, index)
+        return None if faults else found
+
+    def _is_in_pieces(self, index: int) -> bool:
+        return False
+
+    def _is_in_place(self, leaves: dict[int, int]) -> bool:
+        return False
+
+    def _told(self, index: int) -> Bound | None:
+        return None  # the plan says it all
+
+    def _local(self, name: int, is_dst: bool) -> Array:
+        half, template = self._half, self._template
+        tensors, place = (half.dst, half.dst_of[name]) if is_dst else (half.src, half.src_of[name])
+        bound = self.buffers[template.dst if is_dst else template.src]
+        assert bound is not None  # all have agreed
+        found: Array = bound.arrays[places_of(bound.container.structure, tensors)[place]]
+        return found

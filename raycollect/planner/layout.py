@@ -1,0 +1,362 @@
+"""Layouts: which rank holds which box of a global tensor, and where in its local tensor that box lies.
+
+A *region* says it of one box. All ways to say a layout make regions, and the planner of a reshard reads nothing else.
+Several ranks may hold one box (replicas), boxes may differ in size or be empty, one rank may have several regions of a
+tensor, and several tensors may lie in one local tensor (a fused QKV). Of a partial sum, each rank holds one addend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from hashlib import blake2b
+from itertools import product
+from math import prod
+from typing import Any, NoReturn
+
+import msgpack
+
+from raycollect.errors import refusal, wrong_argument
+from raycollect.planner.boxes import Box, Point, extent, words
+
+__all__ = ["ITEMSIZES", "Layout", "Region", "Regions", "fused_layouts", "layout"]
+
+ITEMSIZES: dict[str, int] = {
+    **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+"""The dtypes that a layout may have -> bytes per element."""
+
+_VERSION = 1
+_SHOWN = 16  # how many regions a printed layout lists
+
+
+def _refuse(field_name: str, found: object, expected: str) -> NoReturn:
+    raise refusal("layout", "", (wrong_argument(field_name, str(found), expected),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One box of a global tensor, on one rank.
+
+    Attributes:
+        rank: The rank that holds it, counted over its side of a reshard.
+        box: For each dimension of the global tensor the first index, and the one behind the last.
+        at: Where the box begins in the rank's local tensor.
+        part: Which addend of a partial sum it is; 0 where it is the value itself.
+    """
+
+    rank: int
+    box: tuple[tuple[int, int], ...]
+    at: tuple[int, ...]
+    part: int = 0
+    bounds: Box = field(init=False, repr=False, compare=False)  # the first place, and the one behind the last
+
+    def __post_init__(self) -> None:
+        if self.rank < 0 or self.part < 0 or any(one < 0 for one in self.at):
+            _refuse("region", self, "a rank, a place and a part from 0 on")
+        if len(self.at) != len(self.box) or any(not 0 <= lo <= hi for lo, hi in self.box):
+            _refuse("region", self, "for each dimension (first, behind the last), and a place in the local tensor")
+        object.__setattr__(self, "bounds", (tuple(lo for lo, _ in self.box), tuple(hi for _, hi in self.box)))
+
+    @property
+    def volume(self) -> int:
+        """The number of elements."""
+        return prod(hi - lo for lo, hi in self.box)
+
+
+@dataclass(frozen=True, eq=False)
+class Regions:
+    """The regions of one form of tensor; many tensors share it. Equal where all regions are."""
+
+    world_size: int
+    parts: int  # how many addends a partial sum has; 1: values
+    rows: tuple[Region, ...] = field(repr=False)  # ascending by rank
+
+    @cached_property
+    def signature(self) -> bytes:
+        """A digest of all of it."""
+        rows = [(one.rank, one.box, one.at, one.part) for one in self.rows]
+        return blake2b(msgpack.packb((self.world_size, self.parts, rows)), digest_size=16).digest()
+
+    @cached_property
+    def of_rank(self) -> dict[int, list[Region]]:
+        """Rank -> its regions; ranks that have none are left out."""
+        found: dict[int, list[Region]] = {}
+        for one in self.rows:
+            found.setdefault(one.rank, []).append(one)
+        return found
+
+    @cached_property
+    def local_shapes(self) -> dict[int, Point]:
+        """Rank -> the shape of the smallest local tensor that holds its regions."""
+        found: dict[int, Point] = {}
+        for one in self.rows:
+            ends = tuple(at + hi - lo for at, (lo, hi) in zip(one.at, one.box, strict=True))
+            found[one.rank] = tuple(map(max, found.get(one.rank, ends), ends))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Regions) and self.signature == other.signature)
+
+    def __hash__(self) -> int:
+        return hash(self.signature)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """How a global tensor lies on the ranks of one side of a reshard; see `layout` and `fused_layouts`.
+
+    Attributes:
+        shape: Of the global tensor.
+        dtype: numpy's name of the element type: ``"float32"``.
+        regions: Who holds what.
+        key: The local tensor that it lies in, by its name in the dict of a rank's tensors; empty: that of the tensor.
+        said: What it was made from, for people.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    regions: Regions
+    key: str = ""
+    said: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZES:
+            _refuse("dtype", repr(self.dtype), f"one of {', '.join(ITEMSIZES)}")
+        _check_fit(self.shape, self.regions)
+
+    @classmethod
+    def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = "float32") -> Layout:
+        """The layout with these regions, for what no mesh says: strided heads, experts, uneven boxes.
+
+        The number of ranks is one more than the highest that is named, and that of addends likewise.
+
+        Raises:
+            InvalidArgumentError: A region is not in the tensor, or there is none.
+        """
+        rows = tuple(sorted(regions, key=lambda one: one.rank))
+        if not rows:
+            _refuse("regions", "empty", "at least one region")
+        parts = 1 + max(one.part for one in rows)
+        table = Regions(1 + rows[-1].rank, parts, rows)
+        return cls(shape=_shape(shape), dtype=_dtype_name(dtype), regions=table, said=f"{len(rows)} regions")
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.regions.world_size
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return ITEMSIZES[self.dtype]
+
+    @cached_property
+    def signature(self) -> bytes:
+        """A digest of all that counts: equal for layouts that mean the same."""
+        head: bytes = msgpack.packb((self.shape, self.dtype, self.key))
+        return blake2b(head + self.regions.signature, digest_size=16).digest()
+
+    def local_shape(self, rank: int) -> tuple[int, ...] | None:
+        """The shape of a rank's local tensor, if nothing else lies in it; None where the rank has none."""
+        return self.regions.local_shapes.get(rank)
+
+    def to_bytes(self) -> bytes:
+        """The layout as msgpack; the inverse of `from_bytes`."""
+        rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
+        head = (_VERSION, self.shape, self.dtype, self.key, self.said)
+        packed: bytes = msgpack.packb((*head, self.regions.world_size, self.regions.parts, rows))
+        return packed
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Layout:
+        """Reads what `to_bytes` wrote.
+
+        Raises:
+            InvalidArgumentError: The bytes are no layout.
+        """
+        try:
+            version, shape, dtype, key, said, world, parts, rows = msgpack.unpackb(data, use_list=False)
+            if version != _VERSION:
+                raise ValueError(f"version {version}")
+            found = tuple(Region(rank=rank, box=box, at=at, part=part) for rank, box, at, part in rows)
+            return cls(shape=shape, dtype=dtype, regions=Regions(world, parts, found), key=key, said=said)
+        except (TypeError, LookupError, msgpack.UnpackException) as exc:
+            _refuse("layout", f"unreadable ({exc})", "what Layout.to_bytes wrote")
+        except ValueError as exc:
+            if hasattr(exc, "violations"):  # of a region, which says it better
+                raise
+            _refuse("layout", f"unreadable ({exc})", "what Layout.to_bytes wrote")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.signature == other.signature)
+
+    def __hash__(self) -> int:
+        return hash(self.signature)
+
+    def __repr__(self) -> str:
+        where = f" in {self.key!r}" if self.key else ""
+        return f"<Layout {self.dtype}{list(self.shape)} over {self.world_size} ranks{where}: {self.said}>"
+
+    def __str__(self) -> str:
+        rows, parts = self.regions.rows, self.regions.parts
+        lines = [repr(self)]
+        for one in rows[:_SHOWN]:
+            addend = f", addend {one.part + 1} of {parts}" if parts > 1 else ""
+            lo, hi = one.bounds
+            local = words((one.at, tuple(at + size for at, size in zip(one.at, extent((lo, hi)), strict=True))))
+            lines.append(f"  rank {one.rank}: {words((lo, hi))} at {local} of its tensor{addend}")
+        if len(rows) > _SHOWN:
+            lines.append(f"  ... and {len(rows) - _SHOWN} more regions")
+        return "\n".join(lines)
+
+
+def layout(
+    shape: Sequence[int],
+    *,
+    mesh: Mapping[str, int],
+    spec: Sequence[str | Sequence[str] | None] = (),
+    partial: str | Sequence[str] = (),
+    dtype: Any = "float32",
+) -> Layout:
+    """Says how a global tensor lies on a mesh of ranks, with names of axes as in JAX and torch's device mesh.
+
+    ``layout([8, 4], mesh={"dp": 2, "tp": 4}, spec=("tp", None))`` cuts the first dimension over ``tp`` and keeps a
+    replica on each rank of ``dp``. A dimension that its axes do not divide is cut as by `torch.chunk`: the last ranks
+    have less, or nothing.
+
+    Args:
+        shape: Of the global tensor.
+        mesh: Axis -> its size. Ranks count through it with the last axis fastest.
+        spec: For each dimension the axis that cuts it, several axes (the first one slowest), or None; dimensions that
+            are left out are whole. Along axes that are named nowhere the ranks have replicas.
+        partial: Axes along which each rank holds an addend; the value is their sum. For sources only.
+        dtype: Of the elements: a name, or a numpy or torch dtype.
+
+    Returns:
+        The layout, for any number of tensors of this shape.
+
+    Raises:
+        InvalidArgumentError: An axis is unknown or used twice, or a number or dtype makes no sense.
+    """
+    axes = tuple(mesh.items())
+    cuts = tuple(() if one is None else (one,) if isinstance(one, str) else tuple(one) for one in spec)
+    sums = (partial,) if isinstance(partial, str) else tuple(partial)
+    whole = _shape(shape)
+    if not axes or any(type(size) is not int or size < 1 for _, size in axes):
+        _refuse("mesh", dict(mesh), "the size of each axis, at least 1")
+    if len(cuts) > len(whole):
+        _refuse("spec", f"{len(cuts)} dimensions", f"at most {len(whole)}, as the shape {list(whole)} has")
+    used = [*(axis for cut in cuts for axis in cut), *sums]
+    for axis in used:
+        if axis not in mesh:
+            _refuse("spec", f"axis {axis!r}", f"an axis of the mesh: {', '.join(map(repr, mesh))}")
+        if used.count(axis) > 1:
+            _refuse("spec", f"axis {axis!r} twice", "each axis for one dimension, or for the partial sum")
+    cuts += ((),) * (len(whole) - len(cuts))
+    table = _of_mesh(whole, axes, cuts, sums)
+    return Layout(shape=whole, dtype=_dtype_name(dtype), regions=table, said=_mesh_words(axes, cuts, sums))
+
+
+def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict[str, Layout]:
+    """Lays several tensors one behind the other into one local tensor, as a fused QKV has them.
+
+    Each rank's local tensor, named `key`, holds its box of each of them in this order along dimension `dim`.
+
+    Args:
+        key: The name of the local tensor.
+        layouts: Name of a global tensor -> its layout, all of one dtype, number of ranks and of dimensions.
+        dim: The dimension along which they lie behind each other.
+
+    Returns:
+        Name -> its layout in the fused tensor; to be merged into the dict of all layouts.
+
+    Raises:
+        InvalidArgumentError: The layouts do not fit each other.
+    """
+    every = list(layouts.values())
+    kinds = {(one.dtype, one.world_size, len(one.shape)) for one in every}
+    if not key or len(kinds) != 1 or any(one.key for one in every):
+        _refuse("layouts", f"{len(every)} of {len(kinds)} kinds", "layouts of one dtype, rank count and dimensions")
+    if not 0 <= dim < len(every[0].shape):
+        _refuse("dim", dim, f"a dimension of the tensors, from 0 to {len(every[0].shape) - 1}")
+    tables = _stacked(tuple(one.regions for one in every), dim)
+    return {
+        name: replace(one, regions=table, key=key, said=f"{one.said}, fused along dimension {dim}")
+        for (name, one), table in zip(layouts.items(), tables, strict=True)
+    }
+
+
+@lru_cache(maxsize=256)
+def _of_mesh(
+    shape: Point, mesh: tuple[tuple[str, int], ...], cuts: tuple[tuple[str, ...], ...], sums: tuple[str, ...]
+) -> Regions:
+    names = [axis for axis, _ in mesh]
+    sizes = dict(mesh)
+    at = (0,) * len(shape)
+    rows = []
+    for rank, place in enumerate(product(*(range(size) for _, size in mesh))):
+        where = dict(zip(names, place, strict=True))
+        box = tuple(_chunk(size, cut, where, sizes) for size, cut in zip(shape, cuts, strict=True))
+        rows.append(Region(rank=rank, box=box, at=at, part=_index(sums, where, sizes)))
+    return Regions(len(rows), prod(sizes[axis] for axis in sums), tuple(rows))
+
+
+def _index(axes: Sequence[str], where: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    at = 0
+    for axis in axes:
+        at = at * sizes[axis] + where[axis]
+    return at
+
+
+def _chunk(size: int, axes: Sequence[str], where: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, int]:
+    each = -(-size // prod(sizes[axis] for axis in axes))
+    lo = min(_index(axes, where, sizes) * each, size)
+    return lo, min(lo + each, size)
+
+
+@lru_cache(maxsize=256)
+def _stacked(tables: tuple[Regions, ...], dim: int) -> tuple[Regions, ...]:
+    filled: dict[int, int] = {}  # rank -> how far its local tensor is filled
+    found = []
+    for table in tables:
+        rows = tuple(
+            replace(one, at=(*one.at[:dim], one.at[dim] + filled.get(one.rank, 0), *one.at[dim + 1 :]))
+            for one in table.rows
+        )
+        for rank, shape in table.local_shapes.items():
+            filled[rank] = filled.get(rank, 0) + shape[dim]
+        found.append(Regions(table.world_size, table.parts, rows))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _check_fit(shape: Point, regions: Regions) -> None:
+    for one in regions.rows:
+        if len(one.box) != len(shape) or any(hi > size for (_, hi), size in zip(one.box, shape, strict=True)):
+            _refuse("region", f"{words(one.bounds)} of rank {one.rank}", f"a box in the shape {list(shape)}")
+        if one.rank >= regions.world_size or one.part >= regions.parts:
+            _refuse("region", f"addend {one.part} of rank {one.rank}", f"below {regions.parts}, {regions.world_size}")
+
+
+def _shape(shape: Sequence[int]) -> Point:
+    found = tuple(shape)
+    if any(type(size) is not int or size < 0 for size in found):
+        _refuse("shape", found, "whole numbers from 0 on")
+    return found
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = getattr(dtype, "__name__", None) or str(dtype)  # numpy's scalar types are classes
+    return str(name).removeprefix("torch.")
+
+
+def _mesh_words(mesh: Sequence[tuple[str, int]], cuts: Sequence[Sequence[str]], sums: Sequence[str]) -> str:
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh)
+    spec = ", ".join("None" if not cut else "+".join(cut) for cut in cuts)
+    return f"mesh {axes}, spec ({spec})" + (f", partial over {'+'.join(sums)}" if sums else "")

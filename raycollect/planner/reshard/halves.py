@@ -1,0 +1,149 @@
+"""What one rank does in a reshard: its half. It names tensors by their places in `Reshard.names`.
+
+A transfer moves one box of `names` tensors, from the name at `first` on, which lie alike. Who gives and who takes have
+their transfers of a round in one order, so a message needs no heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import msgpack
+
+from raycollect.errors import ProtocolError
+from raycollect.planner.boxes import Point
+from raycollect.planner.reshard.request import LocalTensor
+
+ALIGNED_NBYTES = 16
+"""Messages begin at multiples of it in the staging, so that all elements in them are aligned."""
+
+
+class Give(NamedTuple):
+    """Boxes that go to a rank."""
+
+    peer: int  # the rank in the group; it may be this one
+    passed_on: bool  # whether they are read from what this rank has received, not from what it gives
+    first: int
+    names: int  # how many
+    at: Point  # where the box begins in each local tensor
+    size: Point  # its extent
+
+
+class Take(NamedTuple):
+    """Boxes that come from a rank, or as addends from several, in the order in which they are added up."""
+
+    peers: tuple[int, ...]
+    first: int
+    names: int  # how many
+    at: Point
+    size: Point
+
+
+class Copy(NamedTuple):
+    """Boxes that a rank holds and needs itself."""
+
+    first: int
+    names: int  # how many
+    src_at: Point
+    dst_at: Point
+    size: Point
+
+
+class Round(NamedTuple):
+    """One exchange of messages among all ranks that take part."""
+
+    most: int  # the bytes of the largest message of any rank
+    gives: tuple[Give, ...]
+    takes: tuple[Take, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """What one rank does: first its copies, then its rounds."""
+
+    src: tuple[LocalTensor, ...]  # what it must hold as a source; empty where it is none
+    dst: tuple[LocalTensor, ...]  # the same as a target
+    src_of: tuple[int, ...]  # for each name, its local tensor in `src`; -1: none
+    dst_of: tuple[int, ...]  # the same in `dst`
+    itemsizes: tuple[int, ...]  # for each name
+    copies: tuple[Copy, ...]
+    rounds: tuple[Round, ...]
+
+    def nbytes(self, one: Give | Take | Copy) -> int:
+        """The bytes of a transfer; of a sum, those of one addend."""
+        return prod(one.size) * one.names * self.itemsizes[one.first]
+
+    def messages(self, number: int) -> tuple[dict[int, int], dict[int, int]]:
+        """The bytes of the messages of a round: (to each rank, from each rank)."""
+        there: dict[int, int] = {}
+        here: dict[int, int] = {}
+        for give in self.rounds[number].gives:
+            there[give.peer] = there.get(give.peer, 0) + self.nbytes(give)
+        for take in self.rounds[number].takes:
+            for peer in take.peers:
+                here[peer] = here.get(peer, 0) + self.nbytes(take)
+        return there, here
+
+    @property
+    def staging_nbytes(self) -> int:
+        """The bytes of staging that the rank needs, which all rounds share."""
+        both = [self.messages(number) for number in range(len(self.rounds))]
+        return max((sum(map(aligned, (*there.values(), *here.values()))) for there, here in both), default=0)
+
+
+def aligned(nbytes: int) -> int:
+    """The room that a message takes in the staging."""
+    return -(-nbytes // ALIGNED_NBYTES) * ALIGNED_NBYTES
+
+
+def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
+    """Writes halves by rank; what many have in common is packed once."""
+    known: dict[int, tuple[object, bytes]] = {}
+
+    def packed(value: Any, plain: Any) -> bytes:
+        if id(value) not in known:
+            known[id(value)] = value, msgpack.packb(plain(value))
+        return known[id(value)][1]
+
+    def tensors(some: Sequence[LocalTensor]) -> Any:
+        return [(one.key, one.shape, one.dtype, one.itemsize, one.is_whole) for one in some]
+
+    found = {}
+    for rank, half in halves.items():
+        tables = [packed(side, tensors) for side in (half.src, half.dst)]
+        lists = [packed(one, list) for one in (half.src_of, half.dst_of, half.itemsizes)]
+        found[rank] = msgpack.packb((*tables, *lists, half.copies, half.rounds))
+    return found
+
+
+@lru_cache(maxsize=64)
+def decode_half(data: bytes) -> Half:
+    """Reads what `encode_halves` wrote; ProtocolError: the bytes are no half."""
+    try:
+        src, dst, src_of, dst_of, itemsizes, copies, rounds = msgpack.unpackb(data, use_list=False)
+        lists = [msgpack.unpackb(one, use_list=False) for one in (src_of, dst_of, itemsizes)]
+        return Half(
+            src=_tensors(src),
+            dst=_tensors(dst),
+            src_of=lists[0],
+            dst_of=lists[1],
+            itemsizes=lists[2],
+            copies=tuple(Copy(*one) for one in copies),
+            rounds=tuple(
+                Round(most, tuple(Give(*one) for one in gives), tuple(Take(*one) for one in takes))
+                for most, gives, takes in rounds
+            ),
+        )
+    except (ValueError, TypeError, LookupError, msgpack.UnpackException) as exc:
+        raise ProtocolError(detail=f"malformed half of a reshard: {exc}") from exc
+
+
+def _tensors(data: bytes) -> tuple[LocalTensor, ...]:
+    return tuple(
+        LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole)
+        for key, shape, dtype, itemsize, is_whole in msgpack.unpackb(data, use_list=False)
+    )

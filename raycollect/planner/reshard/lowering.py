@@ -1,0 +1,67 @@
+"""From a reshard to a part of a plan: an all-to-all whose messages are boxes that the ranks pack and unpack."""
+
+from __future__ import annotations
+
+from raycollect.core.model import OpKind
+from raycollect.errors import InternalError, Violation, wrong_argument
+from raycollect.planner.ir import Operands, Part, Request
+from raycollect.planner.reshard.halves import encode_halves
+from raycollect.planner.reshard.matching import faults
+from raycollect.planner.reshard.proof import problem_of
+from raycollect.planner.reshard.request import Reshard
+from raycollect.planner.reshard.rounds import halves_of
+from raycollect.planner.reshard.routes import routes
+from raycollect.planner.template import Buffer, Role, Step, Template
+from raycollect.planner.topology import Roster
+
+
+def reshard_violations(request: Request, reshard: Reshard) -> tuple[Violation, ...]:
+    """All that is wrong with a reshard whatever its tensors: its layouts, its ranks, and what the backend lacks."""
+    found = []
+    group = request.group
+    if OpKind.ALLTOALL.value not in group.ops:
+        backend = f"backend {group.backend!r}, which has no alltoall"
+        found.append(Violation(kind="unsupported", field="op", found=f"reshard on {backend}", expected="another one"))
+    if group.memory not in ("", "cpu"):
+        found.append(
+            Violation(
+                kind="unsupported",
+                field="backend",
+                found=f"{group.backend!r}, which works on GPUs",
+                expected="a group whose backend works in host memory, such as gloo or shm",
+            )
+        )
+    if not 0 < request.timeout_s < float("inf"):
+        found.append(wrong_argument("timeout_s", str(request.timeout_s), "a positive, finite number of seconds"))
+    sources = set(reshard.src_ranks)
+    if [rank for rank, _, _ in request.operands] != list(reshard.ranks) or any(
+        (src is None) is (rank in sources) for rank, src, _ in request.operands
+    ):
+        found.append(wrong_argument("operands", "not those of the ranks of the layouts", "one per rank of either side"))
+    return (*found, *faults(reshard))
+
+
+def resharded(request: Request, reshard: Reshard, roster: Roster) -> Part:
+    """Plans a reshard without violations.
+
+    Raises:
+        InternalError: The plan would be wrong (a bug of ours); nothing of it is sent.
+    """
+    halves = halves_of(reshard, routes(reshard, roster.topology.hosts))
+    problem = problem_of(reshard, halves)
+    if problem:
+        raise InternalError(detail=f"the plan of a reshard over ranks {reshard.ranks} {problem}")
+    packed = encode_halves(halves)
+    targets = set(reshard.dst_ranks)
+    templates = [_template(one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
+    return Part(request=request, templates=(), parts=()).over(templates)
+
+
+def _template(operands: Operands, half: bytes, *, takes: bool) -> Template:
+    _, src, dst = operands
+    buffers = [] if src is None else [Buffer(role=Role.OPERAND)]
+    if takes:
+        buffers.append(Buffer(role=Role.LAID if dst is None else Role.OPERAND))
+    given, taken = -1 if src is None else 0, len(buffers) - 1 if takes else -1
+    step = Step(kind=OpKind.ALLTOALL, src=given, dst=taken)
+    return Template(buffers=tuple(buffers), steps=(step,), src=given, dst=taken, result=taken, boxes=half)

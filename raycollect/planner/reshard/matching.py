@@ -1,0 +1,136 @@
+"""Finds, for each part of each tensor, who holds it and who needs it; and all that is wrong with two layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from raycollect.errors import Violation
+from raycollect.errors.text import listed
+from raycollect.planner.boxes import Box, BoxIndex, atoms, common, moved, volume, without, words
+from raycollect.planner.layout import Layout, Region, Regions
+from raycollect.planner.reshard.request import Named, Reshard
+
+
+class Piece(NamedTuple):
+    """A box that travels whole: all of its holders have all of it, and all of its readers need all of it."""
+
+    box: Box
+    holders: tuple[tuple[Region, ...], ...]  # for each addend (one, where it is the value), the regions that have it
+    readers: tuple[Region, ...]
+
+
+class Matched(NamedTuple):
+    """The pieces of tensors of one form, and what nobody holds."""
+
+    pieces: tuple[Piece, ...]
+    holes: tuple[tuple[Box, int, tuple[int, ...]], ...]  # (a box, the addend that is missing, who needs it)
+
+
+@lru_cache(maxsize=256)
+def matched(src: Regions, dst: Regions) -> Matched:
+    """Matches what sources hold with what targets need; empty boxes need nothing."""
+    held = atoms([one.bounds for one in src.rows])
+    wanted = atoms([one.bounds for one in dst.rows])
+    index = BoxIndex([box for box, _ in held])
+    holders = [_by_part(src, places) for _, places in held]
+    pieces, holes = [], []
+    for box, places in wanted:
+        readers = tuple(dst.rows[at] for at in places)
+        ranks = tuple(one.rank for one in readers)
+        covered = 0
+        found = []
+        for at in index.over(box):
+            shared = common(box, held[at][0])
+            if shared is None:
+                continue
+            found.append(shared)
+            covered += volume(shared)
+            holes += [(shared, part, ranks) for part, some in enumerate(holders[at]) if not some]
+            pieces.append(Piece(shared, holders[at], readers))
+        if covered < volume(box):
+            holes += [(gap, -1, ranks) for gap in without(box, found)]
+    return Matched(tuple(pieces), tuple(holes))
+
+
+def _by_part(regions: Regions, places: Sequence[int]) -> tuple[tuple[Region, ...], ...]:
+    found: list[list[Region]] = [[] for _ in range(regions.parts)]
+    for at in places:
+        found[regions.rows[at].part].append(regions.rows[at])
+    return tuple(map(tuple, found))
+
+
+def faults(reshard: Reshard) -> list[Violation]:
+    """All that is wrong with the layouts of a reshard, whatever the tensors; nothing may move where there is any."""
+    found = [*_side_faults("src", reshard.src, reshard.src_ranks), *_side_faults("dst", reshard.dst, reshard.dst_ranks)]
+    src = dict(reshard.src)
+    for name, taken in reshard.dst:
+        given = src.get(name)
+        if given is None:
+            expected = f"a name of src: {listed(map(repr, src))}"
+            found.append(_layout_fault("dst", f"of {name!r}, which src does not have", expected))
+        elif (given.shape, given.dtype) != (taken.shape, taken.dtype):
+            expected = f"{given.dtype}{list(given.shape)}, as in src"
+            found.append(_layout_fault(_of("dst", name), f"{taken.dtype}{list(taken.shape)}", expected))
+    return found or list(_holes(reshard))
+
+
+def _holes(reshard: Reshard) -> Iterator[Violation]:
+    for form in reshard.forms:
+        holes = matched(form.src, form.dst).holes
+        names = reshard.names[form.first : form.first + form.count]
+        for box, part, ranks in holes:
+            which = f"addend {part + 1} of {form.src.parts} of {words(box)}" if part >= 0 else words(box)
+            who = f"rank{'s' if len(ranks) > 1 else ''} {listed(map(str, ranks))} of dst"
+            for name in names:
+                yield _layout_fault(_of("src", name), f"without {which}", f"it on some rank, because {who} needs it")
+
+
+def _side_faults(side: str, given: Named, ranks: Sequence[int]) -> Iterator[Violation]:
+    if not given:
+        yield _layout_fault(side, "empty", "the layout of at least one tensor")
+    for name, one in given:
+        if one.world_size != len(ranks):
+            expected = f"{len(ranks)}, as many as there are {side}_refs"
+            yield _layout_fault(f"number of ranks {_of(side, name)}", str(one.world_size), expected)
+        if side == "dst" and one.regions.parts > 1:
+            yield _layout_fault(_of(side, name), "a partial sum", "values: partial sums are for src only")
+    yield from _fused_faults(side, given)
+
+
+def _fused_faults(side: str, given: Named) -> Iterator[Violation]:
+    keyed: dict[str, dict[str, Layout]] = {}
+    for name, one in given:
+        keyed.setdefault(one.key or name, {})[name] = one
+    checked = set[tuple[Regions, ...]]()
+    for key, layouts in keyed.items():
+        if len({(one.dtype, len(one.shape)) for one in layouts.values()}) > 1:
+            expected = "tensors of one dtype and number of dimensions in one local tensor"
+            yield _layout_fault(_of(side, key), f"shared by {listed(map(repr, layouts))}", expected)
+        elif side == "dst" and (tables := tuple(one.regions for one in layouts.values())) not in checked:
+            checked.add(tables)
+            for rank, (a, b) in _local_clashes(layouts):
+                found = f"written twice on rank {rank} of dst: {a} and {b} overlap in the local tensor"
+                yield _layout_fault(_of(side, key), found, "a place of its own for each region")
+
+
+def _local_clashes(layouts: Mapping[str, Layout]) -> Iterator[tuple[int, tuple[str, str]]]:
+    if len(layouts) == 1 and all(len(some) == 1 for one in layouts.values() for some in one.regions.of_rank.values()):
+        return
+    for rank in sorted({rank for one in layouts.values() for rank in one.regions.of_rank}):
+        named = [(name, one) for name, lay in layouts.items() for one in lay.regions.of_rank.get(rank, ())]
+        named = [(name, one) for name, one in named if one.volume]
+        boxes = [moved(one.bounds, one.bounds[0], one.at) for _, one in named]
+        clash = BoxIndex(boxes).clash()
+        if clash is not None:
+            a, b = (f"{words(named[at][1].bounds)} of {named[at][0]!r}" for at in clash)
+            yield rank, (a, b)
+
+
+def _of(side: str, name: str) -> str:
+    return f"{side} of {name!r}" if name else side
+
+
+def _layout_fault(field: str, found: str, expected: str) -> Violation:
+    return Violation(kind="layout", field=field, found=found, expected=expected)

@@ -1,0 +1,134 @@
+"""What a reshard asks for: the layouts of both sides, and which ranks of the group the sides are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from math import prod
+
+from raycollect.planner.boxes import Point
+from raycollect.planner.layout import ITEMSIZES, Layout, Regions
+
+Named = tuple[tuple[str, Layout], ...]
+"""Layouts by name of the global tensor, in order of the names."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Form:
+    """Tensors that lie alike on both sides, and so travel alike. Each is one object of its reshard."""
+
+    src: Regions
+    dst: Regions
+    itemsize: int
+    first: int  # the place of the first of its names in `Reshard.names`
+    count: int  # how many there are; they are consecutive
+
+
+@dataclass(frozen=True, eq=False)
+class Reshard:
+    """Two layouts, bound to the ranks of a group. Equal where all layouts and ranks are.
+
+    Attributes:
+        src: What the sources hold. A single tensor has the name ``""``.
+        dst: What the targets want.
+        src_ranks: The rank in the group of each rank of the sources.
+        dst_ranks: The same of the targets.
+    """
+
+    src: Named
+    dst: Named
+    src_ranks: tuple[int, ...]
+    dst_ranks: tuple[int, ...]
+
+    @cached_property
+    def signature(self) -> bytes:
+        """A digest of all of it."""
+        digest = blake2b(repr((self.src_ranks, self.dst_ranks, len(self.src))).encode(), digest_size=16)
+        for side in (self.src, self.dst):
+            for name, layout in side:
+                digest.update(name.encode() + b"\0" + layout.signature)
+        return digest.digest()
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that take part, ascending."""
+        return tuple(sorted({*self.src_ranks, *self.dst_ranks}))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors that move, those of one form together."""
+        return self._sorted[0]
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms, in the order of `names`."""
+        return self._sorted[1]
+
+    @cached_property
+    def _sorted(self) -> tuple[tuple[str, ...], tuple[Form, ...]]:
+        sources = dict(self.src)
+        groups: dict[tuple[Regions, Regions, int], list[str]] = {}
+        for name, taken in self.dst:
+            if name in sources:
+                groups.setdefault((sources[name].regions, taken.regions, taken.itemsize), []).append(name)
+        names: list[str] = []
+        forms = []
+        for (src, dst, itemsize), some in groups.items():
+            forms.append(Form(src, dst, itemsize, len(names), len(some)))
+            names += some
+        return tuple(names), tuple(forms)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Reshard) and self.signature == other.signature)
+
+    def __hash__(self) -> int:
+        return hash(self.signature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """A tensor that a rank must hold."""
+
+    key: str  # its name in the dict of the rank's tensors; empty: the rank holds this one alone
+    shape: Point
+    dtype: str
+    itemsize: int
+    is_whole: bool  # whether its regions cover all of it
+
+
+def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
+    """What each rank of a side must hold, by rank; ranks that look alike share one object."""
+    keyed: dict[str, list[Layout]] = {}
+    for name, one in side:
+        keyed.setdefault(one.key or name, []).append(one)
+    kinds: dict[tuple[tuple[Regions, str], ...], list[str]] = {}  # keys that lie alike
+    for key, layouts in keyed.items():
+        kinds.setdefault(tuple((one.regions, one.dtype) for one in layouts), []).append(key)
+    shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
+    found = {}
+    for rank in sorted({rank for _, one in side for rank in one.regions.of_rank}):
+        held = tuple(_local(tables, rank) for tables in kinds)
+        if held not in shared:
+            made = {
+                key: LocalTensor(
+                    key=key, shape=one[0], dtype=tables[0][1], itemsize=ITEMSIZES[tables[0][1]], is_whole=one[1]
+                )
+                for (tables, keys), one in zip(kinds.items(), held, strict=True)
+                if one is not None
+                for key in keys
+            }
+            shared[held] = tuple(made[key] for key in keyed if key in made)
+        found[rank] = shared[held]
+    return found
+
+
+def _local(tables: Sequence[tuple[Regions, str]], rank: int) -> tuple[Point, bool] | None:
+    """The shape of a local tensor, and whether its regions cover all of it."""
+    shapes = [shape for regions, _ in tables if (shape := regions.local_shapes.get(rank)) is not None]
+    if not shapes:
+        return None
+    shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
+    filled = sum(one.volume for regions, _ in tables for one in regions.of_rank.get(rank, ()))
+    return shape, filled == prod(shape)

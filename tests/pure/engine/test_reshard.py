@@ -1,0 +1,285 @@
+"""Reshards from the layouts to the arrays: plan, encode, decode and run on ranks in threads, against plain numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raycollect.core.model import Kernel, OpKind, ReduceOp
+from raycollect.core.protocols import NoFaults
+from raycollect.errors import AliasError, LayoutError, ReadOnlyError
+from raycollect.planner import Reshard, Roster, Topology
+from raycollect.planner.layout import Layout, Region, layout
+from raycollect.planner.reshard import rounds
+from raycollect.planner.reshard.bounds import least_between
+from tests.pure.communicators import ThreadTeam
+from tests.pure.fleet import Convoy, FailAt, Fleet, launched
+from tests.pure.resharding import (
+    UNTOUCHED,
+    Layouts,
+    bound,
+    empty_of,
+    held_by,
+    request_of,
+    scenes,
+    whole_tensors,
+)
+
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+
+
+@contextmanager
+def convoy_of(world: int, backend: str = "local") -> Iterator[Convoy]:
+    """Ranks in threads."""
+    team = None if backend == "local" else ThreadTeam(backend, world)
+    convoy = Convoy([tuple(range(world))], (lambda _: team.communicators) if team else None)
+    try:
+        yield convoy
+    finally:
+        convoy.close()
+        if team:
+            team.close()
+
+
+def run(
+    convoy: Convoy,
+    reshard: Reshard,
+    src: Mapping[int, Any],
+    dst: Mapping[int, Any] | None,
+    hosts: Sequence[int] = (),
+) -> dict[int, Any]:
+    """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
+    known = convoy.rosters[0]
+    places = Topology(hosts=tuple(hosts) or known.topology.hosts)
+    roster = Roster(spec=known.spec, members=known.members, topology=places)
+    keys: dict[int, Any] = {}
+    for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
+        for at, value in side.items():
+            keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
+    asked = request_of(reshard, roster.spec, made=dst is None)
+    operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
+    return convoy.run([replace(asked, operands=operands)], [roster])
+
+
+@given(scenes(), st.sampled_from(["local", "local", "shm", "tcp"]), st.integers(1, 3), st.integers(0, 99))
+@settings(CALM, max_examples=60)
+def test_targets_hold_what_numpy_says(scene: Any, backend: str, hosts: int, seed: int) -> None:
+    src, dst, src_ranks, dst_ranks = scene
+    reshard = bound(src, dst, src_ranks, dst_ranks)
+    whole = whole_tensors(src, seed)
+    given, taken, expected = held_by(src, whole, seed), empty_of(dst), held_by(dst, whole)
+    world = max(reshard.ranks) + 1
+    with convoy_of(world, backend) as convoy:
+        outcomes = run(convoy, reshard, given, taken, [rank % hosts for rank in range(world)])
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            raise outcome.error
+    for rank, tensors in expected.items():
+        for key, array in tensors.items():
+            np.testing.assert_array_equal(taken[rank][key], array, err_msg=f"{key} on rank {rank}")
+
+
+def must(outcomes: Mapping[int, Any]) -> dict[int, Any]:
+    """What each rank made; raises the first error."""
+    for outcome in outcomes.values():
+        if outcome.error is not None:
+            raise outcome.error
+    return {rank: [one.value for one in outcome.outputs] for rank, outcome in outcomes.items()}
+
+
+@given(scenes(4), st.integers(2, 3))
+@settings(CALM, max_examples=40)
+def test_the_links_between_hosts_carry_the_least_there_is(scene: Any, count: int) -> None:
+    src, dst, src_ranks, dst_ranks = scene
+    reshard = bound(src, dst, src_ranks, dst_ranks)
+    world = max(reshard.ranks) + 1
+    hosts = [rank % count for rank in range(world)]
+    carried = []
+
+    def listen(rank: int) -> Callable[[Kernel], None]:
+        def tell(kernel: Kernel) -> None:
+            sizes = zip(reshard.ranks, kernel.src, strict=True)
+            carried.append(sum(piece.nbytes for peer, piece in sizes if hosts[peer] != hosts[rank]))
+
+        return tell
+
+    with convoy_of(world) as convoy:
+        for rank, communicators in enumerate(convoy.communicators):
+            for group_id, one in communicators.items():
+                communicators[group_id] = launched(one, listen(rank))
+        must(run(convoy, reshard, held_by(src, whole_tensors(src, 1)), empty_of(dst), hosts))
+    least = least_between(reshard, hosts)
+    assert least < 0 or sum(carried) == least
+
+
+WORLD = 3
+FULL = layout([6, 4], mesh={"r": WORLD})
+CUT = layout([6, 4], mesh={"r": WORLD}, spec=("r",))
+ADDENDS = layout([6, 4], mesh={"r": WORLD}, partial="r")
+COLUMNS = layout([6, 4], mesh={"r": WORLD}, spec=(None, "r"))
+ONE = layout([6, 4], mesh={"r": 1})
+
+
+def arrays(shape: tuple[int, ...]) -> list[Any]:
+    rng = np.random.default_rng(7)
+    return [rng.standard_normal(shape).astype(np.float32) for _ in range(WORLD)]
+
+
+def test_collectives_are_special_cases() -> None:
+    """Each as its own operation does it, to the bit: the folds of sums are in the order of the ranks, too."""
+    shards, wholes = arrays((2, 4)), arrays((6, 4))
+    cases: list[tuple[OpKind, Layouts, Layouts, list[Any], Any]] = [
+        (OpKind.ALLGATHER, {"": CUT}, {"": FULL}, shards, lambda outs: [np.concatenate(out) for out in outs]),
+        (OpKind.ALLREDUCE, {"": ADDENDS}, {"": FULL}, wholes, None),
+        (OpKind.REDUCESCATTER, {"": ADDENDS}, {"": CUT}, wholes, lambda outs: [out.reshape(2, 4) for out in outs]),
+        (OpKind.ALLTOALL, {"": CUT}, {"": layout([6, 4], mesh={"r": WORLD}, spec=("r",))}, shards, None),
+        (OpKind.BROADCAST, {"": ONE}, {"": FULL}, wholes[:1], None),
+    ]
+    for kind, src, dst, given_, read in cases:
+        own = [array.copy() for array in given_]
+        with convoy_of(WORLD) as convoy:
+            reshard = bound(src, dst, range(len(given_)), range(WORLD))
+            made = must(run(convoy, reshard, dict(enumerate(given_)), None))
+        expected = _by_itself(kind, own, read)
+        for rank in range(WORLD):
+            np.testing.assert_array_equal(made[rank][0], expected[rank], err_msg=kind.value)
+
+
+def _by_itself(kind: OpKind, given_: list[Any], read: Any) -> list[Any]:
+    if kind is OpKind.ALLTOALL:  # from rows to the same rows nothing moves
+        return given_
+    if kind is OpKind.BROADCAST:
+        return [given_[0]] * WORLD
+    fleet = Fleet(WORLD)
+    try:
+        if kind is OpKind.ALLREDUCE:
+            fleet.must(kind, fleet.keep_all(given_))
+            return given_
+        keys = fleet.keep_all(given_)
+        outcomes = fleet.must(kind, keys, {}, **({"op": ReduceOp.SUM} if kind is OpKind.REDUCESCATTER else {}))
+        found: list[Any] = read([outcome.outputs[0].value for outcome in outcomes])
+        return found
+    finally:
+        fleet.close()
+
+
+def test_an_alltoall_of_columns() -> None:
+    shards = arrays((2, 4))
+    with convoy_of(4) as convoy:
+        dst = layout([6, 4], mesh={"r": 4}, spec=(None, "r"))
+        reshard = bound({"": CUT}, {"": dst}, (0, 1, 2), (0, 1, 2, 3))
+        made = must(run(convoy, reshard, dict(enumerate(shards)), None))
+    for rank in range(4):
+        np.testing.assert_array_equal(made[rank][0], np.concatenate(shards)[:, rank : rank + 1])
+
+
+def test_tensors_of_no_dimensions_and_any_strides() -> None:
+    scalar = layout([], mesh={"r": 2}, dtype="float64")
+    wide = np.arange(48, dtype=np.float32).reshape(4, 12)[::-1, ::2].T  # [6, 4], with gaps, and backwards
+    src = {0: {"s": np.array(3.0), "w": wide}, 1: {"s": np.array(3.0)}}
+    with convoy_of(4) as convoy:
+        two = Layout.of_regions([6, 4], [*ONE.regions.rows, Region(rank=1, box=((0, 0), (0, 0)), at=(0, 0))])
+        reshard = bound({"s": scalar, "w": two}, {"s": scalar, "w": layout([6, 4], mesh={"r": 2})}, (0, 1), (2, 3))
+        src[1]["w"] = np.empty((0, 0), np.float32)
+        target = np.zeros((4, 12), np.float32)[:, ::2].T
+        taken = {rank: {"s": np.zeros(()), "w": target if rank == 0 else np.zeros((6, 4), ">f4")} for rank in (0, 1)}
+        must(run(convoy, reshard, src, taken))
+    for value in taken.values():
+        assert value["s"] == 3.0
+        np.testing.assert_array_equal(value["w"], wide)
+
+
+def test_many_rounds_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "PIECE_NBYTES", 16)
+    monkeypatch.setattr(rounds, "ROUND_NBYTES", 32)
+    wholes = arrays((6, 4))
+    with convoy_of(WORLD) as convoy:
+        reshard = bound({"few": ADDENDS}, {"few": COLUMNS}, range(WORLD), range(WORLD))
+        made = must(run(convoy, reshard, {rank: {"few": one} for rank, one in enumerate(wholes)}, None))
+    total = wholes[0] + wholes[1] + wholes[2]
+    for rank in range(WORLD):
+        at = COLUMNS.regions.rows[rank].bounds
+        np.testing.assert_array_equal(made[rank][0]["few"], total[:, at[0][1] : at[1][1]])
+
+
+def test_narrow_floats_are_added_wide_and_rounded_once() -> None:
+    parts = [np.full((6, 4), value, np.float16) for value in (2048, 1, 1)]  # one by one, each 1 would be lost
+    src = layout([6, 4], mesh={"r": 3}, partial="r", dtype="float16")
+    with convoy_of(WORLD) as convoy:
+        reshard = bound({"": src}, {"": layout([6, 4], mesh={"r": 3}, dtype="float16")}, range(3), range(3))
+        made = must(run(convoy, reshard, dict(enumerate(parts)), None))
+    assert {float(one) for rank in range(3) for one in made[rank][0].ravel()} == {2050.0}
+
+
+# ---------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda taken: taken[1]["w"].setflags(write=False), ReadOnlyError),
+        (lambda taken: taken[1].update(w=taken[1]["w"].astype(np.float64)), LayoutError),
+        (lambda taken: taken[1].update(w=np.zeros((4, 6), np.float32)), LayoutError),
+        (lambda taken: taken[1].pop("w"), LayoutError),
+        (lambda taken: taken[1].update(more=np.zeros(1, np.float32)), LayoutError),
+    ],
+)
+def test_what_one_rank_can_not_do_no_rank_does(spoil: Callable[[Any], Any], error: type[Exception]) -> None:
+    given_ = {rank: {"w": one, "v": np.ones(2, np.float32)} for rank, one in enumerate(arrays((2, 4)))}
+    side = {"w": FULL, "v": layout([2], mesh={"r": WORLD})}
+    taken = empty_of(side)
+    spoil(taken)
+    with convoy_of(2 * WORLD) as convoy:
+        reshard = bound({**side, "w": CUT}, side, range(WORLD), range(WORLD, 2 * WORLD))
+        outcomes = run(convoy, reshard, given_, taken)
+        assert {type(outcome.error) for outcome in outcomes.values()} == {error}
+        assert {one.rank for one in outcomes[0].error.violations} == {WORLD + 1}
+        assert all((taken[rank]["w"] == UNTOUCHED).all() for rank in (0, 2))
+        taken = empty_of(side)
+        must(run(convoy, reshard, given_, taken))  # the group works on
+    np.testing.assert_array_equal(taken[2]["w"], np.concatenate([one["w"] for one in given_.values()]))
+
+
+def test_a_target_may_not_overlap_a_source() -> None:
+    shards = arrays((6, 4))
+    with convoy_of(WORLD) as convoy:
+        reshard = bound({"": CUT}, {"": FULL}, range(WORLD), range(WORLD))
+        outcomes = run(convoy, reshard, {rank: one[:2] for rank, one in enumerate(shards)}, dict(enumerate(shards)))
+    assert {type(outcome.error) for outcome in outcomes.values()} == {AliasError}
+
+
+def test_what_a_failure_leaves_half_written_is_dirty_until_a_reshard_writes_it_whole() -> None:
+    shards = {rank: {"w": one} for rank, one in enumerate(arrays((2, 4)))}
+    taken = empty_of({"w": FULL})
+    with convoy_of(WORLD) as convoy:
+        reshard = bound({"w": CUT}, {"w": FULL}, range(WORLD), range(WORLD))
+        faults = convoy.faults = FailAt(point="after_kernel", rank=1)
+        outcomes = run(convoy, reshard, shards, taken)
+        assert faults.consumed == 1
+        assert outcomes[1].error is not None
+        assert convoy.stores[1].statistics().dirty > 0
+        convoy.faults = NoFaults()
+        must(run(convoy, reshard, shards, taken))
+        assert [store.statistics().dirty for store in convoy.stores] == [0] * WORLD
+
+
+def test_what_is_written_in_part_stays_dirty() -> None:
+    """A tensor with elements in no region is not whole after a reshard."""
+    gap = Layout.of_regions([2], [Region(rank=0, box=((0, 2),), at=(1,))])
+    src = layout([2], mesh={"r": 1})
+    target = np.zeros(3, np.float32)
+    with convoy_of(2) as convoy:
+        reshard = bound({"": src}, {"": gap}, (1,), (0,))
+        convoy.faults = FailAt(point="after_kernel", rank=0)
+        run(convoy, reshard, {0: np.ones(2, np.float32)}, {0: target})
+        convoy.faults = NoFaults()
+        must(run(convoy, reshard, {0: np.ones(2, np.float32)}, {0: target}))
+        assert convoy.stores[0].statistics().dirty == 1
+    np.testing.assert_array_equal(target, [0, 1, 1])
