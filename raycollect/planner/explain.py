@@ -204,6 +204,15 @@ class _Bundle:
         inner = [one.spec for one in (*self.roster.hosts[:1], self.roster.leaders) if one is not None]
         return [self.roster.spec, *(inner if any(step.level for step in steps) else [])]
 
+    @property
+    def bits(self) -> str:
+        """In which order a reduction is folded (P7)."""
+        if not self.part.request.op:
+            return ""
+        if self.roster.bitwise or (self.roster.spec.hosts and self.narrow):
+            return "the left fold in rank order"
+        return "the left fold over hosts, in rank order inside each" if self.roster.spec.hosts else "equal on all ranks"
+
     @cached_property
     def why(self) -> str:
         choices = self.part.choices
@@ -253,7 +262,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         together=bundle.packing.together,
         algorithm=part.choices[bundle.taken].name,
         why=bundle.why,
-        bits=("the left fold in rank order" if roster.bitwise else "equal on all ranks") if part.request.op else "",
+        bits=bundle.bits,
         ways=bundle.ways(nbytes),
         launches=bundle.launches,
         acts=bundle.acts,
@@ -319,7 +328,7 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
     return lanes, [bar.begins_s for bar in drawn]
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 34 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
 """Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
 the same."""
 
