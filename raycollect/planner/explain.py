@@ -328,9 +328,10 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
     return lanes, [bar.begins_s for bar in drawn]
 
 
-_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 34 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
+_CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
 """Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
 the same."""
+_BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
@@ -344,7 +345,7 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
                 scratch[member] += extra[1]
                 stand_ins[member] += sizes.stand_ins(number, rank)
     specs = [spec for bundle in bundles for spec in bundle.groups()]
-    chunks = {one.name: _CHUNKS.get("torch:" if one.backend.startswith("torch:") else one.backend, -1) for one in specs}
+    chunks = {one.name: _chunks_of(one) for one in specs}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
@@ -352,6 +353,12 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
         stand_ins=max(stand_ins, default=0),
         chunks=tuple(chunks.items()),
     )
+
+
+def _chunks_of(spec: GroupSpec) -> int:
+    if spec.hosts:
+        return _BY_HOST_NBYTES
+    return _CHUNKS.get("torch:" if spec.backend.startswith("torch:") else spec.backend, -1)
 
 
 def _memory_of_all(parts: Sequence[Memory]) -> Memory:

@@ -21,6 +21,8 @@ from raycollect.backends.tcp.by_host import Hosts
 from raycollect.backends.tcp.link import Link
 from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
 from raycollect.errors import InvalidGroupError
+from raycollect.planner import Topology
+from raycollect.planner.cost import priced
 from tests.pure import conformance
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
 from tests.pure.conformance import KINDS, REDUCTIONS, ROOTED, SPREADS, Case, allowed, check_cases, left_fold, operand
@@ -160,13 +162,16 @@ MINIMUM = {
 @pytest.mark.parametrize(("place", "hosts", "ranks"), [("3 x 2", 3, 2), ("2 x 3", 2, 3), ("in turn", 2, 2)])
 def test_a_host_sends_the_minimum(team_of, monkeypatch, kind, place, hosts, ranks):
     team, places = team_of(place), PLACES[place]
-    sent, lock = Counter[int](), threading.Lock()
+    sent, inside, lock = Counter[int](), 0, threading.Lock()
     send = Link.send
 
     def counted(link, rank, array, batch):
-        if places[rank] != places[link.rank]:
-            with lock:
+        nonlocal inside
+        with lock:
+            if places[rank] != places[link.rank]:
                 sent[places[link.rank]] += array.nbytes
+            else:
+                inside += array.nbytes
         send(link, rank, array, batch)
 
     monkeypatch.setattr(Link, "send", counted)
@@ -174,6 +179,10 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, kind, place, hosts, rank
     op = ReduceOp.SUM if kind in REDUCTIONS else None
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
     assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
+    given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)
+    told = priced(kind, "tcp", Topology.of(places)).traffic(given)
+    assert sum(sent.values()) == pytest.approx(told[1], rel=0.001), "as the planner tells"
+    assert inside == pytest.approx(told[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
 
 
 def test_some_ranks_only():
