@@ -182,6 +182,12 @@ class Namespaces:
         self.find(one, other)
         self.find(other, one)
 
+    def heal_all(self) -> None:
+        """Ends all of these faults."""
+        for host in self.numbers:
+            self.heal(host)
+            self._ip(host, "neigh", "flush", "dev", "eth0", "nud", "permanent")
+
     def processes(self, host: int, name: str) -> list[int]:
         """The ids, on that host, of the processes of a name."""
         try:
