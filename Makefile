@@ -3,6 +3,8 @@
 #   make demo    the main job on real input, under a minute once installed
 #   make test    the tests, JOBS=3 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (40 minutes)
+#   make test-hosts   all tests of groups over several hosts, in network namespaces: as root (5 minutes)
+#   make hosts   a Ray cluster on such hosts, for as long as ARGS="-- COMMAND ..." runs there; by default a shell
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
 #   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
@@ -24,10 +26,10 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full soak lint bench docs wheel clean install-%
+.PHONY: help demo test test-full test-hosts hosts soak lint bench docs wheel clean install-%
 
 help:
-	@sed -n '3,11s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -35,10 +37,17 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-test
 	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu)
 	$(if $(ARGS),,$(PYTEST) tests/ray tests/faults)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/hosts)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
 	$(PYTEST) -m full tests/pure tests/ray tests/faults
+
+test-hosts: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "full or not full" tests/hosts $(ARGS)
+
+hosts: $(VENV)/.installed-test
+	$(BIN)/python -m tests.hosts $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.soak --write $(ARGS)

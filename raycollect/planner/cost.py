@@ -336,9 +336,9 @@ def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
     if layout.world == 1:
         return FREE
     family = _FAMILIES.get(backend, _RING)
-    if family is _MESH and kind in _BY_HOST and 1 < layout.host_count < layout.world:
-        if not (layout.rank_order and kind in _FOLDS):
-            return _BY_HOST[kind](layout)
+    goes_by_host = family is _MESH and 1 < layout.host_count < layout.world
+    if goes_by_host and kind in _BY_HOST and not (layout.rank_order and kind in _FOLDS):
+        return _BY_HOST[kind](layout)
     return family[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 
 

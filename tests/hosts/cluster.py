@@ -37,7 +37,7 @@ class Cluster:
         self.hosts = Namespaces(count, rate=rate)
         self._store_nbytes = store_nbytes
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Cluster:  # noqa: PYI034 - `Self` is newer than Python 3.10
         self.hosts.__enter__()
         try:
             self.start_node(1)

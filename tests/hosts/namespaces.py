@@ -100,7 +100,7 @@ class Namespaces:
         """The name of a host."""
         return f"host{host}"
 
-    def __enter__(self) -> Namespaces:
+    def __enter__(self) -> Namespaces:  # noqa: PYI034 - `Self` is newer than Python 3.10
         try:
             self._start("switch", ["--net"])
             self._ip(0, "link", "add", "bridge", "type", "bridge")
@@ -256,7 +256,7 @@ def _kill(process: int) -> None:
 def _inside(process: int) -> int:
     """The process itself, once it is in a network of its own; else 0."""
     try:
-        own = os.readlink(f"/proc/{process}/ns/net") != os.readlink("/proc/self/ns/net")
+        own = Path(f"/proc/{process}/ns/net").readlink() != Path("/proc/self/ns/net").readlink()
         return process if own and Path(f"/proc/{process}/comm").read_text().strip() == "sleep" else 0
     except OSError:
         return 0

@@ -158,7 +158,9 @@ def link(workers):
     col.allreduce_refs(refs)
     outside("cut_link", 2, 3)
     exc, _ = fails(
-        lambda: col.allreduce_refs(refs, timeout_s=LIMIT_S), col.errors.CollectiveTimeoutError, within_s=LIMIT_S + SLACK_S
+        lambda: col.allreduce_refs(refs, timeout_s=LIMIT_S),
+        col.errors.CollectiveTimeoutError,
+        within_s=LIMIT_S + SLACK_S,
     )
     assert exc.cut == ("10.77.0.2 and 10.77.0.3",), exc.cut
     assert "may be healthy" in str(exc)

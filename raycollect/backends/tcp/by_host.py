@@ -1,8 +1,8 @@
 """The kernels of backend `tcp` between hosts with several ranks each: each host's link carries the fewest bytes.
 
-Theory, for H hosts and arrays of n bytes. What the ranks of a host have in common crosses its link once (Karonis et al.:
-"Exploiting hierarchy in parallel computer networks to optimize collective operation performance", 2000), and all of
-them share in the sending: a chunk is cut into *rails*, as many as the largest host has ranks. On every host one rank
+Theory, for H hosts and arrays of n bytes. What the ranks of a host have in common crosses its link once (Karonis et
+al.: "Exploiting hierarchy in parallel computer networks to optimize collective operation performance", 2000), and all
+of them share in the sending: a chunk is cut into *rails*, as many as the largest host has ranks. On every host one rank
 works for a rail, and only ranks of the same rail send to each other between hosts. Inside a host, rails are exchanged
 over its loopback. Between hosts it goes directly, as on one host, a slice of the rail for each host.
 
@@ -33,7 +33,15 @@ from functools import lru_cache
 import numpy as np
 
 from raycollect.backends.arrays import Array, Flat, native
-from raycollect.backends.completion import clipped, keep_own, metered, movement, reduce_op, scattered_reduction, transfers
+from raycollect.backends.completion import (
+    clipped,
+    keep_own,
+    metered,
+    movement,
+    reduce_op,
+    scattered_reduction,
+    transfers,
+)
 from raycollect.backends.folds import finish, fold, is_widened
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Batch
@@ -139,9 +147,7 @@ class HostRun(Run):
         _fold_rows(_summed(op), by_host, out)
         finish(op, out.view(out.real.dtype), len(self._ranks))
 
-    def _stage(
-        self, staging: Staging, turn: int, wanted: Sequence[tuple[int, Array]], batch: Batch
-    ) -> list[Array]:
+    def _stage(self, staging: Staging, turn: int, wanted: Sequence[tuple[int, Array]], batch: Batch) -> list[Array]:
         # Stages an array from each of some ranks, like the given ones.
         slot, at, parts = staging.slot(turn, sum(like.nbytes for _, like in wanted)), 0, []
         for rank, like in wanted:
@@ -286,7 +292,9 @@ class HostRun(Run):
         # Each piece to one rank of every other host, which passes it on to the others there.
         spans = {rank: clipped(take[rank], lo, hi) for rank in self._ranks if rank != self._me}
         into = {rank: take[rank].target(*span) for rank, span in spans.items()}
-        agents = {rank: self._hosts.agent(self._home, self._hosts.rail(rank)) for rank in into if rank not in self._near}
+        agents = {
+            rank: self._hosts.agent(self._home, self._hosts.rail(rank)) for rank in into if rank not in self._near
+        }
         part, batch = own.read(*clipped(own, lo, hi)), Batch()
         for rank in (*self._near, *(rank for _, rank in self._peers(self._hosts.rail(self._me)))):
             self._link.send(rank, part, batch)

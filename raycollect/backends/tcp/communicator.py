@@ -23,10 +23,11 @@ SEND            n
 Data goes in pipelined chunks: while this rank reduces, the sockets carry the next chunk. Ranks go through chunks and
 steps in one order, so that the frames of a pair need no tags.
 
-`run` has the kernels, `by_host` those between hosts with several ranks each, `join` makes and authenticates the connections, `link` and `peer` move frames and carry the
-agreement. A wait ends at the launch's deadline and on an abort, also inside a kernel, and the group works on after
-either. Only a connection that ends breaks the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank (P8), 17 x in
-`by_host`, a third of which is kept across kernels; and 4 KiB for each connection.
+`run` has the kernels, `by_host` those between hosts with several ranks (`GroupSpec.hosts`), `join` makes and
+authenticates the connections, `link` and `peer` move frames and carry the agreement. A wait ends at the launch's
+deadline and on an abort, also inside a kernel, and the group works on after either. Only a connection that ends breaks
+the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank (P8), 17 x in `by_host`, a third of which is kept across
+kernels; and 4 KiB for each connection.
 
 The option ``checksum`` (`pg_options={"checksum": True}`) adds a checksum to every frame; see `checksums`.
 """
