@@ -151,17 +151,19 @@ def fails(run: Callable[[], object], *kinds: type[BaseException], within_s: floa
     raise AssertionError("no error")
 
 
+def timed_out(refs):
+    """The timeout of an allreduce, and how long it took."""
+    kind = col.errors.CollectiveTimeoutError
+    return fails(lambda: col.allreduce_refs(refs, timeout_s=LIMIT_S), kind, within_s=LIMIT_S + SLACK_S)
+
+
 def link(workers):
-    """A link between two hosts is cut: it is named, at the agreement and in a kernel; healed, the group works on."""
+    """A link between two hosts is cut: it is named, and once it is whole the group works on."""
     group = col.declare_collective_group(workers)
     refs = buffers(workers)
     col.allreduce_refs(refs)
     outside("cut_link", 2, 3)
-    exc, _ = fails(
-        lambda: col.allreduce_refs(refs, timeout_s=LIMIT_S),
-        col.errors.CollectiveTimeoutError,
-        within_s=LIMIT_S + SLACK_S,
-    )
+    exc, _ = timed_out(refs)
     assert exc.cut == ("10.77.0.2 and 10.77.0.3",), exc.cut
     assert "may be healthy" in str(exc)
     outside("heal_link", 2, 3)
@@ -196,6 +198,74 @@ def healed(workers):
     time.sleep(5)  # the fault itself
     outside("heal", 3)
     same(work.wait(), by_host(values))
+
+
+def in_kernel(workers):
+    """The same while bytes are under way."""
+    group = col.declare_collective_group(workers)
+    refs, _ = fill(workers, 16 * FAR)
+    work = col.allreduce_refs(refs, inplace=False, async_op=True, timeout_s=LIMIT_S)
+    outside("cut_link", 2, 3)
+    exc, _ = fails(work.wait, col.errors.CollectiveTimeoutError, within_s=LIMIT_S * 2 + SLACK_S)
+    assert exc.cut == ("10.77.0.2 and 10.77.0.3",), exc.cut
+    outside("heal_link", 2, 3)
+    again(group, workers)
+
+
+def one_way(workers):
+    """What one host sends another is lost, and not what comes back: as a cut link."""
+    group = col.declare_collective_group(workers)
+    refs = buffers(workers)
+    col.allreduce_refs(refs)
+    outside("lose", 2, 3)
+    exc, _ = timed_out(refs)
+    assert exc.cut == ("10.77.0.2 and 10.77.0.3",), exc.cut
+    outside("find", 2, 3)
+    again(group, workers)
+
+
+def gloo_link(workers):
+    """As `link`, where a library moves the bytes."""
+    group = col.declare_collective_group(workers, backend="gloo")
+    refs, _ = fill(workers, 4 * FAR)
+    col.allreduce_refs(refs)
+    outside("cut_link", 2, 3)
+    exc, _ = timed_out(refs)
+    assert exc.cut == ("10.77.0.2 and 10.77.0.3",), exc.cut
+    outside("heal_link", 2, 3)
+    again(group, workers)
+
+
+def cut_before(workers):
+    """A cable is pulled before the plan, and in again after 25 s: the host's link is named; then all go on."""
+    group = col.declare_collective_group(workers)
+    refs = buffers(workers)
+    col.allreduce_refs(refs)
+    outside("cut", 3)
+    exc, _ = fails(
+        lambda: col.allreduce_refs(refs, timeout_s=LIMIT_S),
+        col.errors.CollectiveTimeoutError,
+        col.errors.ParticipantDiedError,
+        within_s=LIMIT_S + SLACK_S,
+    )
+    assert "10.77.0.3" in str(exc) or exc.rank in (4, 5), exc
+    time.sleep(15)  # the fault itself
+    outside("heal", 3)
+    answer(workers)  # nobody was ended
+    group.rebuild(workers, timeout_s=120)
+    again(group, workers)
+
+
+def answer(workers):
+    """Waits until Ray reaches all actors again: its own connections have to be made anew."""
+    until_s = time.monotonic() + 90
+    while True:
+        try:
+            ray.get([w.read.remote() for w in workers])
+            return
+        except ray.exceptions.ActorUnavailableError:
+            assert time.monotonic() < until_s
+            time.sleep(1)  # Ray tells nobody when it does
 
 
 def silent(workers):
@@ -233,7 +303,8 @@ def raylet(workers):
     again(group, workers[:4])
 
 
-PROGRAMS = {one.__name__: one for one in (bits, calls, minimum, link, healed, silent, raylet)}
+_ALL = (bits, calls, minimum, link, in_kernel, one_way, gloo_link, healed, cut_before, silent, raylet)
+PROGRAMS = {one.__name__: one for one in _ALL}
 
 
 def main(names: Sequence[str]) -> None:

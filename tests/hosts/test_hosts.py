@@ -5,6 +5,7 @@ What is not marked `full` is in `make test`; all of it is `make test-hosts`.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -35,6 +36,21 @@ def test_every_call_of_members(play):
 @pytest.mark.full
 def test_a_cable_that_is_pulled_for_a_moment_is_not_noticed(play):
     play("healed")
+
+
+@pytest.mark.full
+def test_a_link_that_is_cut_in_a_kernel_or_in_one_direction_is_named(play):
+    play("in_kernel", "one_way")
+
+
+@pytest.mark.full
+def test_gloo_names_a_cut_link_too(play):
+    play("gloo_link")
+
+
+@pytest.mark.full
+def test_a_host_that_is_back_after_25_seconds_takes_part_again(play):
+    play("cut_before")
 
 
 @pytest.mark.full
@@ -108,6 +124,56 @@ def test_hosts_reach_each_other_by_whole_cables_only():
 
 def _interfaces() -> list[str]:
     return [one.name for one in Path("/sys/class/net").iterdir()]
+
+
+_ASK = """
+import socket, sys, time
+from raycollect.core import sockets
+sock = socket.create_connection((sys.argv[1], 7000))
+sockets.tune(sock)
+print(sock.recv(5).decode(), flush=True)
+sys.stdin.readline()
+cut_s = time.monotonic()
+time.sleep(9.5)  # the library asks a silent host after ten seconds
+assert sockets.count_silence(sock)
+sock.setblocking(True)
+sock.send(b"question")
+try:
+    sock.recv(1)
+except OSError:
+    print(f"{time.monotonic() - cut_s:.1f}")
+"""
+_HOLD = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    held = []
+    while True:
+        held.append(server.accept()[0])
+        held[-1].sendall(b"hello")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_possible")
+def test_a_question_does_not_begin_the_time_of_a_silent_host_anew():
+    """Without `count_silence` it takes 19 to 21 s."""
+    with Namespaces(2, rate="") as hosts:
+        listening = subprocess.Popen(hosts.command(2, [sys.executable, "-c", _HOLD]))
+        until_s = time.monotonic() + 60
+        while not _reaches(hosts, 1, 2):
+            assert time.monotonic() < until_s
+        command = hosts.command(1, [sys.executable, "-c", _ASK, hosts.address(2)])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, env=env, **pipes) as asking:
+            assert asking.stdout is not None
+            assert asking.stdin is not None
+            assert asking.stdout.readline() == "hello\n"
+            hosts.cut(2)
+            asking.stdin.write("\n")
+            asking.stdin.flush()
+            assert 9 < float(asking.stdout.readline()) < 16
+    listening.wait(10)
 
 
 _MAKE = """
