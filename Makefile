@@ -4,6 +4,8 @@
 #   make test    the tests, JOBS=3 files at a time, each with a Ray of its own; JOBS=0: in one process, as for a debugger
 #   make test-full   every backend, operation, dtype, world size, size, root and place; tests marked `full` (40 minutes)
 #   make real-cupy   the fake of cupy and the kernels for GPUs against the real cupy 13 and 14, NCCL and nvrtc (no GPU)
+#   make test-hosts   all tests of groups over several hosts, in network namespaces: as root (5 minutes)
+#   make hosts   a Ray cluster on such hosts, for as long as ARGS="-- COMMAND ..." runs there; by default a shell
 #   make lint    ruff, mypy, import-linter
 #   make soak    a thousand groups come and go and a hundred actors are killed: does anything grow? (about 20 minutes)
 #   make bench   raycollect beside gloo, MPI and what Ray has: about 20 minutes, 4 with ARGS=--quick
@@ -25,10 +27,10 @@ unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .SECONDARY:
-.PHONY: help demo test test-full real-cupy soak lint bench docs wheel clean install-%
+.PHONY: help demo test test-full test-hosts hosts real-cupy soak lint bench docs wheel clean install-%
 
 help:
-	@sed -n '3,12s/^# *//p' Makefile
+	@sed -n '3,14s/^# *//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/digits.py $(ARGS)
@@ -36,6 +38,7 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-test
 	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu)
 	$(if $(ARGS),,$(PYTEST) tests/ray tests/faults)
+	$(if $(ARGS),,$(BIN)/python -m pytest tests/hosts)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
@@ -43,6 +46,12 @@ test-full: $(VENV)/.installed-test
 
 real-cupy:
 	PYTHON=$(PYTHON) bash tests/real_cupy.sh $(ARGS)
+
+test-hosts: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "full or not full" tests/hosts $(ARGS)
+
+hosts: $(VENV)/.installed-test
+	$(BIN)/python -m tests.hosts $(ARGS)
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python -m tests.faults.soak --write $(ARGS)

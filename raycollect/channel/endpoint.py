@@ -7,6 +7,7 @@ import logging
 import selectors
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from functools import partial
@@ -23,6 +24,7 @@ _log = logging.getLogger("raycollect")
 MAX_QUEUED_NBYTES = 64 << 20  # may wait for a peer that doesn't read; beyond it, the link ends
 _LINGER_S = 1.0
 _LAST_READS = 64
+_PAUSE_S = 5.0  # After such a pause nobody knows whether the peer's host still answers
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -62,6 +64,8 @@ class Link:
         self._queue: deque[memoryview] = deque()
         self._queued_nbytes = 0
         self._linger: Timer | None = None
+        self._sent_s = time.monotonic()
+        self._is_wary = False  # whether the silence before the last message counted
 
     def __repr__(self) -> str:
         return f"Link({self.peer}, {self._phase.name.lower()})"
@@ -98,7 +102,10 @@ class Link:
 
     def _write(self, frame: bytes) -> ConnectionLostError | None:
         # Under the lock, so that frames go out in the order of their numbers.
-        rest = memoryview(frame)
+        rest, now_s = memoryview(frame), time.monotonic()
+        if self._is_wary or now_s - self._sent_s >= _PAUSE_S:
+            self._is_wary = sockets.count_silence(self._sock)
+        self._sent_s = now_s
         if not self._queue:
             try:
                 sent = self._sock.send(frame)

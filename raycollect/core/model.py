@@ -276,6 +276,8 @@ class GroupSpec:
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
+        hosts: For each rank the number of its host, where hosts have several ranks and the backend (`tcp`) reckons with
+            it: reductions are then left folds over the hosts, in rank order inside each (P7). Else empty.
         parent: The id of the group that it is inside of: only plans of that group use it, and its members do not see
             it. Empty for all others.
     """
@@ -289,6 +291,7 @@ class GroupSpec:
     memory: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     timeout_s: float = 60.0
+    hosts: tuple[int, ...] = ()
     parent: str = ""
 
     def __post_init__(self) -> None:
@@ -299,8 +302,19 @@ class GroupSpec:
             raise ValueError(f"a group has at least one rank, not {self.world_size!r}")
         if not isinstance(self.timeout_s, (int, float)):
             raise TypeError(f"timeout_s is a number, not {self.timeout_s!r}")
-        for name in ("ops", "options"):  # lists, where it has travelled
+        for name in ("ops", "options", "hosts"):  # lists, where it has travelled
             object.__setattr__(self, name, _frozen(getattr(self, name)))
+        if self.hosts and len(self.hosts) != self.world_size:
+            raise ValueError(f"{len(self.hosts)} of {self.world_size} ranks have a host")
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether reductions are left folds in rank order, as far as the backend makes such."""
+        return not self.hosts or RANK_ORDER in self.options
+
+
+RANK_ORDER = ("deterministic", "rank_order")
+"""The option that asks for the left fold in rank order also between hosts."""
 
 
 def _frozen(value: Any) -> Any:

@@ -8,6 +8,7 @@ import ipaddress
 import os
 import resource
 import socket
+import struct
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,6 +27,12 @@ _TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 USER_TIMEOUT_S = 10.0
 
 _BACKLOG = 1024
+
+QUIET_S = 1.0  # After how long without any acknowledgement of what was sent a connection counts as cut
+# Of `struct tcp_info`: the state of the connection, how often data was sent again in vain, keepalive probes without an
+# answer, and how many ms ago data and an acknowledgement came last.
+_TCP_INFO = struct.Struct("=BxBB48xII")
+_ESTABLISHED = 1
 
 # A forked child (a data loader's worker) would keep connections of its dead parent alive, and hide its death from the
 # peers. Nothing but the process itself can know of a fork, hence a table of the process.
@@ -54,6 +61,54 @@ def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
         option = getattr(socket, name, None)
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def silent_s(sock: socket.socket, tries: int = 1) -> float:
+    """For how many seconds nothing has come although the kernel has asked so often; 0: it has not, or nobody knows.
+
+    The other end's kernel acknowledges, whatever its process does.
+    """
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except (OSError, AttributeError):  # it is closed; or no Linux
+        return 0.0
+    if len(info) < _TCP_INFO.size:
+        return 0.0
+    state, again, probes, data_ms, acknowledged_ms = _TCP_INFO.unpack(info)
+    is_asked = state == _ESTABLISHED and again + probes >= tries
+    return min(data_ms, acknowledged_ms) / 1000 if is_asked else 0.0
+
+
+def count_silence(sock: socket.socket) -> bool:
+    """Has the silence so far count against what is sent next: else that would begin `USER_TIMEOUT_S` anew.
+
+    (Linux sends no keepalive probes while data is under way.) Returns whether there was any: then the time is shorter
+    until this is called again.
+    """
+    option, quiet_s = getattr(socket, "TCP_USER_TIMEOUT", None), silent_s(sock)
+    if option is not None:
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, option, int(max(USER_TIMEOUT_S - quiet_s, 1.0) * 1000))
+    return quiet_s > 0
+
+
+def cut_links() -> tuple[str, ...]:
+    """The links to other hosts over which this process gets no acknowledgement, as ``10.0.0.1 and 10.0.0.2``."""
+    found = set[str]()
+    for sock in _all_open():
+        if silent_s(sock, tries=2) >= QUIET_S:
+            with contextlib.suppress(OSError):
+                ends = {str(sock.getsockname()[0]), str(sock.getpeername()[0])}
+                found.update([" and ".join(sorted(ends))] if len(ends) > 1 else [])
+    return tuple(sorted(found))
+
+
+def _all_open() -> list[socket.socket]:
+    while True:
+        try:
+            return list(_open_sockets)
+        except RuntimeError:  # another thread has added one meanwhile
+            continue
 
 
 def listen(host: str) -> socket.socket:

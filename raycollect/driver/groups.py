@@ -28,7 +28,7 @@ from raycollect.errors import (
 )
 from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
-from raycollect.group.membership import Membership, inner_groups, unknown
+from raycollect.group.membership import Membership, inner_groups, placed, unknown
 
 __all__ = ["DERIVED_LIMIT", "Groups"]
 
@@ -231,6 +231,7 @@ class Groups:
         members = declaration.ranked(infos)
         choice = _choose_backend(declaration, members, deadline_s)
         spec = declaration.spec(secrets.token_hex(8), choice.backend)
+        spec = placed(spec, [member.machine for member in members])
         membership = Membership(
             spec=spec,
             members=members,

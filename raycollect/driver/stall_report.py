@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from raycollect.channel.messages import Seen
-from raycollect.core import threads
+from raycollect.core import sockets, threads
 from raycollect.core.model import Member
 from raycollect.driver import progress_bar
 from raycollect.driver.controller import Controller
@@ -192,7 +192,11 @@ def _explain_delay(
     group = next((one for one in tracker.groups if one.spec.name == error.group_name), None)
     members = group.members if group is not None else ()
     named = [members[rank] for rank in error.missing if rank < len(members)]
-    error.reports = reports(controller, tracker, named or _pending(tracker), timeout_s)
+    told_of = named or _pending(tracker)
+    seen = _asked(controller, tracker, told_of, timeout_s)
+    error.reports = _reports(tracker, told_of, seen)
+    cut = {link for one in seen.values() if one is not None for link in one.cut}
+    error.cut = tuple(sorted({*error.cut, *sockets.cut_links(), *cut}))
 
 
 def reports(
@@ -200,11 +204,22 @@ def reports(
 ) -> tuple[RankReport, ...]:
     """What members that take part in a plan are doing; those who have not begun it come first."""
     told_of = list(members)
+    return _reports(tracker, told_of, _asked(controller, tracker, told_of, timeout_s))
+
+
+def _asked(
+    controller: Controller, tracker: PlanTracker, members: Sequence[Member], timeout_s: float
+) -> dict[str, Seen | None]:
+    """What members, and all who take part, say of themselves, by actor: those who wait know since when."""
     everyone = [tracker.member(at) for at in range(len(tracker.plan.participants))]
-    asked = list({one.actor_id: one for one in (*told_of, *everyone)}.values())  # those who wait know since when
-    seen = dict(
-        zip((one.actor_id for one in asked), controller.participants.look(asked, min(timeout_s, LOOK_S)), strict=True)
-    )
+    asked = list({one.actor_id: one for one in (*members, *everyone)}.values())
+    said = controller.participants.look(asked, min(timeout_s, LOOK_S))
+    return dict(zip((one.actor_id for one in asked), said, strict=True))
+
+
+def _reports(
+    tracker: PlanTracker, members: Sequence[Member], seen: Mapping[str, Seen | None]
+) -> tuple[RankReport, ...]:
     found = [
         RankReport(
             rank=member.rank,
@@ -214,7 +229,7 @@ def reports(
             awaited_s=awaited_s(tracker, member.actor_id, seen),
             **told(seen[member.actor_id]),
         )
-        for member in told_of
+        for member in members
     ]
     return tuple(sorted(found, key=lambda report: report.has_begun))
 

@@ -122,12 +122,15 @@ class CollectiveTimeoutError(FaultError):
         timeout_s: The limit, in seconds.
         reports: What these ranks were doing just after.
         within: In a kernel, the ranks that ran it with the one that reports this; empty: it waited at the door.
+        cut: The links between hosts over which nothing was acknowledged, by the hosts' addresses: ``"10.0.0.1 and
+            10.0.0.2"``. Then the ranks in `missing` may be healthy.
     """
 
     missing: tuple[int, ...] = ()
     timeout_s: float = 0.0
     reports: tuple[RankReport, ...] = ()
     within: tuple[int, ...] = ()
+    cut: tuple[str, ...] = ()
     cure = "see what the missing ranks are doing; raise timeout_s if they are only slow"
     _tells_story: ClassVar[bool] = False  # of one that waited; what matters is in the reports
 
@@ -142,6 +145,9 @@ class CollectiveTimeoutError(FaultError):
     def __str__(self) -> str:
         text, cure, rest = FaultError.__str__(self).partition("\nWhat to do: ")
         told = "\n  - " + listed(self.reports, "\n  - ") if self.reports else ""
+        if self.cut:
+            told += f"\nNothing was acknowledged between {listed(self.cut)}: the link is cut, or a host is gone"
+            rest = "see to the network between these hosts; the ranks named above may be healthy."
         return text + told + cure + rest
 
 

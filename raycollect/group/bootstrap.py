@@ -33,7 +33,7 @@ from raycollect.errors import (
 )
 from raycollect.group.bootstrap_store import BootstrapStore, Record
 from raycollect.group.coordinator_server import CoordinatorServer, hello_of
-from raycollect.group.membership import on_backend
+from raycollect.group.membership import on_backend, placed
 from raycollect.group.process_group import ProcessGroup
 
 PROBE_S = 2.0
@@ -276,7 +276,7 @@ def _agree(process_group: ProcessGroup, request: BootstrapRequest) -> None:
         gpus = [one["gpu"] for one in said]
         backend = backends.choose(machines, gpus, dict(request.spec.options)).backend
     backends.check_placement(backend, machines, request.spec.name)
-    process_group.settle(on_backend(process_group.spec, backend), tuple(one["who"] for one in said))
+    process_group.settle(placed(on_backend(process_group.spec, backend), machines), tuple(one["who"] for one in said))
 
 
 def _said(rank: int, word: bytes) -> dict[str, Any]:

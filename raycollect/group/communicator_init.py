@@ -77,7 +77,8 @@ class CommunicatorInit:
     def _create(self) -> Communicator:
         hub, owner = self._hub, self._hub.owner
         group_id = f"{owner.spec.group_id}/{hub.name}/{self._generation}"
-        spec = replace(owner.spec, group_id=group_id, world_size=len(hub.ranks))
+        hosts = tuple(owner.spec.hosts[rank] for rank in hub.ranks) if owner.spec.hosts else ()
+        spec = replace(owner.spec, group_id=group_id, world_size=len(hub.ranks), hosts=hosts)
         if hub.name != ALL and spec.backend in _ON_TCP:
             spec = replace(spec, backend="tcp", options=())  # the options are the library's
         exchange = CommunicatorExchange(hub, self._generation)

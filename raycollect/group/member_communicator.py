@@ -37,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from raycollect.channel.messages import Drop
-from raycollect.core import threads
+from raycollect.core import sockets, threads
 from raycollect.core.protocols import Communicator, Surviving
 from raycollect.engine.execution import Outcome
 from raycollect.errors import (
@@ -282,6 +282,8 @@ class MemberCommunicator:
         if isinstance(error, FaultError):
             error.op, error.group_name = op, owner.spec.name
             error.actor = error.actor or (owner.actor(error.rank) if error.rank >= 0 else "")
+        if isinstance(error, CollectiveTimeoutError):
+            error.cut = error.cut or sockets.cut_links()
         if isinstance(error, CollectiveTimeoutError) and (error.missing or error.within):
             error.timeout_s = error.timeout_s or timeout_s
             error.detail = error.told(*(list(map(owner.describe, side)) for side in (error.missing, error.within)))

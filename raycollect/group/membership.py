@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ MEMBERS_TIMEOUT_S = 30.0
 
 _ROUTED = ("tcp", "gloo", "torch:gloo")
 """The backends over which plans may go host by host."""
+
+_BY_HOST = ("tcp",)
+"""The backends whose own kernels go host by host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -76,7 +80,7 @@ class Membership:
             ),
             hosts=tuple(inner[:-1]),
             leaders=inner[-1] if inner else None,
-            bitwise=backends.get(self.spec.backend, self.spec.name).bitwise,
+            bitwise=backends.get(self.spec.backend, self.spec.name).bitwise and self.spec.in_rank_order,
             chosen=self.chosen if self.has_gpus else "",
         )
 
@@ -87,6 +91,8 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     everybody = all(member.participant for member in membership.members)
     if spec.backend not in _ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
+    if not spec.in_rank_order:
+        return ()  # the backend itself goes host by host
     hosts = topology.groups()
     groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
     groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
@@ -98,6 +104,7 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
                 group_id=secrets.token_hex(8),
                 world_size=len(ranks),
                 options=spec.options if backend == spec.backend else (),
+                hosts=(),
                 parent=spec.group_id,
             ),
             members=tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks)),
@@ -110,6 +117,13 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
 def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
     """The group on another backend, or on the one that was chosen for it."""
     return replace(spec, backend=backend, ops=backends.ops_of(backend), memory=device_staging.memory_of(backend))
+
+
+def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:
+    """The group with the hosts of its ranks (`GroupSpec.hosts`); `machines` are as in `Member.machine`, by rank."""
+    topology = Topology.of(machines)
+    counts = spec.backend in _BY_HOST and 1 < topology.host_count < spec.world_size
+    return replace(spec, hosts=topology.hosts if counts else ())
 
 
 def unknown(name: Any, detail: str) -> UnknownGroupError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from raycollect.channel.messages import Look, Measure, Measured, Seen, Survey, Surveyed
+from raycollect.core import sockets
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.progress import NOWHERE, BytesDone
 from raycollect.member.sequencer import PlanSequencer, arrivals
@@ -31,6 +32,7 @@ def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> S
         doors_ms=[int(1000 * since_s) for since_s in doors.values()],
         ended=sequencer.last,
         story=list(recorder.tail()),
+        cut=list(sockets.cut_links()),
     )
 
 

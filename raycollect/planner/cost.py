@@ -15,6 +15,9 @@ ALLGATHER       all copy from all           all to all                          
 others          the receiver copies         directly from sender to receiver       the same
 ==============  ==========================  =====================================  =====================================
 
+Between hosts of which one has several ranks, the mesh goes host by host: `backends.tcp.by_host` has the bytes. What
+goes on inside the hosts happens meanwhile.
+
 [1] Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication Operations in MPICH", 2005. [2] Patarasuk,
 Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The ranks of one host share its link
 to other hosts: what they send at the same time takes as long as if one of them sent all of it. The model assumes that a
@@ -101,11 +104,12 @@ class Layout:
     crossings: int  # how many ranks have their successor in the ring on another host
     root_size: int  # how many ranks are on the root's host
     contiguous: bool = True  # `Topology.is_contiguous`
+    rank_order: bool = False  # whether reductions are folded in rank order, whatever hosts the ranks are on
     inside: Link = INSIDE
     between: Link = BETWEEN
 
     @classmethod
-    def of(cls, topology: Topology, root: int = -1) -> Layout:
+    def of(cls, topology: Topology, root: int = -1, *, rank_order: bool = False) -> Layout:
         """The layout of a topology; without a root (-1), rank 0 stands for it."""
         hosts = topology.hosts
         counts = Counter(hosts)
@@ -114,6 +118,7 @@ class Layout:
             crossings=sum(here != there for here, there in zip(hosts, (*hosts[1:], hosts[0]), strict=True)),
             root_size=counts[hosts[max(root, 0)]],
             contiguous=topology.is_contiguous,
+            rank_order=rank_order,
             inside=topology.inside,
             between=topology.between,
         )
@@ -244,6 +249,42 @@ def _mesh_broadcast(layout: Layout) -> Cost:
     return Cost(line=first.line + on.line, inside=inside, between=between)
 
 
+def _host_by_host(
+    busiest: Callable[[int], float], between: Callable[[int], float], rounds: int, beside_: float, layout: Layout
+) -> Cost:
+    """Ranks share what their host sends: by hosts, what the busiest one sends or gets, and what all send.
+
+    `beside_` is what each rank but one of a host gives the others there.
+    """
+    hosts = layout.host_count
+    line = Line(
+        rounds * (layout.between.latency_s + layout.inside.latency_s + (hosts + layout.largest - 2) * MESSAGE_S),
+        max(
+            busiest(hosts) / layout.between.bandwidth,
+            beside_ * (layout.largest - 1) / layout.largest / layout.inside.bandwidth,
+        ),
+    )
+    return Cost(line=line, inside=beside_ * (layout.world - hosts), between=between(hosts))
+
+
+def _gathered_by_host(layout: Layout) -> Cost:
+    """Each piece once to every other host; n is what a rank gives, so that all together have w of them."""
+    world, least = layout.world, layout.sizes[-1][0]
+    busiest = max(layout.largest * (layout.host_count - 1), world - least)
+    return _host_by_host(lambda h: busiest, lambda h: world * (h - 1), 1, world, layout)
+
+
+_BY_HOST: dict[OpKind, _Price] = {
+    OpKind.ALLREDUCE: partial(_host_by_host, lambda h: 2 * (h - 1) / h, lambda h: 2 * (h - 1), 2, 2),
+    OpKind.REDUCE: partial(_host_by_host, lambda h: 2 * (h - 1) / h, lambda h: (h - 1) * (1 + 1 / h), 2, 1),
+    OpKind.REDUCESCATTER: partial(_host_by_host, lambda h: (h - 1) / h, lambda h: h - 1, 1, 1),
+    OpKind.BROADCAST: partial(_host_by_host, lambda h: 1, lambda h: h - 1, 2, 1),
+    OpKind.ALLGATHER: _gathered_by_host,
+}
+"""The mesh between hosts of which one has several ranks."""
+
+_FOLDS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+
 _DIRECT: dict[OpKind, _Price] = {
     OpKind.REDUCESCATTER: lambda at: _all_to_all(1 / at.world, at),
     OpKind.ALLTOALL: lambda at: _all_to_all(1 / at.world, at),
@@ -294,7 +335,11 @@ def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
     layout = Layout.of(place) if isinstance(place, Topology) else place
     if layout.world == 1:
         return FREE
-    return _FAMILIES.get(backend, _RING)[OpKind.SEND if kind is OpKind.RECV else kind](layout)
+    family = _FAMILIES.get(backend, _RING)
+    goes_by_host = family is _MESH and 1 < layout.host_count < layout.world
+    if goes_by_host and kind in _BY_HOST and not (layout.rank_order and kind in _FOLDS):
+        return _BY_HOST[kind](layout)
+    return family[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 
 
 def native(kind: OpKind, backend: str, place: Topology | Layout) -> Line:

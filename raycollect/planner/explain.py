@@ -206,6 +206,15 @@ class _Bundle:
         inner = [one.spec for one in (*self.roster.hosts[:1], self.roster.leaders) if one is not None]
         return [self.roster.spec, *(inner if any(step.level for step in steps) else [])]
 
+    @property
+    def bits(self) -> str:
+        """In which order a reduction is folded (P7)."""
+        if not self.part.request.op:
+            return ""
+        if self.roster.bitwise or (self.roster.spec.hosts and self.narrow):
+            return "the left fold in rank order"
+        return "the left fold over hosts, in rank order inside each" if self.roster.spec.hosts else "equal on all ranks"
+
     @cached_property
     def why(self) -> str:
         choices = self.part.choices
@@ -258,7 +267,7 @@ def _row(sizes: Sizes, bundle: _Bundle, place: int, number: int, after: tuple[in
         together=bundle.packing.together,
         algorithm=part.choices[bundle.taken].name,
         why=bundle.why,
-        bits=("the left fold in rank order" if roster.bitwise else "equal on all ranks") if part.request.op else "",
+        bits=bundle.bits,
         ways=bundle.ways(nbytes, moved),
         launches=bundle.launches,
         acts=bundle.acts,
@@ -328,6 +337,7 @@ def _lanes(bundles: Sequence[_Bundle], count: int) -> tuple[tuple[Lane, ...], li
 _CHUNKS = {"local": 0, "shm": 2 << 20, "tcp": 12 << 20, "gloo": 32 << 20, "torch:": 32 << 20}
 """Backend -> the most bytes of its chunks on a rank; the docstring of each backend promises that. All of torch's have
 the same."""
+_BY_HOST_NBYTES = 34 << 20  # the same where the backend goes host by host
 
 
 def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
@@ -343,7 +353,7 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
     moves = [sizes.moved(number) for bundle in bundles for number in bundle.calls]
     boxes = max((one.staging for moved in moves if moved is not None for one in moved.ranks), default=0)
     specs = [spec for bundle in bundles for spec in bundle.groups()]
-    chunks = {one.name: _CHUNKS.get("torch:" if one.backend.startswith("torch:") else one.backend, -1) for one in specs}
+    chunks = {one.name: _chunks_of(one) for one in specs}
     return Memory(
         outputs=max(made, default=0),
         scratch=max(scratch, default=0),
@@ -351,6 +361,12 @@ def _memory(plan: Plan, sizes: Sizes, bundles: Sequence[_Bundle]) -> Memory:
         stand_ins=max(stand_ins, default=0),
         chunks=tuple(chunks.items()),
     )
+
+
+def _chunks_of(spec: GroupSpec) -> int:
+    if spec.hosts:
+        return _BY_HOST_NBYTES
+    return _CHUNKS.get("torch:" if spec.backend.startswith("torch:") else spec.backend, -1)
 
 
 def _memory_of_all(parts: Sequence[Memory]) -> Memory:

@@ -29,6 +29,8 @@ def is_possible(setting: Setting) -> bool:
     layout = setting.layout
     if not (setting.hosts and setting.leaders and layout.host_count > 1 and layout.largest > 1):
         return False
+    if setting.backend == "tcp" and not setting.bitwise:
+        return False  # its own kernels go host by host, and what goes on inside happens meanwhile
     if setting.kind is OpKind.BROADCAST:
         return True
     if setting.kind is not OpKind.ALLREDUCE or setting.op is ReduceOp.AVG:  # the average of averages is another one

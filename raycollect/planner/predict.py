@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner.algorithms import ALGORITHMS
@@ -10,7 +10,7 @@ from raycollect.planner.cost import ONE_HOST, Layout
 from raycollect.planner.setting import Setting
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
-_BITWISE = ("local", "shm", "tcp")
+_BITWISE = ("local", "shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,8 @@ class Cluster:
     between: Link = BETWEEN  # the link between hosts, shared by the ranks of one host
     backend: str = "tcp"
     inner: str = "shm"  # the backend of the ranks of one host among themselves
-    # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`, `tcp`)
+    # Whether elements have to be folded in rank order; None: where the backend promises it (`shm`; `tcp` on request,
+    # and where each rank has a host of its own or all have one)
     bitwise: bool | None = None
 
     def __post_init__(self) -> None:
@@ -31,6 +32,13 @@ class Cluster:
             raise ValueError(f"no such cluster: {self.hosts} hosts with {self.ranks_per_host} ranks each")
         if self.hosts > 1 and self.backend in ONE_HOST:
             raise ValueError(f"backend {self.backend!r} serves one host, not {self.hosts}")
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether elements are folded in rank order."""
+        if self.bitwise is not None:
+            return self.bitwise
+        return self.backend in _BITWISE or (self.backend == "tcp" and 1 in (self.hosts, self.ranks_per_host))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +69,16 @@ def predict(
         raise ValueError(f"a rank can't give {nbytes} bytes")
     if not isinstance(kind, OpKind) and kind not in {one.value for one in OpKind}:
         raise ValueError(f"no operation {kind!r}; there are {', '.join(one.value for one in OpKind)}")
+    bitwise = cluster.in_rank_order
+    layout = Layout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between)
     setting = Setting(
         kind=OpKind(kind),
         backend=cluster.backend,
-        layout=Layout.uniform(cluster.hosts, cluster.ranks_per_host, cluster.inside, cluster.between),
+        layout=replace(layout, rank_order=bitwise),
         op=op,
         hosts=cluster.inner,
         leaders=cluster.backend,
-        bitwise=cluster.backend in _BITWISE if cluster.bitwise is None else cluster.bitwise,
+        bitwise=bitwise,
     )
     found = []
     for name, algorithm in ALGORITHMS.items():

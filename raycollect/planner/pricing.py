@@ -53,7 +53,7 @@ def _own(part: Part, roster: Roster) -> Cost:
     """The cost of the backend's own kernels, or of those that substitute them, one after the other."""
     hosts = roster.topology.hosts
     place = replace(roster.topology, hosts=tuple(hosts[rank] for rank in part.ranks))
-    layout = Layout.of(place, part.places.get(part.request.root, -1))
+    layout = Layout.of(place, part.places.get(part.request.root, -1), rank_order=roster.bitwise)
     kinds = dict.fromkeys(
         OpKind.SEND if step.kind is OpKind.RECV else step.kind
         for template in part.templates

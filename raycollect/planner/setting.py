@@ -46,7 +46,7 @@ class Setting:
         return cls(
             kind=request.kind,
             backend=roster.spec.backend,
-            layout=Layout.of(roster.topology, request.root),
+            layout=Layout.of(roster.topology, request.root, rank_order=roster.bitwise),
             op=request.op,
             hosts=roster.hosts[0].spec.backend if fits else "",
             leaders=roster.leaders.spec.backend if fits and roster.leaders else "",

@@ -38,12 +38,14 @@ def _rosters(chance: random.Random) -> list[Roster]:
         places = [host[one] for one in members]
         ops = chance.choice([None, None, ("send", "recv", "allreduce", "reducescatter", "barrier")])
         given_ops = {} if ops is None else {"ops": ops}
+        bitwise = chance.random() < 0.5
         found.append(
             roster(
                 places,
                 group_id=f"g{number}",
                 members=members,
-                bitwise=chance.random() < 0.5,
+                backend="tcp" if bitwise else "gloo",
+                bitwise=bitwise,
                 between=SLOW,
                 **given_ops,
             )

@@ -15,7 +15,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 import raycollect as col
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import RANK_ORDER, OpKind, ReduceOp
 from raycollect.driver.controller import Controller
 from raycollect.group import link_costs
 from raycollect.member.runtime import Runtime
@@ -145,7 +145,7 @@ def host_by_host():
         patch.setenv(link_costs.ENVIRONMENT_VARIABLE, str(slow))
         without_inner()
         workers = [_on(node) for node in PLACES]
-        _host_by_host(workers, "tcp", (OpKind.BROADCAST,))
+        _host_by_host(workers, "tcp", ())
         _host_by_host(workers, "gloo", (OpKind.ALLREDUCE,))
         patch.setattr(passes, "route", forced)
         _host_by_host(workers, "tcp", (OpKind.BROADCAST, OpKind.ALLREDUCE))
@@ -163,7 +163,7 @@ def without_inner():
     """Where a group inside can't be formed, the group around does without."""
     workers = [Worker.options(num_cpus=0, resources={node: 0.1}).remote() for node in ("one", "two", "one")]
     ray.get(workers[2].call.remote(refuse_shared_memory))
-    group = col.declare_collective_group(workers)
+    group = col.declare_collective_group(workers, pg_options=dict([RANK_ORDER]))
     assert Controller.current().groups.named("default").inner == ()
     refs = buffers(workers)
     col.allreduce_refs(refs)
@@ -200,7 +200,9 @@ def forced(part, roster):
 
 
 def _host_by_host(workers, backend, routed):
-    group = col.declare_collective_group(workers, backend=backend)
+    # tcp has groups inside a group only where it does not go host by host itself.
+    options = dict([RANK_ORDER]) if backend == "tcp" else None
+    group = col.declare_collective_group(workers, backend=backend, pg_options=options)
     assert [m.spec.world_size for m in Controller.current().groups.named("default").tree] == [5, 2, 1, 2, 3]
     values = [np.random.default_rng(rank).normal(size=2501) for rank in range(5)]
     refs = [w.make.remote(lambda self, v: v.copy(), value) for w, value in zip(workers, values, strict=True)]
@@ -209,7 +211,8 @@ def _host_by_host(workers, backend, routed):
     if OpKind.ALLREDUCE in routed:
         (row,) = col.plan(col.allreduce_refs, refs).rows
         topology = Controller.current().groups.named("default").roster.topology
-        _, between = priced(OpKind.ALLREDUCE, backend, Layout.of(topology)).traffic(row.nbytes)
+        native = priced(OpKind.ALLREDUCE, backend, Layout.of(topology, rank_order=backend == "tcp"))
+        _, between = native.traffic(row.nbytes)
         assert row.algorithm == "hierarchical"
         assert 0 < row.way.nbytes_between < between, "fewer bytes between hosts than by the backend's own kernel"
     total = functools.reduce(np.add, values)
@@ -233,7 +236,7 @@ def _host_by_host(workers, backend, routed):
         col.allreduce_refs(refused)
     col.destroy_collective_group()
     assert wait_until(lambda: not any(ray.get([worker.call.remote(open_groups) for worker in workers])))
-    col.declare_collective_group(workers, backend=backend)
+    col.declare_collective_group(workers, backend=backend, pg_options=options)
     ray.get(workers[3].call.remote(inject.put, "after_kernel", "die"))
     with pytest.raises(col.errors.ParticipantDiedError) as caught:
         col.allreduce_refs(refs, timeout_s=30)

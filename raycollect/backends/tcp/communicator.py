@@ -23,10 +23,11 @@ SEND            n
 Data goes in pipelined chunks: while this rank reduces, the sockets carry the next chunk. Ranks go through chunks and
 steps in one order, so that the frames of a pair need no tags.
 
-`run` has the kernels, `join` makes and authenticates the connections, `link` and `peer` move frames and carry the
-agreement. A wait ends at the launch's deadline and on an abort, also inside a kernel, and the group works on after
-either. Only a connection that ends breaks the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank (P8), a third
-of which is kept across kernels; and 4 KiB for each connection.
+`run` has the kernels, `by_host` those between hosts with several ranks (`GroupSpec.hosts`), `join` makes and
+authenticates the connections, `link` and `peer` move frames and carry the agreement. A wait ends at the launch's
+deadline and on an abort, also inside a kernel, and the group works on after either. Only a connection that ends breaks
+the group. Extra memory: at most 6 x `CHUNK_NBYTES` per rank (P8), 17 x in `by_host`, a third of which is kept across
+kernels; and 4 KiB for each connection.
 
 The option ``checksum`` (`pg_options={"checksum": True}`) adds a checksum to every frame; see `checksums`.
 """
@@ -40,13 +41,15 @@ from contextlib import suppress
 from functools import partial
 
 from raycollect.backends.completion import DONE, translated
+from raycollect.backends.tcp import by_host
+from raycollect.backends.tcp.by_host import HostRun, Hosts
 from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import Batch, Peer
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
-from raycollect.core.model import GroupSpec, Kernel, Launch
+from raycollect.core.model import RANK_ORDER, GroupSpec, Kernel, Launch
 from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
@@ -66,14 +69,14 @@ def create(
 ) -> TcpCommunicator:
     """Joins the group; returns when this rank is connected to all others.
 
-    Listens on `host` only. The option ``checksum`` is True or False.
+    Listens on `host` only. The option ``checksum`` is True or False, the option ``deterministic`` is "rank_order".
 
     Raises:
         InvalidGroupError: The options are unknown, or have wrong values.
         BackendUnavailableError: This rank can't listen there.
         CollectiveTimeoutError: Naming the members that did not come.
     """
-    peer_of = partial(SummedPeer, spec.name, rank) if _wants_checksums(spec) else Peer
+    peer_of = partial(SummedPeer, spec.name, rank) if _checked(spec) else Peer
     return connect(spec, rank, rendezvous, host, peer_of)
 
 
@@ -98,16 +101,20 @@ def check_descriptors(spec: GroupSpec, rank: int, needed: int) -> None:
         raise BackendUnavailableError(group_name=spec.name, detail=detail)
 
 
-def _wants_checksums(spec: GroupSpec) -> bool:
+def _checked(spec: GroupSpec) -> bool:
+    # Whether frames carry checksums. Raises InvalidGroupError for what is no option.
     given = dict(spec.options)
-    wanted = given.pop("checksum", False)
+    wanted, order = given.pop("checksum", False), given.pop(RANK_ORDER[0], RANK_ORDER[1])
+    detail = ""
     if given:
-        detail = f"backend 'tcp': there is no option {listed(map(shown, given))}; there is 'checksum'"
-        raise InvalidGroupError(group_name=spec.name, detail=detail)
-    if type(wanted) is not bool:
-        detail = f"backend 'tcp': option 'checksum' is {shown(wanted)}, neither True nor False"
-        raise InvalidGroupError(group_name=spec.name, detail=detail)
-    return wanted
+        detail = f"there is no option {listed(map(shown, given))}; there are 'checksum' and 'deterministic'"
+    elif type(wanted) is not bool:
+        detail = f"option 'checksum' is {shown(wanted)}, neither True nor False"
+    elif order != RANK_ORDER[1]:
+        detail = f"option 'deterministic' is {shown(order)}, not {RANK_ORDER[1]!r}"
+    if detail:
+        raise InvalidGroupError(group_name=spec.name, detail=f"backend 'tcp': {detail}")
+    return bool(wanted)
 
 
 class TcpCommunicator:
@@ -118,7 +125,8 @@ class TcpCommunicator:
         self.world_size: int = spec.world_size
         self._group_name = spec.name
         self._link = link
-        self._staging = Staging()
+        self._hosts, self._in_rank_order = spec.hosts, spec.in_rank_order
+        self._staging, self._between = Staging(), Staging(by_host.SLOTS)
         self._staged: tuple[int, Kernel] | None = None  # before the agreement of that launch
         self._sent: Batch | None = None  # what has gone ahead of the next kernel
         self._closed = False
@@ -137,7 +145,7 @@ class TcpCommunicator:
             kernel = staged[1]
 
             def send_ahead() -> None:
-                self._sent = Run(link, launch, self._staging).send_ahead(kernel)
+                self._sent = self._run(link, launch).send_ahead(kernel)
 
             return link.agree(launch, arrival, send_ahead)
 
@@ -148,8 +156,15 @@ class TcpCommunicator:
         with self as link, translated(kernel.kind, self._group_name, self.rank):
             link.begin(launch)
             sent, self._sent = self._sent, None
-            Run(link, launch, self._staging, sent).run(kernel)
+            self._run(link, launch, sent).run(kernel)
         return DONE
+
+    def _run(self, link: Link, launch: Launch, sent: Batch | None = None) -> Run:
+        hosts = Hosts.of(self._hosts, launch.ranks) if self._hosts else None
+        if hosts is None:
+            return Run(link, launch, self._staging, sent)
+        order, between = self._in_rank_order, self._between
+        return HostRun(link, launch, self._staging, sent, between=between, hosts=hosts, in_rank_order=order)
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks of a launch that do not respond; see `Link.silent`. Never raises."""
@@ -186,6 +201,7 @@ class TcpCommunicator:
             try:
                 self._link.close()
                 self._staging.close()
+                self._between.close()
             finally:
                 self._inside.release()
 

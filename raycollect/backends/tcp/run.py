@@ -38,16 +38,17 @@ Steps = Iterator[Batch]  # A chunk in progress: yields the batches that it waits
 class Staging:
     """Memory in which chunks wait to be folded; kept across kernels, because its first touch is slow."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = _SLOTS) -> None:
+        self._count = count  # of chunks that may wait at once
         self._slots: Array = np.empty((0, 0), np.uint8)
 
     def slot(self, turn: int, nbytes: int) -> Array:
-        """Returns memory for one chunk, valid until the chunk after the next one begins."""
+        """Returns memory for one chunk, valid until as many chunks as there are slots have begun."""
         if nbytes > CHUNK_NBYTES:  # more ranks than a chunk has room for
             return np.empty(nbytes, np.uint8)
         if not self._slots.size:
-            self._slots = np.empty((_SLOTS, CHUNK_NBYTES), np.uint8)
-        slot: Array = self._slots[turn % _SLOTS, :nbytes]
+            self._slots = np.empty((self._count, CHUNK_NBYTES), np.uint8)
+        slot: Array = self._slots[turn % self._count, :nbytes]
         return slot
 
     def close(self) -> None:
@@ -84,12 +85,15 @@ class Run:
     def run(self, kernel: Kernel) -> None:
         """Runs it to its end."""
         if self._sent is None:
-            _KERNELS[kernel.kind](self, kernel)
+            self._kernel(kernel)
             return
         op, takers, src, dst = self._reduction(kernel)
         for batch in self._whole(op, src, dst, takers, 0, 0, src.size):
             # What came ahead does not show that its sender has passed the agreement.
             self._link.wait(batch, self._launch, self._until_s, self._others)
+
+    def _kernel(self, kernel: Kernel) -> None:
+        _KERNELS[kernel.kind](self, kernel)
 
     def _go(self, row: Iterable[Steps]) -> None:
         # Runs chunks as a pipeline. In round t chunk t takes its first step, then the older ones, oldest first, wait
@@ -212,7 +216,7 @@ class Run:
         # Folds in rank order; `out` may be `own`, which has to be read before it is written.
         place = self._ranks.index(self._me)
         rows = [*parts[:place], own, *parts[place:]]
-        if place < _READ_FIRST or not np.may_share_memory(own, out):
+        if place < READ_FIRST or not np.may_share_memory(own, out):
             fold(op, rows, out)
         else:
             fold(op, rows, rows[0])
@@ -289,7 +293,7 @@ class Run:
             dst.commit(*span, into)
 
 
-_READ_FIRST = 2  # How many of the ranks' parts a fold reads before it first writes
+READ_FIRST = 2  # How many of the ranks' parts a fold reads before it first writes
 
 
 def _next(steps: Steps) -> list[tuple[Steps, Batch]]:

@@ -130,7 +130,7 @@ class Seen(Message):
     """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
 
     `steps` says of each of the plans in `running` where it is, in words; `doors` are the launches to whose doors the
-    participant came last, `doors_ms` for each of them how many milliseconds ago.
+    participant came last, `doors_ms` for each of them how many milliseconds ago; `cut` is `sockets.cut_links`.
     """
 
     request: int
@@ -142,6 +142,7 @@ class Seen(Message):
     doors_ms: list[int] = field(default_factory=list)
     ended: int = 0
     story: list[str] = field(default_factory=list)
+    cut: list[str] = field(default_factory=list)
 
 
 @message

@@ -261,7 +261,7 @@ def test_checksums_make_no_frame_longer_and_none_are_made_unasked(form: Callable
         ((("checksum", 1),), "option 'checksum' is 1, neither True nor False"),
         ((("checksum", "yes"),), "option 'checksum' is 'yes'"),
         ((("checksum", None),), "option 'checksum' is None"),
-        ((("cheksum", True),), "there is no option 'cheksum'; there is 'checksum'"),
+        ((("cheksum", True),), "there is no option 'cheksum'; there are 'checksum' and"),
         ((*ON, ("timeout", 3)), "there is no option 'timeout'"),
     ],
 )

@@ -260,7 +260,7 @@ def test_pairs_meet_side_by_side_in_as_few_launches_as_they_say(world: int) -> N
 @pytest.mark.parametrize("bitwise", [True, False])
 def test_a_hierarchy_has_the_launches_that_it_needs(bitwise: bool) -> None:
     for places, chained in (("aab", 4), ("aabb", 5), ("abb", 4), ("aaabbbccc", 7), ("abcc", 5)):
-        of = roster(places, bitwise=bitwise)
+        of = roster(places, bitwise=bitwise, backend="tcp" if bitwise else "gloo")
         part = built("hierarchical", of, request(OpKind.ALLREDUCE, of))
         assert part is not None
         assert _launches(part) == (chained if bitwise else 3)
@@ -288,7 +288,8 @@ def test_where_a_hierarchy_is_not_possible() -> None:
     assert not possible(roster("aabb"), op=ReduceOp.AVG), "an average of averages is another one"
     assert not possible(roster("aabb", bitwise=False), op=ReduceOp.AVG)
     assert not possible(roster("abab")), "host by host would not be rank by rank"
-    assert possible(roster("abab", bitwise=False))
+    assert possible(roster("abab", backend="gloo", bitwise=False))
+    assert not possible(roster("aabb", bitwise=False)), "what tcp does itself goes host by host"
     other = roster("aabb")
     for broken in (
         replace(other, hosts=other.hosts[:1]),
@@ -342,14 +343,19 @@ def test_the_cheapest_is_taken_at_every_size(
 
 def test_slow_links_between_hosts_make_hierarchies() -> None:
     of = roster("aaaaaaaabbbbbbbb")
-    for kind in (OpKind.ALLREDUCE, OpKind.BROADCAST):
-        part = plan_part(request(kind, of), of)
-        assert names(part)[-1] == "hierarchical"
-        assert [[group_id for group_id, _ in level] for level in part.levels] == [["g/0", "g/1"], ["g/leaders"]]
-        assert part.domains(9)[1].rank == 1
-        assert part.domains(9)[2].ranks == ()
-        assert part.domains(8)[2].rank == 1
-    assert names(plan_part(request(OpKind.ALLGATHER, of), of)) == ["native", "ring"]
+    part = plan_part(request(OpKind.ALLREDUCE, of), of)
+    assert names(part)[-1] == "hierarchical"
+    assert [[group_id for group_id, _ in level] for level in part.levels] == [["g/0", "g/1"], ["g/leaders"]]
+    assert part.domains(9)[1].rank == 1
+    assert part.domains(9)[2].ranks == ()
+    assert part.domains(8)[2].rank == 1
+
+
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.BROADCAST, OpKind.ALLGATHER])
+def test_nothing_is_cheaper_than_a_backend_that_goes_host_by_host(kind: OpKind) -> None:
+    for places in ("aabb", "aaaaaaaabbbbbbbb", "abcc"):
+        of = roster(places, bitwise=False)
+        assert names(plan_part(request(kind, of), of)) == ["native"]
 
 
 def test_what_is_learned_at_the_door_or_made_of_others_has_one_way() -> None:

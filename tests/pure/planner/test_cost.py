@@ -107,7 +107,9 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
         root = data.draw(st.integers(0, len(places) - 1))
         if kind is OpKind.BROADCAST and backend != "tcp":
             continue  # a tree, which see below
-        cost = priced(kind, backend, Layout.of(topology, root))
+        if backend == "tcp" and 1 < topology.host_count < len(places) and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
+            continue  # host by host: `test_by_host` counts it
+        cost = priced(kind, backend, Layout.of(topology, root, rank_order=True))
         inside, between = counted(kind, backend, topology.hosts, root)
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
 
@@ -153,8 +155,8 @@ def test_more_bytes_and_slower_links_take_longer(kind: OpKind, backend: str) -> 
 def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
     """Two hosts: all that each rank of one has for the ranks of the other goes over one link."""
     for ranks in (1, 2, 4, 8):
-        line = native(OpKind.ALLGATHER, "tcp", Layout.uniform(2, ranks))
-        assert line.per_byte_s == pytest.approx(ranks * ranks / BETWEEN.bandwidth)
+        line = native(OpKind.ALLTOALL, "tcp", Layout.uniform(2, ranks))
+        assert line.per_byte_s == pytest.approx(ranks / 2 / BETWEEN.bandwidth)
 
 
 def test_a_topology_may_stand_for_its_layout() -> None:
@@ -172,8 +174,11 @@ def _names(kind: OpKind | str, cluster: Cluster, nbytes: int = 1 << 20) -> set[s
 
 def test_predictions_name_the_algorithms_that_there_are_the_fastest_first() -> None:
     cluster = Cluster(hosts=64, ranks_per_host=8)
-    assert _names("allreduce", cluster) == {"native", "hierarchical"}
-    assert _names(OpKind.BROADCAST, cluster) == {"native", "hierarchical", "tree"}
+    assert _names("allreduce", cluster) == {"native"}, "which goes host by host"
+    assert _names("allreduce", replace(cluster, bitwise=True)) == {"native", "hierarchical"}
+    assert _names("allreduce", replace(cluster, backend="gloo")) == {"native", "hierarchical"}
+    assert _names(OpKind.BROADCAST, cluster) == {"native", "tree"}
+    assert _names(OpKind.BROADCAST, replace(cluster, backend="gloo")) == {"native", "hierarchical", "tree"}
     assert _names("allgather", cluster) == {"native", "ring"}
     for kind in ("alltoall", "gather", "scatter"):
         assert _names(kind, cluster) == {"native", "pairwise"}
@@ -193,15 +198,16 @@ def test_no_levels_on_one_host_or_of_one_rank_each_and_no_average_of_averages() 
 
 def test_hierarchies_send_less_between_hosts() -> None:
     for hosts, ranks in ((2, 8), (4, 4), (64, 8)):
-        for bitwise in (True, False):
-            cluster = Cluster(hosts=hosts, ranks_per_host=ranks, bitwise=bitwise)
-            for kind in ("allreduce", "broadcast"):
-                found = {one.name: one for one in predict(kind, 1 << 24, cluster)}
-                assert found["hierarchical"].nbytes_between * 2 <= found["native"].nbytes_between
+        in_order = Cluster(hosts=hosts, ranks_per_host=ranks, bitwise=True)
+        found = {one.name: one for one in predict("allreduce", 1 << 24, in_order)}
+        assert found["hierarchical"].nbytes_between * 2 <= found["native"].nbytes_between
+        by_host = {one.name: one for one in predict("allreduce", 1 << 24, replace(in_order, bitwise=False))}
+        assert by_host["native"].nbytes_between == found["hierarchical"].nbytes_between
+        assert by_host["native"].time_s < found["hierarchical"].time_s
 
 
 def test_a_cluster_folds_as_its_backend_does_unless_it_is_told() -> None:
-    for backend, bitwise in (("tcp", True), ("gloo", False), ("nccl", False)):
+    for backend, bitwise in (("tcp", False), ("gloo", False), ("nccl", False)):
         by_default = predict("allreduce", 4 << 20, Cluster(hosts=64, ranks_per_host=8, backend=backend))
         told = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=bitwise)
         other = Cluster(hosts=64, ranks_per_host=8, backend=backend, bitwise=not bitwise)

@@ -16,7 +16,7 @@ from tests.pure.rosters import MADE, built, names, own, request, roster
 
 
 def test_folding_in_another_grouping_is_caught_where_bits_count() -> None:
-    of = roster("aabb", bitwise=False)
+    of = roster("aabb", backend="gloo", bitwise=False)
     part = built("hierarchical", of, request(OpKind.ALLREDUCE, of))
     assert part is not None
     verify(part, bitwise=False)

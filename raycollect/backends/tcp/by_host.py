@@ -1,0 +1,401 @@
+"""The kernels of backend `tcp` between hosts with several ranks each: each host's link carries the fewest bytes.
+
+Theory, for H hosts and arrays of n bytes. What the ranks of a host have in common crosses its link once (Karonis et
+al.: "Exploiting hierarchy in parallel computer networks to optimize collective operation performance", 2000), and all
+of them share in the sending: a chunk is cut into *rails*, as many as the largest host has ranks. On every host one rank
+works for a rail, and only ranks of the same rail send to each other between hosts. Inside a host, rails are exchanged
+over its loopback. Between hosts it goes directly, as on one host, a slice of the rail for each host.
+
+==============  ===============================================================  =======================================
+kernel          steps of a chunk                                                 a host sends
+==============  ===============================================================  =======================================
+ALLREDUCE       rails to their ranks, folded; slices between hosts, folded;      2 (H - 1) / H x n
+                results between hosts; rails to all ranks of the host
+REDUCE          the same, but the results go to the root                         n, the root's (H - 1) / H x n
+REDUCESCATTER   pieces to their rails, folded; to their ranks, folded            (H - 1) / H x n
+ALLGATHER       each piece to one rank of each other host; on inside the host    (H - 1) x its ranks x n
+BROADCAST       slices from the root to the hosts; between these; inside them    n, the root's; others (H - 2) / (H - 1)
+==============  ===============================================================  =======================================
+
+GATHER, SCATTER, ALLTOALL and sends have nothing in common, and go straight as in `run`.
+
+Each element is the left fold, over the hosts in the order of their lowest ranks, of the left folds in rank order inside
+each: for any size, chunks and fusion (P7). Floats of less than 32 bits would be rounded once per host: they are folded
+in rank order, by `run`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from raycollect.backends.arrays import Array, Flat, native
+from raycollect.backends.completion import (
+    clipped,
+    keep_own,
+    metered,
+    movement,
+    reduce_op,
+    scattered_reduction,
+    transfers,
+)
+from raycollect.backends.folds import finish, fold, is_widened
+from raycollect.backends.tcp.link import Link
+from raycollect.backends.tcp.peer import Batch
+from raycollect.backends.tcp.run import CHUNK_NBYTES, READ_FIRST, Run, Staging, Steps
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+
+_Spans = Sequence[Sequence[slice]]
+
+WHOLE_UP_TO_NBYTES = 8 << 10  # The size up to which arrays go whole: links are shared by the ranks of a host
+SLOTS = 3  # How many chunks of slices may wait to be folded: links carry some while others are folded
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """The ranks of a launch by their hosts."""
+
+    groups: tuple[tuple[int, ...], ...]  # for each host its ranks, ascending; hosts by their lowest rank
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, hosts: tuple[int, ...], ranks: tuple[int, ...]) -> Hosts | None:
+        """The hosts of a launch; None where nothing is gained: all on one host, or each on its own."""
+        found: dict[int, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(hosts[rank], []).append(rank)
+        return cls(tuple(map(tuple, found.values()))) if 1 < len(found) < len(ranks) else None
+
+    @property
+    def rails(self) -> int:
+        """How many rails there are."""
+        return max(map(len, self.groups))
+
+    def home(self, rank: int) -> int:
+        """The place of a rank's host."""
+        return next(at for at, ranks in enumerate(self.groups) if rank in ranks)
+
+    def agent(self, host: int, rail: int) -> int:
+        """The rank that works for a rail on a host."""
+        ranks = self.groups[host]
+        return ranks[rail % len(ranks)]
+
+    def rail(self, rank: int) -> int:
+        """The rail of what belongs to one rank."""
+        return self.groups[self.home(rank)].index(rank)
+
+
+class HostRun(Run):
+    """One kernel in progress on one rank; `between` is where slices of other hosts wait."""
+
+    def __init__(
+        self,
+        link: Link,
+        launch: Launch,
+        staging: Staging,
+        sent: Batch | None = None,
+        *,
+        between: Staging,
+        hosts: Hosts,
+        in_rank_order: bool,
+    ) -> None:
+        super().__init__(link, launch, staging, sent)
+        self._between = between
+        self._hosts = hosts
+        self._in_rank_order = in_rank_order
+        self._home = hosts.home(self._me)
+        self._near = tuple(rank for rank in hosts.groups[self._home] if rank != self._me)
+        self._far = tuple(host for host in range(len(hosts.groups)) if host != self._home)
+        self._rails = [rail for rail in range(hosts.rails) if hosts.agent(self._home, rail) == self._me]
+
+    def _kernel(self, kernel: Kernel) -> None:
+        by_host = _BY_HOST.get(kernel.kind)
+        if by_host is None or (kernel.op is not None and self._is_flat(native(kernel.sample.dtype))):
+            super()._kernel(kernel)
+        else:
+            by_host(self, kernel)
+
+    def _is_flat(self, dtype: np.dtype[np.generic]) -> bool:
+        # Whether elements are folded in rank order, whatever host they are from.
+        return self._in_rank_order or is_widened(dtype)
+
+    def _is_small(self, flat: Flat) -> bool:
+        return flat.size * flat.dtype.itemsize <= WHOLE_UP_TO_NBYTES
+
+    def _fold(self, op: ReduceOp, own: Array, parts: list[Array], out: Array) -> None:
+        if self._is_flat(out.dtype):
+            super()._fold(op, own, parts, out)
+            return
+        rows = dict(zip(self._ranks, _with(parts, self._ranks.index(self._me), own), strict=True))
+        by_host = []
+        for ranks in self._hosts.groups:
+            alone = len(ranks) == 1
+            folded = rows[ranks[0]] if alone else np.empty_like(out)
+            if not alone:
+                fold(_summed(op), [rows[rank] for rank in ranks], folded)
+            by_host.append(folded)
+        self._fold_hosts(op, by_host, out)
+
+    def _fold_inside(self, op: ReduceOp, own: Array, parts: Sequence[Array], out: Array) -> None:
+        ranks = self._hosts.groups[self._home]
+        _fold_rows(_summed(op), _with(parts, ranks.index(self._me), own), out)
+
+    def _fold_hosts(self, op: ReduceOp, by_host: Sequence[Array], out: Array) -> None:
+        _fold_rows(_summed(op), by_host, out)
+        finish(op, out.view(out.real.dtype), len(self._ranks))
+
+    def _stage(self, staging: Staging, turn: int, wanted: Sequence[tuple[int, Array]], batch: Batch) -> list[Array]:
+        # Stages an array from each of some ranks, like the given ones.
+        slot, at, parts = staging.slot(turn, sum(like.nbytes for _, like in wanted)), 0, []
+        for rank, like in wanted:
+            part = slot[at : at + like.nbytes].view(like.dtype)
+            self._link.receive(rank, part, batch)
+            parts.append(part)
+            at += like.nbytes
+        return parts
+
+    def _peers(self, rail: int) -> list[tuple[int, int]]:
+        # (host, rank) of those who work for a rail on the other hosts.
+        return [(host, self._hosts.agent(host, rail)) for host in self._far]
+
+    # ------------------------------------------------------------------------------------------ reductions
+
+    def _reduce(self, kernel: Kernel) -> None:
+        op, takers, src, dst = self._reduction(kernel)
+        if self._is_small(src):
+            super()._kernel(kernel)
+            return
+        root = takers[0] if kernel.kind is OpKind.REDUCE else -1
+        spans = enumerate(metered(src.size, CHUNK_NBYTES // src.dtype.itemsize))
+        self._go(self._by_rail(op, src, dst, root, turn, lo, hi) for turn, (lo, hi) in spans)
+
+    def _by_rail(self, op: ReduceOp, src: Flat, dst: Flat | None, root: int, turn: int, lo: int, hi: int) -> Steps:
+        own, rails = src.read(lo, hi), _cut(slice(0, hi - lo), self._hosts.rails)
+        slices = [_cut(rail, len(self._hosts.groups)) for rail in rails]
+        out = np.empty_like(own) if dst is None else dst.target(lo, hi)
+        yield from self._rails_inside(op, own, rails, out, turn)
+        yield from self._slices_between(op, slices, out, turn)
+        if root >= 0:
+            yield from self._results_to(root, slices, out)
+        else:
+            yield from self._results_between(slices, out)
+            yield from self._spread_rails(rails, out)
+        if dst is not None:
+            dst.commit(lo, hi, out)
+
+    def _rails_inside(self, op: ReduceOp, own: Array, rails: Sequence[slice], out: Array, turn: int) -> Steps:
+        # Each rail to the rank of this host that works for it, which folds it.
+        batch = Batch()
+        for rail, span in enumerate(rails):
+            if rail not in self._rails:
+                self._link.send(self._hosts.agent(self._home, rail), own[span], batch)
+        wanted = [(rank, own[rails[rail]]) for rail in self._rails for rank in self._near]
+        parts = self._stage(self._staging, turn, wanted, batch)
+        yield batch
+        each = len(self._near)
+        for at, rail in enumerate(self._rails):
+            self._fold_inside(op, own[rails[rail]], parts[at * each : (at + 1) * each], out[rails[rail]])
+
+    def _slices_between(self, op: ReduceOp, slices: _Spans, out: Array, turn: int) -> Steps:
+        # Each slice of a rail to the rank that works for the rail on the slice's host, which folds it.
+        batch, wanted = Batch(), []
+        for rail in self._rails:
+            for host, rank in self._peers(rail):
+                self._link.send(rank, out[slices[rail][host]], batch)
+                wanted.append((rank, out[slices[rail][self._home]]))
+        parts = self._stage(self._between, turn, wanted, batch)
+        yield from _patient(batch)
+        each = len(self._far)
+        for at, rail in enumerate(self._rails):
+            own = out[slices[rail][self._home]]
+            self._fold_hosts(op, _with(parts[at * each : (at + 1) * each], self._home, own), own)
+
+    def _results_between(self, slices: _Spans, out: Array) -> Steps:
+        batch = Batch()
+        for rail in self._rails:
+            for host, rank in self._peers(rail):
+                self._link.send(rank, out[slices[rail][self._home]], batch)
+                self._link.receive(rank, out[slices[rail][host]], batch)
+        yield from _patient(batch)
+
+    def _results_to(self, root: int, slices: _Spans, out: Array) -> Steps:
+        batch = Batch()
+        for rail in range(self._hosts.rails):
+            for host in range(len(self._hosts.groups)):
+                rank, span = self._hosts.agent(host, rail), slices[rail][host]
+                if rank == self._me != root:
+                    self._link.send(root, out[span], batch)
+                elif rank != self._me == root:
+                    self._link.receive(rank, out[span], batch)
+        yield from _patient(batch)
+
+    def _spread_rails(self, rails: Sequence[slice], out: Array) -> Steps:
+        # Each rail to all ranks of this host.
+        batch = Batch()
+        for rail, span in enumerate(rails):
+            if rail not in self._rails:
+                self._link.receive(self._hosts.agent(self._home, rail), out[span], batch)
+                continue
+            for rank in self._near:
+                self._link.send(rank, out[span], batch)
+        yield batch
+
+    def _reducescatter(self, kernel: Kernel) -> None:
+        src, dst = scattered_reduction(kernel, self._ranks, self._me)
+        give, step = dict(zip(self._ranks, src, strict=True)), self._step(dst.dtype, len(src))
+        if kernel.most * dst.dtype.itemsize * len(src) <= WHOLE_UP_TO_NBYTES:
+            super()._reducescatter(kernel)
+            return
+        spans = enumerate(metered(kernel.most, step))
+        self._go(self._by_piece(reduce_op(kernel), give, dst, turn, lo, hi) for turn, (lo, hi) in spans)
+
+    def _by_piece(self, op: ReduceOp, give: dict[int, Flat], dst: Flat, turn: int, lo: int, hi: int) -> Steps:
+        # Pieces to the rank of this host that works for their rail; from it to their own rank.
+        read = {rank: flat.read(*clipped(flat, lo, hi)) for rank, flat in give.items()}
+        agents = {rank: self._hosts.agent(self._home, self._hosts.rail(rank)) for rank in self._ranks}
+        mine, batch = [rank for rank in self._ranks if agents[rank] == self._me], Batch()
+        for rank, agent in agents.items():
+            if agent != self._me:
+                self._link.send(agent, read[rank], batch)
+        parts = self._stage(self._staging, turn, [(near, read[rank]) for rank in mine for near in self._near], batch)
+        yield batch
+        folded, each = {rank: np.empty_like(read[rank]) for rank in mine}, len(self._near)
+        for at, rank in enumerate(mine):
+            self._fold_inside(op, read[rank], parts[at * each : (at + 1) * each], folded[rank])
+        batch, own = Batch(), folded.pop(self._me)
+        for rank, part in folded.items():
+            self._link.send(rank, part, batch)
+        wanted = [(rank, own) for _, rank in self._peers(self._hosts.rail(self._me))]
+        parts = self._stage(self._between, turn, wanted, batch)
+        yield from _patient(batch)
+        span = clipped(dst, lo, hi)
+        out = dst.target(*span)
+        self._fold_hosts(op, _with(parts, self._home, own), out)
+        dst.commit(*span, out)
+
+    # ------------------------------------------------------------------------------------------ movements
+
+    def _allgather(self, kernel: Kernel) -> None:
+        give, take = transfers(kernel, self._ranks, self._me)
+        own = give[self._me]
+        step = self._step(own.dtype, len(self._ranks))
+        if kernel.most * own.dtype.itemsize <= WHOLE_UP_TO_NBYTES:
+            super()._transfer(kernel)
+            return
+        keep_own(give, take, self._me, step)
+        self._go(self._gathered(own, take, lo, hi) for lo, hi in metered(kernel.most, step))
+
+    def _gathered(self, own: Flat, take: dict[int, Flat], lo: int, hi: int) -> Steps:
+        # Each piece to one rank of every other host, which passes it on to the others there.
+        spans = {rank: clipped(take[rank], lo, hi) for rank in self._ranks if rank != self._me}
+        into = {rank: take[rank].target(*span) for rank, span in spans.items()}
+        agents = {
+            rank: self._hosts.agent(self._home, self._hosts.rail(rank)) for rank in into if rank not in self._near
+        }
+        part, batch = own.read(*clipped(own, lo, hi)), Batch()
+        for rank in (*self._near, *(rank for _, rank in self._peers(self._hosts.rail(self._me)))):
+            self._link.send(rank, part, batch)
+        for rank in into:
+            if agents.get(rank, self._me) == self._me:
+                self._link.receive(rank, into[rank], batch)
+        yield from _patient(batch)
+        batch = Batch()
+        for rank, agent in agents.items():
+            if agent != self._me:
+                self._link.receive(agent, into[rank], batch)
+                continue
+            for near in self._near:
+                self._link.send(near, into[rank], batch)
+        yield batch
+        for rank, out in into.items():
+            take[rank].commit(*spans[rank], out)
+
+    def _broadcast(self, kernel: Kernel) -> None:
+        root = kernel.peer
+        src, dst, whole = movement(kernel, is_root=self._me == root)
+        if self._is_small(whole):
+            super()._broadcast(kernel)
+            return
+        if src is not None and dst is not None:
+            keep_own({root: src}, {root: dst}, root, self._step(src.dtype))
+        spans = metered(whole.size, CHUNK_NBYTES // whole.dtype.itemsize)
+        passed = self._sent_from_root if self._me == root else self._passed_on
+        self._go(passed(root, whole, lo, hi) for lo, hi in spans)
+
+    def _others_of(self, root: int) -> list[int]:
+        home = self._hosts.home(root)
+        return [host for host in range(len(self._hosts.groups)) if host != home]
+
+    def _sent_from_root(self, root: int, whole: Flat, lo: int, hi: int) -> Steps:
+        own, batch, others = whole.read(lo, hi), Batch(), self._others_of(root)
+        for rail, span in enumerate(_cut(slice(0, hi - lo), self._hosts.rails)):
+            for host, part in zip(others, _cut(span, len(others)), strict=True):
+                self._link.send(self._hosts.agent(host, rail), own[part], batch)
+            for rank in self._near:
+                self._link.send(rank, own[span], batch)
+        yield from _patient(batch)
+
+    def _passed_on(self, root: int, whole: Flat, lo: int, hi: int) -> Steps:
+        # To one rank of each host a slice of a rail, which it passes on to the rail's ranks on the other hosts.
+        out, batch, rails = whole.target(lo, hi), Batch(), _cut(slice(0, hi - lo), self._hosts.rails)
+        others = self._others_of(root)
+        if self._home not in others:
+            for span in rails:
+                self._link.receive(root, out[span], batch)
+            yield batch
+            whole.commit(lo, hi, out)
+            return
+        slices = {rail: dict(zip(others, _cut(rails[rail], len(others)), strict=True)) for rail in self._rails}
+        for rail in self._rails:
+            self._link.receive(root, out[slices[rail][self._home]], batch)
+        yield from _patient(batch)
+        batch = Batch()
+        for rail in self._rails:
+            for host, rank in self._peers(rail):
+                if host in others:
+                    self._link.send(rank, out[slices[rail][self._home]], batch)
+                    self._link.receive(rank, out[slices[rail][host]], batch)
+        yield from _patient(batch)
+        yield from self._spread_rails(rails, out)
+        whole.commit(lo, hi, out)
+
+
+def _cut(span: slice, count: int) -> list[slice]:
+    size = span.stop - span.start
+    return [slice(span.start + at * size // count, span.start + (at + 1) * size // count) for at in range(count)]
+
+
+def _patient(batch: Batch) -> Steps:
+    # The next chunk goes over the links to other hosts before this one has to have come.
+    yield Batch()
+    yield batch
+
+
+def _with(parts: Sequence[Array], place: int, own: Array) -> list[Array]:
+    return [*parts[:place], own, *parts[place:]]
+
+
+def _fold_rows(op: ReduceOp, rows: Sequence[Array], out: Array) -> None:
+    # `out` may be the memory of one of the rows, which has to be read before it is written.
+    if any(row.ctypes.data == out.ctypes.data for row in rows[READ_FIRST:]):
+        fold(op, rows, rows[0])
+        out[...] = rows[0]
+    else:
+        fold(op, rows, out)
+
+
+def _summed(op: ReduceOp) -> ReduceOp:
+    # An average is divided once, at the end.
+    return ReduceOp.SUM if op is ReduceOp.AVG else op
+
+
+_BY_HOST: dict[OpKind, Callable[[HostRun, Kernel], None]] = {
+    OpKind.ALLREDUCE: HostRun._reduce,
+    OpKind.REDUCE: HostRun._reduce,
+    OpKind.REDUCESCATTER: HostRun._reducescatter,
+    OpKind.ALLGATHER: HostRun._allgather,
+    OpKind.BROADCAST: HostRun._broadcast,
+}

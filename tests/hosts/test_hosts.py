@@ -1,0 +1,200 @@
+"""Groups over three hosts with links of their own: what comes out, what the links carry, what faults do.
+
+What is not marked `full` is in `make test`; all of it is `make test-hosts`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.hosts.cluster import ROOT, Cluster
+from tests.hosts.namespaces import Namespaces, objection
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_every_way_of_calling_gives_the_same_bits_and_links_carry_the_minimum(play):
+    play("bits", "minimum")
+
+
+def test_a_cut_link_is_named_and_its_group_works_on_once_it_is_whole(play):
+    play("link")
+
+
+@pytest.mark.full
+def test_every_call_of_members(play):
+    play("calls")
+
+
+@pytest.mark.full
+def test_a_cable_that_is_pulled_for_a_moment_is_not_noticed(play):
+    play("healed")
+
+
+@pytest.mark.full
+def test_a_link_that_is_cut_in_a_kernel_or_in_one_direction_is_named(play):
+    play("in_kernel", "one_way")
+
+
+@pytest.mark.full
+def test_gloo_names_a_cut_link_too(play):
+    play("gloo_link")
+
+
+@pytest.mark.full
+def test_a_host_that_is_back_after_25_seconds_takes_part_again(play):
+    play("cut_before")
+
+
+@pytest.mark.full
+def test_a_silent_host_is_told_in_time(play):
+    play("silent")
+
+
+@pytest.mark.full
+def test_a_host_without_raylet_is_named():
+    """It has a cluster of its own: the node does not come back."""
+    if objection():
+        pytest.skip(objection())
+    with Cluster(3) as cluster:
+        printed = cluster.driver([sys.executable, "-m", "tests.hosts.programs", "raylet"])
+        assert "raylet: done" in printed, printed
+
+
+# ------------------------------------------------------------------------------------------ the tool
+
+
+@pytest.fixture
+def _possible() -> None:
+    if objection():
+        pytest.skip(objection())
+
+
+_TALK = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 7000), 1.0) as sock:
+    print(sock.recv(5).decode())
+"""
+_LISTEN = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    while True:
+        sock, _ = server.accept()
+        sock.sendall(b"hello")
+        sock.close()
+"""
+
+
+def _reaches(hosts: Namespaces, sender: int, receiver: int) -> bool:
+    command = hosts.command(sender, [sys.executable, "-c", _TALK, hosts.address(receiver)])
+    return "hello" in subprocess.run(command, capture_output=True, text=True, check=False).stdout
+
+
+@pytest.mark.usefixtures("_possible")
+def test_hosts_reach_each_other_by_whole_cables_only():
+    with Namespaces(3, rate="") as hosts:
+        before = set(_interfaces())
+        listening = [subprocess.Popen(hosts.command(host, [sys.executable, "-c", _LISTEN])) for host in hosts.numbers]
+        until_s = time.monotonic() + 60
+        while not all(_reaches(hosts, 1, host) for host in hosts.numbers):
+            assert time.monotonic() < until_s
+        hosts.cut_link(1, 2)
+        assert not _reaches(hosts, 1, 2)
+        assert _reaches(hosts, 1, 3)
+        assert _reaches(hosts, 2, 3)
+        hosts.heal_link(1, 2)
+        assert _reaches(hosts, 1, 2)
+        hosts.cut(2)
+        assert not _reaches(hosts, 3, 2)
+        assert not _reaches(hosts, 2, 1)
+        hosts.heal_all()
+        assert _reaches(hosts, 2, 1)
+        assert set(_interfaces()) == before, "all of it is inside"
+        assert min(sent for sent, _ in hosts.counters()) > 0
+    for one in listening:
+        one.wait(10)
+
+
+def _interfaces() -> list[str]:
+    return [one.name for one in Path("/sys/class/net").iterdir()]
+
+
+_ASK = """
+import socket, sys, time
+from raycollect.core import sockets
+sock = socket.create_connection((sys.argv[1], 7000))
+sockets.tune(sock)
+print(sock.recv(5).decode(), flush=True)
+sys.stdin.readline()
+cut_s = time.monotonic()
+time.sleep(9.5)  # the library asks a silent host after ten seconds
+assert sockets.count_silence(sock)
+sock.setblocking(True)
+sock.send(b"question")
+try:
+    sock.recv(1)
+except OSError:
+    print(f"{time.monotonic() - cut_s:.1f}")
+"""
+_HOLD = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    held = []
+    while True:
+        held.append(server.accept()[0])
+        held[-1].sendall(b"hello")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_possible")
+def test_a_question_does_not_begin_the_time_of_a_silent_host_anew():
+    """Without `count_silence` it takes 19 to 21 s."""
+    with Namespaces(2, rate="") as hosts:
+        listening = subprocess.Popen(hosts.command(2, [sys.executable, "-c", _HOLD]))
+        until_s = time.monotonic() + 60
+        while not _reaches(hosts, 1, 2):
+            assert time.monotonic() < until_s
+        command = hosts.command(1, [sys.executable, "-c", _ASK, hosts.address(2)])
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with subprocess.Popen(command, env=env, **pipes) as asking:
+            assert asking.stdout is not None
+            assert asking.stdin is not None
+            assert asking.stdout.readline() == "hello\n"
+            hosts.cut(2)
+            asking.stdin.write("\n")
+            asking.stdin.flush()
+            assert 9 < float(asking.stdout.readline()) < 16
+    listening.wait(10)
+
+
+_MAKE = """
+import sys
+from tests.hosts.namespaces import Namespaces
+with Namespaces(2, rate="") as hosts:
+    print(*hosts._inits, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("_possible")
+def test_nothing_is_left_when_the_process_that_made_hosts_is_killed():
+    maker = subprocess.Popen(
+        [sys.executable, "-c", _MAKE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert maker.stdout is not None
+    inits = [int(one) for one in maker.stdout.readline().split()]
+    assert len(inits) == 3
+    maker.send_signal(signal.SIGKILL)
+    maker.communicate()
+    until_s = time.monotonic() + 30
+    while any(Path(f"/proc/{one}/ns/net").exists() for one in inits):
+        assert time.monotonic() < until_s, "a host is still there"

@@ -1,0 +1,201 @@
+"""Backend `tcp` between hosts with several ranks each: what comes out, in which order it is folded, what crosses links.
+
+Ranks are threads of one process, and hosts are what their group says.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends.tcp import by_host
+from raycollect.backends.tcp import communicator as tcp
+from raycollect.backends.tcp import run as _tcp_run
+from raycollect.backends.tcp.by_host import Hosts
+from raycollect.backends.tcp.link import Link
+from raycollect.core.model import RANK_ORDER, GroupSpec, OpKind, ReduceOp
+from raycollect.errors import InvalidGroupError
+from raycollect.planner import Topology
+from raycollect.planner.cost import priced
+from tests.pure import conformance
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
+from tests.pure.conformance import KINDS, REDUCTIONS, ROOTED, SPREADS, Case, allowed, check_cases, left_fold, operand
+from tests.pure.covering import pairwise
+
+PLACES = {
+    "3 x 2": (0, 0, 1, 1, 2, 2),
+    "2 x 3": (0, 0, 0, 1, 1, 1),
+    "in turn": (0, 1, 0, 1),
+    "uneven": (0, 1, 1, 1, 2),
+    "one apart": (0, 0, 0, 0, 1),
+    "four": (0, 1, 2, 3, 0, 1),
+}
+CHUNK_NBYTES = 32 << 10
+
+
+class HostsTeam(Team):
+    """Ranks in threads, on hosts by their numbers."""
+
+    def __init__(self, hosts: tuple[int, ...], *options: tuple[str, Any]) -> None:
+        super().__init__("tcp", len(hosts))
+        self.spec = replace(self.spec, hosts=hosts, options=options)
+        joins = [self._threads.submit(self._join, rank) for rank in self.everyone]
+        self.communicators = [join.result() for join in joins]
+
+    def _join(self, rank: int) -> tcp.TcpCommunicator:
+        return tcp.create(self.spec, rank, self.rendezvous, MemoryExchange(self.server, rank))
+
+    def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        try:
+            return body(self.communicators[rank], *args)
+        except Exception as exc:
+            return exc
+
+    def close(self) -> None:
+        for communicator in self.communicators:
+            communicator.close()
+        super().close()
+
+
+@pytest.fixture
+def team_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HostsTeam]]:
+    """Makes teams with small chunks, so that small arrays take several."""
+    made: list[HostsTeam] = []
+
+    def make(place: str, *options: tuple[str, Any]) -> HostsTeam:
+        for module in (_tcp_run, by_host):
+            monkeypatch.setattr(module, "CHUNK_NBYTES", CHUNK_NBYTES)
+        hosts = PLACES[place]
+        made.append(HostsTeam(hosts, *options))
+        if not options:
+            monkeypatch.setattr(conformance, "_folded", lambda *case: folded(hosts, *case))
+        return made[-1]
+
+    yield make
+    for team in made:
+        team.close()
+
+
+def folded(hosts: tuple[int, ...], op: ReduceOp, dtype: str, size: int, world: int, seed: int) -> np.ndarray:
+    """The left fold over hosts of the left folds inside each; of short floats, that of all ranks."""
+    parts = [operand(rank, dtype, size, seed) for rank in range(world)]
+    if np.dtype(dtype).itemsize < 4 and dtype in ("float16", *conformance.NARROW):
+        return left_fold(op, parts)
+    total = ReduceOp.SUM if op is ReduceOp.AVG else op
+    by_host = [
+        left_fold(total, [part for part, at in zip(parts, hosts, strict=True) if at == host])
+        for host in dict.fromkeys(hosts)
+    ]
+    whole = left_fold(total, by_host)
+    if op is ReduceOp.AVG:
+        whole = (whole.view(whole.real.dtype) / world).view(whole.dtype)
+    return whole
+
+
+PARAMETERS = {
+    "kind": KINDS,
+    "dtype": ("uint8", "int64", "float16", "float32", "float64", "complex64", "bfloat16"),
+    "op": (None, *ReduceOp),
+    "size": (0, 1, 7, 1024, 2500, 40_001),
+    "root": range(6),
+    "layout": ("plain", "read-only", "every other", "big-endian", "column"),
+    "spread": SPREADS,
+    "inplace": (False, True),
+}
+RULES = {
+    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
+    ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
+    ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,
+    ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
+    ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in conformance.NARROW,
+}
+SELECTED = pairwise(PARAMETERS, RULES)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_every_kernel_is_right_and_folds_host_by_host(team_of, place, staged):
+    team = team_of(place)
+    world = team.world_size
+    cases = [Case(**one, peer=(one["root"] + 1) % world) for one in SELECTED if one["root"] < world]
+    check_cases(team, cases, staged=staged)
+
+
+@pytest.mark.parametrize("place", ["3 x 2", "uneven"])
+def test_rank_order_is_kept_on_request(team_of, place):
+    team = team_of(place, RANK_ORDER)
+    cases = [
+        Case(kind=kind, dtype="float32", size=size, op=ReduceOp.SUM, inplace=inplace)
+        for kind in REDUCTIONS
+        for size in (7, 40_001)
+        for inplace in (False, True)
+    ]
+    check_cases(team, cases)
+
+
+def test_bits_depend_on_the_members_only(team_of):
+    """Neither on the chunk in which an element travels nor on the size of the array."""
+    team = team_of("3 x 2")
+    whole = folded(PLACES["3 x 2"], ReduceOp.SUM, "float32", 40_000, 6, 0)
+    assert any(whole != left_fold(ReduceOp.SUM, [operand(rank, "float32", 40_000) for rank in range(6)]))
+    check_cases(team, [Case(kind=OpKind.ALLREDUCE, dtype="float32", size=s, op=ReduceOp.SUM) for s in (100, 40_000)])
+
+
+MINIMUM = {
+    OpKind.ALLREDUCE: lambda hosts, ranks: 2 * (hosts - 1) / hosts,
+    OpKind.REDUCE: lambda hosts, ranks: 1,
+    OpKind.REDUCESCATTER: lambda hosts, ranks: (hosts - 1) / hosts,
+    OpKind.ALLGATHER: lambda hosts, ranks: (hosts - 1) / hosts,  # of all pieces together
+    OpKind.BROADCAST: lambda hosts, ranks: 1,
+    OpKind.ALLTOALL: lambda hosts, ranks: ranks * (hosts - 1) / hosts,
+}
+"""The bytes that the busiest host has to send, by those of the whole."""
+
+
+@pytest.mark.parametrize("kind", MINIMUM)
+@pytest.mark.parametrize(("place", "hosts", "ranks"), [("3 x 2", 3, 2), ("2 x 3", 2, 3), ("in turn", 2, 2)])
+def test_a_host_sends_the_minimum(team_of, monkeypatch, kind, place, hosts, ranks):
+    team, places = team_of(place), PLACES[place]
+    sent, inside, lock = Counter[int](), 0, threading.Lock()
+    send = Link.send
+
+    def counted(link, rank, array, batch):
+        nonlocal inside
+        with lock:
+            if places[rank] != places[link.rank]:
+                sent[places[link.rank]] += array.nbytes
+            else:
+                inside += array.nbytes
+        send(link, rank, array, batch)
+
+    monkeypatch.setattr(Link, "send", counted)
+    size = 60_000
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
+    assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
+    given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)
+    told = priced(kind, "tcp", Topology.of(places)).traffic(given)
+    assert sum(sent.values()) == pytest.approx(told[1], rel=0.001), "as the planner tells"
+    assert inside == pytest.approx(told[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
+
+
+def test_some_ranks_only():
+    assert Hosts.of((0, 0, 1, 1), (0, 1)) is None, "on one host"
+    assert Hosts.of((0, 0, 1, 1), (1, 3)) is None, "each on its own"
+    found = Hosts.of((0, 0, 1, 1), (1, 2, 3))
+    assert found is not None
+    assert found.groups == ((1,), (2, 3))
+    assert [found.agent(0, rail) for rail in range(found.rails)] == [1, 1]
+
+
+@pytest.mark.parametrize("value", [True, "yes", None])
+def test_another_order_is_refused(value):
+    spec = GroupSpec(name="g", group_id="1", backend="tcp", world_size=2, options=(("deterministic", value),))
+    with pytest.raises(InvalidGroupError, match=r"'deterministic' is .* not 'rank_order'"):
+        tcp.create(spec, 0, MemoryRendezvous(), MemoryExchange(MemoryStar(), 0))
