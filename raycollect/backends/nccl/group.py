@@ -90,7 +90,9 @@ def connected(nccl: Any, world_size: int, unique: bytes, rank: int) -> Any:
     """Makes a communicator of cupy's on the current device; blocks until all ranks are there."""
     try:
         return nccl.NcclCommunicator(world_size, unique, rank)
-    except TypeError:  # before cupy 14
+    except TypeError as exc:
+        if "expected tuple" not in str(exc):  # which is what cupy before 14 says
+            raise
         signed = tuple(one - 256 if one > 127 else one for one in unique)
         return nccl.NcclCommunicator(world_size, signed, rank)
 
