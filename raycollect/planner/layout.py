@@ -139,7 +139,7 @@ class Layout:
         Raises:
             InvalidArgumentError: A region is not in the tensor, or there is none.
         """
-        rows = tuple(sorted(regions, key=lambda one: one.rank))
+        rows = tuple(sorted(regions, key=lambda one: (one.rank, one.box, one.at, one.part)))
         if not rows:
             _refuse("regions", "empty", "at least one region")
         parts = 1 + max(one.part for one in rows)

@@ -93,6 +93,12 @@ def every_verb(actors):
     check(col.allgather_refs(None, uneven), [everything] * world)
     check(col.reducescatter_refs(None, lists), [part(0, t) + part(1, t) + part(2, t) for t in range(world)])
     check(col.alltoall_refs(None, lists), [[part(giver, taker) for giver in range(world)] for taker in range(world)])
+    src, dst = col.layout([4, 4], mesh={"r": 1}), col.layout([4, 4], mesh={"r": 2})
+    whole = np.arange(16, dtype=np.float32).reshape(4, 4)
+    given, near = actors[1].make.remote(lambda self, value: value, whole), [actors[0], actors[2]]
+    (row,) = col.plan(col.reshard_refs, [given], near, src=src, dst=dst).rows
+    assert row.moved.nbytes_between == row.moved.least_between == whole.nbytes, row.moved  # once to the node of both
+    check(col.reshard_refs([given], near, src=src, dst=dst), [whole] * 2)
 
 
 def every_call(self):

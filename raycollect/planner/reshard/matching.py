@@ -82,9 +82,10 @@ def _holes(reshard: Reshard) -> Iterator[Violation]:
         names = reshard.names[form.first : form.first + form.count]
         for box, part, ranks in holes:
             which = f"addend {part + 1} of {form.src.parts} of {words(box)}" if part >= 0 else words(box)
-            who = f"rank{'s' if len(ranks) > 1 else ''} {listed(map(str, ranks))} of dst"
+            several = len(ranks) > 1
+            who = f"rank{'s' * several} {listed(map(str, ranks))} of dst need{'s' * (not several)} it"
             for name in names:
-                yield _layout_fault(_of("src", name), f"without {which}", f"it on some rank, because {who} needs it")
+                yield _layout_fault(_of("src", name), f"without {which}", f"it on some rank, because {who}")
 
 
 def _side_faults(side: str, given: Named, ranks: Sequence[int]) -> Iterator[Violation]:

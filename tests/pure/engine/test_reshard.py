@@ -12,15 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from raycollect.backends.device_arrays import DeviceArray
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
+from raycollect.engine.reshard_operands import ReshardBuffers
 from raycollect.errors import AliasError, LayoutError, ReadOnlyError
-from raycollect.planner import Reshard, Roster, Topology
+from raycollect.planner import Reshard, Roster, Topology, plan
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import rounds
 from raycollect.planner.reshard.bounds import least_between
 from tests.pure.communicators import ThreadTeam
-from tests.pure.fleet import Convoy, FailAt, Fleet, launched
+from tests.pure.fleet import Convoy, FailAt, Fleet, contain, launched
 from tests.pure.resharding import (
     UNTOUCHED,
     Layouts,
@@ -28,6 +30,7 @@ from tests.pure.resharding import (
     empty_of,
     held_by,
     request_of,
+    roster_of,
     scenes,
     whole_tensors,
 )
@@ -283,3 +286,12 @@ def test_what_is_written_in_part_stays_dirty() -> None:
         must(run(convoy, reshard, {0: np.ones(2, np.float32)}, {0: target}))
         assert convoy.stores[0].statistics().dirty == 1
     np.testing.assert_array_equal(target, [0, 1, 1])
+
+
+def test_tensors_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    roster = roster_of(3)
+    planned = plan([request_of(bound({"": CUT}, {"": FULL}, range(3), range(3)), roster.spec)], [roster])
+    buffers = ReshardBuffers(planned.program(0).shares[0], np.empty)
+    monkeypatch.setattr("raycollect.backends.arrays.memory", lambda tensor: object.__new__(DeviceArray))
+    buffers.bind(0, contain(np.ones((2, 4), np.float32)))
+    assert [(one.kind, one.expected) for one in buffers.violations] == [("unsupported", "tensors in host memory")]

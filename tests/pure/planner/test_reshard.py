@@ -213,8 +213,8 @@ def test_all_holes_are_told_in_one_error() -> None:
     rows = [Region(rank=rank, box=((2 * rank, 2 * rank + 1), (0, 6)), at=(0, 0)) for rank in range(2)]
     told = refused({"a": Layout.of_regions([8, 6], rows), "b": ROWS}, {"a": WHOLE, "b": COLUMNS})
     assert told == [
-        ("src of 'a'", "without [1:2, 0:6]", "it on some rank, because ranks 0, 1, 2 of dst needs it"),
-        ("src of 'a'", "without [3:8, 0:6]", "it on some rank, because ranks 0, 1, 2 of dst needs it"),
+        ("src of 'a'", "without [1:2, 0:6]", "it on some rank, because ranks 0, 1, 2 of dst need it"),
+        ("src of 'a'", "without [3:8, 0:6]", "it on some rank, because ranks 0, 1, 2 of dst need it"),
     ]
 
 
