@@ -39,8 +39,6 @@ from raycollect.pos.handle import Handle
 if TYPE_CHECKING:
     from raycollect.driver.controller import Controller
 
-__all__ = ["ControllerMessages"]
-
 
 class ControllerMessages:
     """The owner of a controller's participant links: hands each message to the plan, group or join that it is for."""

@@ -27,8 +27,6 @@ from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
 from raycollect.planner.explain import Explanation, explain
 from raycollect.pos.handle import Handle
 
-__all__ = ["plan"]
-
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and foreseen time.

@@ -19,8 +19,6 @@ from raycollect.group.declaration import Declaration
 from raycollect.group.membership import is_participant
 from raycollect.member import runtime
 
-__all__ = ["check", "describe", "gpus", "who_answers"]
-
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 _PENDING = "still waiting to be made (`ray status` tells what resources there are)"
 _BUSY = "still busy with a method, or being made"

@@ -78,8 +78,6 @@ from raycollect.planner import Program, decode_order
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
-__all__ = ["Lease"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Running:
