@@ -304,7 +304,6 @@ class GroupSpec:
 
 
 def _frozen(value: Any) -> Any:
-    """The value with its lists as tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

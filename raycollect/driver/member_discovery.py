@@ -80,7 +80,6 @@ def _described(declaration: Declaration, deadline_s: float) -> list[dict[str, An
 
 
 def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], Any]) -> list[Any]:
-    """Asks every member by an actor task, which waits for busy and pending ones; dead ones answer Ray's error."""
     answers, late = list[Any](), list[int]()
     refs = [_asked(question, actor) for actor in declaration.actors]
     for rank, (ref, actor) in enumerate(zip(refs, declaration.actors, strict=True)):
