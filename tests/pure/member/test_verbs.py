@@ -46,12 +46,6 @@ def backend(request):
 # ---------------------------------------------------------------------------------------------- bodies
 
 
-def verb(name, rank, call, *args, **options):
-    """Calls a verb; gives its arguments as they are afterwards."""
-    getattr(col, call)(*args, name, **options)
-    return args
-
-
 def _sum(name, rank, n=4, timeout_s=None):
     x = np.full(n, rank + 1, np.float32)
     col.allreduce(x, name, timeout_s=timeout_s)
@@ -413,7 +407,9 @@ def _until_it_works(name, rank, timeout_s):
             timeout_s *= 1.1
 
 
-@pytest.mark.parametrize("way", ["call", "async", "send"])
+@pytest.mark.parametrize(
+    ("way", "backend"), [("call", "shm"), ("call", "tcp"), ("call", "gloo"), ("async", "tcp"), ("send", "gloo")]
+)
 def test_timeout_error_reports_the_missing_ranks(crew, backend, way):
     """Whether they have ever made a call of the group, or not."""
     group = crew.group(2, backend)
@@ -481,7 +477,7 @@ def _sum_and_tell(name, rank, folder):
     return _sum(name, rank)
 
 
-@pytest.mark.parametrize("victim", [0, 2], ids=["leader", "member"])
+@pytest.mark.parametrize(("victim", "backend"), [(0, "shm"), (2, "shm"), (2, "tcp"), (0, "gloo")])
 def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, victim, tmp_path):
     group = crew.group(3, backend)
     group.must(_sum)
@@ -778,8 +774,8 @@ def test_defect_1_an_op_does_not_become_the_default(crew):
     assert crew.group(2).must(_op_does_not_stick) == [(2.0, 3.0)] * 2
 
 
-def test_defect_2_the_timeout_reaches_every_operation(crew, backend):
-    group = crew.group(2, backend, timeout_ms=1_500)
+def test_defect_2_the_timeout_reaches_every_operation(crew):
+    group = crew.group(2, "tcp", timeout_ms=1_500)
     began_s = time.monotonic()
     for body in (_sum, _receive_by_default):
         [error] = group.run(body, ranks=[1])
