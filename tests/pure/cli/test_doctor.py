@@ -1,4 +1,4 @@
-"""What `raycollect doctor` finds: each probe in surroundings that are made up, and all of them where they run."""
+"""The table of `raycollect doctor`, in surroundings that are made up and where it runs, and its child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a collective is: what kernels tell, what it comes to, what is asked of participants, and what a bar shows."""
+"""How far a collective is: what kernels tell, and what it comes to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a routine: what is in the slots, what is remembered from run to run, and how a run ends."""
+"""Runs of captured steps on one participant: what is in the slots, and what is remembered from run to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines without Ray: the ring, the clocks, the file, the numbers."""
+"""The ring into which a process records its spans."""
 
 from __future__ import annotations
 
