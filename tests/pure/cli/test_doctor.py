@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import raycollect
 from raycollect import backends
+from raycollect.backends import Capabilities
 from raycollect.cli import doctor
 from raycollect.cli.doctor import findings, software
 from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Finding, Machine, Probe
@@ -114,3 +117,12 @@ def test_a_child_that_can_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ChildError, match="no process could be started"):
         findings.run_child("print({})", 1.0)
+
+
+def test_these_files_know_every_probe() -> None:
+    """A new probe needs a test, and a name there."""
+    files = Path(__file__).parent.glob("test_doctor_*.py")
+    known = {name for file in files for name in re.findall(r"(?:software|surroundings)\.(\w+)", file.read_text())}
+    looks = {getattr(probe.look, "__qualname__", "").partition(".")[0] for probe in doctor.PROBES} - {"this_package"}
+    assert looks <= known
+    assert isinstance(backends.BACKENDS["shm"], Capabilities)
