@@ -106,9 +106,10 @@ def tree_of_errors() -> str:
 def public_names() -> dict[str, str]:
     """What users import: the name -> the anchor of its entry."""
     top = _assigned("raycollect/__init__.py", "_HOMES")
-    raised = _assigned("raycollect/errors/__init__.py", "__all__")
+    imports = (node for node in _parsed("raycollect/errors/__init__.py").body if isinstance(node, ast.ImportFrom))
+    raised = (one.name for node in imports if str(node.module).startswith("raycollect.errors.") for one in node.names)
     return {name: f"raycollect.{name}" for name in top} | {
-        name: f"raycollect.errors.{name}" for name in raised if name[0].isupper()
+        name: f"raycollect.errors.{name}" for name in raised if name[0].isupper() and not name.isupper()
     }
 
 

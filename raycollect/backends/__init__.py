@@ -287,7 +287,6 @@ def _package(point: EntryPoint) -> str:
 
 
 def _missing(backend: Capabilities) -> str:
-    """What this backend lacks here, or ""."""
     said = []
     for library in backend.libraries:
         try:

@@ -11,8 +11,6 @@ from raycollect.driver.requests import RequestList
 from raycollect.engine.step_program import captured_key
 from raycollect.group.membership import Membership
 
-__all__ = ["StepRequests", "MethodCall"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MethodCall:

@@ -11,8 +11,6 @@ from raycollect.core import html
 from raycollect.driver.controller import Controller
 from raycollect.driver.work import UnderWay, awake
 
-__all__ = ["CapturedRun"]
-
 
 class CapturedRun(UnderWay):
     """What ``run(async_op=True)`` returns: a run under way, and a way to wait for its results (`UnderWay`)."""

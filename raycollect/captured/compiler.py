@@ -18,8 +18,6 @@ from raycollect.errors import RefusedError, Violation, anew, refusal
 from raycollect.group.membership import Membership
 from raycollect.planner import Source
 
-__all__ = ["StepCompiler", "together"]
-
 _LAST_STEP = (1 << 32) - 1
 
 

@@ -16,8 +16,6 @@ from raycollect.errors import (
     Violation,
 )
 
-__all__ = ["StepErrorText"]
-
 _Error = TypeVar("_Error", bound=RaycollectError)
 
 MOST_ACTORS = 4  # how many actors a message names

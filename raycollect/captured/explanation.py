@@ -14,8 +14,6 @@ from raycollect.planner.explain import Planned, StepExplanation, explain_step
 from raycollect.planner.report import Invoked, Methods
 from raycollect.planner.sizes import Infos
 
-__all__ = ["explain_capture"]
-
 
 def explain_capture(
     step_plan: StepPlan,

@@ -43,8 +43,6 @@ from raycollect.group.membership import Membership
 from raycollect.planner import Source
 from raycollect.pos.handle import Handle
 
-__all__ = ["Installed", "install"]
-
 GRACE_S = 1.0  # how long others may take to report their errors after the first error, in seconds
 
 

@@ -22,8 +22,6 @@ from raycollect.engine.value_codec import pack_value
 from raycollect.errors import CaptureError, Violation, refusal, wrong_argument
 from raycollect.errors.text import a_type, listed
 
-__all__ = ["Recording"]
-
 _AS_ARGUMENT = (
     "a plain value or an array, alone or in lists, tuples and dicts; for others pass a ref, of ray.put or of a method, "
     "as an argument of its own, as you do with what calls of the step give and with step.argument()"

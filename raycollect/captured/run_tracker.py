@@ -25,8 +25,6 @@ from raycollect.observe.trace import RUN
 if TYPE_CHECKING:
     from raycollect.captured.runs import StepRuns
 
-__all__ = ["FOREVER", "RunTracker"]
-
 FOREVER = float("inf")
 
 

@@ -28,8 +28,6 @@ from raycollect.errors import (
 )
 from raycollect.group.membership import Membership
 
-__all__ = ["StepRuns"]
-
 _SLICE_S = 0.5  # how long a thread sleeps that is not woken, in seconds
 
 

@@ -36,8 +36,6 @@ from raycollect.planner.render import step_html
 from raycollect.planner.report import Report
 from raycollect.planner.wording import counted, nbytes_words, op_words, seconds_words
 
-__all__ = ["Capture", "capture"]
-
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
 
 SHOWN_S = 0.5  # how long a notebook waits for the infos of operands, in seconds

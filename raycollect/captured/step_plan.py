@@ -10,8 +10,6 @@ from raycollect.core.model import Key, Member
 from raycollect.group.membership import Membership
 from raycollect.planner import Plan
 
-__all__ = ["StepPlan", "Stage"]
-
 
 class Stage(NamedTuple):
     """One plan of a captured step.

@@ -13,8 +13,6 @@ from raycollect.engine.value_codec import pack_value, pack_values, unpack_value
 from raycollect.errors import CaptureError, refusal, wrong_argument
 from raycollect.errors.text import listed
 
-__all__ = ["MISSING", "Parameters", "Returned", "packed"]
-
 ARGUMENTS_NBYTES = MAX_FRAME_NBYTES - 1024  # of a run's packed arguments: a frame, less what is around them
 
 RESERVED = ("async_op", "fence", "timeout_s")  # `Capture.run`'s own parameters

@@ -50,7 +50,6 @@ class Loop:
     """
 
     def __init__(self, name: str) -> None:
-        """Starts the thread, under a name."""
         self.owned: set[Owned] = set()  # its thread's own; ended when it stops
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = sockets.wake_pair()

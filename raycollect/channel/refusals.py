@@ -19,7 +19,6 @@ class Refusals:
     """The clients that one server has refused. All of it runs on the server's thread."""
 
     def __init__(self, call_later: Callable[[float, Callable[[], None]], Timer]) -> None:
-        """Starts with none; `call_later` is that of the server's `Loop`."""
         self._call_later = call_later
         self._is_quiet = True
         self._reasons: Counter[str] = Counter()

@@ -68,7 +68,6 @@ def ways_of(text: str) -> tuple[str, ...]:
 
 
 def _by(read: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, str], _T]:
-    """The callback of an option whose text is read so."""
 
     def callback(context: click.Context, parameter: click.Parameter, text: str) -> _T:
         try:

@@ -95,7 +95,6 @@ def measure(backend: str, sizes: Sequence[int] = SIZES, *, timeout_s: float = _T
 
 
 def _timed(backend: str, sizes: Sequence[int], timeout_s: float) -> dict[int, float]:
-    """Bytes -> seconds of one way, as rank 0 found them."""
     code = "import sys; from raycollect.cli.calibrate import rank_main; rank_main(*sys.argv[1:])"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # this very package
     with tempfile.TemporaryDirectory(prefix="raycollect-calibrate-") as directory:

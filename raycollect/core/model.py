@@ -318,7 +318,6 @@ RANK_ORDER = ("deterministic", "rank_order")
 
 
 def _frozen(value: Any) -> Any:
-    """The value with its lists as tuples."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -20,8 +20,6 @@ from ray._private.serialization import SerializationContext
 
 from raycollect.core import ray_internals, threads
 
-__all__ = ["PackedRef", "as_bytes", "as_pickled", "take_over"]
-
 _raylet_types: Any = _raylet  # its types leave out what is used here
 
 _forms: dict[type, Callable[[Any], Any]] = {}

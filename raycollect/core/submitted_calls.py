@@ -19,8 +19,6 @@ from ray.actor import ActorHandle
 from raycollect.core.call_tokens import CallTokens
 from raycollect.core.model import TASK_NBYTES
 
-__all__ = ["NOTHING", "SubmittedCalls", "watch"]
-
 _FUNNEL = "_actor_method_call"
 _OWN = "_raycollect_"  # prefix of the library's own methods, whose order is that of plans
 

@@ -17,8 +17,6 @@ from raycollect.errors import BatchError, Violation, refusal, wrong_argument
 from raycollect.group.membership import Membership
 from raycollect.planner import STAGING_NBYTES
 
-__all__ = ["Batch", "HeldGroups", "batch", "check_arguments", "current", "record", "wrong_time_limit"]
-
 _LEAST_STAGING_NBYTES = 16  # the size of the largest element
 
 _MOST_STAGING_NBYTES = 1 << 62

@@ -5,21 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel.messages import (
-    Arrive,
-    Behind,
-    Depart,
-    Done,
-    Drop,
-    Joined,
-    Meet,
-    Publish,
-    Ran,
-    Ready,
-    Stuck,
-    Waiting,
-    Withdraw,
-)
+from raycollect.channel import messages
 from raycollect.core import direct_transport, threads
 from raycollect.core.model import Key
 from raycollect.driver.participant_link import ParticipantLink
@@ -39,8 +25,6 @@ from raycollect.pos.handle import Handle
 if TYPE_CHECKING:
     from raycollect.driver.controller import Controller
 
-__all__ = ["ControllerMessages"]
-
 
 class ControllerMessages:
     """The owner of a controller's participant links: hands each message to the plan, group or join that it is for."""
@@ -58,15 +42,17 @@ class ControllerMessages:
     def undone(self, peer: ParticipantLink, message: Any, error: RaycollectError) -> None:
         """Handling a message failed: whoever waits for its effect gets the error."""
         controller = self._controller
-        if isinstance(message, Joined) or (isinstance(message, Publish) and message.lane == PLANS):
+        if isinstance(message, messages.Joined) or (isinstance(message, messages.Publish) and message.lane == PLANS):
             controller.participants.fail_join(error)
-        elif isinstance(message, (Arrive, Behind, Done, Ran, Ready, Waiting)):
+        elif isinstance(
+            message, (messages.Arrive, messages.Behind, messages.Done, messages.Ran, messages.Ready, messages.Waiting)
+        ):
             tracker = self._tracker_of(message.seq)
             if tracker is not None:
                 controller.send(tracker, tracker.fail(error))
-        elif isinstance(message, Depart):
+        elif isinstance(message, messages.Depart):
             peer.send(message)
-        elif not isinstance(message, Stuck):  # nobody waits for that: it only says that somebody waits
+        elif not isinstance(message, messages.Stuck):  # nobody waits for that: it only says that somebody waits
             controller.groups.coordinators.undone(message, error)
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
@@ -98,12 +84,12 @@ class ControllerMessages:
     def _meet(self, peer: ParticipantLink, message: Any) -> None:
         self._controller.groups.coordinators.receive(peer, message)
 
-    def _publish(self, peer: ParticipantLink, message: Publish) -> None:
+    def _publish(self, peer: ParticipantLink, message: messages.Publish) -> None:
         """A member publishes a value: the others get it, but not before their invitation."""
         with self._controller.participants.inviting:
             self._meet(peer, message)
 
-    def _stuck(self, peer: ParticipantLink, message: Stuck) -> None:
+    def _stuck(self, peer: ParticipantLink, message: messages.Stuck) -> None:
         coordinators = self._controller.groups.coordinators
         if message.group_id:
             coordinators.receive(peer, message)
@@ -112,7 +98,7 @@ class ControllerMessages:
         if tracker is not None or not message.seq:
             coordinators.spread(peer, message, () if tracker is None else tracker.plan.participants)
 
-    def _depart(self, peer: ParticipantLink, message: Depart) -> None:
+    def _depart(self, peer: ParticipantLink, message: messages.Depart) -> None:
         """A member has left by itself: it is answered, and the driver can't use the group any more either."""
         groups = self._controller.groups
         if message.group_id in groups.coordinators:
@@ -127,12 +113,12 @@ class ControllerMessages:
         controller = self._controller
         return controller.tracker(launch) or next((one for one in controller.trackers() if one.has(launch)), None)
 
-    def _arrive(self, peer: ParticipantLink, message: Arrive) -> None:
+    def _arrive(self, peer: ParticipantLink, message: messages.Arrive) -> None:
         tracker = self._tracker_of(message.seq)
         if tracker is not None:
             self._controller.send(tracker, tracker.arrive(_position(tracker, peer), message))
 
-    def _done(self, peer: ParticipantLink, message: Done) -> None:
+    def _done(self, peer: ParticipantLink, message: messages.Done) -> None:
         controller, tracker = self._controller, self._controller.tracker(message.seq)
         if tracker is None:
             return
@@ -145,13 +131,13 @@ class ControllerMessages:
         if position >= 0:
             controller.send(tracker, tracker.done(position, error, message.story, others=message.ranks))
 
-    def _ran(self, peer: ParticipantLink, message: Ran) -> None:
+    def _ran(self, peer: ParticipantLink, message: messages.Ran) -> None:
         """Whoever waits for the run decodes what it returns."""
         tracker = self._controller.tracker(message.seq)
         if tracker is not None and (position := _position(tracker, peer)) >= 0:
             tracker.answered(position, message.payload)
 
-    def _behind(self, peer: ParticipantLink, message: Behind) -> None:
+    def _behind(self, peer: ParticipantLink, message: messages.Behind) -> None:
         """A participant can't tell when a call has ended: an actor task, which is behind all calls so far, will."""
         controller, tracker = self._controller, self._controller.tracker(message.seq)
         if tracker is None:
@@ -162,7 +148,7 @@ class ControllerMessages:
             rank = tracker.member(_position(tracker, peer)).rank
             controller.send(tracker, tracker.fail(peer.unsent(exc, rank)))
 
-    def _waiting(self, peer: ParticipantLink, message: Waiting) -> None:
+    def _waiting(self, peer: ParticipantLink, message: messages.Waiting) -> None:
         """A participant waits for a method that has not ended: watch its ref, which may hold an error instead."""
         tracker = self._controller.tracker(message.seq)
         key = Key(message.key)
@@ -187,14 +173,14 @@ def _position(tracker: PlanTracker, peer: ParticipantLink) -> int:
 
 
 _HANDLERS: dict[type, Callable[[ControllerMessages, ParticipantLink, Any], None]] = {
-    Joined: lambda mine, peer, message: mine._controller.participants.joined(message),
-    Arrive: ControllerMessages._arrive,
-    Behind: ControllerMessages._behind,
-    Depart: ControllerMessages._depart,
-    Done: ControllerMessages._done,
-    Ran: ControllerMessages._ran,
-    Waiting: ControllerMessages._waiting,
-    Stuck: ControllerMessages._stuck,
-    Publish: ControllerMessages._publish,
-    **dict.fromkeys((Drop, Meet, Withdraw), ControllerMessages._meet),
+    messages.Joined: lambda mine, peer, message: mine._controller.participants.joined(message),
+    messages.Arrive: ControllerMessages._arrive,
+    messages.Behind: ControllerMessages._behind,
+    messages.Depart: ControllerMessages._depart,
+    messages.Done: ControllerMessages._done,
+    messages.Ran: ControllerMessages._ran,
+    messages.Waiting: ControllerMessages._waiting,
+    messages.Stuck: ControllerMessages._stuck,
+    messages.Publish: ControllerMessages._publish,
+    **dict.fromkeys((messages.Drop, messages.Meet, messages.Withdraw), ControllerMessages._meet),
 }

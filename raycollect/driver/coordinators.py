@@ -13,8 +13,6 @@ from raycollect.errors import ProtocolError, RaycollectError, to_wire
 from raycollect.group.coordinator import Coordinator, Orders
 from raycollect.group.membership import Membership
 
-__all__ = ["Coordinators"]
-
 
 class Coordinators:
     """One `Coordinator` per group. Only the hub's thread uses them; any thread may open and close one."""

@@ -29,8 +29,6 @@ from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import faults_of, made_of
 from raycollect.pos.handle import Handle
 
-__all__ = ["plan"]
-
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and foreseen time.

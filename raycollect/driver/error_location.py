@@ -21,8 +21,6 @@ from raycollect.group.membership import Membership
 from raycollect.planner import Made, Plan
 from raycollect.planner.ir import Operands
 
-__all__ = ["ErrorLocator", "add_operand"]
-
 RankNames = list[tuple[int, str]]  # (rank, actor)
 
 

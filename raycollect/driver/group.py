@@ -101,7 +101,6 @@ class Group:
         return [tracker for tracker in trackers if self._membership in tracker.groups and not tracker.has_ended]
 
     def _state(self) -> tuple[str, str]:
-        """Its state, and why it is broken."""
         if not self._controller.groups.exists(self._membership):
             return groups.DESTROYED, ""
         detail = self._controller.groups.why_broken(self._membership)

@@ -18,8 +18,6 @@ from raycollect.planner.wording import counted, nbytes_words, seconds_words
 from raycollect.pos import StoreStatistics
 from raycollect.pos.arena import ArenaStatistics
 
-__all__ = ["GroupStatistics", "GroupStatus", "MemberStatistics", "MemberStatus", "member_statistics", "member_status"]
-
 _Statistics = TypeVar("_Statistics", StoreStatistics, ArenaStatistics)
 
 _HEAD = ("rank", "actor", "host", "pid", "device", "state", "collectives under way", "awaited for")

@@ -30,8 +30,6 @@ from raycollect.group import cluster_registry, link_costs
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import Membership, inner_groups, placed, unknown
 
-__all__ = ["DERIVED_LIMIT", "Groups"]
-
 _log = logging.getLogger("raycollect")
 
 DERIVED_LIMIT = 16  # how many derived groups are kept; the least recently used one is dissolved first

@@ -15,8 +15,6 @@ from raycollect.core.submitted_calls import SubmittedCalls
 from raycollect.errors import ConnectionLostError, RaycollectError
 from raycollect.pos import fetch
 
-__all__ = ["LentTokens"]
-
 
 class LentTokens:
     """Lends tokens to the calls of a participant until `end`; the arguments are those of `ParticipantLink`."""

@@ -19,8 +19,6 @@ from raycollect.group.declaration import Declaration
 from raycollect.group.membership import is_participant
 from raycollect.member import runtime
 
-__all__ = ["check", "describe", "gpus", "who_answers"]
-
 _RETRY_S = 0.1  # after which an actor that Ray restarts is asked again
 _PENDING = "still waiting to be made (`ray status` tells what resources there are)"
 _BUSY = "still busy with a method, or being made"
@@ -82,7 +80,6 @@ def _described(declaration: Declaration, deadline_s: float) -> list[dict[str, An
 
 
 def _ask(declaration: Declaration, deadline_s: float, question: Callable[[Any], Any]) -> list[Any]:
-    """Asks every member by an actor task, which waits for busy and pending ones; dead ones answer Ray's error."""
     answers, late = list[Any](), list[int]()
     refs = [_asked(question, actor) for actor in declaration.actors]
     for rank, (ref, actor) in enumerate(zip(refs, declaration.actors, strict=True)):

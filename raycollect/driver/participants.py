@@ -49,8 +49,6 @@ from raycollect.observe.timeline_session import TimelineSession
 if TYPE_CHECKING:
     from raycollect.driver.controller_messages import ControllerMessages
 
-__all__ = ["Participants"]
-
 UNUSED_S = 0.01
 """How long keys of values that nobody holds any more are gathered before their participant is told."""
 

@@ -8,8 +8,6 @@ from raycollect.core.model import Key
 from raycollect.core.placeholder import Placeholder
 from raycollect.errors import BatchError, CaptureError, RaycollectError
 
-__all__ = ["Argument", "Pending", "plain"]
-
 _OPEN = "its batch has not ended: use it after the block, or as an operand of a later call in it"
 _IN_RUNS = (
     "what a captured step makes is there only while it runs: give it to later calls in its own block, or to `returns`; "

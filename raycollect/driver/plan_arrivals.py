@@ -11,8 +11,6 @@ from raycollect.engine.agreement import ArrivalGather
 from raycollect.errors import ProtocolError
 from raycollect.planner import Plan
 
-__all__ = ["Gathered", "PlanArrivals"]
-
 ANSWER_NBYTES = 1 << 19  # how many bytes go into one message, which has to fit into a frame; each arrival alone did
 
 _AgreementKey = tuple[int, int, str, tuple[int, ...]]  # (launch, round, group id, ranks)

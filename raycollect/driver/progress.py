@@ -19,8 +19,6 @@ from raycollect.driver.participants import Participants
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.planner.wording import nbytes_words, seconds_words
 
-__all__ = ["ProgressProbe", "Progress", "RankProgress"]
-
 SILENT_S = 1.0  # after how long without an answer a participant counts as silent, in seconds
 
 FAR_BEHIND = 0.2  # a participant is behind if this part less is done than on the foremost one

@@ -15,8 +15,6 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.driver.progress import Progress, ProgressProbe
 from raycollect.errors import ProgressError, refusal, wrong_argument
 
-__all__ = ["AFTER_S", "Bar", "ProgressBars", "progress", "wanted"]
-
 _log = logging.getLogger("raycollect")
 
 AFTER_S = 0.5  # after how long a wait shows a bar by default, in seconds

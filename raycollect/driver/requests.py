@@ -13,8 +13,6 @@ from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.group.membership import Membership
 from raycollect.planner import Made, Source
 
-__all__ = ["RequestList", "Ref"]
-
 _UNSENT = "its plan could not be sent"
 
 

@@ -12,12 +12,10 @@ from raycollect.driver.controller import Controller
 from raycollect.errors import TimelineError, refusal, wrong_argument
 from raycollect.group.process_groups import places
 from raycollect.observe import chrome
-from raycollect.observe.summary import Summary, SummaryRow, summarize
+from raycollect.observe.summary import Summary, summarize
 from raycollect.observe.timeline_session import STOP_S, TimelineSession
 from raycollect.observe.trace import LIMIT, MOST
 from raycollect.observe.whole import Trace
-
-__all__ = ["Summary", "SummaryRow", "Timeline", "summary", "timeline"]
 
 
 class Timeline:

@@ -106,7 +106,6 @@ def _found(ref: Any, until_s: float) -> Any:
 
 
 def _left_s(until_s: float) -> float | None:
-    """The time left until then, as Ray takes it."""
     return None if until_s == math.inf else max(until_s - time.monotonic(), 0.0)
 
 

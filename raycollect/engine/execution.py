@@ -169,7 +169,6 @@ class Execution:
         return self._byte_map.at(move, left, kernel_progress.part)
 
     def _agree(self) -> KernelSchedule:
-        """Meets the others, as often as the plan says; raises what all of them raise."""
         self._step.at = "at the door"
         clock, program, preparation = self._instruments.clock, self._program, self._preparation
         brought: tuple[bytes, ...] | None = None

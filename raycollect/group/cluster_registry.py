@@ -245,7 +245,6 @@ class ClusterReader:
             raise self._lost(exc) from exc
 
     def _posted(self) -> list[GroupRecord]:
-        """The records of processes that live; removes those of others."""
         found = []
         ended = {job["JobID"] for job in self._state.job_table() if job["IsDead"]}
         for key in self._client.internal_kv_keys(_PREFIX, _NAMESPACE, timeout=ANSWER_TIMEOUT_S):

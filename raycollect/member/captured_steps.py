@@ -45,17 +45,6 @@ from raycollect.planner import Program
 from raycollect.pos import Container, Store
 from raycollect.pos.handle import Handle
 
-__all__ = [
-    "MOST_NBYTES",
-    "CapturedStep",
-    "CapturedSteps",
-    "decode_capture",
-    "decode_fenced",
-    "open_doorbell",
-    "pinned",
-]
-
-
 MOST_NBYTES = MAX_FRAME_NBYTES - 1024
 """The longest results of a run that a message can carry."""
 

@@ -10,8 +10,6 @@ import numpy as np
 
 from raycollect.pos.handle import Handle
 
-__all__ = ["KEPT", "FinishedCalls", "is_inert"]
-
 KEPT = 4096
 """How many calls are remembered. Who waits for an earlier one has to ask (`Behind`)."""
 

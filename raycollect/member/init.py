@@ -22,19 +22,6 @@ from raycollect.group.process_groups import ProcessGroups, places
 from raycollect.group.ray_bootstrap_store import RayBootstrapStore
 from raycollect.observe.timeline_session import begin_from_environment
 
-__all__ = [
-    "destroy_collective_group",
-    "destroy_group",
-    "get_collective_group_size",
-    "get_group_handle",
-    "get_rank",
-    "gloo_available",
-    "init_collective_group",
-    "is_backend_available",
-    "is_group_initialized",
-    "nccl_available",
-]
-
 DEFAULT_TIMEOUT_MS = 30_000
 """How long members wait for each other if `init_collective_group` does not say, in milliseconds."""
 

@@ -14,8 +14,6 @@ from raycollect.observe.stacks import what_runs
 from raycollect.pos import Store
 from raycollect.pos.segments import Segments
 
-__all__ = ["look", "measure", "survey"]
-
 
 def look(message: Look, instruments: Instruments, sequencer: PlanSequencer) -> Seen:
     """What this process is doing."""

@@ -33,8 +33,6 @@ from raycollect.observe import Place, Tracer
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
-__all__ = ["JoinedGroup", "JoinedGroups"]
-
 
 class JoinedGroup:
     """This process's part in one group. Any thread may call it.

@@ -14,33 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from raycollect.channel import Link
-from raycollect.channel.messages import (
-    Abort,
-    Arrivals,
-    Collect,
-    Deny,
-    Depart,
-    Done,
-    Drop,
-    Forget,
-    Go,
-    Gone,
-    Join,
-    Leave,
-    Look,
-    Measure,
-    Message,
-    Met,
-    Missed,
-    Order,
-    Publish,
-    Record,
-    Run,
-    Survey,
-    Tick,
-    Waiting,
-)
+from raycollect.channel import Link, messages
 from raycollect.core import threads
 from raycollect.core.model import Key, task_key
 from raycollect.engine.execution import Execution, Outcome
@@ -78,8 +52,6 @@ from raycollect.planner import Program, decode_order
 
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
-
-__all__ = ["Lease"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +119,7 @@ class Lease:
         self._sequencer.after(seq, predecessor, lambda: submit(self.run_fenced, payload))
         return True
 
-    def run_program(self, payload: bytes, task: bytes | None, order: Order | None = None) -> Any:
+    def run_program(self, payload: bytes, task: bytes | None, order: messages.Order | None = None) -> Any:
         """Runs this participant's part in a plan, tells the controller how it ended, and returns its outputs' handles.
 
         Args:
@@ -198,7 +170,7 @@ class Lease:
             raise anew(outcome.error)
         return handles[0] if len(handles) == 1 else tuple(handles) or None
 
-    def _run_ordered(self, order: Order) -> None:
+    def _run_ordered(self, order: messages.Order) -> None:
         try:
             self.run_program(order.payload, None, order)
         except RaycollectError:
@@ -243,7 +215,7 @@ class Lease:
             instruments,
             seq=seq,
             aborted=aborted,
-            waiting=None if is_ordered else lambda key: self._reporter.tell(Waiting(seq=seq, key=key)),
+            waiting=None if is_ordered else lambda key: self._reporter.tell(messages.Waiting(seq=seq, key=key)),
             exchange=exchange,
         )
         return execution.run, execution
@@ -253,7 +225,7 @@ class Lease:
         if outcome.error is not None:
             self._reporter.tell_failure(seq, outcome.error)
         elif not outcome.ended or len(outcome.ended) == len(program.door.ranks):
-            self._reporter.tell(Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
+            self._reporter.tell(messages.Done(seq=seq, ranks=list(outcome.ended), error=None, story=[]))
 
     # ------------------------------------------------------------------------------------------ captured steps
 
@@ -311,7 +283,7 @@ class Lease:
 
     # ------------------------------------------------------------------------------------------ messages
 
-    def received(self, message: Message) -> None:
+    def received(self, message: messages.Message) -> None:
         """A message of the controller; on the channel's thread, so nothing here may wait."""
         handle = _HANDLERS.get(type(message))
         if handle is None:
@@ -326,29 +298,29 @@ class Lease:
                 raise
             finish(self, message, threads.failed(f"taking in {type(message).__name__}", exc))
 
-    def _not_begun(self, message: Run | Order, error: InternalError) -> None:
-        seq = decode_order(message.payload)[0].seq if isinstance(message, Order) else message.seq
+    def _not_begun(self, message: messages.Run | messages.Order, error: InternalError) -> None:
+        seq = decode_order(message.payload)[0].seq if isinstance(message, messages.Order) else message.seq
         self._sequencer.end(seq)  # what comes after it goes on
         self._reporter.tell_failure(seq, error)
 
-    def _stopped(self, message: Abort | Arrivals | Go, error: InternalError) -> None:
+    def _stopped(self, message: messages.Abort | messages.Arrivals | messages.Go, error: InternalError) -> None:
         # The number may be that of one of the launches of the plan, or the run, that is under way.
         seq = max((one for one in self._sequencer.running() if one <= message.seq), default=message.seq)
         self._reporter.tell_failure(seq, error)
         self._sequencer.abort(seq, error.detail)
         self._wake(seq)
 
-    def _broken(self, message: Gone, error: InternalError) -> None:
+    def _broken(self, message: messages.Gone, error: InternalError) -> None:
         joined_group = self._groups.by_id.get(message.group_id)  # nobody here knows any more who is left of it
         if joined_group is not None:
             self._abort_plans(message.group_id, error.detail)
             joined_group.close(error.detail)
 
-    def _abort(self, message: Abort) -> None:
+    def _abort(self, message: messages.Abort) -> None:
         self._runtime.instruments.recorder.add("abort", message.seq, message.reason)
         if self._sequencer.abort(message.seq, message.reason):
             # It may have ended silently, as it left the report to a rank that is gone by now.
-            self._reporter.tell(Done(seq=message.seq, ranks=[], error=None, story=[]))
+            self._reporter.tell(messages.Done(seq=message.seq, ranks=[], error=None, story=[]))
         else:
             self._wake(message.seq)
 
@@ -363,13 +335,13 @@ class Lease:
         self._store.wake()
         self.plan_queue.wake()
 
-    def _run_came(self, message: Run) -> None:
+    def _run_came(self, message: messages.Run) -> None:
         found = self._captures.find(message.capture)
         if found is None or not found.received(message):
             self._sequencer.end(message.seq)  # what comes after it goes on
             self._reporter.tell_failure(message.seq, CaptureError(detail="this captured step is closed"))
 
-    def _arrivals(self, message: Arrivals) -> None:
+    def _arrivals(self, message: messages.Arrivals) -> None:
         running, joined_group = self._running.get(message.seq), self._groups.by_id.get(message.group_id)
         if message.group_id:
             exchange = joined_group.exchange if joined_group is not None else None
@@ -378,7 +350,7 @@ class Lease:
         if exchange is not None:
             exchange.arrived(message.seq, message.round, message.blobs, more=message.more)
 
-    def _gone(self, message: Gone) -> None:
+    def _gone(self, message: messages.Gone) -> None:
         """A member is gone. If it has died, the group ends, and must not keep its memory.
 
         What it did before counts: a plan under way that needs no more of it runs to its end. The controller, which
@@ -408,43 +380,46 @@ class Lease:
             if group_id in running.group_ids and not self._sequencer.abort(seq, reason):
                 self._wake(seq)
 
-    def _measure(self, message: Measure) -> None:
+    def _measure(self, message: messages.Measure) -> None:
         running = self._running.get(message.seq)
         bytes_done = self._captures.bytes_done(message.seq) if running is None else running.execution.bytes_done()
         self._reporter.tell(introspection.measure(message, self._sequencer, bytes_done))
 
 
 _HANDLERS: dict[type, Callable[[Lease, Any], None]] = {
-    Join: lambda lease, message: lease._groups.join(message),
-    Leave: lambda lease, message: lease._groups.leave(message),
-    Abort: Lease._abort,
-    Arrivals: Lease._arrivals,
-    Survey: lambda lease, message: lease._reporter.tell(introspection.survey(message, lease._store)),
-    Measure: Lease._measure,
-    Look: lambda lease, message: lease._reporter.tell(
+    messages.Join: lambda lease, message: lease._groups.join(message),
+    messages.Leave: lambda lease, message: lease._groups.leave(message),
+    messages.Abort: Lease._abort,
+    messages.Arrivals: Lease._arrivals,
+    messages.Survey: lambda lease, message: lease._reporter.tell(introspection.survey(message, lease._store)),
+    messages.Measure: Lease._measure,
+    messages.Look: lambda lease, message: lease._reporter.tell(
         introspection.look(message, lease._runtime.instruments, lease._sequencer)
     ),
-    Run: Lease._run_came,
-    Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
-    Order: lambda lease, message: lease.plan_queue.received(message, lease._run_ordered),
-    Go: lambda lease, message: lease.plan_queue.go(message),
-    Record: lambda lease, message: lease._recording.record(message),
-    Tick: lambda lease, message: lease._recording.tick(message),
-    Collect: lambda lease, message: lease._recording.collect(message),
-    Gone: Lease._gone,
-    **dict.fromkeys((Deny, Depart, Drop, Met, Missed, Publish), lambda lease, message: lease._groups.received(message)),
+    messages.Run: Lease._run_came,
+    messages.Forget: lambda lease, message: lease._captures.forget(message.capture, "the captured step was closed"),
+    messages.Order: lambda lease, message: lease.plan_queue.received(message, lease._run_ordered),
+    messages.Go: lambda lease, message: lease.plan_queue.go(message),
+    messages.Record: lambda lease, message: lease._recording.record(message),
+    messages.Tick: lambda lease, message: lease._recording.tick(message),
+    messages.Collect: lambda lease, message: lease._recording.collect(message),
+    messages.Gone: Lease._gone,
+    **dict.fromkeys(
+        (messages.Deny, messages.Depart, messages.Drop, messages.Met, messages.Missed, messages.Publish),
+        lambda lease, message: lease._groups.received(message),
+    ),
 }
 
 _FINISHES: dict[type, Callable[[Lease, Any, InternalError], None]] = {
     **dict.fromkeys(
-        (Survey, Measure, Look, Record, Tick, Collect),
+        (messages.Survey, messages.Measure, messages.Look, messages.Record, messages.Tick, messages.Collect),
         lambda lease, message, error: lease._reporter.tell_unable(message.request, error),
     ),
-    **dict.fromkeys((Run, Order), Lease._not_begun),
-    **dict.fromkeys((Abort, Arrivals, Go), Lease._stopped),
-    Gone: Lease._broken,
-    **dict.fromkeys((Leave, Forget), lambda lease, message, error: None),  # nobody waits for that
-    Join: lambda lease, message, error: lease._groups.fail_join(message, error),
-    Publish: lambda lease, message, error: lease._groups.by_id[message.group_id].give_up(error.detail),
+    **dict.fromkeys((messages.Run, messages.Order), Lease._not_begun),
+    **dict.fromkeys((messages.Abort, messages.Arrivals, messages.Go), Lease._stopped),
+    messages.Gone: Lease._broken,
+    **dict.fromkeys((messages.Leave, messages.Forget), lambda lease, message, error: None),  # nobody waits for that
+    messages.Join: lambda lease, message, error: lease._groups.fail_join(message, error),
+    messages.Publish: lambda lease, message, error: lease._groups.by_id[message.group_id].give_up(error.detail),
 }
 """How to end what a message asked for if taking it in failed, so that whoever waits for it gets an error."""

@@ -27,17 +27,6 @@ from raycollect.errors.text import a_type, too_large
 from raycollect.member.call import ME, MemberCall
 from raycollect.planner import LISTS_BACKEND, gpu_lists
 
-__all__ = [
-    "allgather_multigpu",
-    "allreduce_multigpu",
-    "broadcast_multigpu",
-    "recv_multigpu",
-    "reduce_multigpu",
-    "reducescatter_multigpu",
-    "send_multigpu",
-    "synchronize",
-]
-
 
 def allreduce_multigpu(
     tensor_list: list[Any], group_name: GroupLike = "default", op: ReduceOp | str = ReduceOp.SUM

@@ -28,8 +28,6 @@ from raycollect.observe import run_steps
 from raycollect.planner import decode_order
 from raycollect.pos import Absence, State, Store
 
-__all__ = ["PlanQueue"]
-
 ASK_S = 0.05
 """How long a plan waits for a call that has not ended, though no method runs, before it asks the controller."""
 

@@ -17,8 +17,6 @@ from raycollect.observe.trace import MOST, encode_recorded
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
-__all__ = ["PART_NBYTES", "RecordingAgent"]
-
 SETTLE_S = 0.25
 """How long to wait for the end of plans under way before the recording is read, in seconds."""
 

@@ -23,8 +23,6 @@ from raycollect.member.sequencer import PlanSequencer
 if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
-__all__ = ["MOST_VIOLATIONS", "Reporter"]
-
 MOST_VIOLATIONS = 500
 """How many reasons of a refusal are told: those of thousands of calls, on all ranks, would not fit into a message."""
 

@@ -11,8 +11,6 @@ from raycollect.observe import run_steps
 from raycollect.observe.recorder import Event
 from raycollect.observe.trace import Tracer
 
-__all__ = ["ARRIVALS", "PlanSequencer", "arrivals"]
-
 ARRIVALS = 64
 """How many agreements are told: more than the plans of most captured steps."""
 

@@ -12,8 +12,6 @@ from raycollect.core.model import Key
 from raycollect.errors import ProtocolError
 from raycollect.pos import Absence, Store
 
-__all__ = ["TokenLenders"]
-
 LOOK_S = 1.0
 """How often it is asked whether an owner lives whose connection has ended."""
 

@@ -20,20 +20,6 @@ from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.work import MemberWork
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reducescatter",
-    "scatter",
-    "send",
-]
-
 
 def allreduce(
     tensor: Any,

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from raycollect.core import threads
 
-__all__ = ["WAIT_S", "WaitMonitor"]
-
 WAIT_S = 0.5
 """How long a wait lasts before it is told: long for a collective, short for a person."""
 

@@ -14,8 +14,6 @@ from raycollect.errors import CollectiveTimeoutError, RaycollectError, anew
 from raycollect.group.process_group import ProcessGroup
 from raycollect.planner.wording import seconds_words
 
-__all__ = ["MemberWork"]
-
 
 class MemberWork:
     """A member's call with ``async_op=True``, which runs on a communication thread.

@@ -28,7 +28,7 @@ from raycollect.observe import Place, Ring, Tracer, chrome
 from raycollect.observe.clocks import ROUND_TRIPS, SAME_CLOCK, Alignment, Fix, Sample, clock_id, fix
 from raycollect.observe.metrics import Publisher
 from raycollect.observe.trace import LIMIT, PLAN, RUN, decode_recorded
-from raycollect.observe.whole import Missing, Process, Slice, Trace, process_of
+from raycollect.observe.whole import Missing, Process, Trace, process_of
 
 _log = logging.getLogger("raycollect")
 
@@ -98,7 +98,6 @@ class _Tracked:
         peer.ask(Record, limit=limit, metrics=metrics).add_done_callback(self._began)
 
     def _began(self, asked: Future[Ticked | Unable | None]) -> None:
-        """Runs on the hub's thread."""
         tick = asked.result()
         if isinstance(tick, Unable):
             self.refusal = tick.detail
@@ -202,9 +201,7 @@ class TimelineSession:
             self._collect(list(self._tracked.values()), LEAVING_S, ends=True)
 
     def _collected(self, timeout_s: float, ended_s: float, *, ends: bool) -> Trace:
-        tracked = list(self._tracked.values())
-        processes, missing = self._collect(tracked, timeout_s, ends=ends)
-        return self._trace(processes, missing, ended_s)
+        return self._trace(*self._collect(list(self._tracked.values()), timeout_s, ends=ends), ended_s)
 
     def _trace(self, processes: Sequence[Process], missing: Sequence[Missing], ended_s: float) -> Trace:
         name, host = _this_process()
@@ -259,7 +256,7 @@ class TimelineSession:
             return one.missing("it records no more: another one took its place, or it began anew")
         aligned = SAME_CLOCK
         if one.clock != clock_id() or not one.clock:
-            fixes = [found for found in map(_result_if_done, (one.first, last)) if found is not None]
+            fixes = [found for asked in (one.first, last) if asked and asked.done() and (found := asked.result())]
             if not fixes:
                 return one.missing("its clock could not be compared with this one's")
             aligned = Alignment(first=fixes[0], last=fixes[-1] if len(fixes) > 1 else None)
@@ -274,10 +271,6 @@ class TimelineSession:
 
 def _wait(futures: Iterable[Future[Any]], until_s: float) -> None:
     wait_for(list(futures), max(until_s - monotonic(), 0))
-
-
-def _result_if_done(future: Future[Fix | None] | None) -> Fix | None:
-    return future.result() if future is not None and future.done() else None
 
 
 def _this_process() -> tuple[str, str]:
@@ -305,11 +298,8 @@ def _with_bytes(own: Process, others: Sequence[Process]) -> Process:
                 sums[numbers[at - 1]] += most
         for seq, total in sums.items():
             nbytes[seq] = max(nbytes.get(seq, 0), total)
-
-    def filled(one: Slice) -> Slice:
-        return one._replace(nbytes=nbytes.get(one.seq, 0)) if one.kind in (PLAN, RUN) else one
-
-    return replace(own, slices=tuple(map(filled, own.slices)))
+    filled = (one._replace(nbytes=nbytes.get(one.seq, 0)) if one.kind in (PLAN, RUN) else one for one in own.slices)
+    return replace(own, slices=tuple(filled))
 
 
 def begin_from_environment(groups: Groups) -> None:

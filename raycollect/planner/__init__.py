@@ -5,66 +5,50 @@
 
 from __future__ import annotations
 
-from raycollect.planner.algorithms import ALGORITHMS, STAND_INS
-from raycollect.planner.cost import Cost, Layout, Line, native
-from raycollect.planner.ir import GpuLists, Made, Part, Plan, Request, Source, Together
-from raycollect.planner.listed import BACKEND as LISTS_BACKEND
-from raycollect.planner.lower import SUBSTITUTES
-from raycollect.planner.passes import plan, plan_part
-from raycollect.planner.predict import Cluster, Prediction, predict
-from raycollect.planner.program import STAGING_NBYTES, Bundle, Domain, Program, Share, Task, Ticket
-from raycollect.planner.reshard.request import Reshard
-from raycollect.planner.template import CROSSINGS, Buffer, Choice, Local, Role, Step, Template
-from raycollect.planner.topology import BETWEEN, INSIDE, Inner, Link, Roster, Topology
-from raycollect.planner.validate import brought, root_parameter
-from raycollect.planner.wire import decode_order, decode_program, encode_order, encode_program
-
-__all__ = [
-    "ALGORITHMS",
-    "BETWEEN",
-    "CROSSINGS",
-    "INSIDE",
-    "LISTS_BACKEND",
-    "STAGING_NBYTES",
-    "STAND_INS",
-    "SUBSTITUTES",
-    "Buffer",
-    "Bundle",
-    "Choice",
-    "Cluster",
-    "Cost",
-    "Domain",
-    "GpuLists",
-    "Inner",
-    "Layout",
-    "Line",
-    "Link",
-    "Local",
-    "Made",
-    "Part",
-    "Plan",
-    "Prediction",
-    "Program",
-    "Request",
-    "Reshard",
-    "Role",
-    "Roster",
-    "Share",
-    "Source",
-    "Step",
-    "Task",
-    "Template",
-    "Ticket",
-    "Together",
-    "Topology",
-    "brought",
-    "decode_order",
-    "decode_program",
-    "encode_order",
-    "encode_program",
-    "native",
-    "plan",
-    "root_parameter",
-    "plan_part",
-    "predict",
-]
+from raycollect.planner.algorithms import ALGORITHMS as ALGORITHMS
+from raycollect.planner.algorithms import STAND_INS as STAND_INS
+from raycollect.planner.cost import Cost as Cost
+from raycollect.planner.cost import Layout as Layout
+from raycollect.planner.cost import Line as Line
+from raycollect.planner.cost import native as native
+from raycollect.planner.ir import GpuLists as GpuLists
+from raycollect.planner.ir import Made as Made
+from raycollect.planner.ir import Part as Part
+from raycollect.planner.ir import Plan as Plan
+from raycollect.planner.ir import Request as Request
+from raycollect.planner.ir import Source as Source
+from raycollect.planner.ir import Together as Together
+from raycollect.planner.listed import LISTS_BACKEND as LISTS_BACKEND
+from raycollect.planner.lower import SUBSTITUTES as SUBSTITUTES
+from raycollect.planner.passes import plan as plan
+from raycollect.planner.passes import plan_part as plan_part
+from raycollect.planner.predict import Cluster as Cluster
+from raycollect.planner.predict import Prediction as Prediction
+from raycollect.planner.predict import predict as predict
+from raycollect.planner.program import STAGING_NBYTES as STAGING_NBYTES
+from raycollect.planner.program import Bundle as Bundle
+from raycollect.planner.program import Domain as Domain
+from raycollect.planner.program import Program as Program
+from raycollect.planner.program import Share as Share
+from raycollect.planner.program import Task as Task
+from raycollect.planner.program import Ticket as Ticket
+from raycollect.planner.reshard.request import Reshard as Reshard
+from raycollect.planner.template import CROSSINGS as CROSSINGS
+from raycollect.planner.template import Buffer as Buffer
+from raycollect.planner.template import Choice as Choice
+from raycollect.planner.template import Local as Local
+from raycollect.planner.template import Role as Role
+from raycollect.planner.template import Step as Step
+from raycollect.planner.template import Template as Template
+from raycollect.planner.topology import BETWEEN as BETWEEN
+from raycollect.planner.topology import INSIDE as INSIDE
+from raycollect.planner.topology import Inner as Inner
+from raycollect.planner.topology import Link as Link
+from raycollect.planner.topology import Roster as Roster
+from raycollect.planner.topology import Topology as Topology
+from raycollect.planner.validate import brought as brought
+from raycollect.planner.validate import root_parameter as root_parameter
+from raycollect.planner.wire import decode_order as decode_order
+from raycollect.planner.wire import decode_program as decode_program
+from raycollect.planner.wire import encode_order as encode_order
+from raycollect.planner.wire import encode_program as encode_program

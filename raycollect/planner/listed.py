@@ -14,7 +14,7 @@ from raycollect.errors import Violation
 from raycollect.planner.ir import GpuLists, Operands, Part, Request
 from raycollect.planner.template import Buffer, Local, Role, Step, Template
 
-BACKEND = "nccl"
+LISTS_BACKEND = "nccl"
 """The backend whose groups may have several GPUs per process."""
 
 _KINDS = (
@@ -48,8 +48,8 @@ def listed_violations(request: Request) -> list[Violation]:
     def wrong(what: str, name: str, value: object, expected: str) -> None:
         found.append(Violation(kind=what, rank=-1, field=name, found=str(value), expected=expected))
 
-    if request.group.backend != BACKEND:
-        wrong("unsupported", "backend", request.group.backend, f"{BACKEND}, for several GPUs per process")
+    if request.group.backend != LISTS_BACKEND:
+        wrong("unsupported", "backend", request.group.backend, f"{LISTS_BACKEND}, for several GPUs per process")
     if kind not in _KINDS:
         known = ", ".join(one.value for one in _KINDS)
         wrong("unsupported", "op", f"{kind.value} of lists with a tensor of each GPU", f"one of {known}")

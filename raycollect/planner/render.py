@@ -182,7 +182,6 @@ def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
 
 
 def _details(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """The facts about a bundle below the table."""
     row = rows[0]
     packed, tensors, kernels = row.packed
     after = sorted({call for one in rows for call in one.after})

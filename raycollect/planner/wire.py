@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -22,6 +23,12 @@ VERSION = 7
 MOST_RANKS = 1 << 20
 """A larger number must not make the reader allocate for it."""
 _HEAD = struct.Struct("<QQI")  # seq, predecessor, number of keys
+
+# Fields in their order on the wire.
+_TASK = ("share", "request", "inputs", "round", "alone")
+_CHOICE = ("name", "at_least", "stepwise", "width")
+_STEP_REST = ("peer", "level", "ranks", "at", "src_piece", "dst_piece")
+_plain_rest = attrgetter(*_STEP_REST)
 
 
 def encode_order(ticket: Ticket, keys: Sequence[Key], program: bytes) -> bytes:
@@ -47,7 +54,7 @@ def decode_order(data: bytes) -> tuple[Ticket, tuple[Key, ...], Program]:
 def encode_program(program: Program) -> bytes:
     """Encodes a program; the inverse of `decode_program`."""
     p = program
-    tasks = [(t.share, t.request, t.inputs, t.round, t.alone) for t in p.tasks]
+    tasks = list(map(attrgetter(*_TASK), p.tasks))
     bundles = [(b.tasks, b.base) for b in p.bundles]
     head = (VERSION, p.name, p.timeout_s, p.rounds, _plain_domain(p.door), p.keys, p.staging, p.commits)
     packed: bytes = msgpack.packb((*head, [_encode_share(share) for share in p.shares], tasks, bundles, p.everyone))
@@ -63,7 +70,7 @@ def _plain_domain(domain: Domain) -> Any:
 @lru_cache(maxsize=1024)
 def _encode_share(share: Share) -> bytes:
     domains = [_plain_domain(domain) for domain in share.domains]
-    choices = [(c.name, c.at_least, c.stepwise, c.width) for c in share.choices]
+    choices = list(map(attrgetter(*_CHOICE), share.choices))
     head = (share.op, domains, share.root, _plain_op(share.reduce_op), choices)
     packed: bytes = msgpack.packb((*head, _encode_template(share.template)))
     return packed
@@ -73,18 +80,13 @@ def _encode_share(share: Share) -> bytes:
 def _encode_template(template: Template) -> bytes:
     t = template
     buffers = [(b.role.value, b.source, b.scratch) for b in t.buffers]
-    ways = [[_plain_step(step) for step in way] for way in t.ways]
+    ways = [[(s.kind.value, s.src, s.dst, _plain_op(s.op), *_plain_rest(s)) for s in way] for way in t.ways]
     packed: bytes = msgpack.packb((buffers, ways, t.src, t.dst, t.result, t.boxes))
     return packed
 
 
 def _plain_op(op: ReduceOp | None) -> int | None:
     return None if op is None else op.value
-
-
-def _plain_step(s: Step) -> Any:
-    place = (s.peer, s.level, s.ranks, s.at, s.src_piece, s.dst_piece)
-    return s.kind.value, s.src, s.dst, _plain_op(s.op), *place
 
 
 @lru_cache(maxsize=256)
@@ -107,10 +109,7 @@ def decode_program(data: bytes) -> Program:
             staging=staging,
             commits=commits,
             shares=tuple(map(_decode_share, shares)),
-            tasks=tuple(
-                Task(share=share, request=request, inputs=inputs, round=first_round, alone=alone)
-                for share, request, inputs, first_round, alone in tasks
-            ),
+            tasks=tuple(Task(**dict(zip(_TASK, one, strict=True))) for one in tasks),
             bundles=tuple(Bundle(tasks=members, base=base) for members, base in bundles),
             everyone=everyone,
         )
@@ -135,10 +134,7 @@ def _decode_share(data: bytes) -> Share:
         domains=tuple(map(_domain, domains)),
         root=root,
         reduce_op=None if reduce_op is None else ReduceOp(reduce_op),
-        choices=tuple(
-            Choice(name=name, at_least=at_least, stepwise=stepwise, width=width)
-            for name, at_least, stepwise, width in choices
-        ),
+        choices=tuple(Choice(**dict(zip(_CHOICE, one, strict=True))) for one in choices),
         template=_decode_template(template),
     )
 
@@ -162,16 +158,6 @@ _KINDS: dict[str, OpKind | Local] = {kind.value: kind for kinds in (OpKind, Loca
 
 
 def _step(values: Any) -> Step:
-    kind, src, dst, op, peer, level, ranks, at, src_piece, dst_piece = values
-    return Step(
-        kind=_KINDS[kind],
-        src=src,
-        dst=dst,
-        op=None if op is None else ReduceOp(op),
-        peer=peer,
-        level=level,
-        ranks=ranks,
-        at=at,
-        src_piece=src_piece,
-        dst_piece=dst_piece,
-    )
+    kind, src, dst, op, *rest = values
+    op = None if op is None else ReduceOp(op)
+    return Step(kind=_KINDS[kind], src=src, dst=dst, op=op, **dict(zip(_STEP_REST, rest, strict=True)))

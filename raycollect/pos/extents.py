@@ -22,7 +22,6 @@ class Extents:
         return zip(self._los, self._his, strict=True)
 
     def __len__(self) -> int:
-        """The number of ranges."""
         return len(self._los)
 
     def __repr__(self) -> str:

@@ -116,7 +116,6 @@ class Handle(Placeholder):
         return found.structure.build(tensors)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Fetches a single tensor; for `numpy.asarray(handle)`."""
         self._single()
         array = np.asarray(self.fetch(), dtype=dtype)
         return array.copy() if copy else array

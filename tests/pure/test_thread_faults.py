@@ -74,7 +74,7 @@ from tests.pure.channel.test_sockets import HOST, SECRET, Party, Rig, echo, rig
 from tests.pure.fleet import contain
 from tests.pure.group.test_member_communicator import Table, assert_set, start_calls, table
 from tests.pure.group.test_watchdog import HERE, Desk, said
-from tests.pure.member.test_captured_steps import FakePost, bench
+from tests.pure.member.step_bench import FakePost, bench
 from tests.pure.member.test_lease import _join, _plan, premises
 from tests.pure.observe.test_timeline_session import LABEL, Numbers
 from tests.pure.on_gpu import gpus

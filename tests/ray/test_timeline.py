@@ -18,7 +18,7 @@ from raycollect.member.runtime import Runtime
 from raycollect.observe.timeline_session import TimelineSession
 from raycollect.observe.trace import CALL, DOOR, KERNEL, METHOD, PART, PLAN, RUN, STAGING, WAIT
 from tests.faults import inject
-from tests.pure.observe.test_timeline import check
+from tests.pure.observe.test_chrome import check
 from tests.ray.test_statistics import is_stopped
 from tests.ray.test_store import wait_until
 from tests.ray.workers import Worker, block

@@ -30,7 +30,6 @@ class Fetched(Message):
     blob_nbytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses a negative size."""
         if self.blob_nbytes < 0:
             raise ValueError(f"a blob of {self.blob_nbytes} bytes")
 

@@ -85,7 +85,6 @@ class _Trial:
             self._step.close()
 
     def _each(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of every actor, and raises our errors as the actor raised them."""
         try:
             found: list[Any] = ray.get([getattr(actor, method).remote(*args) for actor in self._actors])
         except RayTaskError as exc:

@@ -113,7 +113,6 @@ def huge_pages(machine: Machine) -> Finding:
 
 
 def _chosen(text: str) -> str:
-    """The word in brackets of ``always [madvise] never``."""
     match = re.search(r"\[(\w+)\]", text)
     return match[1] if match else ""
 

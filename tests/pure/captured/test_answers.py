@@ -17,7 +17,7 @@ from raycollect.errors import InternalError, KernelError, PlanAbortedError, Rayc
 from raycollect.pos import tensors
 from tests.pure.engine.test_execution_loops import Rebound
 from tests.pure.engine.test_fast_path import Loop, Odd
-from tests.pure.member.test_captured_steps import Bench, FakePost, echo
+from tests.pure.member.step_bench import Bench, FakePost, echo
 from tests.pure.teams import WAIT_S, Gate, Script, Team, full, given, pinned
 from tests.pure.watched import WatchedCondition
 

@@ -7,36 +7,26 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 import raycollect
-from raycollect.cli import bench_command, doctor
+from raycollect.cli import doctor
 from raycollect.cli.commands import main
 from raycollect.cli.doctor import findings
 from raycollect.errors import GroupBrokenError
 from raycollect.group import cluster_registry
 from raycollect.group.rank_table import RankTable
+from tests.pure.cli.command_line import run_command
 
 ROOT = Path(raycollect.__file__).parents[1]
-
-
-def _run(*args: str, environ: dict[str, str | None] | None = None) -> Result:
-    result = CliRunner().invoke(main, list(args), env={"RANK_TABLE_FILE": None, **(environ or {})})
-    assert result.exception is None or isinstance(result.exception, SystemExit), "a traceback"
-    return result
 
 
 def _python(*args: str) -> str:
     done = subprocess.run([sys.executable, *args], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-# ---------------------------------------------------------------------------------------------- all commands
 
 
 def test_the_module_runs_as_a_program() -> None:
@@ -55,20 +45,20 @@ print(sorted({"ray", "numpy", "torch"} & set(sys.modules)), file=sys.stdout)
 
 
 def test_the_version_is_the_packages() -> None:
-    assert _run("--version").output == f"raycollect, version {raycollect.__version__}\n"
+    assert run_command("--version").output == f"raycollect, version {raycollect.__version__}\n"
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_explains_itself_with_examples(name: str) -> None:
-    listed = _run("--help")
+    listed = run_command("--help")
     assert (listed.exit_code, f"  {name} " in listed.output) == (0, True)
-    result = _run(name, "-h")
+    result = run_command(name, "-h")
     assert result.exit_code == 0
     assert f"\n    raycollect {name} " in result.output
 
 
 def test_an_unknown_command_is_a_usage_error() -> None:
-    result = _run("rank-tabel")
+    result = run_command("rank-tabel")
     assert result.exit_code == 2
     assert "rank-tabel" in result.stderr
 
@@ -76,31 +66,28 @@ def test_an_unknown_command_is_a_usage_error() -> None:
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_stands_in_the_document_and_in_a_short_list(name: str) -> None:
     assert f"| `{name}` |" in (ROOT / "docs" / "command-line.md").read_text()
-    [line] = (line for line in _run("--help").output.splitlines() if line.startswith(f"  {name} "))
+    [line] = (line for line in run_command("--help").output.splitlines() if line.startswith(f"  {name} "))
     assert not line.endswith("..."), "the list has room for a short line"
 
 
 @pytest.mark.parametrize("name", sorted(main.commands))
 def test_every_command_stands_in_the_document_and_whole_in_the_list(name: str) -> None:
     assert f"| `{name}` |" in (ROOT / "docs" / "command-line.md").read_text()
-    [line] = (line for line in _run("--help").output.splitlines() if line.startswith(f"  {name} "))
+    [line] = (line for line in run_command("--help").output.splitlines() if line.startswith(f"  {name} "))
     assert not line.endswith("..."), line
-
-
-# ---------------------------------------------------------------------------------------------- rank-table
 
 
 @pytest.mark.parametrize("option", ["--device-id", "--device_id"])
 @pytest.mark.parametrize("text", ["[[2, 0], [1]]", "[['2', '0'], ['1']]", '[["2",0],[1]]'])
 def test_a_table_goes_to_stdout(option: str, text: str) -> None:
-    result = _run("rank-table", option, text)
+    result = run_command("rank-table", option, text)
     assert (result.exit_code, result.stderr) == (0, "")
     assert RankTable.from_dict(json.loads(result.stdout)) == RankTable.of_device_ids([[2, 0], [1]])
 
 
 def test_a_table_goes_to_a_file_and_it_says_which(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    result = _run("rank-table", "--device-id", "[[0, 1]]", "--output", str(path))
+    result = run_command("rank-table", "--device-id", "[[0, 1]]", "--output", str(path))
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"2 ranks on 1 node, written to {path}\n"
     assert RankTable.read(path) == RankTable.of_device_ids([[0, 1]])
@@ -109,7 +96,7 @@ def test_a_table_goes_to_a_file_and_it_says_which(tmp_path: Path) -> None:
 def test_the_environment_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(path)}
-    result = _run("rank-table", "--device-id", "[[0, 1]]", environ=environ)
+    result = run_command("rank-table", "--device-id", "[[0, 1]]", environ=environ)
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"2 ranks on 1 node, written to {path} (from RANK_TABLE_FILE)\n"
     assert RankTable.read(path) == RankTable.of_device_ids([[0, 1]])
@@ -120,21 +107,23 @@ def test_the_command_line_wins_over_the_environment(tmp_path: Path, output: str)
     named = tmp_path / "table.json"
     chosen = output if output == "-" else str(tmp_path / output)
     environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(named)}
-    result = _run("rank-table", "--device-id", "[[5]]", "--output", chosen, environ=environ)
+    result = run_command("rank-table", "--device-id", "[[5]]", "--output", chosen, environ=environ)
     assert (result.exit_code, named.exists()) == (0, False)
     written = result.stdout if output == "-" else Path(chosen).read_text()
     assert RankTable.from_dict(json.loads(written)).chip_map == (5,)
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    result = _run("rank-table", "--device-id", "[[0]]", environ={"RANK_TABLE_FILE": ""})
+    result = run_command("rank-table", "--device-id", "[[0]]", environ={"RANK_TABLE_FILE": ""})
     assert RankTable.from_dict(json.loads(result.stdout)).world_size == 1
 
 
 def test_a_good_table_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     RankTable.of_device_ids([[4, 2], [0]]).write(path)
-    result = _run("rank-table", "--check", str(path), environ={"RANK_TABLE_FILE": str(tmp_path / "untouched.json")})
+    result = run_command(
+        "rank-table", "--check", str(path), environ={"RANK_TABLE_FILE": str(tmp_path / "untouched.json")}
+    )
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
         f"{path}: 3 ranks on 2 nodes",
@@ -149,7 +138,7 @@ def test_a_refused_table_ends_with_1_and_every_reason(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     device = {"device_id": "x", "rank": "7"}
     path.write_text(json.dumps({"version": "3", "node_list": [{"device_list": [device]}]}))
-    result = _run("rank-table", "--check", str(path))
+    result = run_command("rank-table", "--check", str(path))
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: rank table {str(path)!r} is refused:\n")
     assert "version is '3'" in result.stderr
@@ -158,7 +147,7 @@ def test_a_refused_table_ends_with_1_and_every_reason(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    result = _run("rank-table", "--check", str(tmp_path / "absent.json"))
+    result = run_command("rank-table", "--check", str(tmp_path / "absent.json"))
     assert result.exit_code == 1
     assert "absent.json" in result.stderr
     assert "No such file" in result.stderr
@@ -177,7 +166,7 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 )
 def test_device_ids_that_make_no_table_are_refused_and_nothing_is_written(tmp_path: Path, text: str, says: str) -> None:
     path = tmp_path / "table.json"
-    result = _run("rank-table", "--device-id", text, "--output", str(path))
+    result = run_command("rank-table", "--device-id", text, "--output", str(path))
     assert (result.exit_code, path.exists()) == (1, False)
     assert says in result.stderr
 
@@ -199,14 +188,14 @@ def test_device_ids_that_make_no_table_are_refused_and_nothing_is_written(tmp_pa
     ],
 )
 def test_a_wrong_command_line_ends_with_2(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
-    result = _run("rank-table", *(arg.replace("{tmp}", str(tmp_path)) for arg in args))
+    result = run_command("rank-table", *(arg.replace("{tmp}", str(tmp_path)) for arg in args))
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
 
 
 def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp_path: Path) -> None:
     environ: dict[str, str | None] = {"RANK_TABLE_FILE": str(tmp_path)}
-    result = _run("rank-table", "--device-id", "[[0]]", environ=environ)
+    result = run_command("rank-table", "--device-id", "[[0]]", environ=environ)
     assert result.exit_code == 2
     assert "(from RANK_TABLE_FILE) can't be written: Is a directory" in result.stderr
 
@@ -214,269 +203,11 @@ def test_a_file_of_the_environment_that_cannot_be_written_names_the_variable(tmp
 def test_a_table_is_shown_as_json(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     RankTable.of_device_ids([[4], [0]]).write(path)
-    result = _run("rank-table", "--check", str(path), "--json")
+    result = run_command("rank-table", "--check", str(path), "--json")
     assert json.loads(result.stdout) == [
         {"rank": 0, "node": 0, "device": 4},
         {"rank": 1, "node": 1, "device": 0},
     ]
-
-
-# ---------------------------------------------------------------------------------------------- bench
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Links of known costs instead of measured ones; lists which were asked for."""
-    from raycollect.cli import calibrate
-    from raycollect.group.link_costs import Measured
-    from raycollect.planner import Link
-
-    asked: list[str] = []
-
-    def measure(backend: str) -> Measured:
-        asked.append(backend)
-        link = Link(latency_s=2e-5, bandwidth=4e9)
-        return Measured(place="inside", backend=backend, link=link, how="measured: by a test")
-
-    monkeypatch.setattr(calibrate, "measure", measure)
-    return asked
-
-
-def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(measured: list[str], tmp_path: Path) -> None:
-    from raycollect.group import link_costs
-
-    environ = {"XDG_CONFIG_HOME": str(tmp_path), "RAYCOLLECT_COSTS": None}
-    result = _run("bench", "--calibrate", environ=environ)
-    assert result.exit_code == 0
-    assert measured == ["shm", "tcp"]
-    assert [line.split()[0] for line in result.stdout.splitlines()] == ["hosts", "inside", "inside", "between"]
-    path = tmp_path / "raycollect" / "costs.json"
-    assert result.stderr == f"written to {path}\n"
-    found = link_costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
-    assert (found.inside.bandwidth, found.between) == (4e9, link_costs.Costs().between)
-
-
-def test_what_lies_between_hosts_can_be_given(measured: list[str], tmp_path: Path) -> None:
-    from raycollect.group import link_costs
-
-    path = tmp_path / "costs.json"
-    result = _run("bench", "--calibrate", "--between", "50", "25", "--output", str(path))
-    assert result.exit_code == 0
-    assert "not measured" in result.stdout
-    found = link_costs.read(path).between
-    assert (found.latency_s, found.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
-
-
-@pytest.mark.parametrize(
-    ("args", "problem"),
-    [
-        (["--output", "x.json"], "Give --calibrate"),
-        (["--calibrate", "--between", "0", "25"], "0.0"),
-        (["--calibrate", "--between", "50"], "between"),
-        (["--calibrate", "--output", "/dev/null/x.json"], "/dev/null/x.json"),
-    ],
-)
-def test_a_wrong_bench_is_a_usage_error(measured: list[str], args: list[str], problem: str) -> None:
-    result = _run("bench", *args)
-    assert result.exit_code == 2
-    assert problem in result.stderr
-
-
-def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from raycollect.cli import calibrate
-    from raycollect.errors import KernelError
-
-    def measure(backend: str) -> None:
-        raise KernelError(op="calibrate", group_name=backend, detail="the machine is busy")
-
-    monkeypatch.setattr(calibrate, "measure", measure)
-    result = _run("bench", "--calibrate", "--output", str(tmp_path / "costs.json"))
-    assert result.exit_code == 1
-    assert "the machine is busy" in result.stderr
-    assert not (tmp_path / "costs.json").exists()
-
-
-def test_what_was_measured_is_printed_as_json(measured: list[str], tmp_path: Path) -> None:
-    result = _run("bench", "--calibrate", "--json", "--output", str(tmp_path / "costs.json"))
-    assert [(one["place"], one["backend"]) for one in json.loads(result.stdout)] == [
-        ("inside", "shm"),
-        ("inside", "tcp"),
-    ]
-
-
-# ---------------------------------------------------------------------------------------------- bench OPERATION
-
-
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A median of 1 ms for all ways and sizes, without Ray; lists the address of the cluster, and what is asked for."""
-    from raycollect.cli import bench, demo
-
-    asked: list[Any] = []
-
-    def measure(settings: bench.Settings, done: Callable[[], object]) -> bench.Result:
-        asked.append(settings)
-        rows = [
-            bench.Row(
-                way=way,
-                nbytes=nbytes,
-                median_s=1e-3,
-                p90_s=2e-3,
-                algorithm_bandwidth=nbytes * 1e3,
-                bus_bandwidth=nbytes * 1.5e3,
-                wrong=0,
-            )
-            for way in settings.ways
-            for nbytes in settings.sizes
-        ]
-        return bench.Result(
-            operation=settings.operation,
-            ranks=settings.ranks,
-            backend="shm",
-            dtype="float32",
-            runs=settings.runs,
-            rows=tuple(rows),
-        )
-
-    monkeypatch.setattr(bench, "measure", measure)
-    monkeypatch.setattr(demo, "start_ray", asked.append)
-    return asked
-
-
-def test_what_the_command_offers_is_what_there_is() -> None:
-    from raycollect.cli import bench
-
-    assert (tuple(bench.OPERATIONS), tuple(bench.WAYS)) == (bench_command.OPERATIONS, bench_command.WAYS)
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ("4:64M", tuple(4 ** (at + 1) for at in range(13))),
-        ("4:63", (4, 16)),
-        ("1K:1k", (1024,)),
-        ("4, 1K,1M,4", (4, 1 << 10, 1 << 20)),
-        ("1G", (1 << 30,)),
-    ],
-)
-def test_sizes_are_a_range_or_a_list(text: str, sizes: tuple[int, ...]) -> None:
-    assert bench_command.sizes_of(text) == sizes
-
-
-def test_an_allreduce_is_timed_by_default(timed: list[Any]) -> None:
-    from raycollect.cli import bench
-
-    result = _run("bench")
-    assert (result.exit_code, result.stderr) == (0, "")
-    address, settings = timed
-    assert address is None
-    assert settings == bench.Settings(
-        operation="allreduce",
-        ranks=2,
-        sizes=tuple(4 ** (at + 1) for at in range(13)),
-        backend="auto",
-        runs=20,
-        ways=("captured", "refs", "members"),
-    )
-    lines = result.stdout.splitlines()
-    assert lines[0] == "allreduce of float32 between 2 actors over shm, 20 runs each"
-    assert [line for line in lines if line in settings.ways] == ["captured", "refs", "members"]
-    assert lines[-1].split() == ["64", "MiB", "1", "ms", "2", "ms", "67.109", "100.663", "0"]
-
-
-def test_what_is_timed_can_be_said(timed: list[Any]) -> None:
-    options = ["--ranks", "3", "--sizes", "1K,1M", "--backend", "tcp", "--runs", "7", "--ways", "members,refs"]
-    result = _run("bench", "allgather", *options, "--address", "10.0.0.1:6379", "--json")
-    assert result.exit_code == 0
-    address, settings = timed
-    assert (address, settings.operation, settings.ranks, settings.backend) == ("10.0.0.1:6379", "allgather", 3, "tcp")
-    assert settings.wholes == (255, 262_143), "three equal pieces"
-    told = json.loads(result.stdout)
-    assert (told["operation"], told["backend"], told["runs"]) == ("allgather", "shm", 7)
-    assert [(row["way"], row["nbytes"]) for row in told["rows"]] == [
-        ("members", 1 << 10),
-        ("members", 1 << 20),
-        ("refs", 1 << 10),
-        ("refs", 1 << 20),
-    ]
-
-
-@pytest.mark.parametrize(("name", "begins"), [("t.png", b"\x89PNG"), ("t.svg", b"<?xml")], ids=["png", "svg"])
-def test_times_are_drawn(timed: list[Any], tmp_path: Path, name: str, begins: bytes) -> None:
-    pytest.importorskip("matplotlib")
-    result = _run("bench", "send", "--sizes", "4:1K", "--plot", str(tmp_path / name))
-    assert (result.exit_code, result.stderr) == (0, f"written to {tmp_path / name}\n")
-    drawn = (tmp_path / name).read_bytes()
-    assert drawn.startswith(begins)
-    assert len(drawn) > 5000
-
-
-def test_a_picture_that_can_not_be_drawn_is_told_before_anything_is_measured(
-    timed: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
-    result = _run("bench", "--plot", "t.png")
-    assert (result.exit_code, result.stdout, timed) == (1, "", [])
-    assert "pip install matplotlib" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["scan"], "'scan'"),
-        (["--ranks", "1"], "1"),
-        (["--runs", "0"], "0"),
-        (["--sizes", "0"], "'0' is no number of bytes"),
-        (["--sizes", "4:"], "'' is no number of bytes"),
-        (["--sizes", "1K,12T"], "'12T' is no number of bytes"),
-        (["--sizes", "1M:4"], "1M is more than 4"),
-        (["--ways", "refs,graph"], "'graph' is none of captured, refs, members"),
-        (["--ways", ""], "'' is none of"),
-        (["--plot", "t.gif"], "ends with none of .png, .svg"),
-        (["--plot", "/dev/null/t.png"], "there is no folder '/dev/null'"),
-        (["--between", "50", "25"], "Give --calibrate with --between"),
-        (["--calibrate", "allreduce"], "leave OPERATION out"),
-        (["--calibrate", "--runs", "5"], "leave --runs out"),
-    ],
-)
-def test_a_collective_that_can_not_be_timed_is_a_usage_error(timed: list[Any], args: list[str], says: str) -> None:
-    result = _run("bench", *args)
-    assert (result.exit_code, result.stdout, timed) == (2, "", [])
-    assert says in result.stderr
-
-
-@pytest.mark.parametrize("operation", bench_command.OPERATIONS)
-def test_a_result_counts_as_wrong_unless_it_is_what_numpy_says(operation: str) -> None:
-    """By matrices of [ranks, elements] instead of rank by rank."""
-    from raycollect.cli.bench.operations import Rank, whole_of
-
-    whole = whole_of(operation, 3, 100)
-    ranks = [Rank(rank, 3) for rank in range(3)]
-    for one in ranks:
-        one.prepare(operation, whole)
-        one.fill(7)
-    given = np.stack([one.given for one in ranks])
-    total = given.sum(axis=0)
-    results = {
-        "allreduce": [total] * 3,
-        "broadcast": [given[0]] * 3,
-        "allgather": [given.reshape(-1)] * 3,
-        "reducescatter": np.array_split(total, 3),
-        "alltoall": [np.concatenate(pieces) for pieces in zip(*(np.array_split(one, 3) for one in given), strict=True)],
-        "send": [None, given[0], None],
-    }
-    for one, result in zip(ranks, results[operation], strict=True):
-        if result is None:
-            assert one.wrong(7) == 0, "it has no result"
-            continue
-        one.taken[:] = result
-        assert one.wrong(7) == 0
-        one.taken[-1] += 1
-        assert one.wrong(7) == 1
-        assert one.wrong(8) > 5, "another draw"
-
-
-# ---------------------------------------------------------------------------------------------- how a command ends
 
 
 @pytest.fixture
@@ -494,14 +225,14 @@ def ends_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None
 
 def test_an_error_of_ours_is_told_in_words(ends_with: Callable[[BaseException], None]) -> None:
     ends_with(GroupBrokenError(group_name="g", detail="rank 1 died"))
-    result = _run("status", environ={"RAYCOLLECT_DEBUG": None})
+    result = run_command("status", environ={"RAYCOLLECT_DEBUG": None})
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: group 'g': rank 1 died\nWhat to do: ")
 
 
 def test_no_cluster_is_no_traceback(ends_with: Callable[[BaseException], None]) -> None:
     ends_with(ConnectionError("none runs here"))
-    result = _run("status", environ={"RAYCOLLECT_DEBUG": None})
+    result = run_command("status", environ={"RAYCOLLECT_DEBUG": None})
     assert (result.exit_code, result.stderr) == (1, "Error: none runs here\n")
 
 
@@ -513,7 +244,7 @@ def test_debugging_raises_the_error(ends_with: Callable[[BaseException], None]) 
 
 def test_ctrl_c_ends_with_130(ends_with: Callable[[BaseException], None]) -> None:
     ends_with(KeyboardInterrupt())
-    result = _run("status")
+    result = run_command("status")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
 
 
@@ -534,12 +265,9 @@ def test_an_error_that_nobody_foresaw_is_raised(ends_with: Callable[[BaseExcepti
     ],
 )
 def test_what_there_is_not_ends_with_2(args: list[str], says: str) -> None:
-    result = _run(*args)
+    result = run_command(*args)
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr.replace("option: --colour", "option '--colour'")
-
-
-# ---------------------------------------------------------------------------------------------- doctor
 
 
 @pytest.mark.parametrize(("state", "required", "code"), [("ok", True, 0), ("missing", False, 0), ("missing", True, 1)])
@@ -550,7 +278,7 @@ def test_doctor_ends_with_1_where_something_required_is_missing(
     row = findings.Finding(check="gears", state=state, found="some", cure="oil", required=required)
     probe = findings.Probe(section="clockwork", check="gears", look=lambda machine: row)
     monkeypatch.setattr(doctor, "examine", lambda machine, examine=doctor.examine: examine(machine, (probe,)))
-    result = _run("doctor", *(["--json"] if as_json else []))
+    result = run_command("doctor", *(["--json"] if as_json else []))
     assert (result.exit_code, result.stderr) == (code, "")
     if as_json:
         told = json.loads(result.stdout)
@@ -583,9 +311,6 @@ print(",".join(doctor.lacking(rows)))
     assert {"ray", "numpy", "shm", "tcp"} <= set(lacking)
 
 
-# ---------------------------------------------------------------------------------------------- timeline
-
-
 @pytest.fixture
 def recorded(tmp_path: Path) -> Path:
     """A file with one process that has run one allreduce."""
@@ -600,7 +325,7 @@ def recorded(tmp_path: Path) -> Path:
 
 
 def test_a_timeline_is_shown_as_a_table(recorded: Path) -> None:
-    result = _run("timeline", "show", str(recorded))
+    result = run_command("timeline", "show", str(recorded))
     assert (result.exit_code, result.stderr) == (0, "")
     title, head, row = result.stdout.splitlines()
     assert title == "timeline of 1 s, 1 process"
@@ -609,7 +334,7 @@ def test_a_timeline_is_shown_as_a_table(recorded: Path) -> None:
 
 
 def test_a_timeline_is_shown_as_json(recorded: Path) -> None:
-    result = _run("timeline", "show", str(recorded), "--json")
+    result = run_command("timeline", "show", str(recorded), "--json")
     assert json.loads(result.stdout)["rows"][0]["nbytes"] == 4096
 
 
@@ -617,7 +342,7 @@ def test_timelines_of_one_host_are_merged_into_a_file(recorded: Path, tmp_path: 
     from raycollect.observe import chrome
 
     merged = tmp_path / "merged.json.gz"
-    result = _run("timeline", "show", str(recorded), str(recorded), "-o", str(merged))
+    result = run_command("timeline", "show", str(recorded), str(recorded), "-o", str(merged))
     assert (result.exit_code, result.stderr) == (0, f"written to {merged}\n")
     assert "2 processes" in result.stdout
     assert len(chrome.read(merged).processes) == 2
@@ -633,20 +358,20 @@ def test_files_that_are_no_timelines_end_with_1(recorded: Path, tmp_path: Path) 
         ((str(tmp_path / "junk.json"),), "no timeline of raycollect"),
         ((str(recorded), str(other)), "different hosts"),
     ):
-        result = _run("timeline", "show", *args)
+        result = run_command("timeline", "show", *args)
         assert (result.exit_code, result.stdout) == (1, "")
         assert says in result.stderr
 
 
 def test_a_merged_file_that_can_not_be_written_is_a_wrong_argument(recorded: Path, tmp_path: Path) -> None:
-    result = _run("timeline", "show", str(recorded), "-o", str(tmp_path / "absent" / "m.json"))
+    result = run_command("timeline", "show", str(recorded), "-o", str(tmp_path / "absent" / "m.json"))
     assert result.exit_code == 2
     assert "can't be written: No such file" in result.stderr
 
 
 @pytest.mark.parametrize(("code", "ends"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)])
 def test_a_recorded_program_ends_as_it_does(tmp_path: Path, code: str, ends: int) -> None:
-    result = _run("timeline", "record", "-o", str(tmp_path / "t.json"), "--", sys.executable, "-c", code)
+    result = run_command("timeline", "record", "-o", str(tmp_path / "t.json"), "--", sys.executable, "-c", code)
     assert result.exit_code == ends
     assert "no timeline in" in result.stderr
     assert "declared no group" in result.stderr
@@ -662,7 +387,7 @@ def test_a_recorded_program_ends_as_it_does(tmp_path: Path, code: str, ends: int
     ],
 )
 def test_a_wrong_timeline_command_ends_with_2(tmp_path: Path, args: tuple[str, ...], says: str) -> None:
-    result = _run("timeline", *(one.replace("{tmp}", str(tmp_path)) for one in args))
+    result = run_command("timeline", *(one.replace("{tmp}", str(tmp_path)) for one in args))
     assert (result.exit_code, result.stdout) == (2, "")
     assert says in result.stderr
 
@@ -679,9 +404,9 @@ col.init_collective_group(1, 0, "local", "alone", rendezvous="file://{tmp_path}/
 col.allreduce(np.ones(1000), "alone")
 col.destroy_collective_group("alone")
 """
-    result = _run("timeline", "record", "-o", str(path), "--", sys.executable, "-c", program)
+    result = run_command("timeline", "record", "-o", str(path), "--", sys.executable, "-c", program)
     assert (result.exit_code, result.stderr) == (0, f"written to {path}\n")
-    shown = json.loads(_run("timeline", "show", str(path), "--json").stdout)
+    shown = json.loads(run_command("timeline", "show", str(path), "--json").stdout)
     (row,) = shown["rows"]
     assert (row["group"], row["op"], row["backend"], row["calls"], row["nbytes"]) == (
         "alone",

@@ -1,12 +1,11 @@
-"""Runs of a routine: what is in the slots, what is remembered from run to run, and how a run ends."""
+"""Runs of captured steps on one participant: what is in the slots, and what is remembered from run to run."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,49 +13,19 @@ import numpy as np
 import pytest
 
 from raycollect.backends import arrays
-from raycollect.backends.local import LocalWorld
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.engine import fast_path, run_cache
-from raycollect.engine.method_errors import DETAIL_LENGTH
-from raycollect.engine.step_program import Collective
-from raycollect.engine.value_codec import pack_values, unpack_values
+from raycollect.engine.value_codec import pack_values
 from raycollect.errors import (
-    CaptureError,
-    MethodError,
     MismatchError,
     NotATensorError,
-    PlanAbortedError,
     ProtocolError,
     TensorDirtyError,
 )
-from raycollect.planner import decode_program, encode_program
-from raycollect.planner.program import Domain
-from raycollect.pos import Container
-from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, Star, Team, full, given, pinned
+from tests.pure.engine.step_programs import MakeTeam, every, team
+from tests.pure.teams import CAPTURE, Script, Team, full, given, pinned
 
-MakeTeam = Callable[..., Team]
-
-
-@pytest.fixture
-def team() -> Iterator[MakeTeam]:
-    made: list[Team] = []
-
-    def make(world: int, scripts: Any = None) -> Team:
-        made.append(Team(world, scripts))
-        return made[-1]
-
-    yield make
-    for one in made:
-        for replay in one.replays:
-            replay.abort()
-        one.close()
-
-
-def every(slots: list[int]) -> dict[int, int]:
-    return dict(enumerate(slots))
-
-
-# ---------------------------------------------------------------------------------------------- slots
+__all__ = ["team"]  # fixtures
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -228,9 +197,6 @@ def test_what_is_wrong_says_in_which_call_of_the_capture(team: MakeTeam, world: 
         assert {violation.call for violation in error.violations} == {-1}, "there is but one"
 
 
-# ---------------------------------------------------------------------------------------------- from run to run
-
-
 @pytest.fixture
 def recalled(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each plan was recognised."""
@@ -284,6 +250,8 @@ OTHERS: dict[str, Callable[[int], Any]] = {
     "another order": lambda run: [_A, _B] if run % 2 else [_B, _A],
     "views": lambda run: _A[:3],
 }
+
+
 _A, _B = full(1), full(2)
 
 
@@ -378,233 +346,3 @@ def test_looking_needs_no_run(team: MakeTeam) -> None:
     infos, *others = one.capture()[0].look()
     assert others == [None, None]
     assert [info.shape for info in infos or ()] == [(5,), (2, 3)]
-
-
-# ---------------------------------------------------------------------------------------------- failures
-
-
-class _OddError(ValueError):
-    def __str__(self) -> str:
-        raise KeyError("no message")
-
-
-def _name(value: object) -> str:
-    return type(value).__name__
-
-
-def _raise(exc: BaseException) -> Any:
-    raise exc
-
-
-@pytest.mark.parametrize("exc", [ValueError("bad " * 1000), SystemExit(3), _OddError(), KeyboardInterrupt()], ids=_name)
-def test_what_a_method_raises_ends_the_run(team: MakeTeam, exc: BaseException) -> None:
-    script = Script(0)
-    script.call("fine")
-    script.call("broken", given(1))
-    script.call("never")
-    one = team(1, [script])
-    one.actors[0].methods = {"fine": int, "broken": lambda _: _raise(exc), "never": int}
-    (error,) = one.fail()
-    assert isinstance(error, MethodError)
-    assert (error.op, error.call, error.raised) == ("broken", 1, type(exc).__name__)
-    assert len(error.detail) <= DETAIL_LENGTH
-    assert "in _raise" in error.trace
-    assert "raycollect/engine/step_runner.py" not in error.trace
-    assert [name for name, _, _ in one.actors[0].calls] == ["fine", "broken"]
-    assert error.__context__ is None
-    assert error.__cause__ is None
-
-
-def test_the_frames_of_a_method_that_raised_are_gone(team: MakeTeam) -> None:
-    kept: list[Any] = []
-
-    def broken() -> None:
-        large = full(1)
-        kept.append(weakref.ref(large))
-        raise ValueError("bad")
-
-    script = Script(0)
-    script.call("broken")
-    one = team(1, [script])
-    one.actors[0].methods = {"broken": broken}
-    (error,) = one.fail()
-    assert isinstance(error, MethodError)
-    gc.collect()
-    assert kept[0]() is None
-
-
-def test_a_result_that_cannot_be_given_back_is_the_fault_of_its_method(team: MakeTeam) -> None:
-    script = Script(0, [object()])
-    script.returns += [script.call("fine"), script.call("odd")]
-    one = team(1, [script])
-    one.actors[0].methods = {"fine": int, "odd": object}
-    (error,) = one.fail()
-    assert isinstance(error, MethodError)
-    assert (error.op, error.call) == ("odd", 1)
-    assert not error.raised
-    assert "call 1 of the step, odd" in str(error)
-    assert "returned a value of type object" in str(error)
-    assert "ordinary method" in str(error)
-    script.returns[:] = [0]
-    one.capture()
-    (error,) = one.fail()
-    assert isinstance(error, CaptureError)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_nothing_of_an_aborted_run_is_begun(team: MakeTeam, world: int) -> None:
-    one = team(world)
-    for script in one.scripts:
-        script.call("note")
-    for actor in one.actors:
-        actor.methods = {"note": lambda: None}
-    one.capture()
-    for aborts in one.aborts:
-        aborts[1] = "no more"
-    for error in one.fail():
-        assert isinstance(error, PlanAbortedError)
-        assert error.detail == "no more"
-    assert not any(actor.calls for actor in one.actors)
-    one.run()
-
-
-@pytest.mark.parametrize("others", [1, 2])
-def test_an_abort_reaches_who_waits_at_the_door(team: MakeTeam, others: int) -> None:
-    """One is held in a method; the others wait for it in the plan, and are woken. Then the held one stops, too."""
-    one, gate = team(1 + others), Gate()
-    slots = [script.call("make") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for script in one.scripts:
-        script.call("after")
-    for rank, actor in enumerate(one.actors):
-        tensor = full(rank)
-        actor.methods = {"make": lambda tensor=tensor: tensor, "after": int}
-    tensor = full(7)
-    one.actors[0].methods["make"] = lambda: gate(tensor)
-    one.capture()
-    seq, futures = one.start()
-    assert gate.came.wait(WAIT_S)
-    for replay in one.replays[1:]:
-        replay.abort(seq + 1)  # another run: nothing happens
-        replay.abort(seq)
-    for future in futures[1:]:
-        assert isinstance(future.exception(WAIT_S), PlanAbortedError)
-    one.replays[0].abort()
-    gate.go.set()
-    error = futures[0].exception(WAIT_S)
-    assert isinstance(error, PlanAbortedError)
-    assert not any(name == "after" for actor in one.actors for name, _, _ in actor.calls)
-
-
-def test_an_abort_of_another_run_spares_this_one(team: MakeTeam) -> None:
-    one, gate = team(1), Gate()
-    one.scripts[0].call("hold")
-    one.scripts[0].call("after")
-    one.actors[0].methods = {"hold": gate, "after": int}
-    one.capture()[0].abort()
-    seq, futures = one.start()
-    assert gate.came.wait(WAIT_S)
-    one.replays[0].abort(seq + 1)
-    gate.go.set()
-    assert futures[0].result(WAIT_S) == ()
-    one.replays[0].abort(seq)
-    one.replays[0].abort()
-    one.run()
-    assert len(one.actors[0].calls) == 4
-
-
-def test_aborts_race_with_runs(team: MakeTeam) -> None:
-    """However they meet, a run ends well or aborted, and never hangs."""
-    one = team(2)
-    slots = [script.call("make") for script in one.scripts]
-    one.collective(OpKind.ALLREDUCE, every(slots))
-    for rank, actor in enumerate(one.actors):
-        actor.methods = {"make": lambda rank=rank: full(rank)}  # a new one: the last one may be half-written
-    one.capture()
-    stop = threading.Event()
-
-    def abort() -> None:
-        while not stop.is_set():
-            for replay in one.replays:
-                replay.abort()
-
-    thread = threading.Thread(target=abort)
-    thread.start()
-    try:
-        for _ in range(100):
-            assert {type(error) for error in one.fail()} <= {type(None), PlanAbortedError}
-    finally:
-        stop.set()
-        thread.join(WAIT_S)
-
-
-# ---------------------------------------------------------------------------------------------- doors, and pieces
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_door_that_the_controller_keeps_is_asked_for_by_its_launch(team: MakeTeam, world: int) -> None:
-    tensors = [full(rank + 1) for rank in range(world)]
-    one = team(world, [Script(rank, [pinned(tensors[rank])]) for rank in range(world)])
-    one.collective(OpKind.ALLREDUCE, every([0] * world))
-    first = one.width
-    one.collective(OpKind.ALLREDUCE, every([0] * world))
-    for rank, script in enumerate(one.scripts):
-        action = script.actions[1]
-        assert isinstance(action, Collective)
-        door = Domain(group_id="", rank=rank, ranks=tuple(range(world)))
-        script.actions[1] = replace(action, program=encode_program(replace(decode_program(action.program), door=door)))
-    star = LocalWorld(world, "star")
-    stars = [Star(star, rank) for rank in range(world)]
-    asked: list[tuple[int, int]] = []
-
-    def exchange(rank: int, program: Any, seq: int) -> Any:
-        asked.append((rank, seq))
-        return stars[rank]
-
-    one.exchanges = exchange
-    seq, futures = one.start()
-    assert [future.result(WAIT_S) for future in futures] == [()] * world
-    assert sorted(asked) == [(rank, seq + first) for rank in range(world)]
-    assert [one.seqs for one in stars] == [[seq + first]] * world
-    for tensor in tensors:
-        np.testing.assert_array_equal(tensor, full(world * world * (world + 1) / 2))
-
-
-def test_an_abort_just_before_a_plan_begins_is_seen(team: MakeTeam) -> None:
-    one = team(2, [Script(rank, [pinned(full(1))]) for rank in range(2)])
-    one.collective(OpKind.ALLREDUCE, every([0, 0]))
-    action = one.scripts[0].actions[0]
-    assert isinstance(action, Collective)
-    door = Domain(group_id="", rank=0, ranks=(0, 1))
-    program = encode_program(replace(decode_program(action.program), door=door))
-    one.scripts[0].actions[0] = replace(action, program=program)
-    star = Star(LocalWorld(2, "star"), 0)
-    replay = one.capture()[0]
-
-    def exchange(program: Any, seq: int) -> Any:
-        replay.abort()
-        return star
-
-    with pytest.raises(PlanAbortedError):
-        replay.run(1, b"", aborted=lambda: None, exchange=exchange)
-    assert star.seqs == [], "the other never comes there"
-
-
-def test_a_program_has_as_many_operands_as_keys(team: MakeTeam) -> None:
-    one = team(1, [Script(0, [pinned(full(1))])])
-    one.collective(OpKind.ALLREDUCE, {0: 0})
-    action = one.scripts[0].actions[0]
-    assert isinstance(action, Collective)
-    one.scripts[0].actions[0] = replace(action, inputs=())
-    with pytest.raises(ProtocolError, match="0 operands for a program of 1"):
-        one.capture()
-
-
-def test_plans_are_decoded_once(team: MakeTeam, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = team(1, [Script(0, [pinned(full(1))])])
-    one.collective(OpKind.ALLREDUCE, {0: 0})
-    (replay,) = one.capture()
-    monkeypatch.setattr("raycollect.engine.step_actions.decode_program", None)
-    for seq in (1, 2, 3):
-        assert unpack_values(replay.run(seq, b"", aborted=lambda: None)) == ()
-    assert type(replay.slots[0]) is Container

@@ -180,10 +180,9 @@ def test_a_field_too_few_is_refused(at: int) -> None:
     seq=st.integers(0, 2**64 - 1),
     predecessor=st.integers(0, 2**64 - 1),
     keys=st.lists(_KEYS, max_size=4),
-    program=_PROGRAMS,
 )
-def test_an_order_is_a_ticket_keys_and_a_program(seq: int, predecessor: int, keys: list[Key], program: Program) -> None:
-    ticket, program = Ticket(seq, predecessor), replace(program, keys=len(keys))
+def test_an_order_is_a_ticket_keys_and_a_program(seq: int, predecessor: int, keys: list[Key]) -> None:
+    ticket, program = Ticket(seq, predecessor), replace(_typical(), keys=len(keys))
     data = encode_order(ticket, keys, encode_program(program))
     assert decode_order(data) == (ticket, tuple(keys), program)
     assert len(data) == 20 + KEY_NBYTES * len(keys) + len(encode_program(program))

@@ -1,0 +1,286 @@
+"""Forked children of a driver, and processes without memory or descriptors."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works, refs_of
+from tests.ray.test_refusals import Gate
+from tests.ray.test_store import wait_until
+from tests.ray.workers import Worker
+
+
+def in_child(self, function, *args):
+    """What a function gives or raises, as text, in a forked child of the actor, which ends at once."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            try:
+                text = repr(function(self, *args))
+            except BaseException as exc:
+                text = f"{type(exc).__name__}: {exc}"
+            os.write(write, text.encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    poller = select.poll()  # not select: the number may be above 1,024, as Ray keeps a socket to each dead actor
+    poller.register(read, select.POLLIN)
+    ready = poller.poll(1000 * PATIENT_S)
+    text = os.read(read, 1 << 16).decode() if ready else "nothing"
+    os.close(read)
+    if not ready:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return text
+
+
+def by_folder(self):
+    """A group of its own, of one, which needs no Ray."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        col.init_collective_group(1, 0, group_name="of its own", rendezvous=f"file://{folder}")
+        tensor = np.full(1, 3.0)
+        col.allreduce(tensor, "of its own")
+        return tensor.tolist()
+
+
+IN_A_CHILD = {
+    "nothing": (lambda self: None, "None"),
+    "its call": (lambda self: col.allreduce(self.buffer, timeout_s=1), "UnknownGroupError: group 'default'"),
+    "its rank": (lambda self: (col.get_rank(), col.is_group_initialized()), "(-1, False)"),
+    "its tensor": (lambda self: self.get_buffer().tolist(), "[4.0, 4.0"),
+    "an array": (lambda self: (col.ones(3) * 2).tolist(), "[2.0, 2.0, 2.0]"),
+    "the arena": (lambda self: col.arena_statistics().in_use, "0"),
+    "what another holds": (lambda self: np.asarray(self.handle).tolist(), "[1.0, 1.0"),
+    "what it holds": (lambda self: np.asarray(self.own).tolist(), "[4.0, 4.0"),
+    "whole again": (lambda self: col.mark_written(self.buffer), "None"),
+    "a group": (lambda self: col.init_collective_group(1, 0, group_name="of its own"), "InvalidGroupError"),
+    "a group without Ray": (by_folder, "[3.0]"),
+    "what its parent drives": (lambda self: col.get(self.refs), "ForkedError"),
+    "the end of a group": (lambda self: col.destroy_collective_group(), "ForkedError"),
+    "an exception": (lambda self: 1 // 0, "ZeroDivisionError"),
+}
+"""What a forked child of an actor does, and how what comes of it begins."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_forked_child_has_no_part_in_its_parents_groups_and_does_them_no_harm(actors, backend):
+    pair, (other,) = actors(Worker, 2), actors(Worker, 1)
+    group = col.declare_collective_group(pair, backend=backend)
+    refs = refs_of(pair)
+    for _ in range(2):
+        col.allreduce_refs(refs)
+
+    def keep(self, handle, own):
+        self.handle, self.own, self.refs = handle[0], own[0], []
+
+    ray.get(pair[0].call.remote(keep, [ray.get(other.get_buffer.remote())], [ray.get(refs[0])]))
+    for name, (function, begins) in IN_A_CHILD.items():
+        found = ray.get(pair[0].call.remote(in_child, function))
+        assert found.startswith(begins), f"{name}: {found}"
+        col.allreduce_refs(refs, op="max", timeout_s=PATIENT_S)
+    assert group.status().state == "alive"
+    np.testing.assert_array_equal(col.get(refs), np.full((2, 10), 4))
+    np.testing.assert_array_equal(ray.get(pair[0].call.remote(lambda self: np.asarray(self.handle))), np.ones(10))
+    assert_works(pair, "default")
+
+
+@pytest.mark.parametrize("name", ["call", "group", "get"])
+def test_forked_child_of_the_driver_is_refused(actors, name):
+    pair = actors(Worker, 2)
+    group = col.declare_collective_group(pair)
+    refs = refs_of(pair)
+    col.allreduce_refs(refs)
+    uses = {
+        "call": lambda self: col.allreduce_refs(refs, op="max"),
+        "group": lambda self: col.declare_collective_group(pair, group_name="another"),
+        "get": lambda self: col.get(refs[0]),
+    }
+    assert in_child(None, uses[name]).startswith("ForkedError: this process was forked")
+    col.allreduce_refs(refs, op="max", timeout_s=PATIENT_S)
+    assert group.status().state == "alive"
+
+
+def live_on(self):
+    """A child that lives until it is killed; returns its process, which has come to rest by then."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        os.write(write, b"here")
+        signal.pause()
+        os._exit(0)
+    os.read(read, 4)
+    os.close(read)
+    os.close(write)
+    return pid
+
+
+def test_a_child_that_lives_on_does_not_hide_the_death_of_its_parent(actors):
+    """It has none of its parent's connections, and none of the memory of groups open."""
+    trio = actors(Worker, 3)
+    group = col.declare_collective_group(trio)
+    refs = refs_of(trio)
+    col.allreduce_refs(refs)
+    child = ray.get(trio[1].call.remote(live_on))
+    try:
+        open_files = [str(file.readlink()) for file in Path(f"/proc/{child}/fd").iterdir()]
+        assert not [file for file in open_files if "raycollect-arena" in file]
+        col.allreduce_refs(refs, timeout_s=PATIENT_S)
+        ray.kill(trio[1])
+        with pytest.raises((errors.ParticipantDiedError, errors.GroupBrokenError), match="Buffers"):
+            while True:  # until Ray has killed it
+                col.allreduce_refs(refs, timeout_s=PATIENT_S)
+        assert Path(f"/proc/{child}").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    group.destroy()
+    assert_works([trio[0], trio[2]])
+
+
+def pool(self, count):
+    """Work in forked processes, as of a data loader; they end by themselves: Ray's SIGTERM can hang in a child."""
+    workers = multiprocessing.get_context("fork").Pool(2)
+    found = sum(workers.map(abs, range(count)))
+    workers.close()
+    workers.join()
+    return found
+
+
+@pytest.mark.parametrize("concurrency", [1, 3], ids=["ordered", "threaded"])
+def test_worker_processes_of_an_actor_while_collectives_go_on(actors, concurrency):
+    pair = actors(Worker, 2, max_concurrency=concurrency) if concurrency > 1 else actors(Worker, 2)
+    refs = refs_of(pair)
+    works, sums = [], []
+    for _ in range(3):
+        sums.append(pair[0].call.remote(pool, 10))
+        works.append(col.allreduce_refs(refs, async_op=True, timeout_s=PATIENT_S))
+    for work in works:
+        work.wait()
+    assert ray.get(sums) == [45] * 3
+    np.testing.assert_array_equal(col.get(refs), np.full((2, 10), 8))
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and what is told of it.
+
+    Attributes:
+        values: What each rank brings.
+        error: What is raised.
+        field: What is named; of rank 1.
+        starved: True: there is no memory on rank 1.
+        inplace: As of the call.
+    """
+
+    values: Any
+    error: type[errors.RaycollectError]
+    field: str
+    starved: bool = False
+    inplace: bool = True
+
+
+FAULTS = {
+    "an output": Fault(lambda rank: np.ones(5), errors.AllocationError, "output", starved=True, inplace=False),
+    "staging": Fault(lambda rank: [np.ones(5), np.zeros(5)], errors.AllocationError, "staging", starved=True),
+    "a shape": Fault(lambda rank: np.ones(5 + rank % 2), errors.MismatchError, "shape"),
+    "no tensor": Fault(lambda rank: "text" if rank == 1 else np.ones(5), errors.NotATensorError, "operand"),
+    "one tensor twice": Fault(
+        lambda rank: [np.ones(5)] * 2 if rank == 1 else [np.ones(5), np.ones(5)], errors.AliasError, "operand"
+    ),
+}
+
+
+def starve(self, how):
+    """From now on nothing is allocated for collectives in this process, or everything again."""
+    from raycollect.member.runtime import Runtime
+    from raycollect.pos import tensors
+
+    def refuse(info):
+        raise MemoryError("there is none")
+
+    runtime = Runtime.current()
+    runtime.instruments = replace(runtime.instruments, allocate=refuse if how else tensors.allocate)
+
+
+def descriptors(self):
+    """How much this process has open."""
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - it is pickled with no more than it needs
+
+
+def go_wrong(workers, fault):
+    """A call that fails; it names the rank at fault, and no value has changed."""
+    refs = [one.make.remote(lambda self, make, n: make(n), fault.values, rank) for rank, one in enumerate(workers)]
+    was = col.get(refs)
+    ray.get(workers[1].call.remote(starve, fault.starved))
+    for _ in range(3):
+        with pytest.raises(fault.error) as caught:
+            col.allreduce_refs(refs, "default", inplace=fault.inplace, timeout_s=PATIENT_S)
+        assert {(violation.rank, violation.field) for violation in caught.value.violations} == {(1, fault.field)}
+    ray.get(workers[1].call.remote(starve, False))
+    for found, value in zip(col.get(refs), was, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in BACKENDS[1:])])
+def test_failed_calls_change_nothing(actors, backend):
+    """Values, dirt and open files are those of before, and the next one is right."""
+    trio = actors(Worker, 3)
+    group = col.declare_collective_group(trio, backend=backend)
+    counts = []
+    for _ in range(3):
+        for fault in FAULTS.values():
+            go_wrong(trio, fault)
+            assert_works(trio, "default")
+        counts.append(ray.get([one.call.remote(descriptors) for one in trio]))
+    first, *_, last = counts  # by then all is open that is opened once; 30 failures later there are no more
+    assert all(now < before + len(FAULTS) for before, now in zip(first, last, strict=True)), counts
+    assert [member.store.dirty for member in group.statistics().members] == [0] * 3
+
+
+def test_late_ranks_leave_no_descriptors_behind(actors):
+    pair, (gate,) = actors(Worker, 2), actors(Gate, 1, max_concurrency=8)
+    col.declare_collective_group(pair)
+    refs = refs_of(pair)
+    col.allreduce_refs(refs, op="max")
+    before = ray.get([one.call.remote(descriptors) for one in pair])
+    blocked = pair[1].call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
+    for _ in range(3):
+        with pytest.raises(errors.CollectiveTimeoutError):
+            col.allreduce_refs(refs, timeout_s=0.3)
+    ray.get(gate.open.remote())
+    ray.get(blocked)
+    col.allreduce_refs(refs, op="max")
+    assert wait_until(lambda: ray.get(pair[0].call.remote(descriptors)) <= before[0])
+
+
+def test_a_member_without_shared_memory_is_named(actors):
+    """The others hear why, and the same members form a group that needs none."""
+    pair = actors(Worker, 2)
+
+    def break_memfd(self):
+        from raycollect.core import shared_memory
+
+        def refuse(name, nbytes):
+            raise OSError("no memory, as a test wants it")
+
+        shared_memory.create = refuse
+
+    ray.get([one.call.remote(break_memfd) for one in pair])
+    with pytest.raises(errors.BackendUnavailableError, match=r"rank 0 can't make \d+ bytes of shared memory: no"):
+        col.declare_collective_group(pair, backend="shm", timeout_s=PATIENT_S)
+    col.declare_collective_group(pair, backend="tcp", timeout_s=PATIENT_S)
+    assert_works(pair, "default")

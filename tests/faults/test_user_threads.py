@@ -1,0 +1,163 @@
+"""Mistakes of users with threads, coroutines and generators."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works
+from tests.lives import lasting
+from tests.ray.workers import Buffers, Worker
+
+
+def in_threads(self, sizes, rounds, timeout_s):
+    """Calls from as many threads as there are sizes; what each gets."""
+    rank, found = col.get_rank(), {}
+
+    def call(at):
+        try:
+            for _ in range(rounds):
+                tensor = np.full(sizes[at], rank + 1.0)
+                col.allreduce(tensor, timeout_s=timeout_s)
+            found[at] = tensor.tolist()
+        except errors.RaycollectError as exc:
+            found[at] = type(exc).__name__
+
+    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(sizes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return None if any(thread.is_alive() for thread in threads) else [found[at] for at in range(len(sizes))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_threads_of_members_that_call_at_once(actors, backend):
+    """They are told so, or their calls have met by luck; nobody waits for ever, and the group works on."""
+    pair = actors(Worker, 2)
+    col.declare_collective_group(pair, backend=backend)
+    refused = ("ConcurrentCallError", "CollectiveTimeoutError", "PlanAbortedError")  # the last: just past the door
+    for found in ray.get([one.call.remote(in_threads, [4, 4, 4], 10, 2) for one in pair]):
+        assert found is not None, "a thread waits for ever"
+        assert all(one in (*refused, [3.0] * 4) for one in found), found
+    for found in ray.get([one.call.remote(in_threads, [4, 8], 3, 2) for one in pair]):
+        assert found is not None, "a thread waits for ever"
+        assert all(one in (*refused, "MismatchError", [3.0] * 4, [3.0] * 8) for one in found), found
+    assert ray.get([one.call.remote(in_threads, [2], 1, PATIENT_S) for one in pair]) == [[[3.0] * 2]] * 2
+
+
+class Coroutines(col.CollectiveParticipant):
+    """An async actor that makes collectives in its coroutines."""
+
+    async def join(self, world, rank):
+        col.init_collective_group(world, rank)
+
+    async def by_thread(self, count):
+        for _ in range(count):
+            tensor = np.ones(4)
+            await asyncio.to_thread(col.allreduce, tensor)
+        return tensor.tolist()
+
+    async def in_the_loop(self, count):
+        for _ in range(count):
+            tensor = np.ones(4)
+            col.allreduce(tensor, timeout_s=PATIENT_S)
+        return tensor.tolist()
+
+    async def awaited(self, count):
+        for _ in range(count):
+            tensor = np.ones(4)
+            await col.allreduce(tensor, async_op=True)
+        return tensor.tolist()
+
+    async def items(self):
+        for n in range(2):
+            yield np.full(3, n + 1.0)
+        raise ValueError("half-way")
+
+
+def test_coroutines_that_call_at_once(actors):
+    pair = actors(ray.remote(Coroutines), 2)
+    ray.get([one.join.remote(2, rank) for rank, one in enumerate(pair)])
+    for name in ("in_the_loop", "awaited"):  # one thread
+        found = ray.get([getattr(one, name).remote(3) for one in pair for _ in range(3)], timeout=60)
+        assert found == [[2.0] * 4] * 6
+    for _ in range(3):  # one after the other, in any threads
+        assert ray.get([one.by_thread.remote(3) for one in pair], timeout=60) == [[2.0] * 4] * 2
+    streams = [list(one.items.remote()) for one in pair]
+    assert_half(streams)
+
+
+class Streams(Buffers):
+    """Generators of every kind, of which the last items fail."""
+
+    def two(self):
+        yield np.full(3, 1.0)
+        yield np.full(3, 2.0)
+
+    @ray.method(num_returns=2)
+    def declared(self):
+        yield np.full(3, 1.0)
+        yield np.full(3, 2.0)
+
+    def half(self):
+        yield from self.two()
+        raise ValueError("half-way")
+
+    @ray.method(num_returns=3)
+    def declared_half(self):
+        yield from self.two()
+        raise ValueError("half-way")
+
+
+Stream = lasting(ray.remote(Streams))
+
+
+def assert_half(streams):
+    """Two items can be used, and the third is the exception."""
+    for at in range(2):
+        refs = [stream[at] for stream in streams]
+        col.allreduce_refs(refs, timeout_s=PATIENT_S)
+        np.testing.assert_array_equal(col.get(refs), np.full((len(refs), 3), 2.0 * (at + 1)))
+    with pytest.raises(errors.ProducerFailedError, match="ValueError: half-way"):
+        col.allreduce_refs([stream[2] for stream in streams], timeout_s=PATIENT_S)
+    with pytest.raises(ray.exceptions.RayTaskError, match="half-way"):
+        col.get(streams[0][2])
+
+
+CALLS = {
+    "streamed": lambda one: one.two.remote(),
+    "streamed, though declared": lambda one: one.declared.options(num_returns="streaming").remote(),
+    "declared": lambda one: one.declared.remote(),
+    "said by the caller": lambda one: one.two.options(num_returns=2).remote(),
+}
+
+
+def test_the_items_of_a_generator_are_never_taken_for_each_other(actors):
+    """How its caller numbers them is for Ray alone to know: where the actor can't, they go by value."""
+    pair = actors(Stream, 2)
+    for name, call in CALLS.items():
+        items = [list(call(one)) for one in pair]
+        for at in range(2):
+            refs = [of_one[at] for of_one in items]
+            np.testing.assert_array_equal(col.get(refs), np.full((2, 3), at + 1.0))
+            if name == "said by the caller":
+                with pytest.raises(errors.NotATensorError, match=r"@ray\.method\(num_returns=n\)"):
+                    col.allreduce_refs(refs, timeout_s=PATIENT_S)
+            else:
+                col.allreduce_refs(refs, timeout_s=PATIENT_S)
+                np.testing.assert_array_equal(col.get(refs), np.full((2, 3), 2.0 * (at + 1)))
+    assert_works(pair)
+
+
+def test_a_generator_that_raises_half_way(actors):
+    pair = actors(Stream, 2)
+    for name in ("half", "declared_half"):
+        assert_half([list(getattr(one, name).remote()) for one in pair])
+    assert_works(pair)

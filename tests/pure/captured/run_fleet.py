@@ -1,0 +1,138 @@
+"""A controller of captured runs, and participants that answer it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from raycollect.captured.run_tracker import RunTracker
+from raycollect.captured.runs import StepRuns
+from raycollect.captured.step_plan import Stage, StepPlan
+from raycollect.channel.messages import Done
+from raycollect.driver.controller import Controller
+from raycollect.errors import (
+    PlanAbortedError,
+    to_wire,
+)
+from raycollect.planner import plan
+from tests.pure.driver.test_controller import lease
+from tests.pure.driver.test_plan_tracker_batches import asked, group, key
+
+CAPTURE = bytes(range(16))
+
+
+WAIT_S = 20.0
+
+
+SHORT = 100
+"""The longest message of the fake doorbell."""
+
+
+class Bell:
+    """A doorbell within a process: what is rung is kept, answers are given by tests."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.rung: dict[tuple[int, int], tuple[int, int, bytes]] = {}
+        self.answers: dict[tuple[int, int], bytes] = {}
+        self.rings = threading.Semaphore(0)
+        self.is_closed = False
+
+    def begin(self) -> int:
+        self.number += 1
+        return self.number
+
+    def ring(self, slot: int, number: int, seq: int, predecessor: int, payload: bytes) -> bool:
+        self.rung[slot, number] = seq, predecessor, payload
+        return len(payload) <= SHORT
+
+    def answer(self, slot: int, number: int) -> bytes | None:
+        return self.answers.get((slot, number))
+
+    def give(self, slot: int, number: int, payload: bytes = b"") -> None:
+        self.answers[slot, number] = payload
+        self.rings.release()
+
+    def wait(self, timeout_s: float) -> None:
+        self.rings.acquire(timeout=timeout_s)
+
+    def wake(self) -> None:
+        self.rings.release()
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Fleet:
+    """A controller that has leased actors 5, 6, 7 in the group "left", and 8, 7 in "right", and runs on them.
+
+    The first stage is an allreduce of "left", the second a plan over both groups, whose door the controller keeps.
+    """
+
+    def __init__(
+        self, controller: Controller, slots: tuple[int, ...] = (0, 1, 2, 3), beside: Fleet | None = None
+    ) -> None:
+        self.controller = controller
+        groups = (beside.left, beside.right) if beside else (group("left", (5, 6, 7)), group("right", (8, 7)))
+        left, right = self.left, self.right = groups
+        found = lease(controller, left, right)
+        for membership in (left, right):
+            controller.groups.add(membership)
+            for member in membership.members:
+                found[member.actor].group_ids.add(membership.spec.group_id)
+        first = plan([asked(left, (0, 1, 2)).request()], [left.roster])
+        pairs = [(right, asked(right, (4, 3))), (left, asked(left, (0, 1, 2)))]
+        second = plan([one.request() for _, one in pairs], [one.roster for _, one in pairs])
+        assert second.door is None
+        participants = (*first.participants, right.members[0].actor_id)
+        places = {one: at for at, one in enumerate(participants)}
+        self.stages = [
+            Stage(made, at, offset, tuple(places[one] for one in made.participants))
+            for made, at, offset in ((first, 0, 0), (second, 1, first.width))
+        ]
+        homes = [(left, member) for member in left.members] + [(right, right.members[0])]
+        self.step_plan = StepPlan.of(self.stages, participants, homes, frozenset([key(9)]))
+        self.peers = [controller.participants.leased(one, groups) for one in participants]
+        self.bell = Bell()
+        keys = [key(at) for at in range(5)]
+        self.runs = StepRuns(
+            controller,
+            CAPTURE,
+            self.step_plan,
+            [left, right, left],
+            keys,
+            dict.fromkeys(keys),
+            doorbell=self.bell,  # type: ignore[arg-type]
+            slots=slots,
+            peers=self.peers,
+        )
+
+    def begin(self, *payloads: bytes, **options: Any) -> RunTracker:
+        return self.runs.begin(payloads or (b"",) * 4, **options)
+
+    def tell(self, at: int, message: Any) -> None:
+        self.controller.messages.received(self.peers[at], message)
+
+    def fail(self, at: int, tracker: RunTracker, error: Any) -> None:
+        self.tell(at, Done(seq=tracker.seq, ranks=[], error=to_wire(error), story=["door"]))
+
+    def land(self, tracker: RunTracker) -> None:
+        """Those who were told to abort say that they have ended."""
+        for at in sorted(tracker._pending):
+            self.fail(at, tracker, PlanAbortedError(detail="aborted"))
+        assert tracker.has_ended
+        assert tracker.seq not in [one.seq for one in self.controller.trackers()]
+
+
+@pytest.fixture
+def controller() -> Any:
+    made = Controller(object())
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fleet(controller: Controller) -> Fleet:
+    return Fleet(controller)

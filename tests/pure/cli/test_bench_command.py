@@ -1,0 +1,264 @@
+"""The command `bench`: its options, its tables, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.cli import bench_command
+from tests.pure.cli.command_line import run_command
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Links of known costs instead of measured ones; lists which were asked for."""
+    from raycollect.cli import calibrate
+    from raycollect.group.link_costs import Measured
+    from raycollect.planner import Link
+
+    asked: list[str] = []
+
+    def measure(backend: str) -> Measured:
+        asked.append(backend)
+        link = Link(latency_s=2e-5, bandwidth=4e9)
+        return Measured(place="inside", backend=backend, link=link, how="measured: by a test")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    return asked
+
+
+def test_calibrating_prints_a_table_and_writes_where_the_planner_reads(measured: list[str], tmp_path: Path) -> None:
+    from raycollect.group import link_costs
+
+    environ = {"XDG_CONFIG_HOME": str(tmp_path), "RAYCOLLECT_COSTS": None}
+    result = run_command("bench", "--calibrate", environ=environ)
+    assert result.exit_code == 0
+    assert measured == ["shm", "tcp"]
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["hosts", "inside", "inside", "between"]
+    path = tmp_path / "raycollect" / "costs.json"
+    assert result.stderr == f"written to {path}\n"
+    found = link_costs.current({"XDG_CONFIG_HOME": str(tmp_path)})
+    assert (found.inside.bandwidth, found.between) == (4e9, link_costs.Costs().between)
+
+
+def test_what_lies_between_hosts_can_be_given(measured: list[str], tmp_path: Path) -> None:
+    from raycollect.group import link_costs
+
+    path = tmp_path / "costs.json"
+    result = run_command("bench", "--calibrate", "--between", "50", "25", "--output", str(path))
+    assert result.exit_code == 0
+    assert "not measured" in result.stdout
+    found = link_costs.read(path).between
+    assert (found.latency_s, found.bandwidth) == (pytest.approx(5e-5), pytest.approx(25e9 / 8))
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["--output", "x.json"], "Give --calibrate"),
+        (["--calibrate", "--between", "0", "25"], "0.0"),
+        (["--calibrate", "--between", "50"], "between"),
+        (["--calibrate", "--output", "/dev/null/x.json"], "/dev/null/x.json"),
+    ],
+)
+def test_a_wrong_bench_is_a_usage_error(measured: list[str], args: list[str], problem: str) -> None:
+    result = run_command("bench", *args)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+
+
+def test_a_measurement_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from raycollect.cli import calibrate
+    from raycollect.errors import KernelError
+
+    def measure(backend: str) -> None:
+        raise KernelError(op="calibrate", group_name=backend, detail="the machine is busy")
+
+    monkeypatch.setattr(calibrate, "measure", measure)
+    result = run_command("bench", "--calibrate", "--output", str(tmp_path / "costs.json"))
+    assert result.exit_code == 1
+    assert "the machine is busy" in result.stderr
+    assert not (tmp_path / "costs.json").exists()
+
+
+def test_what_was_measured_is_printed_as_json(measured: list[str], tmp_path: Path) -> None:
+    result = run_command("bench", "--calibrate", "--json", "--output", str(tmp_path / "costs.json"))
+    assert [(one["place"], one["backend"]) for one in json.loads(result.stdout)] == [
+        ("inside", "shm"),
+        ("inside", "tcp"),
+    ]
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A median of 1 ms for all ways and sizes, without Ray; lists the address of the cluster, and what is asked for."""
+    from raycollect.cli import bench, demo
+
+    asked: list[Any] = []
+
+    def measure(settings: bench.Settings, done: Callable[[], object]) -> bench.Result:
+        asked.append(settings)
+        rows = [
+            bench.Row(
+                way=way,
+                nbytes=nbytes,
+                median_s=1e-3,
+                p90_s=2e-3,
+                algorithm_bandwidth=nbytes * 1e3,
+                bus_bandwidth=nbytes * 1.5e3,
+                wrong=0,
+            )
+            for way in settings.ways
+            for nbytes in settings.sizes
+        ]
+        return bench.Result(
+            operation=settings.operation,
+            ranks=settings.ranks,
+            backend="shm",
+            dtype="float32",
+            runs=settings.runs,
+            rows=tuple(rows),
+        )
+
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(demo, "start_ray", asked.append)
+    return asked
+
+
+def test_what_the_command_offers_is_what_there_is() -> None:
+    from raycollect.cli import bench
+
+    assert (tuple(bench.OPERATIONS), tuple(bench.WAYS)) == (bench_command.OPERATIONS, bench_command.WAYS)
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4:64M", tuple(4 ** (at + 1) for at in range(13))),
+        ("4:63", (4, 16)),
+        ("1K:1k", (1024,)),
+        ("4, 1K,1M,4", (4, 1 << 10, 1 << 20)),
+        ("1G", (1 << 30,)),
+    ],
+)
+def test_sizes_are_a_range_or_a_list(text: str, sizes: tuple[int, ...]) -> None:
+    assert bench_command.sizes_of(text) == sizes
+
+
+def test_an_allreduce_is_timed_by_default(timed: list[Any]) -> None:
+    from raycollect.cli import bench
+
+    result = run_command("bench")
+    assert (result.exit_code, result.stderr) == (0, "")
+    address, settings = timed
+    assert address is None
+    assert settings == bench.Settings(
+        operation="allreduce",
+        ranks=2,
+        sizes=tuple(4 ** (at + 1) for at in range(13)),
+        backend="auto",
+        runs=20,
+        ways=("captured", "refs", "members"),
+    )
+    lines = result.stdout.splitlines()
+    assert lines[0] == "allreduce of float32 between 2 actors over shm, 20 runs each"
+    assert [line for line in lines if line in settings.ways] == ["captured", "refs", "members"]
+    assert lines[-1].split() == ["64", "MiB", "1", "ms", "2", "ms", "67.109", "100.663", "0"]
+
+
+def test_what_is_timed_can_be_said(timed: list[Any]) -> None:
+    options = ["--ranks", "3", "--sizes", "1K,1M", "--backend", "tcp", "--runs", "7", "--ways", "members,refs"]
+    result = run_command("bench", "allgather", *options, "--address", "10.0.0.1:6379", "--json")
+    assert result.exit_code == 0
+    address, settings = timed
+    assert (address, settings.operation, settings.ranks, settings.backend) == ("10.0.0.1:6379", "allgather", 3, "tcp")
+    assert settings.wholes == (255, 262_143), "three equal pieces"
+    told = json.loads(result.stdout)
+    assert (told["operation"], told["backend"], told["runs"]) == ("allgather", "shm", 7)
+    assert [(row["way"], row["nbytes"]) for row in told["rows"]] == [
+        ("members", 1 << 10),
+        ("members", 1 << 20),
+        ("refs", 1 << 10),
+        ("refs", 1 << 20),
+    ]
+
+
+@pytest.mark.parametrize(("name", "begins"), [("t.png", b"\x89PNG"), ("t.svg", b"<?xml")], ids=["png", "svg"])
+def test_times_are_drawn(timed: list[Any], tmp_path: Path, name: str, begins: bytes) -> None:
+    pytest.importorskip("matplotlib")
+    result = run_command("bench", "send", "--sizes", "4:1K", "--plot", str(tmp_path / name))
+    assert (result.exit_code, result.stderr) == (0, f"written to {tmp_path / name}\n")
+    drawn = (tmp_path / name).read_bytes()
+    assert drawn.startswith(begins)
+    assert len(drawn) > 5000
+
+
+def test_a_picture_that_can_not_be_drawn_is_told_before_anything_is_measured(
+    timed: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    result = run_command("bench", "--plot", "t.png")
+    assert (result.exit_code, result.stdout, timed) == (1, "", [])
+    assert "pip install matplotlib" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["scan"], "'scan'"),
+        (["--ranks", "1"], "1"),
+        (["--runs", "0"], "0"),
+        (["--sizes", "0"], "'0' is no number of bytes"),
+        (["--sizes", "4:"], "'' is no number of bytes"),
+        (["--sizes", "1K,12T"], "'12T' is no number of bytes"),
+        (["--sizes", "1M:4"], "1M is more than 4"),
+        (["--ways", "refs,graph"], "'graph' is none of captured, refs, members"),
+        (["--ways", ""], "'' is none of"),
+        (["--plot", "t.gif"], "ends with none of .png, .svg"),
+        (["--plot", "/dev/null/t.png"], "there is no folder '/dev/null'"),
+        (["--between", "50", "25"], "Give --calibrate with --between"),
+        (["--calibrate", "allreduce"], "leave OPERATION out"),
+        (["--calibrate", "--runs", "5"], "leave --runs out"),
+    ],
+)
+def test_a_collective_that_can_not_be_timed_is_a_usage_error(timed: list[Any], args: list[str], says: str) -> None:
+    result = run_command("bench", *args)
+    assert (result.exit_code, result.stdout, timed) == (2, "", [])
+    assert says in result.stderr
+
+
+@pytest.mark.parametrize("operation", bench_command.OPERATIONS)
+def test_a_result_counts_as_wrong_unless_it_is_what_numpy_says(operation: str) -> None:
+    """By matrices of [ranks, elements] instead of rank by rank."""
+    from raycollect.cli.bench.operations import Rank, whole_of
+
+    whole = whole_of(operation, 3, 100)
+    ranks = [Rank(rank, 3) for rank in range(3)]
+    for one in ranks:
+        one.prepare(operation, whole)
+        one.fill(7)
+    given = np.stack([one.given for one in ranks])
+    total = given.sum(axis=0)
+    results = {
+        "allreduce": [total] * 3,
+        "broadcast": [given[0]] * 3,
+        "allgather": [given.reshape(-1)] * 3,
+        "reducescatter": np.array_split(total, 3),
+        "alltoall": [np.concatenate(pieces) for pieces in zip(*(np.array_split(one, 3) for one in given), strict=True)],
+        "send": [None, given[0], None],
+    }
+    for one, result in zip(ranks, results[operation], strict=True):
+        if result is None:
+            assert one.wrong(7) == 0, "it has no result"
+            continue
+        one.taken[:] = result
+        assert one.wrong(7) == 0
+        one.taken[-1] += 1
+        assert one.wrong(7) == 1
+        assert one.wrong(8) > 5, "another draw"

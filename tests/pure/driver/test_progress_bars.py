@@ -1,0 +1,346 @@
+"""Progress as participants are asked for it, and as bars."""
+
+from __future__ import annotations
+
+import math
+import sys
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from raycollect.channel.messages import Measured
+from raycollect.driver import progress as gauge
+from raycollect.driver import progress_bar, stall_report
+from raycollect.driver.progress import ProgressProbe
+from raycollect.errors import InvalidArgumentError, KernelError, ProgressError
+from tests.pure.driver.shown_progress import look
+from tests.pure.driver.test_stall_report import Flying
+
+
+class Told:
+    """Participants that say what a test says; who is in `mute` says nothing."""
+
+    def __init__(self, *said: dict[str, Any]) -> None:
+        self.participants = self
+        self.said = list(said)
+        self.mute: set[int] = set()
+        self.open: dict[int, list[Future[Any]]] = {}
+        self.asked: list[int] = []
+
+    def measure(self, member: Any, seq: int) -> Future[Any] | None:
+        assert seq == 7
+        self.asked.append(member.rank)
+        future = Future[Any]()
+        if member.rank in self.mute:
+            self.open.setdefault(member.rank, []).append(future)
+        else:
+            future.set_result(answer(**self.said[member.rank]))
+        return future
+
+
+def answer(
+    done: int = 0, total: int = 0, lent: int = 0, *, has_begun: bool = True, has_ended: bool = False
+) -> Measured:
+    return Measured(request=1, has_begun=has_begun, has_ended=has_ended, done=done, total=total, lent=lent)
+
+
+@pytest.fixture
+def tracker() -> Flying:
+    found = Flying()
+    found.pending = {0, 1, 2}
+    return found
+
+
+def gauge_of(tracker: Flying, told: Told) -> ProgressProbe:
+    return ProgressProbe(told, cast(Any, tracker), tracker.clock.now_s, tracker.clock.monotonic)
+
+
+def test_bytes_are_summed_over_all_ranks(tracker: Flying) -> None:
+    told = Told({"done": 10, "total": 100}, {"done": 20, "total": 100}, {"done": 60, "total": 100})
+    one = gauge_of(tracker, told)
+    tracker.clock.now_s += 2.0
+    far = look(one)
+    assert (far.done_nbytes, far.total_nbytes, far.elapsed_s, far.fraction) == (90, 300, 2.0, 0.3)
+    assert [(rank.rank, rank.done_nbytes, rank.total_nbytes) for rank in far.ranks] == [
+        (0, 10, 100),
+        (1, 20, 100),
+        (2, 60, 100),
+    ]
+    assert str(far.laggard) == "rank 0 is at 10 %"
+    assert (far.rate, far.left_s) == (45.0, pytest.approx(210 / 45))
+    assert str(far) == "90 B of 300 B (30 %), 45 B/s, 4.67 s left"
+
+
+def test_no_bytes_are_known_before_the_door(tracker: Flying) -> None:
+    told = Told({}, {"has_begun": False}, {})
+    far = look(gauge_of(tracker, told))
+    assert (far.done_nbytes, far.total_nbytes, far.rate, far.left_s, far.fraction) == (0, 0, 0.0, None, 0.0)
+    assert str(far.laggard) == "rank 1 has not begun"
+    assert list(map(str, far.ranks)) == ["rank 0 is at the door", "rank 1 has not begun", "rank 2 is at the door"]
+    assert str(far) == "nobody has told of bytes, after 0 us"
+
+
+def test_the_wait_for_late_ranks_is_not_counted_in_the_rate(tracker: Flying) -> None:
+    told = Told({}, {}, {})
+    one = gauge_of(tracker, told)
+    tracker.clock.now_s += 60.0
+    look(one)
+    told.said = [{"done": 50, "total": 100}] * 3
+    tracker.clock.now_s += 1.0
+    assert look(one).rate == 150.0
+
+
+def test_rate_is_the_recent_one(tracker: Flying) -> None:
+    told = Told(*[{"done": 100, "total": 1000}] * 3)
+    one = gauge_of(tracker, told)
+    for _ in range(10):
+        tracker.clock.now_s += 1.0
+        far = look(one)
+    assert (far.rate, far.left_s) == (0.0, None), "it stands still"
+
+
+def test_silent_rank_counts_at_its_last_position(tracker: Flying) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    one = gauge_of(tracker, told)
+    look(one)
+    told.mute, told.said = {2}, [{"done": 90, "total": 100}] * 3
+    tracker.clock.now_s += 0.2
+    look(one)
+    tracker.clock.now_s += gauge.SILENT_S + 0.1
+    far = look(one)
+    assert far.done_nbytes == 90 + 90 + 50
+    assert str(far.laggard) == "rank 2 gives no answer"
+    assert told.asked.count(2) == 2, "one question at a time"
+    told.open[2][0].set_result(answer(95, 100))
+    assert str(look(one).laggard) == "None"
+
+
+def test_unheard_rank_counts_like_the_others(tracker: Flying) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    told.mute = {1}
+    far = look(gauge_of(tracker, told))
+    assert (far.done_nbytes, far.total_nbytes, far.laggard) == (100, 300, None)
+    assert str(far.ranks[1]) == "rank 1 was not heard of yet"
+
+
+def test_dead_participant_is_not_queried(tracker: Flying) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    told.mute = {1}
+    one = gauge_of(tracker, told)
+    look(one)
+    told.open[1][0].set_result(None)  # its connection has ended
+    assert look(one).done_nbytes == 100
+
+
+def test_numbers_never_go_back(tracker: Flying) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    one = gauge_of(tracker, told)
+    look(one)
+    told.said[0] = {"done": 40, "total": 100}
+    assert look(one).done_nbytes == 150
+
+
+@pytest.mark.parametrize("odd", [answer(-1, 100), answer(1, -100), answer(0, 100, -5), "nonsense", None])
+def test_malformed_reports_are_ignored(tracker: Flying, odd: Any) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    told.mute = {0}
+    one = gauge_of(tracker, told)
+    look(one)
+    told.open[0][0].set_result(odd)
+    one.hear()
+    assert (one.read().done_nbytes, one.read().ranks[0].is_heard) == (100, False)
+
+
+def test_lending_rank_counts_like_the_others(tracker: Flying) -> None:
+    told = Told({"total": 100, "lent": 100}, {"done": 40, "total": 100}, {"done": 60, "total": 100})
+    far = look(gauge_of(tracker, told))
+    assert (far.done_nbytes, far.ranks[0].done_nbytes, far.laggard) == (150, 50, None)
+
+
+def test_ended_rank_counts_as_complete(tracker: Flying) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    one = gauge_of(tracker, told)
+    look(one)
+    told.said[1] = {"has_ended": True}
+    tracker.pending.discard(2)
+    far = look(one)
+    assert [rank.done_nbytes for rank in far.ranks] == [50, 100, 100]
+    assert far.total_nbytes == 300
+
+
+def test_the_end_is_full_and_a_failure_stays(tracker: Flying) -> None:
+    told = Told(*[{"done": 50, "total": 100}] * 3)
+    one, other = gauge_of(tracker, told), gauge_of(tracker, told)
+    look(one)
+    look(other)
+    tracker.clock.now_s += 2.0
+    tracker.error = KernelError(detail="x")
+    assert other.read().done_nbytes == 150
+    assert not any(rank.has_ended for rank in other.read().ranks)
+    tracker.error, tracker.ends_s = None, tracker.clock.now_s
+    far = one.read()
+    assert (far.done_nbytes, far.fraction, far.rate, far.left_s, far.laggard) == (300, 1.0, 150.0, 0.0, None)
+    tracker.clock.now_s += 60.0
+    assert one.read().elapsed_s == 2.0
+
+
+class Drawn:
+    """In place of tqdm."""
+
+    made: list[Drawn]
+
+    def __init__(self, **given: Any) -> None:
+        self.given, self.total, self.n, self.lines, self.postfix = given, given["total"], 0, list[Any](), ""
+        self.is_closed = False
+        self.leave = True
+        type(self).made.append(self)
+
+    def set_postfix_str(self, text: str, *, refresh: bool) -> None:
+        self.postfix = text
+
+    def refresh(self) -> None:
+        self.lines.append((self.n, self.total, self.postfix))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tracker: Flying) -> list[Drawn]:
+    Drawn.made = []
+    for module in (progress_bar, stall_report, gauge):
+        monkeypatch.setattr(module, "monotonic", tracker.clock.monotonic, raising=False)
+    clock = SimpleNamespace(monotonic=tracker.clock.monotonic, time=lambda: 0.0)
+    monkeypatch.setattr(progress_bar, "time", clock)
+    monkeypatch.setattr(stall_report, "time", clock)
+    monkeypatch.setattr(
+        progress_bar,
+        "ProgressProbe",
+        lambda told, tracker, began_s: ProgressProbe(told, tracker, began_s, clock.monotonic),
+    )
+    monkeypatch.setattr(progress_bar, "_tqdm", lambda: Drawn)
+    return Drawn.made
+
+
+def wait(tracker: Flying, told: Told, timeout_s: float | None = None, **arguments: Any) -> bool:
+    return stall_report.wait(cast(Any, told), cast(Any, tracker), timeout_s, **arguments)
+
+
+def test_a_wait_that_lasts_shows_a_bar_that_ends_full(tracker: Flying, drawn: list[Drawn]) -> None:
+    told = Told(*[{"done": 40, "total": 100}] * 3)
+    tracker.ends_s = tracker.clock.now_s + 0.8
+    assert wait(tracker, told, progress=True)
+    (bar,) = drawn
+    assert bar.given == {"desc": "allreduce", "unit": "B", "unit_scale": True, "total": 300}
+    assert bar.lines == [*[(120, 300, "")] * 2, (300, 300, "")]
+    assert bar.is_closed
+    assert bar.leave
+
+
+def test_short_wait_shows_no_bar(tracker: Flying, drawn: list[Drawn]) -> None:
+    told = Told(*[{}] * 3)
+    tracker.ends_s = tracker.clock.now_s + 0.4
+    assert wait(tracker, told, progress=True)
+    assert (drawn, told.asked) == ([], [])
+
+
+@pytest.mark.parametrize(("shows", "count"), [(None, 1), (True, 1), (False, 0)])
+def test_a_block_shows_bars_of_all_waits_in_it(
+    tracker: Flying, drawn: list[Drawn], shows: bool | None, count: int
+) -> None:
+    told = Told(*[{"done": 40, "total": 100}] * 3)
+    tracker.ends_s = tracker.clock.now_s + 0.45
+    with progress_bar.progress(after_s=0.1) as block:
+        assert wait(tracker, told, progress=shows)
+        with block:
+            pass
+    assert len(drawn) == count
+    tracker.ends_s = tracker.clock.now_s + 0.45
+    assert wait(tracker, told)
+    assert len(drawn) == count, "the block has ended"
+
+
+def test_a_bar_stays_where_it_is_where_the_collective_fails(tracker: Flying, drawn: list[Drawn]) -> None:
+    told = Told(*[{"done": 40, "total": 100}] * 3)
+
+    def fail(one: Any, seq: int, measure: Any = told.measure) -> Any:
+        if len(told.asked) > 9:
+            tracker.error = KernelError(detail="x")
+        return measure(one, seq)
+
+    told.measure = fail  # type: ignore[method-assign]
+    assert wait(tracker, told, progress=True)
+    (bar,) = drawn
+    assert bar.lines[-1] == (120, 300, "")
+    assert bar.is_closed
+
+
+def test_a_wait_that_is_over_leaves_its_bar(tracker: Flying, drawn: list[Drawn]) -> None:
+    told = Told({"done": 90, "total": 100}, {"done": 90, "total": 100}, {})
+    told.mute = {2}
+    assert not wait(tracker, told, 2.0, progress=True)
+    (bar,) = drawn
+    assert bar.lines[-1] == (180, 300, "rank 2 gives no answer")
+    assert bar.is_closed
+
+
+def test_a_signal_ends_the_bar(tracker: Flying, drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: Drawn) -> None:
+        self.lines.append("signal")
+        if len(self.lines) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Drawn, "refresh", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        wait(tracker, Told(*[{}] * 3), progress=True)
+    assert drawn[0].is_closed
+
+
+def test_a_bar_that_can_not_be_drawn_does_not_end_the_wait(
+    tracker: Flying, drawn: list[Drawn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(self: Drawn) -> None:
+        raise ValueError("I/O operation on closed file")
+
+    monkeypatch.setattr(Drawn, "refresh", closed)
+    tracker.ends_s = tracker.clock.now_s + 5.0
+    told = Told(*[{}] * 3)
+    assert wait(tracker, told, progress=True)
+    assert len(drawn) == 1
+    assert told.asked == [0, 1, 2], "nobody looks any more"
+
+
+def test_bar_without_reported_bytes_is_removed(tracker: Flying, drawn: list[Drawn]) -> None:
+    tracker.ends_s = tracker.clock.now_s + 0.8
+    assert wait(tracker, Told(*[{}] * 3), progress=True)
+    assert not drawn[0].leave
+
+
+@pytest.mark.parametrize("ask", [lambda one: progress_bar.progress(), lambda one: wait(one, Told(), progress=True)])
+def test_without_tqdm_it_is_refused_at_once(tracker: Flying, monkeypatch: pytest.MonkeyPatch, ask: Any) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    tracker.ends_s = 0.0  # even though nothing is to be waited for
+    with pytest.raises(ProgressError, match=r"pip install 'raycollect\[progress\]'"):
+        ask(tracker)
+
+
+@pytest.mark.parametrize("after_s", [-1, math.inf, math.nan, "x", None])
+def test_unreasonable_progress_delay_is_refused(after_s: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"after_s is .*, expected a number of seconds"):
+        progress_bar.progress(after_s=after_s)
+
+
+def test_bar_shows_its_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    made = progress_bar._tqdm()(desc="x", unit="B", unit_scale=True, total=100)
+    made.n, made.rate = 50, 25.0
+    made.refresh()
+    made.rate = 0.0
+    made.refresh()
+    made.close()
+    out, err = capsys.readouterr()
+    assert "25.0B/s" in err
+    assert "<00:02" in err
+    assert "?B/s" in err
+    assert out == ""

@@ -1,0 +1,249 @@
+"""Members' calls where a rank is late, has left, or has died."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    GroupBrokenError,
+    ParticipantDiedError,
+)
+from raycollect.group import watchdog
+from raycollect.group.process_groups import ProcessGroups
+from raycollect.member import init
+from raycollect.member import verbs as col
+from tests.pure.member.verb_bodies import backend, close, summed
+from tests.pure.processes import outcome
+
+__all__ = ["backend"]  # fixtures
+
+
+def test_an_absent_rank_is_named_on_all_and_meets_the_next_call(crew, backend):
+    group = crew.group(3, backend)
+    group.must(summed)
+    errors = group.run(summed, 4, 2, ranks=[0, 1])
+    assert [type(one) for one in errors] == [CollectiveTimeoutError] * 2
+    assert [one.missing for one in errors] == [(2,), (2,)]
+    assert "rank 2 (process " in str(errors[0])
+    assert [[report.rank for report in one.reports] for one in errors] == [[2], [2]], "each has asked"
+    late = group.start(2, summed)
+    found = group.run(summed, ranks=[0, 1])
+    assert all((x == 6).all() for x in (*found, outcome(late)))
+
+
+def test_a_rank_that_comes_while_the_others_give_up_meets_them_in_the_end(crew, backend):
+    group = crew.group(3, backend)
+    for wait_s in (0.1, 0.2, 0.3):
+        early = [group.start(rank, _until_it_works, wait_s) for rank in (0, 1)]
+        late = group.start(2, _until_it_works, wait_s / 2)
+        assert all((outcome(one) == 6).all() for one in (*early, late))
+
+
+def _until_it_works(name, rank, timeout_s):
+    """Tries again and again, each time for somewhat longer: a slow machine needs more than it begins with."""
+    while True:
+        try:
+            return summed(name, rank, 4, timeout_s)
+        except CollectiveTimeoutError:
+            timeout_s *= 1.1
+
+
+@pytest.mark.parametrize(
+    ("way", "backend"), [("call", "shm"), ("call", "tcp"), ("call", "gloo"), ("async", "tcp"), ("send", "gloo")]
+)
+def test_timeout_error_reports_the_missing_ranks(crew, backend, way):
+    """Whether they have ever made a call of the group, or not."""
+    group = crew.group(2, backend)
+    for is_formed in (False, True):
+        if is_formed:
+            group.must(summed)
+        [error] = group.run(_fails_late, way, ranks=[0])
+        assert isinstance(error, CollectiveTimeoutError), error
+        assert error.missing == (1,)
+        (report,) = error.reports
+        assert (report.rank, report.answers, report.has_begun) == (1, True, False)
+        assert report.actor.startswith("process ")
+        assert any("processes.py" in line and "recv()" in line for line in report.stack), report.stack
+        assert 0.3 <= report.awaited_s < 30
+        assert str(report) in str(error)
+        assert str(error).rstrip(".").endswith(error.cure)
+    assert all((x == 3).all() for x in group.must(summed))
+
+
+def _fails_late(name, rank, way):
+    x, before = np.zeros(4), watchdog.LATE_ANSWER_S
+    watchdog.LATE_ANSWER_S = 20  # what is told is looked at here, not how fast
+    try:
+        if way == "send":
+            col.send(x, 1, name, timeout_s=0.3)
+        elif way == "async":
+            col.allreduce(x, name, timeout_s=0.3, async_op=True).wait()
+        else:
+            col.allreduce(x, name, timeout_s=0.3)
+    finally:
+        watchdog.LATE_ANSWER_S = before
+
+
+def test_lone_receive_times_out_and_later_meets_its_send(crew, backend):
+    group = crew.group(2, backend)
+    [error] = group.run(_receive, 0.3, ranks=[1])
+    assert isinstance(error, CollectiveTimeoutError)
+    assert error.missing == (0,)
+    sending = group.start(0, _send)
+    [got] = group.run(_receive, 20, ranks=[1])
+    assert outcome(sending) is None
+    assert (got == 5).all()
+
+
+def _send(name, rank):
+    col.send(np.full(4, 5.0), 1, name)
+
+
+def _receive(name, rank, timeout_s):
+    x = np.zeros(4)
+    col.recv(x, 0, name, timeout_s=timeout_s)
+    return x
+
+
+def _sum_and_tell(name, rank, folder):
+    """Makes a file once the call is under way."""
+    hub = ProcessGroups.current().find(name).communicator("all").hub
+
+    def tell():
+        while hub.place != "door":
+            time.sleep(0.001)  # polls for what another thread does
+        (folder / str(rank)).touch()
+
+    threading.Thread(target=tell, daemon=True).start()
+    return summed(name, rank)
+
+
+@pytest.mark.parametrize(("victim", "backend"), [(0, "shm"), (2, "shm"), (2, "tcp"), (0, "gloo")])
+def test_a_rank_that_dies_while_others_wait_is_named_at_once(crew, backend, victim, tmp_path):
+    group = crew.group(3, backend)
+    group.must(summed)
+    survivors = [rank for rank in range(3) if rank != victim]
+    waiting = [group.start(rank, _sum_and_tell, tmp_path) for rank in survivors]
+    while not all((tmp_path / str(rank)).exists() for rank in survivors):
+        time.sleep(0.001)  # polls for what other processes do
+    group.processes[victim].kill()
+    killed_s = time.monotonic()
+    errors = [outcome(one) for one in waiting]
+    assert time.monotonic() - killed_s < 10  # not the 20 s of the group
+    assert [type(one) for one in errors] == [ParticipantDiedError] * 2, errors
+    assert [one.rank for one in errors] == [victim] * 2
+    later = group.run(summed, ranks=survivors)
+    assert [type(one) for one in later] == [GroupBrokenError] * 2
+    assert "What to do" in str(later[0])
+
+
+def test_a_rank_that_dies_in_the_middle_of_things_is_named(crew, backend):
+    group = crew.group(3, backend)
+    group.must(summed)
+    working = [group.start(rank, _sum_for_ever, 1 << 20) for rank in range(3)]
+    time.sleep(0.3)  # not to wait for anything: only that it be somewhere in the middle
+    group.processes[1].kill()
+    errors = [outcome(working[rank]) for rank in (0, 2)]
+    assert all(isinstance(one, (ParticipantDiedError, GroupBrokenError)) for one in errors), errors
+    assert all("rank 1" in str(one) for one in errors), errors
+
+
+def _sum_for_ever(name, rank, n):
+    while True:
+        summed(name, rank, n)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["leader", "member"])
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_completed_receive_succeeds_though_the_sender_has_died(crew, backend, victim):
+    """The death is heard of while the call is at work; the next call tells it."""
+    group = crew.group(2, backend)
+    other = 1 - victim
+    group.must(_broadcast, victim)  # so that all imports are there
+    receiving = group.start(other, _broadcast_late, victim)
+    group.start(victim, _broadcast_and_exit, victim)
+    assert outcome(receiving) == victim + 1.0
+    [later] = group.run(summed, ranks=[other])
+    assert isinstance(later, GroupBrokenError)
+    assert f"rank {victim} (process " in str(later)
+
+
+def _broadcast(name, rank, root):
+    x = np.full(100_000, rank + 1.0, np.float32)
+    col.broadcast(x, root, name)
+    assert (x == x[0]).all()
+    return float(x[0])
+
+
+def _broadcast_and_exit(name, rank, root):
+    _broadcast(name, rank, root)
+    os._exit(0)
+
+
+def _broadcast_late(name, rank, root):
+    """Goes through the door, and on when it has heard that the root is gone."""
+    process_groups = ProcessGroups.current()
+    before = process_groups.instruments
+    process_groups.instruments = replace(before, faults=_Late(init.get_group_handle(name), root))
+    try:
+        return _broadcast(name, rank, root)
+    finally:
+        process_groups.instruments = before
+
+
+class _Late:
+    def __init__(self, process_group, victim):
+        self._process_group, self._victim = process_group, victim
+
+    def at(self, point, seq, rank):
+        deadline_s = time.monotonic() + 20
+        while point == "after_door" and self._process_group.why_not((self._victim,)) is None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)  # polls for what the hub's thread hears
+
+
+def test_a_rank_that_left_is_named_and_the_others_go_on_without_it(crew):
+    group = crew.group(3)
+    group.must(summed)
+    for victim in (2, 0):
+        group.must(close, ranks=[victim])
+        errors = group.run(summed, ranks=[1])
+        assert isinstance(errors[0], GroupBrokenError)
+        assert f"rank {victim}" in str(errors[0]) or victim == 0
+    group.must(close, ranks=[1])
+
+
+def test_a_member_leaves_while_another_is_still_in_the_last_call(crew, backend):
+    for _ in range(5):
+        group = crew.group(3, backend)
+        group.must(_sum_and_leave)
+        crew.rest()
+
+
+def _sum_and_leave(name, rank):
+    x = summed(name, rank, 1 << 20)
+    init.destroy_collective_group(name)
+    assert (x == 6).all()
+
+
+def test_a_stopped_member_is_missing_and_goes_on_later(crew):
+    group = crew.group(2, "shm")
+    group.must(summed)
+    process = group.processes[1].process
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        [error] = group.run(summed, 4, 0.5, ranks=[0])
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert isinstance(error, CollectiveTimeoutError)
+    assert [(report.rank, report.answers) for report in error.reports] == [(1, False)]
+    assert "gives no answer" in str(error)
+    assert all((x == 3).all() for x in group.must(summed))

@@ -1,0 +1,378 @@
+"""Captured steps of a participant that fail, and their end."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import types
+import weakref
+
+import numpy as np
+import pytest
+
+from raycollect.channel.messages import Run
+from raycollect.engine.value_codec import pack_values
+from raycollect.errors import (
+    CaptureError,
+    InternalError,
+    MethodError,
+    PlanAbortedError,
+    ProtocolError,
+)
+from raycollect.member import captured_steps
+from raycollect.member.captured_steps import (
+    CapturedSteps,
+)
+from tests.pure.member.step_bench import Bench, FakePost, MakeBench, bench
+from tests.pure.teams import CAPTURE, WAIT_S, Gate, Script, full, given, pinned
+from tests.pure.watched import WatchedCondition
+
+__all__ = ["bench"]  # fixtures
+
+
+@pytest.mark.parametrize("by_bell", [True, False])
+def test_after_a_failure_all_later_runs_are_refused_and_ended(bench: MakeBench, by_bell: bool) -> None:
+    def note(value: int) -> int:
+        if value == 2:
+            raise ValueError("bad")
+        return value
+
+    one = bench(post=FakePost() if by_bell else None, note=note)
+    for seq in range(1, 5):
+        if one.post is not None:
+            one.post.ring(seq, seq - 1, pack_values([seq]))
+        else:
+            one.run(seq, seq - 1, seq)
+    one.heard(2, 3, 4)
+    one.captured.run_now(5, 4, pack_values([5]))
+    assert isinstance(one.failed[2], MethodError)
+    for seq in (3, 4, 5):
+        error = one.failed[seq]
+        assert isinstance(error, PlanAbortedError)
+        assert error.detail == "run 2 of this captured step failed before"
+    assert one.noted == [1, 2]
+    if one.post is not None:
+        assert set(one.post.answers) == {1}
+    assert one.sequencer.start(6, 5) is None, "what comes after goes on"
+    one.sequencer.end(6)
+
+
+@pytest.mark.parametrize("by_bell", [True, False])
+def test_a_fenced_run_that_waits_as_one_fails_is_not_done(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch, by_bell: bool
+) -> None:
+    """However long the thread of the one that failed is held up before it goes on."""
+    hold, calls = Gate(), list[int]()
+
+    def note(value: int) -> int:
+        calls.append(value)
+        hold()
+        raise ValueError("bad")
+
+    one = bench(post=FakePost() if by_bell else None, note=note)
+    kept = WatchedCondition()
+    one.sequencer._lock = one.sequencer._changed = kept  # type: ignore[assignment]
+    fenced = threading.Thread(target=one.captured.run_now, args=(2, 1, pack_values([2])))
+    end = one.sequencer.end
+
+    def held_up(seq: int) -> None:
+        end(seq)
+        if seq == 1:
+            fenced.join(WAIT_S)
+
+    monkeypatch.setattr(one.sequencer, "end", held_up)
+    if one.post is not None:
+        one.post.ring(1, 0, pack_values([1]))
+    else:
+        one.run(1, 0, 1)
+    assert hold.came.wait(WAIT_S)
+    fenced.start()
+    assert kept.someone_waits()
+    hold.go.set()
+    one.heard(1, 2)
+    assert calls == [1]
+    assert isinstance(one.failed[1], MethodError)
+    assert isinstance(one.failed[2], PlanAbortedError)
+    assert "failed before" in str(one.failed[2])
+
+
+@pytest.mark.parametrize("way", ["bell", "channel", "fence"])
+def test_runs_that_wait_for_the_turn_end_by_abort(bench: MakeBench, way: str) -> None:
+    """The method that has it goes on all the while."""
+    turn = threading.Lock()
+    one = bench(post=FakePost() if way == "bell" else None, turn=turn)
+    threads = []
+    with turn:
+        for seq in (1, 2, 3):
+            if one.post is not None:
+                one.post.ring(seq, seq - 1, pack_values([seq]))
+            elif way == "channel":
+                one.run(seq, seq - 1, seq)
+            else:
+                threads.append(threading.Thread(target=one.captured.run_now, args=(seq, seq - 1, pack_values([seq]))))
+                threads[-1].start()
+        for seq in (1, 2, 3):
+            assert not one.sequencer.abort(seq, f"cancelled {seq}")
+            one.captured.runner.abort(seq)
+            one.heard(seq)
+        assert one.sequencer.start(4, 3) is None, "a plan behind them"
+        one.sequencer.end(4)
+        assert turn.locked()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [one.failed[seq].detail for seq in (1, 2, 3)] == [f"cancelled {seq}" for seq in (1, 2, 3)]  # type: ignore[attr-defined]
+    assert not one.actor.calls
+    assert turn.acquire(timeout=WAIT_S), "nobody has kept it"
+
+
+def test_a_run_that_waits_for_the_turn_ends_as_the_step_is_closed(bench: MakeBench) -> None:
+    turn = threading.Lock()
+    one = bench(turn=turn)
+    with turn:
+        one.run(1, 0, 1)
+        one.captured.close("closed")
+        one.heard(1)
+        assert one.failed[1].detail == "closed"  # type: ignore[attr-defined]
+        assert one.captured.join(WAIT_S)
+
+
+def test_a_run_that_was_aborted_before_it_came_is_not_done(bench: MakeBench) -> None:
+    one = bench()
+    assert not one.sequencer.abort(1, "cancelled")
+    one.run(1, 0, 1)
+    one.heard(1)
+    assert one.failed[1].detail == "cancelled"  # type: ignore[attr-defined]
+    assert not one.actor.calls
+
+
+def test_an_abort_reaches_the_run_under_way(bench: MakeBench) -> None:
+    gate, script = Gate(), Script(0)
+    script.call("hold")
+    script.call("after")
+    one = bench(script, hold=gate, after=int)
+    one.run(1, 0)
+    assert gate.came.wait(WAIT_S)
+    one.captured.runner.abort(7)
+    assert not one.sequencer.abort(1, "timed out")
+    one.captured.runner.abort(1)
+    gate.go.set()
+    one.heard(1)
+    assert one.failed[1].detail in ("timed out", "the run was aborted")  # type: ignore[attr-defined]
+    assert [name for name, _, _ in one.actor.calls] == ["hold"]
+
+
+def test_unexpected_failure_becomes_internal_error(bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = bench()
+    monkeypatch.setattr(one.runner, "run", lambda *args, **kwargs: 1 / 0)
+    one.run(1, 0, 1)
+    one.heard(1)
+    assert isinstance(one.failed[1], InternalError)
+    assert "ZeroDivisionError" in str(one.failed[1])
+
+
+def test_malformed_arguments_fail_the_run(bench: MakeBench) -> None:
+    one = bench()
+    one.captured.received(Run(capture=CAPTURE, seq=1, predecessor=0, payload=b"\xc1"))
+    one.heard(1)
+    assert isinstance(one.failed[1], ProtocolError)
+
+
+def test_results_too_long_for_a_message_fail_the_run(bench: MakeBench) -> None:
+    one = bench(post=FakePost(), note=lambda value: bytes(value))
+    one.run(1, 0, captured_steps.MOST_NBYTES - 10)
+    one.heard(1)
+    assert len(one.ran[1][0]) == captured_steps.MOST_NBYTES - 10
+    one.run(2, 1, captured_steps.MOST_NBYTES)
+    one.heard(2)
+    assert isinstance(one.failed[2], CaptureError)
+    assert "refs" in str(one.failed[2])
+
+
+def test_lost_controller_does_not_stop_runs(bench: MakeBench) -> None:
+    one = bench()
+    one.lost = True
+    one.run(1, 0, 1)
+    one.run(2, 1, 2)
+    assert one.sequencer.start(3, 2) is None
+    one.sequencer.end(3)
+    assert one.noted == [1, 2]
+
+
+def _ended(one: Bench) -> None:
+    assert one.captured.join(WAIT_S)
+    assert one.runner.slots == [None] * len(one.runner.slots)
+    if one.post is not None:
+        assert one.post.closed
+
+
+@pytest.mark.parametrize("by_bell", [True, False])
+def test_closing_while_it_is_idle(bench: MakeBench, by_bell: bool) -> None:
+    one = bench(post=FakePost() if by_bell else None)
+    one.captured.close("closed")
+    one.captured.close("again")
+    _ended(one)
+    message = Run(capture=CAPTURE, seq=1, predecessor=0, payload=b"")
+    assert not one.captured.received(message), "nobody would do it"
+    one.captured.run_now(2, 0, b"")
+    assert one.failed[2].detail == "closed"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("by_bell", [True, False])
+def test_close_ends_runs_in_order(bench: MakeBench, by_bell: bool) -> None:
+    """The run under way is aborted, those behind it are refused, and plans after them go on."""
+    gate, script = Gate(), Script(0)
+    script.call("hold")
+    script.call("after")
+    one = bench(script, post=FakePost() if by_bell else None, hold=gate, after=int)
+    for seq in (1, 2, 3):
+        if one.post is not None:
+            one.post.ring(seq, seq - 1, b"" if seq < 3 else None)
+        if one.post is None or seq == 3:
+            one.run(seq, seq - 1)
+    assert gate.came.wait(WAIT_S)
+    one.captured.close("closed")
+    gate.go.set()
+    one.heard(1, 2, 3)
+    _ended(one)
+    assert one.order == [1, 2, 3]
+    assert all(isinstance(error, PlanAbortedError) for error in one.failed.values())
+    assert [name for name, _, _ in one.actor.calls] == ["hold"]
+    assert one.sequencer.start(4, 3) is None
+    one.sequencer.end(4)
+
+
+def test_closing_while_a_run_waits_for_its_message(bench: MakeBench) -> None:
+    one = bench(post=FakePost())
+    assert one.post is not None
+    one.post.ring(1, 0, None)
+    one.captured.close("closed")
+    one.heard(1)
+    _ended(one)
+    assert one.failed[1].detail == "closed"  # type: ignore[attr-defined]
+
+
+def test_closing_while_a_run_waits_for_its_predecessor(bench: MakeBench) -> None:
+    one = bench()
+    assert one.sequencer.start(1, 0) is None
+    one.run(2, 1, 1)
+    one.captured.close("closed")
+    assert not one.failed
+    one.sequencer.end(1)
+    one.heard(2)
+    _ended(one)
+    assert not one.actor.calls
+
+
+def test_end_of_the_lease_wakes_runs_awaiting_a_predecessor(bench: MakeBench) -> None:
+    one = bench()
+    one.run(2, 1, 1)
+    assert one.sequencer.close("the controller is gone") in ((), (2,))
+    one.captured.close("the controller is gone")
+    one.heard(2)
+    _ended(one)
+
+
+def test_closing_waits_for_a_fenced_run_before_it_lets_go(bench: MakeBench) -> None:
+    gate = Gate()
+    one = bench(note=gate)
+    thread = threading.Thread(target=one.captured.run_now, args=(1, 0, pack_values(["kept"])))
+    thread.start()
+    assert gate.came.wait(WAIT_S)
+    one.captured.close("closed")
+    assert one.runner.slots[0] == "kept"
+    gate.go.set()
+    thread.join(WAIT_S)
+    _ended(one)
+    assert isinstance(one.failed.get(1), PlanAbortedError) or one.ran[1] == ("kept",)
+
+
+def test_values_are_released(bench: MakeBench) -> None:
+    array = full(1)
+    alive = weakref.ref(array)
+    script = Script(0, [pinned(array)])
+    script.call("note", 0)
+    one = bench(script, note=lambda value: None)
+    one.run(1, 0)
+    one.heard(1)
+    del array, script
+    one.actor.calls.clear()
+    gc.collect()
+    assert alive() is not None
+    (infos, _) = one.captured.runner.look()
+    assert [info.shape for info in infos] == [(5,)]
+    one.captured.close("closed")
+    _ended(one)
+    gc.collect()
+    assert alive() is None
+
+
+def test_closed_step_releases_its_constants(bench: MakeBench) -> None:
+    """Neither what travelled, nor what it became, nor the values of refs; whether it has run or not."""
+    nbytes, table = 1 << 20, CapturedSteps()
+    for runs in (0, 2):
+        script, pin = Script(0, [pinned(np.ones(nbytes // 8))]), bytes([runs]) * nbytes
+        script.call("note", given(pin))
+        script.call("keep", given((np.zeros(nbytes // 8),)), named=given({"it": pin}))
+        one = bench(script, keep=lambda *args, **kwargs: None)
+        script.values.clear()
+        capture = bytes([runs]) * 16
+        table.add(capture, lambda one=one: one.captured)  # type: ignore[misc]
+        for seq in range(1, runs + 1):
+            one.run(seq, seq - 1)
+            one.heard(seq)
+        assert _heaviest(one.captured) >= nbytes
+        table.forget(capture, "closed")
+        _ended(one)
+        one.actor.calls.clear()
+        late = table.find(capture)
+        assert late is one.captured
+        assert _heaviest(late) < 1 << 16
+        late.run_now(runs + 1, runs, b"")
+        assert isinstance(one.failed[runs + 1], PlanAbortedError)
+
+
+def _heaviest(root: object) -> int:
+    """The bytes of the largest constant that an object reaches by what it holds."""
+    seen: dict[int, object] = {}
+    found, left = 0, [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (type, types.ModuleType, types.FunctionType, types.FrameType)):
+            continue
+        seen[id(one)] = one
+        found = max(found, len(one) if isinstance(one, bytes) else getattr(one, "nbytes", 0))
+        left += gc.get_referents(one)
+    return found
+
+
+def test_an_idle_step_sleeps(bench: MakeBench) -> None:
+    one = bench(post=FakePost())
+    assert one.post is not None
+    assert one.answered(one.post.ring(1, 0, pack_values([1]))) == (1,)
+    takes = one.post.takes
+    with one.post.changed:
+        assert not one.post.changed.wait_for(lambda: one.post.takes > takes + 1, 0.05)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_closing_at_any_moment_ends_all_runs(bench: MakeBench, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(25):
+        one = bench(post=FakePost() if rng.random() < 0.5 else None)
+        count, at = rng.randrange(1, 8), rng.randrange(8)
+        for seq in range(1, count + 1):
+            if seq == at + 1:
+                break
+            long = rng.random() < 0.3
+            if one.post is not None:
+                one.post.ring(seq, seq - 1, None if long else pack_values([seq]))
+            if one.post is None or long:
+                one.run(seq, seq - 1, seq)
+        last = min(count, at)
+        one.captured.close("closed")
+        assert one.captured.join(WAIT_S)
+        assert one.sequencer.start(last + 1, last) is None
+        one.sequencer.end(last + 1)
+        answered = set() if one.post is None else set(one.post.answers)
+        assert {*one.ran, *one.failed, *answered} == set(range(1, last + 1))

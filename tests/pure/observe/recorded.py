@@ -1,0 +1,54 @@
+"""Recorded spans for the tests of timelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raycollect.observe import Label
+from raycollect.observe.trace import (
+    DOOR,
+    KERNEL,
+    METHOD,
+    PART,
+    PLAN,
+    RUN,
+)
+from raycollect.observe.whole import Missing, Process, Slice, Thread, Trace
+
+LABEL = Label(op="allreduce", group_id="g1", rank=1, ranks=2, nbytes=4096, calls=1)
+
+
+def a_slice(kind: str, begin_ms: float, end_ms: float, thread: int = 1, **more: Any) -> Slice:
+    name = more.pop("name", kind)
+    return Slice(kind, name, 50 + begin_ms / 1e3, 50 + end_ms / 1e3, thread, **more)
+
+
+def a_process(name: str, pid: int, slices: list[Slice], **more: Any) -> Process:
+    threads = {one.thread: Thread(pid + one.thread - 1, f"thread {one.thread}") for one in slices}
+    return Process(name=name, host="h", pid=pid, clock="c", leader="L", threads=threads, slices=tuple(slices), **more)
+
+
+def a_trace(*processes: Process, missing: tuple[Missing, ...] = ()) -> Trace:
+    return Trace(began_s=50.0, ended_s=51.0, clock="c", processes=processes, missing=missing)
+
+
+OF_G = {"op": "allreduce", "group_id": "g", "ranks": 2, "group": "default", "backend": "shm"}
+
+
+def two_ranks() -> Trace:
+    """A driver with two plans that overlap, and two ranks."""
+    plans = [a_slice(PLAN, 0, 30, seq=1), a_slice(RUN, 10, 40, seq=2)]
+    ranks = []
+    for rank, late_ms in ((0, 0.0), (1, 4.0)):
+        same = {**OF_G, "rank": rank}
+        slices = [
+            a_slice(METHOD, 0.5, 1, name="get"),
+            a_slice(PART, 2 + late_ms, 20, seq=1, **same),
+            a_slice(DOOR, 2 + late_ms, 10, seq=1, **same),
+            a_slice(KERNEL, 10, 20, seq=1, nbytes=4_000_000, calls=1, **same),
+            a_slice(PART, 21, 39, 2, seq=2, **same),
+            a_slice(DOOR, 22, 24 + late_ms, 2, seq=2, **same),
+            a_slice(KERNEL, 24 + late_ms, 34, 2, seq=2, nbytes=4_000_000, calls=1, **same),
+        ]
+        ranks.append(a_process(f"W{rank}", 20 + 10 * rank, slices, ranks=(("default", rank),)))
+    return a_trace(a_process("driver", 10, plans, leads=True), *ranks)

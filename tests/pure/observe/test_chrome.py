@@ -1,0 +1,238 @@
+"""The file of a timeline: what is written is read again, and what else is refused."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raycollect.observe import Place, chrome
+from raycollect.observe.clocks import Alignment, Fix
+from raycollect.observe.trace import (
+    KERNEL,
+    METHOD,
+    PART,
+    PLAN,
+    RUN,
+    WAIT,
+    Recorded,
+    Span,
+)
+from raycollect.observe.whole import Missing, Process, Slice, Trace, process_of
+from tests.pure.observe.recorded import LABEL, a_process, a_slice, a_trace, two_ranks
+
+
+def check(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """Raises unless a document is what the Trace Event Format asks for; gives its complete events."""
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    rows = defaultdict[tuple[int, int], list[dict[str, Any]]](list)
+    flows = defaultdict[tuple[str, str, int], list[dict[str, Any]]](list)
+    named = set[tuple[int, int]]()
+    for event in document["traceEvents"]:
+        assert type(event["pid"]) is type(event["tid"]) is int
+        assert event["ph"] in ("M", "X", "s", "f")
+        if event["ph"] == "M":
+            named.add((event["pid"], event["tid"]))
+            continue
+        assert isinstance(event["ts"], (int, float))
+        assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            rows[event["pid"], event["tid"]].append(event)
+        else:
+            flows[event["cat"], event["name"], event["id"]].append(event)
+    assert set(rows) <= named, "every row has a name"
+    owners = defaultdict[int, set[int]](set)
+    for pid, tid in rows:
+        owners[tid].add(pid)
+    assert all(len(pids) == 1 for pids in owners.values()), "a row belongs to one process"
+    for row in rows.values():
+        for one, other in itertools.combinations(row, 2):
+            (_, e1), (b2, e2) = sorted((_span(one), _span(other)), key=lambda span: (span[0], -span[1]))
+            assert b2 >= e1 - 1e-6 or e2 <= e1 + 1e-6, f"{one} and {other} overlap in part"
+    for ends in flows.values():
+        assert [event["ph"] for event in ends] == ["s", "f"]
+        assert ends[0]["ts"] <= ends[1]["ts"]
+        assert ends[1]["bp"] == "e"
+        for event in ends:
+            inside = [_span(one) for one in rows[event["pid"], event["tid"]]]
+            assert any(begin <= event["ts"] <= end for begin, end in inside), "a flow binds to a slice"
+    return [event for row in rows.values() for event in row]
+
+
+def _span(event: dict[str, Any]) -> tuple[float, float]:
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def test_the_check_of_these_tests_sees_what_is_wrong() -> None:
+    document = chrome.document(two_ranks())
+    check(document)
+    for spoil in (
+        lambda events: next(one for one in events if one["ph"] == "f").update(ts=1e9),
+        lambda events: next(one for one in events if one["ph"] == "X").update(dur=25_000.0, tid=next(_tids(events))),
+        lambda events: events.remove(next(one for one in events if one["ph"] == "s")),
+        lambda events: events[0].update(pid="10"),
+    ):
+        spoilt = json.loads(json.dumps(document))
+        spoil(spoilt["traceEvents"])
+        with pytest.raises((AssertionError, KeyError)):
+            check(spoilt)
+
+
+def _tids(events: list[dict[str, Any]]) -> Iterator[int]:
+    return (one["tid"] for one in events if one["ph"] == "X" and one["cat"] == RUN)
+
+
+def test_a_file_has_rows_spans_and_arrows() -> None:
+    document = chrome.document(two_ranks())
+    events = check(document)
+    assert len(events) == 2 + 2 * 7
+    heads = {one["args"]["name"] for one in document["traceEvents"] if one["name"] == "process_name"}
+    assert heads == {"driver (h, pid 10)", "W0: rank 0 of default (h, pid 20)", "W1: rank 1 of default (h, pid 30)"}
+    arrows = [one for one in document["traceEvents"] if one["ph"] == "f"]
+    assert sorted((one["pid"], one["ts"]) for one in arrows) == [(20, 2e3), (20, 21e3), (30, 6e3), (30, 21e3)]
+    plans = {one["tid"] for one in events if one["cat"] in (PLAN, RUN)}
+    assert len(plans) == 2, "plans that overlap have rows of their own"
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from((METHOD, WAIT, KERNEL, PLAN)), st.integers(0, 60), st.integers(0, 30), st.integers(1, 3)
+        ),
+        max_size=25,
+    )
+)
+def test_spans_of_any_shape_never_overlap_in_part(given_: list[tuple[str, int, int, int]]) -> None:
+    slices = [a_slice(kind, at / 7, (at + length) / 7, thread) for kind, at, length, thread in given_]
+    events = check(chrome.document(a_trace(a_process("async", 10, slices, leads=True))))
+    assert len(events) == len(slices)
+
+
+def test_processes_of_two_hosts_with_one_pid_stay_apart() -> None:
+    slices = [a_slice(METHOD, 0, 1)]
+    document = chrome.document(a_trace(a_process("a", 7, slices), a_process("b", 7, slices)))
+    events = check(document)
+    assert len({one["pid"] for one in events}) == 2
+    assert len({one["tid"] for one in events}) == 2
+
+
+def test_an_arrow_never_points_back_where_clocks_differ_a_little() -> None:
+    driver = a_process("driver", 10, [a_slice(PLAN, 5, 9, seq=1)], leads=True)
+    early = a_process("early", 20, [a_slice(PART, 4.9, 8, seq=1)])
+    before = a_process("before", 30, [a_slice(PART, 1, 2, seq=1)])
+    document = chrome.document(a_trace(driver, early, before))
+    check(document)
+    assert [one["pid"] for one in document["traceEvents"] if one["ph"] == "f"] == [20]
+
+
+def _order(one: Slice) -> tuple[object, ...]:
+    return round(one.begin_s, 6), round(one.end_s, 6), one.kind
+
+
+@pytest.mark.parametrize("name", ["t.json", "t.json.gz"])
+def test_a_file_is_read_as_it_was_written(tmp_path: Path, name: str) -> None:
+    gone = Missing(name="W2", host="h", pid=40, why="it did not answer in time")
+    broken = a_process("W", 50, [a_slice(KERNEL, 1, 2, name="reduce", error="KernelError", rank=3)], dropped=5)
+    trace = two_ranks()
+    trace = a_trace(*trace.processes, broken, missing=(gone,))
+    path = tmp_path / name
+    chrome.write(trace, path)
+    assert (path.read_bytes()[:2] == b"\x1f\x8b") == name.endswith(".gz")
+    found = chrome.read(path)
+    assert (found.missing, found.dropped, found.clock) == ((gone,), 5, "c")
+    assert [(one.title, one.leader, one.leads) for one in found.processes] == [
+        (one.title, one.leader, one.leads) for one in trace.processes
+    ]
+    for one, other in zip(found.processes, trace.processes, strict=True):
+        assert dict(one.threads) == dict(other.threads)
+        assert len(one.slices) == len(other.slices)
+        pairs = zip(sorted(one.slices, key=_order), sorted(other.slices, key=_order), strict=True)
+        for mine, theirs in pairs:
+            assert mine._replace(begin_s=0, end_s=0) == theirs._replace(begin_s=0, end_s=0)
+            assert mine.begin_s == pytest.approx(theirs.begin_s, abs=1e-8)
+    assert [path.name for path in tmp_path.iterdir()] == [name], "nothing else stays behind"
+
+
+def test_a_file_that_can_not_be_written_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "t.json").mkdir()
+    with pytest.raises(OSError, match=r"t\.json"):
+        chrome.write(two_ranks(), tmp_path / "t.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["t.json"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"otherData": {"raycollect": {"format": 99}}}',
+        b"\x1f\x8bxxxx",
+        gzip.compress(b"7", mtime=0),
+        gzip.compress(b"7" * 100, mtime=0)[:15] + bytes(10),
+        gzip.compress(b"[" * 100_000, mtime=0),
+        b'{"otherData": {"raycollect": {"format": ' + b"1" * 4000 + b"}}}",
+        b'{"otherData": {"raycollect": {"format": ' + b"1" * 5000 + b"}}}",
+        b'{"otherData": {"raycollect": {"format": "' + b"x" * 100_000 + b'"}}}',
+        b'{"otherData": {"raycollect": {"format": 1, "began_s": NaN}}}',
+        b'{"otherData": {"raycollect": {"format": 1, "began_s": 0, "processes": [{"id": Infinity}]}}}',
+        b'{"otherData": {"raycollect": {"format": 1, "began_s": ' + b"1" * 400 + b"}}}",
+        b"{" + b'"x":1,' * 5 + b'"otherData": []}',
+    ],
+)
+def test_other_files_are_no_timelines(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="no timeline of raycollect") as caught:
+        chrome.read(path)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_file_that_is_too_long_unpacked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr(chrome, "MOST_NBYTES", 1000)
+    path = tmp_path / "t.json"
+    path.write_bytes(pack(b" " * 1001))
+    with pytest.raises(ValueError, match="longer than 1000 bytes"):
+        chrome.read(path)
+
+
+def test_timelines_of_one_host_are_merged_and_others_are_not() -> None:
+    one = two_ranks()
+    own = Process(name="W3", host="h", pid=90, clock="c", slices=(a_slice(METHOD, -20, -10),))
+    other = Trace(began_s=49.9, ended_s=50.5, clock="c", processes=(own,))
+    merged = Trace.merged([one, other])
+    assert (merged.began_s, merged.ended_s, len(merged.processes)) == (49.9, 51.0, 4)
+    check(chrome.document(merged))
+    for clock in ("d", ""):
+        strange = Trace(began_s=0, ended_s=1, clock=clock, processes=())
+        with pytest.raises(ValueError, match="different hosts"):
+            Trace.merged([strange, one])
+    unknown = Trace(began_s=0, ended_s=1, clock="", processes=())
+    with pytest.raises(ValueError, match="different hosts"):
+        Trace.merged([unknown, unknown])
+
+
+def test_a_process_takes_over_times_groups_and_ranks() -> None:
+    spans = (Span(KERNEL, "allreduce", 100.0, 100.5, 1, 3, LABEL), Span(METHOD, "get", 101.0, 102.0, 1))
+    groups = {"g1": Place("default", "shm", 1, 2), "g2": Place("inner", "shm", -1, 2)}
+    found = process_of(
+        Recorded(spans, 4, {1: (77, "MainThread")}, groups),
+        Process(name="W", host="h", pid=7, clock="other"),
+        Alignment(first=Fix(at_s=10.0, offset_s=90.0, uncertainty_s=0.25)),
+    )
+    assert (found.ranks, found.dropped, found.uncertainty_s) == ((("default", 1),), 4, 0.25)
+    assert [(one.begin_s, one.end_s) for one in found.slices] == [(10.0, 10.5), (11.0, 12.0)]
+    assert (found.slices[0].group, found.slices[0].backend, found.slices[1].group) == ("default", "shm", "")

@@ -1,0 +1,40 @@
+"""Participants in threads that run batches, and sums for them to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.planner import Request
+from tests.pure.fleet import WAIT_S, Convoy
+
+CALM = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
+
+
+@contextmanager
+def convoy_of(groups: Sequence[Sequence[int]]) -> Iterator[Convoy]:
+    made = Convoy(groups)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def allreduces(convoy: Convoy, values: Sequence[Sequence[Any]], group: int = 0) -> list[Request]:
+    """For each list of values, by rank, an allreduce of them."""
+    roster = convoy.rosters[group]
+    members = [int(name.removeprefix("actor-")) for name in roster.members]
+    return [
+        Request(
+            kind=OpKind.ALLREDUCE,
+            group=roster.spec,
+            operands=tuple((rank, convoy.keep(members[rank], value), None) for rank, value in enumerate(of_call)),
+            op=ReduceOp.SUM,
+            timeout_s=WAIT_S,
+        )
+        for of_call in values
+    ]

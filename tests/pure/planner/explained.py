@@ -1,0 +1,163 @@
+"""Plans to explain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
+
+from raycollect.core.model import GroupSpec, OpKind, ReduceOp, TensorInfo
+from raycollect.planner import Inner, Link, Made, Request, Roster, Topology, plan
+from raycollect.planner.explain import Planned, explain, explain_step
+from raycollect.planner.report import Invoked, Methods
+
+
+def group(name, count, backend="shm", ops=None):
+    given = {} if ops is None else {"ops": tuple(one.value for one in ops)}
+    return GroupSpec(name=name, group_id=f"id of {name}", backend=backend, world_size=count, **given)
+
+
+def roster(hosts, *, name="default", backend="shm", bitwise=True, inner=False, ops=None, first=0):
+    """A group whose rank r is on host ``hosts[r]``; its members are named by their numbers from `first` on."""
+    topology = Topology.of(
+        hosts, inside=Link(latency_s=1e-5, bandwidth=8e9), between=Link(latency_s=5e-5, bandwidth=1e9)
+    )
+    spec = group(name, len(hosts), backend, ops)
+    members = tuple(f"member {first + rank}" for rank in range(len(hosts)))
+    groups = [topology.on(host) for host in range(topology.host_count)]
+    leaders = tuple(ranks[0] for ranks in groups)
+    made = {
+        "hosts": tuple(
+            Inner(spec=group(f"{name}/host-{host}", len(ranks)), ranks=ranks) for host, ranks in enumerate(groups)
+        ),
+        "leaders": Inner(spec=group(f"{name}/leaders", len(leaders), backend), ranks=leaders),
+    }
+    return Roster(spec=spec, members=members, topology=topology, bitwise=bitwise, **(made if inner else {}))
+
+
+def info(size, dtype="float32", itemsize=4):
+    return (TensorInfo(shape=(size,), dtype=dtype, itemsize=itemsize),)
+
+
+def each(there, source):
+    """The operands of an operation to which every rank gives one."""
+    return tuple((rank, source(rank), None) for rank in range(there.spec.world_size))
+
+
+def allreduce(there, tag="x", op=ReduceOp.SUM, **more):
+    return Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=each(there, lambda r: (tag, r)), op=op, **more)
+
+
+def gathering(kind, there, tag="x"):
+    return Request(kind=kind, group=there.spec, operands=each(there, lambda r: (tag, r)))
+
+
+def broadcast(there, root=0, tag="x"):
+    operands = [(r, (tag, r), None) if r == root else (r, None, (tag, r)) for r in range(there.spec.world_size)]
+    return Request(kind=OpKind.BROADCAST, group=there.spec, operands=tuple(operands), root=root)
+
+
+def send(there, root, peer, tag="x", into=None):
+    operands = sorted([(root, (tag, root), None), (peer, None, into)])
+    return Request(kind=OpKind.SEND, group=there.spec, operands=tuple(operands), root=root, peer=peer)
+
+
+def told(requests, rosters, held, **more):
+    """The explanation of a plan in which a source ``(tag, rank)`` holds ``held[tag]``."""
+    rosters = rosters if isinstance(rosters, list) else [rosters] * len(requests)
+    planned = plan(requests, rosters, **more)
+    return explain(planned, {source: held[source[0]] for source in planned.uses()})
+
+
+def native():
+    there = roster([0] * 4)
+    return told([allreduce(there)], there, {"x": info(1 << 18)})
+
+
+def hierarchical():
+    there = roster([0] * 3 + [1] * 3 + [2] * 2, backend="gloo", bitwise=False, inner=True)
+    return told([allreduce(there)], there, {"x": info(1 << 24)})
+
+
+def mixed():
+    there = roster([0, 0, 1, 1], backend="tcp")
+    requests = [
+        broadcast(there, 1, "weights"),
+        send(there, 0, 3, "message"),
+        allreduce(there, "loss", ReduceOp.MAX),
+        send(there, 3, 2, "message", ("answer", 2)),
+    ]
+    held = {"weights": info(1 << 20), "message": info(7), "loss": info(1, "float64", 8), "answer": info(7)}
+    return told(requests, there, held)
+
+
+def dependent():
+    there = roster([0] * 2)
+    pieces = Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=each(there, lambda _: Made(0)), op=ReduceOp.MIN)
+    requests = [
+        gathering(OpKind.ALLGATHER, there),
+        pieces,
+        allreduce(there, inplace=False),
+        replace(pieces, operands=each(there, lambda _: Made(2)), op=ReduceOp.PRODUCT),
+        broadcast(there, 1),
+    ]
+    return told(requests, there, {"x": info(12, "float16", 2)})
+
+
+def overlapping():
+    left, right = roster([0, 0], name="left <&>"), roster([0, 0], name="right", first=1)
+    requests = [broadcast(left, 0, at) for at in range(100)] + [broadcast(right, 1, at) for at in range(100, 150)]
+    return told(requests, [left] * 100 + [right] * 50, {at: info(1024) for at in range(150)}, staging=100 << 10)
+
+
+def on(device, size, library="cupy"):
+    return (replace(info(size)[0], device=device, library=library),)
+
+
+def working_in(memory, there):
+    """The same group, and those inside it, with a backend that works in some memory."""
+    inner = [replace(one, spec=replace(one.spec, memory=memory)) for one in there.hosts]
+    leaders = there.leaders and replace(there.leaders, spec=replace(there.leaders.spec, memory=memory))
+    return replace(there, spec=replace(there.spec, memory=memory), hosts=tuple(inner), leaders=leaders)
+
+
+def brought():
+    there = working_in("cpu", roster([0] * 4))
+    requests = [allreduce(there, "gradient"), gathering(OpKind.ALLGATHER, there, "loss"), send(there, 1, 0, "row")]
+    planned = plan(requests, [there] * 3)
+    held = {("gradient", rank): on(device, 1 << 20) for rank, device in enumerate(["cuda:0", "cuda:1", "cuda:0"])}
+    held |= {("gradient", 3): info(1 << 20), ("row", 1): info(300)}
+    held |= {("loss", rank): on("cuda:0", 8) if rank == 2 else info(8) for rank in range(4)}
+    return explain(planned, held)
+
+
+def methods(first, *names, after=()):
+    """A call of each method of each of some actors."""
+    each = [(f"Trainer<{at}>", name) for name, count in names for at in range(count)]
+    return Methods(
+        calls=tuple(
+            Invoked(call=first + at, actor=actor, method=name, after=after if at < names[0][1] else ())
+            for at, (actor, name) in enumerate(each)
+        )
+    )
+
+
+def captured(first, requests, there, held, fixed=0):
+    planned = plan(requests, [there] * len(requests))
+    return Planned(plan=planned, given={source: held[source[0]] for source in planned.uses()}, first=first, fixed=fixed)
+
+
+def step():
+    there = roster([0] * 6, name="digits")
+    asked = [gathering(OpKind.ALLGATHER, there), allreduce(there, "x", ReduceOp.MAX)]
+    stages = [
+        methods(0, ("gradient", 6)),
+        captured(6, [allreduce(there, tag) for tag in "ab"], there, {"a": info(650), "b": info(10)}),
+        methods(8, ("apply", 6), ("loss", 2), after=(6,)),
+        captured(16, asked, there, {"x": info(1 << 16)}, fixed=6),
+    ]
+    return explain_step(stages, 6)
+
+
+def methods_only():
+    return explain_step([replace(methods(0, ("count", 1)), fixed=1)], 1)

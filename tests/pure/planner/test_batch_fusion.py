@@ -1,0 +1,324 @@
+"""Kernels of a batch that become one, the memory that they take, and what a loop remembers of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raycollect.backends import arrays
+from raycollect.core.model import Key, OpKind, ReduceOp, task_key
+from raycollect.engine.batch_agreement import decode_arrivals, encode_arrivals
+from raycollect.errors import (
+    KernelError,
+    MismatchError,
+    NotATensorError,
+    PlanAbortedError,
+    ProtocolError,
+    TensorFreedError,
+)
+from raycollect.planner import Inner, Part, Request, Roster, Topology, plan, plan_part
+from raycollect.planner.algorithms import ALGORITHMS, build
+from raycollect.planner.schedule import schedule
+from raycollect.planner.template import NATIVE
+from tests.pure.communicators import ThreadTeam
+from tests.pure.fleet import WAIT_S, Convoy, FailAt, launched
+from tests.pure.meaning import gives_of, meaning
+from tests.pure.planner.convoys import CALM, allreduces, convoy_of
+
+HOSTS = (2, 1, 3)
+
+
+@contextmanager
+def _hosts(*, bitwise: bool = True) -> Iterator[tuple[Convoy, Roster]]:
+    """Six participants on three hosts, with the groups of the hosts and that of their leaders."""
+    ends = list(accumulate(HOSTS, initial=0))
+    ranks = [tuple(range(lo, hi)) for lo, hi in pairwise(ends)]
+    leaders = tuple(of[0] for of in ranks)
+    with convoy_of([range(ends[-1]), leaders, *ranks]) as convoy:
+        outer, lead, *hosts = convoy.rosters
+        places = [host for host, count in enumerate(HOSTS) for _ in range(count)]
+        roster = replace(
+            outer,
+            topology=Topology.of(places),
+            hosts=tuple(Inner(spec=one.spec, ranks=of) for one, of in zip(hosts, ranks, strict=True)),
+            leaders=Inner(spec=lead.spec, ranks=leaders),
+            bitwise=bitwise,
+        )
+        yield convoy, roster
+
+
+def _with_choice(request: Request, roster: Roster, name: str, at_least: int) -> Part:
+    """The part of a request with one algorithm beside the native one."""
+    native = replace(plan_part(request), choices=(NATIVE,))
+    other = build(native, roster, ALGORITHMS[name])
+    templates = tuple(replace(native.template(rank), others=(other.template(rank).steps,)) for rank in native.ranks)
+    choices = (NATIVE, replace(other.choices[0], at_least=at_least))
+    parts = tuple(range(len(templates)))
+    return replace(native, templates=templates, parts=parts, choices=choices, levels=other.levels)
+
+
+@pytest.mark.parametrize("bitwise", [True, False])
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize(("dtype", "size", "levels"), [("int64", 3, 0), ("int64", 4, 1), ("float16", 90, 0)])
+def test_an_algorithm_is_taken_by_the_bytes_of_a_bundle_and_not_for_narrow_floats(
+    dtype: str, size: int, levels: int, inplace: bool, bitwise: bool
+) -> None:
+    """Two calls of 4 x 8 bytes reach the 64 from which on the hosts are gone through."""
+    with _hosts(bitwise=bitwise) as (convoy, roster):
+        rng = np.random.default_rng(size)
+        values = [[rng.integers(0, 9, size).astype(dtype) for _ in range(6)] for _ in range(2)]
+        expected = [sum(of_call) for of_call in values]
+        requests = [replace(one, inplace=inplace) for one in allreduces(convoy, values)]
+        part = _with_choice(requests[0], roster, "hierarchical", 64)
+        planned = schedule(requests, [part] * 2, [roster] * 2, 32 << 20)
+        kernels = _heard(convoy, 5)
+        outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
+        for at, right in enumerate(expected):
+            for one in range(6):
+                assert outcomes[one].error is None, outcomes[one].error
+                got = values[at][one] if inplace else outcomes[one].outputs[at].value
+                np.testing.assert_array_equal(got, right)
+        kinds = [kernel.kind for kernel in kernels]
+        assert kinds == ([OpKind.REDUCE, OpKind.BROADCAST] if levels else [OpKind.ALLREDUCE])
+
+
+@pytest.mark.parametrize("kind", [OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.ALLTOALL, OpKind.GATHER, OpKind.SCATTER])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_stands_in_runs_in_launches_of_pairs(kind: OpKind, world: int) -> None:
+    """Over `tcp`, where pairs of one launch don't see each other; each call is repeated on other tensors."""
+    team = ThreadTeam("tcp", world)
+    convoy = Convoy([range(world)], lambda world_size: team.communicators)
+    try:
+        spec = replace(convoy.rosters[0].spec, ops=("send", "recv"))
+        roster = replace(convoy.rosters[0], spec=spec)
+        root = 0 if kind in (OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER) else -1
+        requests, meant, takes = [], [], []
+        for call in range(3):
+            gives = gives_of(kind, world, lambda n, call=call: np.arange(n) + call, lambda a, b: 2 + a + 3 * b, root)
+            meant.append(meaning(kind, gives, root=root))
+            lands = {rank: np.zeros_like(gives[0]) for rank in range(1, world)} if kind is OpKind.BROADCAST else {}
+            takes.append(lands)
+            operands = tuple(
+                (
+                    rank,
+                    None if gives[rank] is None else convoy.keep(rank, gives[rank]),
+                    convoy.keep(rank, lands[rank]) if rank in lands else None,
+                )
+                for rank in range(world)
+            )
+            requests.append(Request(kind=kind, group=spec, operands=operands, root=root, timeout_s=WAIT_S))
+        planned = plan(requests, [roster] * 3)
+        assert planned.width > 1 or world == 2
+        outcomes = {one: future.result(WAIT_S) for one, future in convoy.start(planned).items()}
+        for rank in range(world):
+            assert outcomes[rank].error is None, outcomes[rank].error
+            made = [container.value for container in outcomes[rank].outputs]
+            got = [of[rank] for of in takes if rank in of] or made
+            wanted = [of[rank] for of in meant] if got else []
+            for one, right in zip(got, wanted, strict=True):
+                for piece, whole in zip(*((x if isinstance(x, list) else [x]) for x in (one, right)), strict=True):
+                    np.testing.assert_array_equal(piece, whole)
+    finally:
+        convoy.close()
+        team.close()
+
+
+def _heard(convoy: Convoy, one: int) -> list[Any]:
+    """What kernels a participant launches, from now on."""
+    kernels: list[Any] = []
+    for name, communicator in convoy.communicators[one].items():
+        convoy.communicators[one][name] = launched(communicator, kernels.append)
+    return kernels
+
+
+@pytest.mark.parametrize("count", [2, 7, 50])
+def test_independent_calls_of_one_form_are_one_kernel(count: int) -> None:
+    with convoy_of([[0, 1]]) as convoy:
+        values = [[np.full(5, 1.0 + call), np.full(5, 2.0 * call)] for call in range(count)]
+        expected = [sum(of_call) for of_call in values]
+        kernels = _heard(convoy, 0)
+        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * count)
+        assert all(outcome.error is None for outcome in outcomes.values())
+        assert [kernel.src.size for kernel in kernels] == [5 * count]
+        for of_call, right in zip(values, expected, strict=True):
+            np.testing.assert_array_equal(of_call, [right] * 2)
+
+
+def test_hidden_aliases_on_one_participant_end_the_fusion_on_all() -> None:
+    with convoy_of([[0, 1]]) as convoy:
+        shared, mine = np.ones(4), [np.ones(4), np.ones(4)]
+        kernels = _heard(convoy, 0)
+        values = [[mine[0], shared], [mine[1], shared]]
+        outcomes = convoy.run(allreduces(convoy, values), convoy.rosters * 2)
+        assert all(outcome.error is None for outcome in outcomes.values())
+        assert len(kernels) == 2
+        np.testing.assert_array_equal(mine, [[2] * 4, [3] * 4])
+        np.testing.assert_array_equal(shared, [3] * 4)
+
+
+def test_a_batch_in_a_loop_is_remembered_until_an_operand_is_gone_or_changed() -> None:
+    with convoy_of([[0, 1]]) as convoy:
+        values = [[np.ones(3), np.ones(3)] for _ in range(3)]
+        requests = allreduces(convoy, values)
+        kernels = _heard(convoy, 0)
+        planned = plan(requests, convoy.rosters * 3)
+        for turn in range(3):
+            assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
+            np.testing.assert_array_equal(values, np.full((3, 2, 3), 2.0 ** (turn + 1)))
+        assert len({id(kernel) for kernel in kernels}) == 1, "the same kernel each time"
+        values[1][0].shape = (3, 1)
+        for future in convoy.start(planned).values():
+            assert isinstance(future.result(WAIT_S).error, MismatchError)
+        values[1][0].shape = (3,)
+        assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
+        key: Key = requests[2].operands[0][1]  # type: ignore[assignment]
+        convoy.stores[0].free([key])
+        for future in convoy.start(planned).values():
+            assert isinstance(future.result(WAIT_S).error, TensorFreedError)
+
+
+def test_the_first_operand_does_not_keep_the_memory_of_the_others() -> None:
+    import gc
+    import weakref
+
+    with convoy_of([[0, 1]]) as convoy:
+        values = [[np.ones(3), np.ones(3)] for _ in range(3)]
+        requests = allreduces(convoy, values)
+        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 3).values())
+        convoy.executions = {}
+        alive = weakref.ref(values[2][0])
+        convoy.stores[0].free([requests[2].operands[0][1]])  # type: ignore[list-item]
+        values.clear()
+        gc.collect()
+        assert alive() is None
+
+
+def test_other_programs_that_take_the_place_of_a_remembered_one_do_no_harm() -> None:
+    """Each operand remembers but a few programs, and forgets all of them at once."""
+    with convoy_of([[0, 1]]) as convoy:
+        shared = [convoy.keep(one, np.zeros(2)) for one in range(2)]
+        spec, expected = convoy.rosters[0].spec, 0.0
+        batches = []
+        for _ in range(12):
+            mine = [[np.ones(2), np.ones(2)]]
+            (first,) = allreduces(convoy, mine)
+            operands = tuple((rank, shared[rank], None) for rank in range(2))
+            second = Request(
+                kind=OpKind.ALLREDUCE, group=spec, operands=operands, op=ReduceOp.SUM, timeout_s=20.0 + len(batches)
+            )
+            batches.append((plan([first, second], convoy.rosters * 2), mine))
+        for turn in range(3):
+            for planned, mine in batches:
+                assert all(f.result(WAIT_S).error is None for f in convoy.start(planned).values())
+                np.testing.assert_array_equal(mine, np.full((1, 2, 2), 2.0 ** (turn + 1)))
+        for one, key in enumerate(shared):
+            np.testing.assert_array_equal(convoy.stores[one].look(key).value, [expected] * 2)  # type: ignore[union-attr]
+
+
+def test_a_tensor_whose_storage_was_given_back_is_refused_though_the_batch_ran_before() -> None:
+    torch = pytest.importorskip("torch")
+    with convoy_of([[0, 1]]) as convoy:
+        values = [[torch.ones(3), torch.ones(3)] for _ in range(2)]
+        requests = allreduces(convoy, values)
+        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 2).values())
+        values[1][0].untyped_storage().resize_(0)
+        for outcome in convoy.run(requests, convoy.rosters * 2).values():
+            assert isinstance(outcome.error, NotATensorError)
+            assert {(violation.call, violation.rank) for violation in outcome.error.violations} == {(1, 0)}
+
+
+def test_staging_that_a_failure_left_behind_is_not_used_again() -> None:
+    with convoy_of([[0, 1]]) as convoy:
+        sizes: list[int] = []
+
+        def allocate(info: Any) -> Any:
+            sizes.append(info.nbytes)
+            return arrays.empty(info)
+
+        convoy.allocate = allocate
+        values = [[np.ones(3), np.ones(3)] for _ in range(4)]
+        requests = allreduces(convoy, values)
+        for _ in range(3):
+            assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 4).values())
+            assert len(sizes) == 2, "one each, and remembered"
+        convoy.faults = FailAt(point="before_door", rank=0)
+        assert isinstance(convoy.run(requests, convoy.rosters * 4)[0].error, KernelError)
+        convoy.faults = FailAt(point="start", rank=9)
+        assert all(one.error is None for one in convoy.run(requests, convoy.rosters * 4).values())
+        assert len(sizes) == 2, "no kernel has worked in it"
+        convoy.faults = FailAt(point="after_kernel", rank=0)
+        assert isinstance(convoy.run(requests, convoy.rosters * 4)[0].error, KernelError)
+        convoy.faults = FailAt(point="start", rank=9)
+        fresh = [[np.ones(3), np.ones(3)] for _ in range(4)]
+        assert all(one.error is None for one in convoy.run(allreduces(convoy, fresh), convoy.rosters * 4).values())
+        assert len(sizes) > 2
+
+
+def test_an_abort_ends_the_wait_for_a_method() -> None:
+    with convoy_of([[0, 1]]) as convoy:
+        requests = allreduces(convoy, [[np.ones(2), np.ones(2)]] * 2)
+        absent = task_key(bytes(23) + b"x", 1)
+        operands = ((0, absent, None), requests[1].operands[1])
+        requests[1] = replace(requests[1], operands=operands)
+        waits = threading.Event()
+        planned = plan(requests, convoy.rosters * 2)
+        convoy.waiting = lambda key: waits.set()
+        futures = convoy.start(planned)
+        assert waits.wait(WAIT_S)
+        convoy.executions[0].abort()
+        for future in futures.values():
+            assert isinstance(future.result(WAIT_S).error, PlanAbortedError)
+
+
+def test_who_ended_is_told_by_places_only_where_all_ran_in_the_doors_launch() -> None:
+    with convoy_of([[0, 1], [1, 2]]) as convoy:
+        for communicators in convoy.communicators:
+            for name, inner in list(communicators.items()):
+                communicators[name] = _Ending(inner)  # type: ignore[assignment]
+        one = convoy.run(allreduces(convoy, [[np.ones(1), np.ones(1)]] * 2, 1), [convoy.rosters[1]] * 2)
+        assert {at: outcome.ended for at, outcome in one.items()} == {1: (0, 1), 2: (0, 1)}
+        both = allreduces(convoy, [[np.ones(1), np.ones(1)]], 0) + allreduces(convoy, [[np.ones(1), np.ones(1)]], 1)
+        for outcome in convoy.run(both, convoy.rosters).values():
+            assert outcome.ended == ()
+
+
+class _Ending:
+    """A communicator that knows of all ranks that they have ended."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def end(self, launch: Any, ok: bool) -> tuple[int, ...]:
+        self._inner.end(launch, ok)
+        return launch.ranks if ok else ()
+
+
+@CALM
+@given(
+    arrivals=st.dictionaries(st.integers(0, 300), st.sampled_from([b"", b"a", b"b" * 5000, bytes(70)])),
+    conflict=st.booleans(),
+)
+def test_arrivals_of_a_batch_are_read_as_they_were_written(arrivals: dict[int, bytes], conflict: bool) -> None:
+    assert decode_arrivals(encode_arrivals(arrivals, conflict=conflict)) == (conflict, arrivals)
+
+
+def test_two_hundred_equal_arrivals_are_small() -> None:
+    assert len(encode_arrivals(dict.fromkeys(range(200), bytes(100)), conflict=False)) < 1000
+
+
+@pytest.mark.parametrize("data", [b"", b"\x90", b"\xc1abc", encode_arrivals({1: b"x"}, conflict=True)[:-1]])
+def test_what_are_no_arrivals_is_a_protocol_error(data: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_arrivals(data)

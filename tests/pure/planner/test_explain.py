@@ -1,0 +1,286 @@
+"""Explanations: what they say follows from the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
+import pytest
+
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.planner import Made, Request, plan
+from raycollect.planner.explain import explain, explain_step
+from raycollect.planner.render import MOST_ACTORS, MOST_ACTS
+from tests.pure.planner.explained import (
+    allreduce,
+    broadcast,
+    brought,
+    captured,
+    dependent,
+    each,
+    gathering,
+    hierarchical,
+    info,
+    methods,
+    methods_only,
+    mixed,
+    native,
+    on,
+    overlapping,
+    roster,
+    send,
+    step,
+    told,
+    working_in,
+)
+
+
+def test_rows_are_the_calls_in_their_order():
+    found = mixed()
+    assert [row.call for row in found.rows] == [0, 1, 2, 3]
+    assert [row.op for row in found.rows] == [
+        "broadcast from rank 1",
+        "send from rank 0 to rank 3",
+        "allreduce max",
+        "send from rank 3 to rank 2",
+    ]
+    assert [row.nbytes for row in found.rows] == [4 << 20, 28, 8, 28]
+
+
+def test_sizes_of_what_is_made_follow_from_the_operations():
+    there = roster([0] * 3)
+    gather = Request(kind=OpKind.GATHER, group=there.spec, root=1, operands=each(there, lambda r: ("x", r)))
+    taken = ((0, None, None), (1, None, None), (2, ("y", 2), None))
+    scatter = Request(kind=OpKind.SCATTER, group=there.spec, root=2, operands=taken)
+    requests = [
+        gathering(OpKind.ALLGATHER, there),
+        gather,
+        scatter,
+        Request(kind=OpKind.REDUCESCATTER, group=there.spec, operands=each(there, lambda r: ("y", r)), op=ReduceOp.SUM),
+        gathering(OpKind.ALLTOALL, there, "y"),
+        allreduce(there, inplace=False),
+        send(there, 0, 1),
+        Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=each(there, lambda _: Made(3)), op=ReduceOp.SUM),
+        Request(kind=OpKind.ALLREDUCE, group=there.spec, operands=each(there, lambda _: Made(4)), op=ReduceOp.SUM),
+    ]
+    rows = told(requests, there, {"x": info(10), "y": info(30)}).rows
+    assert [row.made_nbytes for row in rows] == [120, 120, 40, 40, 120, 40, 40, 0, 0]
+    assert [row.nbytes for row in rows] == [40, 40, 120, 120, 120, 40, 40, 40, 120]
+    assert [row.tensors for row in rows[-2:]] == [1, 3]
+
+
+def test_uneven_pieces_are_counted_by_the_rank_that_gives_most():
+    there = roster([0] * 2)
+    planned = plan([gathering(OpKind.ALLGATHER, there)], [there])
+    found = explain(planned, {("x", 0): info(5), ("x", 1): info(9)})
+    assert (found.rows[0].nbytes, found.rows[0].made_nbytes) == (36, 56)
+
+
+def test_what_an_operand_holds_has_to_be_known():
+    there = roster([0] * 2)
+    with pytest.raises(KeyError):
+        explain(plan([allreduce(there)], [there]), {("x", 0): info(5)})
+
+
+def test_what_ranks_bring_to_where_the_backend_works_is_told_by_rank():
+    rows = brought().rows
+    kib = 1 << 10
+    assert [(one.ranks, one.device, one.nbytes_there, one.nbytes_back) for one in rows[0].brought] == [
+        ((0, 2), "cuda:0", 4096 * kib, 4096 * kib),
+        ((1,), "cuda:1", 4096 * kib, 4096 * kib),
+    ]
+    assert [(one.ranks, one.nbytes_there, one.nbytes_back) for one in rows[1].brought] == [((2,), 32, 4 * 32)]
+    assert rows[2].brought == ()
+    assert brought().memory.stand_ins == 4096 * kib + 32 + 4 * 32
+
+
+def test_what_lies_in_the_host_is_brought_to_a_backend_on_gpus_where_nothing_is_packed():
+    there = working_in("cuda", roster([0] * 3, backend="nccl", bitwise=False))
+    requests = [allreduce(there, tag) for tag in "ab"] + [broadcast(there, 2, "c")]
+    planned = plan(requests, [there] * 3)
+    given = {source: info(100) if source[1] == 1 else on("cuda:0", 100) for source in planned.uses()}
+    rows = explain(planned, given).rows
+    assert [row.packed[0] for row in rows] == [0, 0, 0]
+    for row, (there_nbytes, back) in zip(rows, [(400, 400), (400, 400), (0, 400)], strict=True):
+        (only,) = row.brought
+        assert (only.ranks, only.device, only.memory) == ((1,), "cpu", "cuda")
+        assert (only.nbytes_there, only.nbytes_back) == (there_nbytes, back)
+    assert "rank 1 from the host's memory to its GPU: 0 B, and 400 B back" in explain(planned, given).explain()
+
+
+def test_each_step_of_an_algorithm_brings_what_it_works_on():
+    there = working_in("cpu", roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True))
+    planned = plan([allreduce(there)], [there])
+    found = explain(planned, {("x", rank): on("cuda:0", 1 << 24) for rank in range(6)})
+    assert found.rows[0].algorithm == "hierarchical"
+    whole = 1 << 26
+    assert {one.ranks: (one.nbytes_there // whole, one.nbytes_back // whole) for one in found.rows[0].brought} == {
+        (0, 3): (3, 2),
+        (1, 2, 4, 5): (1, 1),
+    }
+
+
+def test_nothing_is_told_to_be_brought_where_the_backend_takes_tensors_wherever_they_are():
+    there = roster([0] * 2)
+    found = explain(plan([allreduce(there)], [there]), {("x", rank): on("cuda:0", 9) for rank in range(2)})
+    assert found.rows[0].brought == ()
+    assert "stand-ins" not in found.explain()
+
+
+def test_what_can_not_be_cut_is_refused():
+    there = roster([0] * 3)
+    planned = plan([gathering(OpKind.ALLTOALL, there)], [there])
+    with pytest.raises(ValueError, match="can't be cut into 3 pieces"):
+        explain(planned, {("x", rank): info(10) for rank in range(3)})
+
+
+def test_the_cheaper_algorithm_is_taken_from_its_size_on_and_the_times_say_so():
+    there = roster([0] * 3 + [1] * 3 + [2] * 3, backend="gloo", bitwise=False, inner=True)
+    choices = plan([allreduce(there)], [there]).parts[0].choices
+    assert len(choices) > 1
+    limit = choices[1].at_least
+    for size, name in ((limit // 4 - 1, "native"), (-(-limit // 4), choices[1].name), (limit, choices[-1].name)):
+        (row,) = told([allreduce(there)], there, {"x": info(size)}).rows
+        assert row.algorithm == name
+        assert row.way.time_s == min(way.time_s for way in row.ways)
+
+
+def test_narrow_floats_do_not_take_what_folds_by_steps():
+    there = roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
+    (wide,) = told([allreduce(there)], there, {"x": info(1 << 26)}).rows
+    (narrow,) = told([allreduce(there)], there, {"x": info(1 << 27, "float16", 2)}).rows
+    assert (wide.algorithm, narrow.algorithm) == ("hierarchical", "native")
+    assert "less than 32 bits" in narrow.why
+
+
+def test_calls_of_a_bundle_choose_by_their_bytes_together():
+    there = roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
+    limit = plan([allreduce(there)], [there]).parts[0].choices[1].at_least
+    held = {tag: info(limit // 8 // 4) for tag in range(9)}
+    alone = told([allreduce(there, 0)], there, held).rows
+    many = told([allreduce(there, tag) for tag in range(9)], there, held).rows
+    assert {row.algorithm for row in alone} == {"native"}
+    assert {row.algorithm for row in many} == {"hierarchical"}
+
+
+def test_why_there_is_one_way():
+    (lonely,) = native().rows
+    assert lonely.why == "the only one here"
+    there = roster([0] * 2, backend="half", ops=[OpKind.GATHER, OpKind.BROADCAST])
+    (made_of,) = told([gathering(OpKind.ALLGATHER, there)], there, {"x": info(3)}).rows
+    assert made_of.why == "backend half has no allgather: broadcast and gather instead"
+    assert [len(act.steps) for act in made_of.acts] == [2, 2]
+
+
+def test_bits_are_told_of_reductions_only():
+    assert native().rows[0].bits == "the left fold in rank order"
+    assert hierarchical().rows[0].bits == "equal on all ranks"
+    assert {row.bits for row in mixed().rows if row.op.startswith(("send", "broadcast"))} == {""}
+
+
+def test_dependencies_are_told():
+    assert [row.after for row in dependent().rows] == [(), (0,), (), (2,), (0, 2)]
+
+
+def test_times_go_on_where_all_who_take_part_are_free():
+    found = overlapping()
+    ends = {}
+    for lane in found.lanes:
+        for one, other in zip(lane.bars, lane.bars[1:], strict=False):
+            assert one.ends_s <= other.begins_s
+        for position in lane.participants:
+            ends[position] = lane.bars[-1].ends_s
+    assert sorted(ends) == [0, 1, 2]
+    assert found.time_s == max(ends.values())
+    assert found.door == "the controller"
+
+
+def test_independent_groups_run_side_by_side():
+    left, right = roster([0, 0], name="left"), roster([0, 0], name="right", first=2)
+    both = told([allreduce(left), allreduce(right, "y")], [left, right], {"x": info(1000), "y": info(1000)})
+    alone = told([allreduce(left)], left, {"x": info(1000)})
+    assert both.time_s == pytest.approx(alone.time_s)
+    assert len(both.lanes) == 2
+
+
+def test_many_parts_of_ranks_are_counted():
+    there = roster([0] * 9, backend="sends_only", ops=[OpKind.SEND, OpKind.RECV])
+    found = told([gathering(OpKind.ALLTOALL, there)], there, {"x": info(9)})
+    assert len(found.rows[0].acts) > MOST_ACTS
+    assert f"and {len(found.rows[0].acts) - MOST_ACTS} more parts" in found.explain()
+
+
+def test_a_thousand_ranks_are_told_in_few_lines():
+    there = roster([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False, inner=True)
+    shown = told([broadcast(there)], there, {"x": info(1 << 20)}).explain()
+    assert "0, 8, 16" in shown
+    assert ", ...:" in shown
+    assert len(shown.splitlines()) < 30
+    assert max(map(len, shown.splitlines())) < 200
+
+
+@pytest.mark.parametrize(
+    ("backend", "module", "chunks"),
+    [
+        ("shm", "shm.staged", 2),
+        ("tcp", "tcp.run", 6),
+        ("gloo", "gloo.communicator", 8),
+        ("torch:gloo", "torch_dist.run", 4),
+    ],
+)
+def test_the_chunks_of_a_backend_are_those_that_it_says(backend, module, chunks):
+    if backend.startswith("torch:"):
+        pytest.importorskip("torch")
+    there = roster([0] * 2, backend=backend)
+    memory = told([allreduce(there)], there, {"x": info(1)}).memory
+    expected = chunks * import_module(f"raycollect.backends.{module}").CHUNK_NBYTES
+    assert memory.chunks == (("default", expected),)
+
+
+def test_the_calls_of_a_step_are_numbered_over_all_stages():
+    found = step()
+    gradient, summed, applied, asked = found.stages
+    assert [call.call for call in gradient.calls] == list(range(6))
+    assert [row.call for row in summed.rows] == [6, 7]
+    assert [call.call for call in applied.calls] == list(range(8, 16))
+    assert [row.call for row in asked.rows] == [16, 17]
+    assert asked.rows[1].after == (16,)
+    assert {call.after for call in applied.calls} == {(6,), ()}
+    assert (found.calls, found.participants) == (18, 6)
+    assert sorted(call for lane in asked.lanes for bar in lane.bars for call in bar.calls) == [16, 17]
+
+
+def test_a_stage_is_as_the_plan_alone_but_for_its_numbers():
+    there = roster([0, 0, 1, 1], backend="tcp")
+    requests = [broadcast(there, 1, "a"), allreduce(there, "a"), allreduce(there, "b")]
+    held = {"a": info(100), "b": info(7)}
+    (_, stage) = explain_step([methods(0, ("begin", 3)), captured(3, requests, there, held)], 4).stages
+    alone = told(requests, there, held)
+    moved = [replace(row, call=row.call - 3, after=tuple(one - 3 for one in row.after)) for row in stage.rows]
+    assert tuple(moved) == alone.rows
+    assert (stage.time_s, stage.memory, stage.launches) == (alone.time_s, alone.memory, alone.launches)
+
+
+def test_a_step_takes_what_its_plans_take():
+    found = step()
+    plans = [found.stages[1], found.stages[3]]
+    assert found.time_s == pytest.approx(sum(one.time_s for one in plans))
+    assert found.launches == sum(one.launches for one in plans)
+    assert found.nbytes_inside == sum(one.nbytes_inside for one in plans)
+    assert found.memory.outputs == sum(one.memory.outputs for one in plans) > 0
+    assert found.memory.packing == max(one.memory.packing for one in plans)
+    assert found.memory.chunks == (("digits", 2 << 20),)
+
+
+def test_a_step_of_methods_alone_needs_no_launch():
+    found = methods_only()
+    assert (found.launches, found.time_s, found.memory.outputs, found.memory.chunks) == (0, 0.0, 0, ())
+    assert "launches" not in found.explain()
+
+
+@pytest.mark.parametrize("count", [1, MOST_ACTORS, MOST_ACTORS + 3])
+def test_many_actors_of_a_method_are_counted(count):
+    shown = explain_step([methods(0, ("gradient", count))], count).explain()
+    assert (f"and {count - MOST_ACTORS} more" in shown) == (count > MOST_ACTORS)
+    assert shown.count("Trainer<") == min(count, MOST_ACTORS)

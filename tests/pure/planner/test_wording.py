@@ -1,0 +1,127 @@
+"""Quantities and ranks in words, and which tensors an explanation takes as packed."""
+
+from __future__ import annotations
+
+import random
+
+import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
+import numpy as np
+import pytest
+
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.planner import Request, plan
+from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, buckets, offered
+from raycollect.planner.pricing import packing
+from raycollect.planner.sizes import Sizes
+from raycollect.planner.wording import nbytes_words, ranks_words, seconds_words
+from tests.pure.planner.explained import allreduce, info, roster, told
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_each_tensor_is_packed_or_run_together_or_goes_alone(seed, backend):
+    rng = random.Random(seed)
+    staging = rng.choice([0, 100, 1 << 12, 100 << 10, 32 << 20])
+    limit = PACKED_UP_TO_NBYTES
+    sizes = [
+        (rng.choice(["float32", "int8"]), rng.choice([0, 4, 60, 4096, limit - 1, limit, limit + 1]))
+        for _ in range(rng.randrange(60))
+    ]
+    found = packing(OpKind.ALLREDUCE, backend, sizes, staging)
+    large = set(offered([nbytes for _, nbytes in sizes])) if backend == "shm" else set()
+    rest = [one for at, one in enumerate(sizes) if at not in large]
+    packed = [bucket for bucket in buckets(rest, staging) if len(bucket) > 1]
+    assert (found.kernels, found.tensors, found.together) == (len(packed), sum(map(len, packed)), len(large))
+    assert found.nbytes == max((sum(rest[at][1] for at in bucket) for bucket in packed), default=0) <= staging
+
+
+def test_large_tensors_of_one_machine_are_told_to_run_together():
+    there = roster([0] * 2, backend="shm")
+    requests = [allreduce(there, tag) for tag in "abcd"]
+    found = told(requests, there, {"a": info(10), "b": info(1 << 20), "c": info(10_000), "d": info(20)})
+    assert {(row.packed, row.together) for row in found.rows} == {((2, 4, 1), 2)}
+    assert "2 of 4 tensors with one meeting of the ranks" in found.explain()
+
+
+def test_without_staging_nothing_is_packed():
+    there = roster([0] * 2)
+    requests = [allreduce(there, tag) for tag in "ab"]
+    held = {tag: info(10) for tag in "ab"}
+    assert [row.packed for row in told(requests, there, held).rows] == [(2, 2, 1)] * 2
+    assert [row.packed for row in told(requests, there, held, staging=0).rows] == [(0, 2, 0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (1536, "1.5 KiB"),
+        (1048572, "1 MiB"),
+        (5 << 20, "5 MiB"),
+        (3 << 40, "3 TiB"),
+    ],
+)
+def test_bytes_in_words(nbytes, words):
+    assert nbytes_words(nbytes) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 us"), (1.5e-7, "0.15 us"), (3.1e-3, "3.1 ms"), (0.99999e-3, "1 ms"), (12e-6, "12 us"), (75.0, "75 s")],
+)
+def test_seconds_in_words(seconds, words):
+    assert seconds_words(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((), ""), ((3,), "3"), ((0, 1), "0-1"), ((0, 1, 2, 5, 7, 8), "0-2, 5, 7-8"), (tuple(range(1024)), "0-1023")],
+)
+def test_ranks_in_words(ranks, words):
+    assert ranks_words(ranks) == words
+
+
+def test_kernels_that_are_not_packed_cost_their_start():
+    there = roster([0] * 2)
+    requests = [allreduce(there, tag) for tag in range(10)]
+    held = {tag: info(10) for tag in range(10)}
+    packed, loose = told(requests, there, held), told(requests, there, held, staging=0)
+    assert loose.time_s > 5 * packed.time_s
+
+
+PIECED = (OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, *PIECED])
+def test_the_staging_of_a_tensor_is_what_the_executor_counts(kind, seed):
+    from raycollect.engine.fusion_buffer import Item, size_of
+
+    rng = random.Random(seed)
+    count = rng.randrange(2, 6)
+    there = roster([0] * count)
+    sizes = [rng.randrange(50) for _ in range(count)]  # of the piece of, or for, each rank
+    in_pieces = kind in PIECED[2:]
+    whole = tuple(info(size)[0] for size in sizes)
+    held = {("x", rank): whole if in_pieces else info(sizes[rank] if kind in PIECED else 7) for rank in range(count)}
+    rooted = kind in (OpKind.GATHER, OpKind.SCATTER)
+    operands = tuple((r, None if kind is OpKind.SCATTER and r else ("x", r), None) for r in range(count))
+    op = ReduceOp.SUM if kind in (OpKind.ALLREDUCE, OpKind.REDUCESCATTER) else None
+    request = Request(kind=kind, group=there.spec, operands=operands, op=op, root=0 if rooted else -1)
+    array = np.empty(7, np.float32)
+    expected = size_of(kind, Item((array,), (array,), max(sizes)) if kind in PIECED else Item(array, array), count)
+    assert Sizes(plan([request], [there]), held).staged(0) == [("float32", expected)]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float8_e4m3fn", "float32", "float64", "int8", "int16", "bool"]
+)
+def test_narrow_floats_are_those_that_are_folded_wider(dtype):
+    from raycollect.backends import folds
+
+    there = roster([0] * 3 + [1] * 3, backend="gloo", bitwise=False, inner=True)
+    itemsize = np.dtype(dtype).itemsize
+    (row,) = told([allreduce(there)], there, {"x": info((1 << 28) // itemsize, dtype, itemsize)}).rows
+    assert (row.algorithm == "native") == folds.is_widened(np.dtype(dtype))
