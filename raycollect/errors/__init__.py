@@ -7,7 +7,7 @@
     │   ├── ForeignRefError   NotAParticipantError   NotAMemberError   DuplicateActorError   MissingMemberError
     │   ├── NotATensorError   MismatchError   ReadOnlyError   AliasError   InvalidArgumentError
     │   ├── ConcurrentCallError   UnsupportedError   TensorFreedError   TensorLostError   TensorDirtyError
-    │   └── ProducerFailedError   AllocationError
+    │   └── ProducerFailedError   AllocationError   LayoutError
     ├── GroupError                the group, not an operand
     │   ├── UnknownGroupError   GroupExistsError   InvalidGroupError   GroupBrokenError
     │   └── UnknownBackendError   BackendNotInstalledError   BackendUnavailableError
