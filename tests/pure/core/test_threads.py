@@ -210,7 +210,7 @@ def test_an_error_outlives_its_explanation() -> None:
     error = CollectiveTimeoutError(group_name="g", missing=(1,))
     tracker: Any = Flying()
     controller: Any = None
-    with fail_at(stall_report, "reports"):
+    with fail_at(stall_report, "_asked"):
         stall_report.explain_delay(controller, tracker, error)
     assert error.reports == ()
 
