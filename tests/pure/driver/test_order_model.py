@@ -342,12 +342,15 @@ class Machine(RuleBasedStateMachine):
                 self.fleet.close()
 
 
-def test_calls_of_any_threads_are_serializable() -> None:
+@pytest.mark.parametrize(
+    "programs", [30, pytest.param(10_000, marks=[pytest.mark.full, pytest.mark.timeout(4 * 3600)])]
+)
+def test_calls_of_any_threads_are_serializable(programs: int) -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
             deadline=None,
-            max_examples=30 * MUCH,
+            max_examples=programs * MUCH,
             stateful_step_count=8,
             suppress_health_check=list(HealthCheck),
         ),
