@@ -80,7 +80,7 @@ class Run:
         most = min(AHEAD_NBYTES // src.dtype.itemsize, self._step(src.dtype, len(self._others)))
         if not 0 < src.size <= most or not self._is_small(src):
             return None
-        return self._send_whole(src.read(0, src.size), self._takers(kernel), self._link.send_ahead)
+        return self._send_whole(src.read(0, src.size), _takers(kernel, self._ranks), self._link.send_ahead)
 
     def run(self, kernel: Kernel) -> None:
         """Runs it to its end."""
@@ -124,11 +124,8 @@ class Run:
         self._link.greet(self._others, batch)
         self._wait(batch)
 
-    def _takers(self, kernel: Kernel) -> Sequence[int]:
-        return self._ranks if kernel.kind is OpKind.ALLREDUCE else (kernel.peer,)
-
     def _reduction(self, kernel: Kernel) -> tuple[ReduceOp, Sequence[int], Flat, Flat | None]:
-        takers = self._takers(kernel)
+        takers = _takers(kernel, self._ranks)
         src, dst = reduction(kernel) if self._me in takers else (source(kernel), None)
         return reduce_op(kernel), takers, src, dst
 
@@ -294,6 +291,10 @@ class Run:
 
 
 READ_FIRST = 2  # How many of the ranks' parts a fold reads before it first writes
+
+
+def _takers(kernel: Kernel, ranks: Sequence[int]) -> Sequence[int]:
+    return ranks if kernel.kind is OpKind.ALLREDUCE else (kernel.peer,)
 
 
 def _next(steps: Steps) -> list[tuple[Steps, Batch]]:
