@@ -66,8 +66,11 @@ class CoordinatorServer:
         return self._server.address
 
     def attach(self, process_group: ProcessGroup) -> None:
-        """Sets rank 0's own process group."""
-        self._process_group = process_group
+        """Sets rank 0's own process group, which hears what has failed before."""
+        with self._lock:
+            self._process_group = process_group
+            if self._failed is not None:
+                process_group.lost(self._failed)
 
     def send(self, message: Message) -> None:
         """Takes a message of rank 0 itself."""
