@@ -22,7 +22,8 @@ Failure. A wait ends at its deadline, on an abort, or when another rank leaves, 
 rank's own kernels have ended then, as they wait for nobody, and what it had opened is closed. Those of others may not
 have: exported memory is kept until these have left the launch, too. A rank whose GPU hangs inside a kernel keeps what
 it has opened. It leaves the launch when the group is closed after that kernel has ended, or else with its process, and
-is waited for until then. Otherwise the group stays usable, unless the device has failed.
+is waited for until then. Otherwise the group stays usable, unless the device has failed: such a rank leaves the launch,
+and what it has opened goes with its process.
 """
 
 from __future__ import annotations
@@ -236,7 +237,7 @@ class IpcCommunicator(OnGpu):
             raise
 
     def _drain(self) -> bool:
-        # Waits, with a limit, until the GPU no longer uses the arrays, and closes those of others; tells whether it did.
+        # Waits, with a limit, until the GPU uses no arrays, and closes those of others; tells whether it has stopped.
         began_s = time.monotonic()
         try:
             while not self._stream.has_ended():
