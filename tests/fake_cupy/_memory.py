@@ -5,7 +5,8 @@ stream must have come before that: else it is a violation, at once and in each o
 when the streams have come there.
 
 Threads may stand for processes. Memory of another process is reached where its handle was opened, at another address
-than its own, and nowhere else; a process can't open its own handles.
+than its own, and nowhere else; a process can't open its own handles. Memory that is freed while another process has it
+open is a violation, as CUDA does not define what follows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ _ALIGNMENT = 512
 _QUARANTINE_NBYTES = 64 << 20
 """How much freed memory is kept, so that its addresses are known for what they are."""
 
+_MOST_CLOSED = 1024
+"""For how many closed openings the same holds."""
+
 
 class OutOfMemoryError(MemoryError):
     """A device has no more memory, or is not allowed more."""
@@ -55,6 +59,7 @@ class Block:
         dead: It is poisoned.
         process: Whose it is.
         has_handle: Whether it can be shown to other processes.
+        open_in: Where other processes have it open.
     """
 
     def __init__(self, nbytes: int, device: int, home: Queue, process: int, *, has_handle: bool) -> None:
@@ -71,6 +76,7 @@ class Block:
         self.dead = False
         self.process = process
         self.has_handle = has_handle
+        self.open_in: dict[int, Opened] = {}
 
     def __repr__(self) -> str:
         return f"{self.nbytes} bytes at {self.start:#x} of device {self.device}"
@@ -100,7 +106,7 @@ class Heap:
     Attributes:
         limits: By device, how many bytes there are.
         allocated: By device, how many bytes are in use.
-        opened: Where processes have opened allocations of others, closed ones too, by their addresses.
+        opened: Where processes have opened allocations of others, the last closed ones too, by their addresses.
         unshown: Whether what is allocated from now on has no handle, as memory of CUDA's own pools.
     """
 
@@ -114,6 +120,7 @@ class Heap:
         self.allocated: dict[int, int] = dict.fromkeys(range(machine.devices), 0)
         self.opened: dict[int, Opened] = {}
         self._opened_starts: list[int] = []
+        self._closed: deque[Opened] = deque()
         self.unshown = False
 
     def allocate(self, nbytes: int) -> Block:
@@ -144,6 +151,8 @@ class Heap:
             if home.clock.get(queue, 0) < number and not home.fences(queue):
                 self._machine.violate(f"{block} was freed while work on {queue} refers to it")
             last.append(Mark(queue, number, {}))
+        for process in block.open_in:
+            self._machine.violate(f"{block} was freed while process {process} has it open")
         block.freed = True
         self.allocated[block.device] -= block.nbytes
         self.bury(block, [mark for mark in last if mark.queue is home or home.fences(mark.queue)])
@@ -246,9 +255,9 @@ class Heap:
         if block.process == process:
             raise CUDARuntimeError(Status.INVALID_CONTEXT)
         with self._machine.lock:
-            here = [one for one in self.opened.values() if one.block is block and one.process == process and one.count]
-            found = here[0] if here else Opened(block, process)
-            if not here:
+            found = block.open_in.get(process)
+            if found is None:
+                found = block.open_in[process] = Opened(block, process)
                 self.opened[found.start] = found
                 bisect.insort(self._opened_starts, found.start)
             found.count += 1
@@ -256,7 +265,16 @@ class Heap:
 
     def close(self, ptr: int) -> None:
         """Closes what was opened there."""
-        found = self.opened.get(ptr)
-        if found is None or not found.count or found.process != self._machine.thread.process:
-            raise CUDARuntimeError(Status.INVALID_VALUE)
-        found.count -= 1
+        with self._machine.lock:
+            found = self.opened.get(ptr)
+            if found is None or not found.count or found.process != self._machine.thread.process:
+                raise CUDARuntimeError(Status.INVALID_VALUE)
+            found.count -= 1
+            if found.count:
+                return
+            del found.block.open_in[found.process]
+            self._closed.append(found)
+            if len(self._closed) > _MOST_CLOSED:
+                gone = self._closed.popleft()
+                del self.opened[gone.start]
+                del self._opened_starts[bisect.bisect_left(self._opened_starts, gone.start)]

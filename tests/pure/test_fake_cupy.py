@@ -358,6 +358,7 @@ def test_handles_of_memory(fake):
             runtime.ipcCloseMemHandle(opened)
     assert value.get().tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
     del value
+    assert not fake.violations
     for wrong in (handle, bytes(64), b""):
         with refused(fake, 1), fake.as_process(1):
             runtime.ipcOpenMemHandle(wrong)
@@ -387,6 +388,7 @@ def test_memory_of_another_process_is_reached_where_it_is_open_and_nowhere_else(
         opened = runtime.ipcOpenMemHandle(handle)
     runtime.deviceSynchronize()
     del value
+    assert "was freed while process 1 has it open" in fake.violations.pop()
     with fake.as_process(1):
         runtime.memcpyAsync(mine.data.ptr, opened, 8, runtime.memcpyDeviceToDevice, 0)
         assert "which was freed" in fake.violations.pop()

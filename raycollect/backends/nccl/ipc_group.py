@@ -9,18 +9,21 @@ step  what a rank does                                                 and then
 ====  ===============================================================  ==========================================
 1     copies arrays that can't be exported, after the caller's work    waits for its stream, and exchanges a
                                                                        listing with the others
-2     opens what others list, folds and copies in each other's arrays  waits for its stream, and a barrier
+2     opens what others list, folds and copies in each other's arrays  waits for its stream, closes what it has
+                                                                       opened, and waits at a barrier
 3     copies back what others have written to temporary memory         waits for its stream
 ====  ===============================================================  ==========================================
 
 No stream ever waits for another process, only hosts do: a rank that is absent or dies blocks nobody's GPU. After the
-exchange, all listed data has been written; after the barrier, nobody accesses a rank's memory any more. Bits are those
-of `shm`: the fold in rank order (P7).
+exchange, all listed data has been written; after the barrier, nobody has a rank's memory open any more, so that it may
+be freed. Bits are those of `shm`: the fold in rank order (P7).
 
 Failure. A wait ends at its deadline, on an abort, or when another rank leaves, and the launch with a typed error. The
-rank's own kernels have ended then, as they wait for nobody. Those of others may not have: exported memory is kept until
-these have left the launch, too. A rank whose GPU hangs inside a kernel leaves it when the group ends, and is waited for
-until then. Otherwise the group stays usable, unless the device has failed.
+rank's own kernels have ended then, as they wait for nobody, and what it had opened is closed. Those of others may not
+have: exported memory is kept until these have left the launch, too. A rank whose GPU hangs inside a kernel keeps what
+it has opened. It leaves the launch when the group is closed after that kernel has ended, or else with its process, and
+is waited for until then. Otherwise the group stays usable, unless the device has failed: such a rank leaves the launch,
+and what it has opened goes with its process.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from importlib import import_module
 from typing import cast
@@ -119,7 +122,8 @@ class IpcCommunicator(OnGpu):
         self._loans = Loans()
         self._lock = threading.Lock()
         self._is_inside = self._is_closed = self._is_released = False
-        self._is_stuck = self._is_at_others = False
+        self._is_at_others = self._is_stuck = False  # whether its kernels use others' memory; and don't end
+        self._held = ExitStack()  # keeps a rank that is stuck from leaving
 
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Runs a kernel after the caller's work; it has ended when this returns."""
@@ -135,12 +139,12 @@ class IpcCommunicator(OnGpu):
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; returns the ranks that are known to have run all of it."""
         super().end(launch, ok)
-        if self._is_stuck and self._is_at_others:
+        if self._is_stuck:
             return ()  # the others keep what this rank's kernels may use yet
         return self._host.end(launch, ok)
 
     def close(self) -> None:
-        """Wakes the thread that is inside, and closes imported memory when it has left."""
+        """Wakes the thread that is inside, and releases what there is when it has left; may be called again."""
         self._broken = self._broken or "the communicator was closed"
         with self._lock:
             self._is_closed = True
@@ -166,6 +170,8 @@ class IpcCommunicator(OnGpu):
                 for part, *mine in zip(parts, *all_shown, strict=True):
                     part.work(mine)
             self._wait(launch, until_s)
+            with on_device(self.number):
+                self._imports.close()
             self._is_at_others = False
             meeting.barrier(launch, until_s)
             if any(part.is_unsettled for part in parts):
@@ -178,7 +184,7 @@ class IpcCommunicator(OnGpu):
         left_s = max(until_s - time.monotonic(), 0.0)
         told = zip(launch.ranks, self._host.agree(replace(launch, timeout_s=left_s), listing.pack()), strict=True)
         self._check_going(launch)
-        listings = {rank: listing if rank == self.rank else Listing.unpack(one) for rank, one in told}
+        listings = [listing if rank == self.rank else Listing.unpack(one) for rank, one in told]
         with on_device(self.number):
             return self._imports.shown(listings)
 
@@ -193,14 +199,19 @@ class IpcCommunicator(OnGpu):
 
     @contextmanager
     def _inside(self) -> Iterator[Meeting]:
-        # Keeps imported memory open while a thread works with it.
+        # Keeps this rank from leaving while a thread, or its GPU, works with others' memory.
         with self._lock:
             if self._is_closed:
                 raise GroupBrokenError(group_name=self.group_name, detail=self._broken)
             self._is_inside = True
         try:
-            with self._host as parts:
-                yield parts.meeting
+            with ExitStack() as left:
+                meeting = left.enter_context(self._host).meeting
+                try:
+                    yield meeting
+                finally:
+                    if self._is_stuck:
+                        self._held = left.pop_all()
         finally:
             with self._lock:
                 self._is_inside = False
@@ -226,15 +237,17 @@ class IpcCommunicator(OnGpu):
             raise
 
     def _drain(self) -> bool:
-        # Waits, with a limit, until the GPU no longer uses the arrays; tells whether it has stopped.
+        # Waits, with a limit, until the GPU uses no arrays, and closes those of others; tells whether it has stopped.
         began_s = time.monotonic()
         try:
             while not self._stream.has_ended():
                 waited_s = time.monotonic() - began_s
                 if waited_s > _DRAIN_S:
-                    self._is_stuck = True  # it keeps its memory, and what it has opened
+                    self._is_stuck = self._is_at_others
                     return False
                 pause(waited_s)
+            with on_device(self.number):
+                self._imports.close()
         except Exception:  # noqa: BLE001 - a device that has failed does nothing more, and says so each time
             return False
         return True
@@ -245,10 +258,12 @@ class IpcCommunicator(OnGpu):
                 return
             self._is_released = True
         self._loans.forsake()
-        if not self._is_stuck:
-            with suppress(Exception), on_device(self.number):
-                self._imports.close()  # fails if the device has failed, or the process ends
-            self._exports.forsake_rooms()
+        with suppress(Exception), on_device(self.number):  # fails if the device has failed, or the process ends
+            self._is_released = self._stream.has_ended()  # else its GPU may use all of it yet
+            if self._is_released:
+                self._imports.close()
+                self._exports.forsake_rooms()
+                self._held.close()
 
     def _other_than(self, op: ReduceOp, dtype: str) -> str:
         why = refusal_reason(op, dtype)

@@ -4,11 +4,10 @@ An IPC handle names a whole allocation, and pools divide theirs. So an array is 
 allocation, and an offset. Memory without a handle (CUDA's own pools, virtual mappings, managed memory) and arrays with
 gaps are copied to a room: memory that is allocated for export, and reused by each kernel.
 
-Opening a handle costs far more than a small kernel, so imports stay open: for each rank the allocations that it has
-exported last. The address of a freed allocation may be reused with other memory. CUDA then returns another handle, so
-handles are queried in each kernel, and a new one at the same address replaces the old. A rank that exports a new
-allocation checks which earlier ones are gone, and tells the others, which close them: memory returns to the device only
-when nobody has it open any more.
+A rank opens what the others list, and closes it when its own work with it has ended, before their memory is their own
+again: CUDA does not define what happens to memory that is freed while another process has it open, and no library tells
+when its pool frees an allocation. The address of a freed allocation may be reused with other memory, so handles are
+queried anew each time, too.
 
 A process can't open its own handles, and need not: ranks in one process exchange plain addresses.
 """
@@ -16,7 +15,6 @@ A process can't open its own handles, and need not: ranks in one process exchang
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -28,12 +26,10 @@ from raycollect.errors import InternalError
 
 # Rooms are multiples of this: smaller allocations share a page of the device, and so a handle, with others
 ROOM_NBYTES = 2 << 20
-MOST_OPENED = 256  # The most allocations of others that a communicator keeps open
 _ALIGNMENT = 512
 _NOWHERE = 0xFFFF
-_HEAD = struct.Struct(f"<{ipc_driver.PROCESS_NBYTES}sHHH")
+_HEAD = struct.Struct(f"<{ipc_driver.PROCESS_NBYTES}sHH")
 _ALLOCATION = struct.Struct("<Q64s")
-_GONE = struct.Struct("<Q")
 _COUNTS = struct.Struct("<HH")
 _PLACE = struct.Struct("<HQQ")
 
@@ -53,15 +49,13 @@ class Listing:
 
     process: bytes  # its process
     allocations: tuple[tuple[int, bytes], ...]  # (start in its process, handle)
-    gone: tuple[int, ...]  # the starts of exported allocations that were freed
     # sources and targets of each kernel, as (allocation, offset, length)
     kernels: tuple[tuple[tuple[tuple[int, int, int], ...], tuple[tuple[int, int, int], ...]], ...]
 
     def pack(self) -> bytes:
         """Encodes it."""
-        parts = [_HEAD.pack(self.process, len(self.allocations), len(self.gone), len(self.kernels))]
+        parts = [_HEAD.pack(self.process, len(self.allocations), len(self.kernels))]
         parts += [_ALLOCATION.pack(*one) for one in self.allocations]
-        parts += [_GONE.pack(base) for base in self.gone]
         for gives, takes in self.kernels:
             parts.append(_COUNTS.pack(len(gives), len(takes)))
             parts += [_PLACE.pack(*one) for one in (*gives, *takes)]
@@ -77,11 +71,10 @@ class Listing:
             at += form.size
             return form.unpack_from(packed, at - form.size)
 
-        process, allocations, gone, kernels = read(_HEAD)
+        process, allocations, kernels = read(_HEAD)
         found = cls(
             process=process,
             allocations=tuple((base, handle) for base, handle in (read(_ALLOCATION) for _ in range(allocations))),
-            gone=tuple(read(_GONE)[0] for _ in range(gone)),
             kernels=tuple(_sides(read) for _ in range(kernels)),
         )
         if at != len(packed):
@@ -100,10 +93,9 @@ class Exports:
     def __init__(self, device: int) -> None:
         self._cuda = import_module("cupy").cuda
         self._device = device
-        self._rooms: list[Any] = []  # they stay: others have them open
+        self._rooms: list[Any] = []
         self._used: list[int] = []
         self._now: dict[int, bytes] = {}  # the handles of allocations, in the kernels that are being listed
-        self._shown: dict[int, bytes] = {}
 
     def restart(self) -> None:
         """Begins new kernels: nobody uses the rooms any more, and handles are queried again."""
@@ -147,19 +139,7 @@ class Exports:
 
         places = tuple((tuple(map(told, one.gives)), tuple(map(told, one.takes))) for one in kernels)
         allocations = tuple((base, self._now[base]) for base in index)
-        return Listing(
-            process=ipc_driver.process(), allocations=allocations, gone=self._gone(allocations), kernels=places
-        )
-
-    def _gone(self, allocations: Sequence[tuple[int, bytes]]) -> tuple[int, ...]:
-        # Checked only when a new allocation is exported.
-        if all(self._shown.get(base) == handle for base, handle in allocations):
-            return ()
-        self._shown.update(allocations)
-        gone = tuple(base for base, handle in self._shown.items() if self._handle(base) != handle)
-        for base in gone:
-            del self._shown[base]
-        return gone
+        return Listing(process=ipc_driver.process(), allocations=allocations, kernels=places)
 
     def _place(self, address: int, nbytes: int) -> int | None:
         # The start of the allocation; None if it has no handle.
@@ -169,45 +149,32 @@ class Exports:
             return None
         base = found[0]
         if base not in self._now:
-            self._now[base] = self._handle(base)
+            runtime = self._cuda.runtime
+            try:
+                self._now[base] = bytes(runtime.ipcGetMemHandle(base))
+            except runtime.CUDARuntimeError:
+                self._now[base] = b""
         return base if self._now[base] else None
-
-    def _handle(self, base: int) -> bytes:
-        runtime = self._cuda.runtime
-        try:
-            return bytes(runtime.ipcGetMemHandle(base))
-        except runtime.CUDARuntimeError:
-            return b""
 
 
 class Imports:
-    """What one rank has imported of others' memory; used with its device current."""
+    """What one rank has open of others' memory; used with its device current."""
 
     def __init__(self) -> None:
         self._runtime = import_module("cupy").cuda.runtime
-        self._opened: OrderedDict[tuple[int, int], tuple[bytes, int]] = OrderedDict()
+        self._opened: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._opened)
-
-    def shown(self, listings: dict[int, Listing]) -> list[tuple[Shown, ...]]:
-        """Opens what ranks list; imports of earlier calls are not in use any more. Raises cupy's errors.
+    def shown(self, listings: Sequence[Listing]) -> list[tuple[Shown, ...]]:
+        """Opens what ranks list, until `close`. Raises cupy's errors.
 
         Returns:
-            For each rank, in the order of `listings`, and each kernel: its exports, with addresses of this process.
+            For each listing and each kernel: its exports, with addresses of this process.
         """
-        used = {(rank, base) for rank, listing in listings.items() for base, _ in listing.allocations}
-        for rank, listing in listings.items():
-            for base in listing.gone:
-                if (rank, base) not in used:
-                    self._close((rank, base))
-        while len(self._opened) > MOST_OPENED and (oldest := next(iter(self._opened))) not in used:
-            self._close(oldest)
-        return [tuple(self._kernels(rank, listing)) for rank, listing in listings.items()]
+        return [tuple(self._kernels(listing)) for listing in listings]
 
-    def _kernels(self, rank: int, listing: Listing) -> Iterator[Shown]:
+    def _kernels(self, listing: Listing) -> Iterator[Shown]:
         is_here = listing.process == ipc_driver.process()
-        starts = [base if is_here else self._open(rank, base, handle) for base, handle in listing.allocations]
+        starts = [base if is_here else self._open(handle) for base, handle in listing.allocations]
         for sides in listing.kernels:
             gives, takes = (
                 tuple((starts[which] + at, nbytes) if nbytes else (0, 0) for which, at, nbytes in side)
@@ -215,23 +182,13 @@ class Imports:
             )
             yield Shown(gives, takes)
 
-    def _open(self, rank: int, base: int, handle: bytes) -> int:
-        # An older import at the same address is closed.
-        known = self._opened.get((rank, base))
-        if known is not None and known[0] == handle:
-            self._opened.move_to_end((rank, base))
-            return known[1]
-        self._close((rank, base))
+    def _open(self, handle: bytes) -> int:
+        # CUDA counts how often a process has opened an allocation, such as for two ranks or two groups.
         start = int(self._runtime.ipcOpenMemHandle(handle))
-        self._opened[rank, base] = handle, start
+        self._opened.append(start)
         return start
 
-    def _close(self, which: tuple[int, int]) -> None:
-        known = self._opened.pop(which, None)
-        if known is not None:
-            self._runtime.ipcCloseMemHandle(known[1])
-
     def close(self) -> None:
-        """Closes all imports; nothing uses them any more."""
-        for which in tuple(self._opened):
-            self._close(which)
+        """Closes all that is open; nothing uses it any more. Raises cupy's errors."""
+        while self._opened:
+            self._runtime.ipcCloseMemHandle(self._opened.pop())

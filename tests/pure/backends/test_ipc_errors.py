@@ -148,7 +148,6 @@ def test_a_stream_that_stands_still(three: tuple[Fake, SharingTeam], monkeypatch
     assert team.of(1)._loans.lent, "its GPU may still use that memory"
     fake.release(stuck)
     until(lambda: not fake.pending(stuck))
-    team.of(1)._is_stuck = False  # so that the fixture finds nothing open
 
 
 # ------------------------------------------------------------------------------- aborts
@@ -259,13 +258,15 @@ def test_what_was_shown_is_kept_until_the_others_have_left(three: tuple[Fake, Sh
 def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
     three: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its kernel may go on at any time, and write into what the others have shown."""
+    """Its kernel may go on at any time, and write into what the others have shown; also when its group is closed."""
     monkeypatch.setattr(ipc_group, "_DRAIN_S", 0.05)
     fake, team = three
     listed, stream = held_behind_the_listing(fake, team, 1), stream_of(team, 1)
     results = team.run(body_sum, team.launch(timeout_s=0.4))
     assert listed.is_set()
     assert [type(one) for one in results] == [CollectiveTimeoutError] * 3
+    team.close_one(1)
+    assert fake.opened
     for rank in (0, 2):
         (found,) = team.run(body_leave, team.launch((rank,), timeout_s=0.1), ranks=(rank,))
         assert isinstance(found, CollectiveTimeoutError)
@@ -273,8 +274,8 @@ def test_a_rank_that_stands_still_in_mid_kernel_is_not_taken_to_have_left(
         assert team.of(rank)._loans.lent
     fake.release(stream)
     until(lambda: not fake.pending(stream))
-    team.of(1)._is_stuck = False  # so that the fixture finds nothing open
     team.close_one(1)
+    assert not fake.opened
     for rank in (0, 2):
         assert team.run(body_sum, team.launch((rank,)), ranks=(rank,)) == [[rank + 1] * 50]
         assert not team.of(rank)._loans.lent
@@ -327,18 +328,25 @@ def test_an_error_of_the_device(three: tuple[Fake, SharingTeam], monkeypatch: py
 def test_a_handle_that_can_not_be_opened(three: tuple[Fake, SharingTeam], monkeypatch: pytest.MonkeyPatch) -> None:
     fake, team = three
     runtime = fake.cupy.cuda.runtime
-    real = runtime.ipcOpenMemHandle
+    real, opened = runtime.ipcOpenMemHandle, []
 
     def sometimes(handle: bytes, flags: int = 1) -> int:
-        if fake._machine.thread.process == 2:  # of rank 1
+        start = int(real(handle, flags))
+        if fake._machine.thread.process != 2:  # of rank 1
+            return start
+        if opened:  # that of one rank, and not of the other
+            runtime.ipcCloseMemHandle(start)
             raise runtime.CUDARuntimeError(2)
-        return int(real(handle, flags))
+        opened.append(start)
+        return start
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", sometimes)
     results = team.run(body_sum, team.launch(timeout_s=WAIT_S))
     assert isinstance(results[1], KernelError)
     assert "cudaErrorMemoryAllocation" in str(results[1])
     assert [type(results[rank]) for rank in (0, 2)] == [PlanAbortedError] * 2
+    assert opened
+    assert not fake.opened
 
 
 def test_what_is_refused_before_the_door(three: tuple[Fake, SharingTeam]) -> None:

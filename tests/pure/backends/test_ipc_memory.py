@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.nccl import ipc_driver, ipc_memory
 from raycollect.backends.nccl.ipc_memory import Exports, Imports, Listing, Shown
 from raycollect.core.model import Kernel, Launch, OpKind
@@ -52,7 +53,6 @@ def test_a_listing_as_bytes() -> None:
     listing = Listing(
         process=bytes(range(20)),
         allocations=((1 << 47, b"a" * 64), (3, b"b" * 64)),
-        gone=(7, 1 << 40),
         kernels=((((0, 5, 6),), ((1, 1 << 33, 1 << 34), (0xFFFF, 0, 0))), ((), ())),
     )
     packed = listing.pack()
@@ -68,7 +68,7 @@ def test_an_array_is_told_by_its_place_in_its_allocation(fake: Fake) -> None:
     assert listing.kernels == ((((0, 100, 40),), ()),)
     with fake.as_process(2):
         imports = Imports()
-        ((found,),) = imports.shown({0: listing})
+        ((found,),) = imports.shown([listing])
         ((address, nbytes),) = found.gives
         assert address != whole.data.ptr + 100
         memory = fake.cupy.cuda.UnownedMemory(address, nbytes, None, 0)
@@ -89,71 +89,54 @@ def test_arrays_of_one_allocation_have_one_handle(fake: Fake) -> None:
 # ------------------------------------------------------------------------------- what is opened
 
 
-def test_what_was_opened_stays_open(pair: tuple[Fake, SharingTeam]) -> None:
+def test_what_a_rank_has_opened_is_closed_before_the_others_go_on(pair: tuple[Fake, SharingTeam]) -> None:
+    """They may free it then; the fake takes what is freed while it is open for a violation."""
     fake, team = pair
 
-    def body(communicator: Communicator, launches: list[Launch]) -> None:
-        array = pending(np.ones(100))
-        for launch in launches:
+    def body(communicator: Communicator, launches: list[Launch]) -> list[int]:
+        found = []
+        for at, launch in enumerate(launches):
+            array = pending(np.ones(100), ("plain", "every other")[at % 2])
             communicator.launch(launch, sums(array)).wait(5)
+            found.append(fake.opened)  # nobody opens anything more before this rank comes to the next launch
             communicator.end(launch, True)
+            del array
+        return found
 
     before = fake.counts["ipcOpenMemHandle"]
-    team.must(body, [team.launch() for _ in range(5)])
+    assert team.must(body, [team.launch() for _ in range(6)]) == [[0] * 6] * 2
+    assert fake.counts["ipcOpenMemHandle"] - before == 12
+    assert not fake.violations
+
+
+def test_kernels_that_run_together_open_an_allocation_once(pair: tuple[Fake, SharingTeam]) -> None:
+    fake, team = pair
+
+    def body(communicator: Any, launch: Launch) -> int:
+        whole = cupy_of(pending(np.ones(100)))
+        kernels = [sums(DeviceArray(whole[at::10][:1])) for at in range(10)]
+        done: int = communicator.launch_together(launch, kernels)
+        communicator.end(launch, True)
+        return done
+
+    before = fake.counts["ipcOpenMemHandle"]
+    assert team.must(body, team.launch()) == [10, 10]
     assert fake.counts["ipcOpenMemHandle"] - before == 2
 
 
-def test_another_allocation_at_the_same_address_is_opened_anew(fake: Fake) -> None:
-    """CUDA gives it another handle; the address says nothing."""
-    old, new = (made_by(fake, np.full(10, value)) for value in (1, 2))
-    first, second = shown(fake, old), shown(fake, new)
-    base = first.allocations[0][0]
-    again = Listing(
-        process=second.process, allocations=((base, second.allocations[0][1]),), gone=(), kernels=second.kernels
-    )
+def test_what_two_ranks_of_a_process_show_is_open_until_both_are_done_with(fake: Fake) -> None:
+    whole = made_by(fake, np.arange(100))
+    listings = [shown(fake, whole[:50]), shown(fake, whole[50:])]
     with fake.as_process(2):
-        imports = Imports()
-        addresses = [imports.shown({0: one})[0][0].gives[0][0] for one in (first, first, again)]
-        assert addresses[0] == addresses[1] != addresses[2]
-        assert (len(imports), fake.opened) == (1, 1)
-        assert imports.shown({0: again, 1: first})[1][0].gives[0][0] != addresses[2]  # another rank has its own
-        assert fake.opened == 2
-        imports.close()
+        first, second = Imports(), Imports()
+        ((one,), (other,)) = first.shown(listings)
+        assert other.gives[0][0] - one.gives[0][0] == 400
+        assert second.shown(listings[:1]) == [(one,)]
+        assert fake.opened == 3
+        first.close()
+        assert fake.opened == 1
+        second.close()
     assert fake.opened == 0
-
-
-def test_what_was_freed_is_closed_by_the_others(pair: tuple[Fake, SharingTeam]) -> None:
-    """Else the device would not have it back."""
-    fake, team = pair
-
-    def body(communicator: Communicator, launches: list[Launch]) -> None:
-        for launch in launches:
-            array = pending(np.ones(100))
-            communicator.launch(launch, sums(array)).wait(5)
-            communicator.end(launch, True)
-
-    before = fake.opened
-    team.must(body, [team.launch() for _ in range(6)])
-    assert fake.counts["ipcOpenMemHandle"] >= 12
-    assert fake.opened - before <= 2
-
-
-def test_only_so_many_stay_open(monkeypatch: pytest.MonkeyPatch, fake: Fake) -> None:
-    """The last ones; what is shown now is not closed, however much it is."""
-    monkeypatch.setattr(ipc_memory, "MOST_OPENED", 3)
-    arrays = [made_by(fake, np.ones(10)) for _ in range(6)]
-    listings = [shown(fake, one) for one in arrays]
-    with fake.as_process(2):
-        imports = Imports()
-        for listing in listings:
-            imports.shown({0: listing})
-        assert len(imports) <= 4
-        opened = fake.counts["ipcOpenMemHandle"]
-        imports.shown({0: listings[-1]})
-        assert fake.counts["ipcOpenMemHandle"] == opened
-        imports.shown(dict(enumerate(listings)))
-        assert len(imports) >= 6
-        imports.close()
 
 
 # ------------------------------------------------------------------------------- what can't be shown
@@ -193,7 +176,7 @@ def test_where_the_driver_can_not_be_asked_all_is_copied(
         return sorted(set(cupy_of(array).get().tolist()))
 
     assert team.must(body, team.launch()) == [[3]] * 2
-    assert fake.opened == 2  # that of the first sum is gone
+    assert not fake.opened
 
 
 def test_rooms_are_used_again(fake: Fake) -> None:
