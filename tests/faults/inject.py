@@ -450,12 +450,12 @@ def _drop_on_mesh(injected: Injected) -> None:
     def silent(peer: Any) -> Callable[..., None]:
         def once(*frame: Any) -> None:
             injected.strike()
-            del peer.send
+            del peer.queue
 
         return once
 
     for peer in peers.values():
-        peer.send = silent(peer)
+        peer.queue = silent(peer)
 
 
 def _flip_on_mesh(injected: Injected) -> None:
@@ -463,15 +463,15 @@ def _flip_on_mesh(injected: Injected) -> None:
     peers = _mesh(injected)
     peer = peers[min(peers)]
 
-    def wrap(send: Any) -> Any:
+    def wrap(queue: Any) -> Any:
         def once(kind: int, step: int, body: Any, *rest: Any) -> None:
             injected.strike()
             injected.take_back()
-            send(kind, step, memoryview(_flipped(body)), *rest)
+            queue(kind, step, memoryview(_flipped(body)), *rest)
 
         return once
 
-    injected.patch(peer, "send", wrap)
+    injected.patch(peer, "queue", wrap)
 
 
 _DROPS: dict[str, Callable[[Injected], None]] = {

@@ -266,7 +266,7 @@ class Peer:
             self.is_here, self._frame = True, None
         elif not self._places:
             self.is_held = True
-        elif kind == AHEAD and self._places[0].into is None:
+        elif kind == AHEAD and self._places[0].into is None and self._places[0].step == step:
             self._frame, self._into, self._need = None, None, nbytes
         else:
             self._put(self._places[0], step, nbytes)
