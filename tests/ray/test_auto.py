@@ -50,9 +50,9 @@ def test_actors_with_gpus_that_can_not_be_used_meet_as_before(owners):
 
 
 def test_the_plan_says_why_gpus_are_not_used(owners, monkeypatch):
-    shared = Gpu(bus="0000:10:00.0", version=23000, may_share=False)
-    monkeypatch.setattr(groups.member_discovery, "gpus", lambda *_: [shared] * 2)
+    unlike = [Gpu(bus=f"0000:{at}0:00.0", version=22803 + at, may_share=True) for at in (1, 2)]
+    monkeypatch.setattr(groups.member_discovery, "gpus", lambda *_: unlike)
     col.declare_collective_group(owners)
     refs = [worker.get_buffer.remote() for worker in owners]
     told = col.plan(col.allreduce_refs, refs).explain()
-    assert "each has a GPU, but ranks [0, 1] share a GPU, and NCCL_MULTI_RANK_GPU_ENABLE forbids it" in told
+    assert "each has a GPU, but the ranks have different releases of NCCL" in told

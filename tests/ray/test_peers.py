@@ -3,17 +3,17 @@
 Each of their numbered defects and where it has its test; `tests/` is left out, and a test below has no file.
 
  1  a call's reduce op becomes the default
-        pure/member/test_verbs.py::test_defect_1_an_op_does_not_become_the_default
+        pure/member/test_joining.py::test_defect_1_an_op_does_not_become_the_default
  2  gloo_timeout reaches nothing
-        pure/member/test_verbs.py::test_defect_2_the_timeout_reaches_every_operation
+        pure/member/test_joining.py::test_defect_2_the_timeout_reaches_every_operation
  3  a second group has the first one's ranks
-        pure/member/test_verbs.py::test_defect_3_a_second_group_of_a_process_has_its_own_ranks
+        pure/member/test_joining.py::test_defect_3_a_second_group_of_a_process_has_its_own_ranks
  4  send ignores the group
-        pure/member/test_verbs.py::test_defect_4_a_send_stays_in_its_group
+        pure/member/test_joining.py::test_defect_4_a_send_stays_in_its_group
     reducescatter overwrites what it reads
         test_defect_4_a_reducescatter_leaves_its_inputs
  5  ranks and sizes are not checked
-        pure/member/test_verbs.py::test_defect_5_wrong_ranks_and_sizes_are_refused
+        pure/member/test_joining.py::test_defect_5_wrong_ranks_and_sizes_are_refused
         ray/test_declare.py::test_defect_5_a_wrong_world_size_is_refused
  6  named actors stay behind
         ray/test_imperative.py::test_defect_6_nothing_of_a_group_stays_in_the_cluster
@@ -22,21 +22,21 @@ Each of their numbered defects and where it has its test; `tests/` is left out, 
  7  nothing waits for what NCCL has enqueued
         none: needs a GPU
  8  a tensor with gaps reduces other memory
-        pure/member/test_verbs.py::test_defect_8_a_tensor_with_gaps_is_reduced_where_it_is
+        pure/member/test_joining.py::test_defect_8_a_tensor_with_gaps_is_reduced_where_it_is
         test_defect_8_a_transfer_into_a_tensor_with_gaps
     32 streams per call; cupy's send raises
         none: needs a GPU
  9  looking up a group blocks
-        pure/member/test_verbs.py::test_defect_9_group_lookup_does_not_block
+        pure/member/test_joining.py::test_defect_9_group_lookup_does_not_block
 10  four reduce ops
-        pure/member/test_verbs.py::test_defect_10_more_reduce_ops
+        pure/member/test_joining.py::test_defect_10_more_reduce_ops
     no gather, scatter, all-to-all
         pure/member/test_verbs.py::test_every_verb
     nothing of uneven sizes
         ray/test_verbs.py::test_allgather
         ray/test_verbs.py::test_alltoall
 11  one tensor twice in a list
-        pure/member/test_verbs.py::test_defect_11_one_tensor_twice_in_a_list_is_refused
+        pure/member/test_joining.py::test_defect_11_one_tensor_twice_in_a_list_is_refused
         ray/test_tensors.py::test_defect_11_a_list_of_one_tensor_twice
         ray/test_mismatch.py::test_a_mismatch_is_one_error_for_all
 12  MAX and MIN on the CPU raise
