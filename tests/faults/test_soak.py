@@ -40,26 +40,6 @@ def test_short_soak_leaves_nothing(lasting: Any, number: int, cycles: int) -> No
     assert list(grown(outcome.looks[0], outcome.looks[-1])) == [], outcome.classes
 
 
-FRESH_REFS, WARM_REFS = 100_000, 20_000
-
-
-@pytest.mark.full
-@pytest.mark.timeout(1800)
-def test_a_hundred_thousand_fresh_refs_leave_nothing(lasting: Any) -> None:
-    """Results of methods that a collective takes and nobody keeps; what is private may grow by 40 bytes for each."""
-    group = col.declare_collective_group(lasting, group_name="fresh")
-    looks = []
-    for until in (WARM_REFS, FRESH_REFS):
-        for _ in range((until - (looks[0].cycle if looks else 0)) // len(lasting)):
-            col.allreduce_refs([actor.ones.remote(1) for actor in lasting], group)
-        looks.append(growth.look(until, lasting))
-    assert list(grown(*looks)) == []
-    first, last = (look.figures for look in looks)
-    grew = {process: last[process]["private"] - first[process]["private"] for process in first}
-    assert max(grew.values()) < 40 * (FRESH_REFS - WARM_REFS), grew
-    col.destroy_collective_group("fresh")
-
-
 _kept: list[Any] = []
 
 
