@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import TimeoutError as NotYet
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from raycollect.core.protocols import Communicator
 from raycollect.engine.execution import Execution
 from raycollect.engine.fast_path import FastPath
 from raycollect.engine.instruments import Instruments
+from raycollect.engine.run_cache import RunCache, places_of
 from raycollect.engine.step_program import decode_step_program, encode_step_program
 from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import (
@@ -33,7 +35,7 @@ from raycollect.errors import (
     refusal,
 )
 from raycollect.observe import Recorder
-from raycollect.pos import Store, store, tensors
+from raycollect.pos import Container, Store, store, tensors
 from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
 from tests.pure.engine.test_execution_loops import Rebound
 from tests.pure.meaning import meaning
@@ -604,3 +606,20 @@ def test_who_does_not_come_to_the_door_is_named(loop: MakeLoop, monkeypatch: pyt
 
     # Whoever gives up first is not there any more for the other, who is told so, or gives up too.
     assert same(monkeypatch, scenario) == {(2,)}
+
+
+def test_a_run_whose_staging_was_kept_leaves_it_to_the_execution() -> None:
+    """Else nobody would give it back."""
+    taken: list[bool] = []
+    block: Any = SimpleNamespace(take=lambda: taken.append(True) or True)
+    container = Container.of(np.ones(3), arrays.is_tensor)
+    assert container is not None
+    program: Any = object()
+    nothing: Any = None
+    RunCache(
+        program=program, places=places_of([container]), ranges=[], arrival=b"", first=None, blobs=(), schedule=nothing,
+        block=block,
+    ).remember([container])  # fmt: skip
+    instruments = Instruments(store=Store(), recorder=Recorder(time.monotonic), clock=time.monotonic)
+    assert FastPath.once(program, [container], instruments, nothing, given=False) is None
+    assert taken == []
