@@ -49,6 +49,7 @@ class Process:
                 self._pipe.send((function, args))
                 ok, value = self._pipe.recv()
             except (EOFError, OSError) as exc:
+                self.process.join()  # its end of the pipe is closed before it counts as dead
                 ok, value = False, exc
         future.set_result(value) if ok else future.set_exception(value)
 
@@ -87,8 +88,12 @@ class Crew:
         """After a test: what lives goes back, with its groups destroyed."""
         used, self._used = self._used, []
         for one in used:
-            if one.process.is_alive():
+            try:
                 one.call(leave_all)
+            except (EOFError, OSError):
+                if one.process.is_alive():
+                    raise
+            else:
                 self._idle.append(one)
 
     def close(self):
