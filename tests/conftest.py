@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 
 import pytest
@@ -13,6 +14,9 @@ from raycollect.core import threads
 
 if "RAYCOLLECT_SWITCH_S" in os.environ:  # see CONTRIBUTING.md
     sys.setswitchinterval(float(os.environ["RAYCOLLECT_SWITCH_S"]))
+
+# A shell ignores Ctrl-C in what it runs in the background, and processes inherit that; some tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

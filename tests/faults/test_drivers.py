@@ -41,14 +41,6 @@ def held(actors):
     ray.get([gate.open.remote(), blocked])
 
 
-@pytest.fixture
-def ctrl_c():
-    """SIGINT as in a terminal: who runs these tests in the background may have switched it off."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupt_a_wait():
     """Sends this process a SIGINT, as Ctrl-C does, once this thread waits for a collective."""
     target = threading.get_ident()
@@ -67,7 +59,7 @@ def interrupt_a_wait():
 
 
 @pytest.mark.parametrize("form", ["verb", "batch"])
-def test_ctrl_c_cancels_the_awaited_call(held, ctrl_c, form):
+def test_ctrl_c_cancels_the_awaited_call(held, form):
     refs, gate = held
     thread = interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):
@@ -84,7 +76,7 @@ def test_ctrl_c_cancels_the_awaited_call(held, ctrl_c, form):
     assert_hold(refs, (3, 3))
 
 
-def test_ctrl_c_in_a_wait_ends_the_wait_alone(held, ctrl_c):
+def test_ctrl_c_in_a_wait_ends_the_wait_alone(held):
     refs, gate = held
     work = col.allreduce_refs(refs, async_op=True)
     thread = interrupt_a_wait()

@@ -21,11 +21,6 @@ from tests.ray.workers import Plain, Worker
 ROOT = Path(col.__file__).parents[1]
 
 
-def _hears_signals():
-    """Who runs these tests in the background may have let them ignore Ctrl-C, which children inherit."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def _start(*args, **options):
     """A command in a process of its own, which knows the cluster by its address alone."""
     environ = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address, "PYTHONPATH": str(ROOT)}
@@ -36,7 +31,6 @@ def _start(*args, **options):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_hears_signals,
         **options,
     )
 

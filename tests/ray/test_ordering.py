@@ -15,6 +15,7 @@ from raycollect import errors
 from raycollect.driver import dispatch
 from raycollect.member.runtime import Runtime
 from tests.ray.test_refusals import Gate
+from tests.ray.test_store import wait_until
 from tests.ray.workers import Buffers, Plain, Worker
 
 SEEDS = [0, pytest.param(1, marks=pytest.mark.full)]
@@ -50,9 +51,9 @@ def crew(actors):
 def occupy(actors, gate):
     """Lets a method of a worker run until the gate opens: gives its ref, once it has begun."""
 
-    def begin(worker):
+    def begin(worker, wait=wait_in):
         (begun,) = actors(Gate, 1, max_concurrency=8)
-        ref = worker.make.remote(wait_in, gate, begun)
+        ref = worker.make.remote(wait, gate, begun)
         ray.get(begun.wait.remote())
         return ref
 
@@ -67,6 +68,14 @@ def wait_in(actor_self, gate, begun=None):
     ray.get(gate.wait.remote())
     assert (actor_self.buffer == before).all()
     return actor_self.buffer
+
+
+def wait_and_leave(actor_self, gate, begun):
+    """The same, until this process has heard that its group was destroyed."""
+    found = wait_in(actor_self, gate, begun)
+    lease = Runtime.current()._lease
+    assert lease is None or wait_until(lambda: not lease._groups.by_id)
+    return found
 
 
 def opened(actor_self, gate):
@@ -416,7 +425,7 @@ def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
 @pytest.mark.parametrize("awaited", ["operand", "turn", "the others"])
 def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy, awaited):
     workers, refs = crew(2)
-    blocked = occupy(workers[1])
+    blocked = occupy(workers[1], wait_and_leave)
     mine = 0 if awaited == "the others" else 1
     operands = [refs[0], blocked if awaited == "operand" else refs[1]]
     work = col.allreduce_refs(operands, async_op=True)
