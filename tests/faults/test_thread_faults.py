@@ -1,4 +1,4 @@
-"""A fault in the threads that there are with Ray only; see `tests/pure/test_thread_faults.py` for all others."""
+"""A fault in the threads that there are with Ray only; the files of this name in `tests/pure` have all others."""
 
 from __future__ import annotations
 
