@@ -17,7 +17,7 @@ import raycollect as col
 from raycollect import errors
 from tests.faults import inject
 from tests.faults.inject import IN_KERNEL, Fault, Folder
-from tests.ray.test_store import wait_until
+from tests.ray.workers import wait_until
 
 GROUP = "faulty"
 WORLD_SIZE = 3

@@ -33,7 +33,7 @@ from raycollect.pos.fetch import serve
 from tests.faults import test_thread_faults as of_actors
 from tests.faults.inject import fail_at
 from tests.pure.backends.test_nccl_join import create
-from tests.pure.channel.test_sockets import HOST, SECRET, Party, Rig, echo, rig
+from tests.pure.channel.parties import HOST, SECRET, Party, Rig, echo, rig
 from tests.pure.fleet import contain
 from tests.pure.group import test_thread_faults as of_members
 from tests.pure.member import test_thread_faults as of_participants

@@ -20,8 +20,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import Coroutines, Learner, captured_here
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, wait_until
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from raycollect.driver.controller import Controller
 from tests.faults import inject
 from tests.ray.batching import found, hold, nothing_sent, spread
 from tests.ray.capturing import Learner, captured_here
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.workers import Plain, Worker, wait_until
 
 
 @pytest.fixture

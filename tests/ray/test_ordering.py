@@ -14,8 +14,7 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver import dispatch
 from raycollect.member.runtime import Runtime
-from tests.ray.test_refusals import Gate
-from tests.ray.workers import Buffers, Plain, Worker
+from tests.ray.workers import Buffers, Gate, Plain, Worker
 
 SEEDS = [0, pytest.param(1, marks=pytest.mark.full)]
 

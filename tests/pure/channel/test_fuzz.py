@@ -21,8 +21,8 @@ from raycollect.channel.messages import Bye, Fetched, Message, decode, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Opened, Reply, State
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
 from tests.pure.channel.hostile_wire import changed, chunks, message
+from tests.pure.channel.parties import SECRET
 from tests.pure.channel.test_protocol import Wire
-from tests.pure.channel.test_sockets import SECRET
 
 SEEDS = range(6)
 BLOB_NBYTES = 300

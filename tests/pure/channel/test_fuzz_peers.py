@@ -54,7 +54,7 @@ from raycollect.member import runtime
 from raycollect.member.runtime import Runtime
 from raycollect.planner import Ticket, encode_order, encode_program
 from tests.pure.channel.hostile_wire import message
-from tests.pure.channel.test_sockets import HOST, LIMIT_S
+from tests.pure.channel.parties import HOST, LIMIT_S
 from tests.pure.driver.test_controller import controller, lease, renumbered
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 

@@ -16,7 +16,7 @@ from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, 
 from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError
 from tests.pure.channel.hostile_wire import changed, chunks, message
-from tests.pure.channel.test_sockets import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
+from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
 
 __all__ = ["rig"]  # a fixture
 
