@@ -31,7 +31,7 @@ from raycollect.group import cluster_registry
 from raycollect.pos import Store
 from raycollect.pos.fetch import serve
 from tests.faults import test_thread_faults as of_actors
-from tests.faults.inject import fail_at
+from tests.faults.thread_failures import fail_at
 from tests.pure.backends.test_nccl_join import create
 from tests.pure.channel.parties import HOST, SECRET, Party, Rig, echo, rig
 from tests.pure.fleet import contain

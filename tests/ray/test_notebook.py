@@ -26,7 +26,8 @@ from raycollect.captured import step as captured
 from raycollect.captured.runs import StepRuns
 from raycollect.captured.step import SHOWN_S
 from raycollect.driver import group as declared
-from tests.pure.driver.test_html import progress, read
+from tests.pure.driver.shown_html import read
+from tests.pure.driver.test_html import progress
 from tests.ray.capturing import Learner
 from tests.ray.workers import Gate, Worker, block, wait_until
 

@@ -15,7 +15,8 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
 from raycollect.core.model import TensorInfo
-from tests.pure.conformance import DTYPES, NARROW, bits, operand
+from tests.pure.conformance import DTYPES, bits
+from tests.pure.operands import NARROW, operand
 
 try:
     import torch

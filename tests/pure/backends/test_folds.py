@@ -10,7 +10,8 @@ import pytest
 
 from raycollect.backends import folds
 from raycollect.core.model import ReduceOp
-from tests.pure.conformance import DTYPES, allowed, bits, left_fold, operand
+from tests.pure.conformance import DTYPES, allowed, bits
+from tests.pure.operands import left_fold, operand
 
 
 @pytest.mark.parametrize(("op", "dtype"), list(product(ReduceOp, (*DTYPES, "object", "str", "datetime64[s]"))))

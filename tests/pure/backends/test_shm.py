@@ -24,7 +24,8 @@ from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, F
 from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.backends.test_tcp import until
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
-from tests.pure.conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
+from tests.pure.conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, run_launch
+from tests.pure.operands import left_fold
 
 NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
 

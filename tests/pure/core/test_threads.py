@@ -17,7 +17,7 @@ from raycollect.driver import stall_report
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
 from raycollect.member.wait_monitor import WaitMonitor
-from tests.faults.inject import fail_at
+from tests.faults.thread_failures import fail_at
 from tests.pure.driver.flights import Clock, Flying
 from tests.pure.group.test_watchdog import Desk
 

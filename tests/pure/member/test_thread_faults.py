@@ -34,7 +34,7 @@ from raycollect.observe.metrics import Publisher
 from raycollect.planner import Ticket
 from raycollect.pos import Store, ref_tokens
 from raycollect.pos.ref_tokens import RefTokenPool
-from tests.faults.inject import fail_at
+from tests.faults.thread_failures import fail_at
 from tests.pure.fleet import contain
 from tests.pure.member.step_bench import FakePost, bench
 from tests.pure.member.test_lease import _join, _plan, premises
