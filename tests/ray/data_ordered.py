@@ -7,7 +7,8 @@ import pytest
 import ray
 
 import raycollect as col
-from tests.ray.workers import Gate, Worker
+from raycollect.member.runtime import Runtime
+from tests.ray.workers import Gate, Worker, wait_until
 
 
 def buffers(workers):
@@ -40,9 +41,9 @@ def crew(actors):
 def occupy(actors, gate):
     """Lets a method of a worker run until the gate opens: gives its ref, once it has begun."""
 
-    def begin(worker):
+    def begin(worker, wait=wait_in):
         (begun,) = actors(Gate, 1, max_concurrency=8)
-        ref = worker.make.remote(wait_in, gate, begun)
+        ref = worker.make.remote(wait, gate, begun)
         ray.get(begun.wait.remote())
         return ref
 
@@ -57,6 +58,14 @@ def wait_in(actor_self, gate, begun=None):
     ray.get(gate.wait.remote())
     assert (actor_self.buffer == before).all()
     return actor_self.buffer
+
+
+def wait_and_leave(actor_self, gate, begun):
+    """The same, until this process has heard that its group was destroyed."""
+    found = wait_in(actor_self, gate, begun)
+    lease = Runtime.current()._lease
+    assert lease is None or wait_until(lambda: not lease._groups.by_id)
+    return found
 
 
 def opened(actor_self, gate):

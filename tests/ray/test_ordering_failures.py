@@ -9,7 +9,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver import dispatch
-from tests.ray.data_ordered import assert_works, buffers, crew, gate, occupy, wait_in
+from tests.ray.data_ordered import assert_works, buffers, crew, gate, occupy, wait_and_leave, wait_in
 
 __all__ = ["crew", "gate", "occupy"]  # fixtures
 
@@ -114,7 +114,7 @@ def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
 @pytest.mark.parametrize("awaited", ["operand", "turn", "the others"])
 def test_a_group_that_is_destroyed_while_one_waits(crew, gate, occupy, awaited):
     workers, refs = crew(2)
-    blocked = occupy(workers[1])
+    blocked = occupy(workers[1], wait_and_leave)
     mine = 0 if awaited == "the others" else 1
     operands = [refs[0], blocked if awaited == "operand" else refs[1]]
     work = col.allreduce_refs(operands, async_op=True)
