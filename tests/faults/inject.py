@@ -43,7 +43,7 @@ class Fault:
         action: A name in `ACTIONS`.
         rank: The rank in which it strikes.
         point: One of `PHASES`, or another of the executor's points.
-        nth: The how manieth time the rank comes there.
+        nth: At which visit of the rank it strikes; 1 is the first.
         way: A name in `DEATHS` for a death; for control bytes the backend whose door they belong to, or ``"link"``.
         group: The group whose door it is.
         folder: Where it writes down that it has struck; empty: nowhere.
@@ -134,7 +134,7 @@ class Injected:
         self._undo: list[Callable[[], None]] = []
 
     def at(self, point: str, seq: int, rank: int) -> None:
-        """See `contracts.Faults`."""
+        """See `protocols.Faults`."""
         fault = self.fault
         if (point, rank) != (fault.point, fault.rank) or self._left <= 0:
             return
@@ -271,7 +271,7 @@ def _leave() -> None:
 
 
 def _exit_once_awaited() -> None:
-    """The others of a `shm` group have left the door: who is told of a death before that stops there."""
+    """Exits once the others of a `shm` group have left the door: whoever is told of a death before that stops there."""
     meeting = _participation("default").communicator._parts.meeting
     words = meeting._words[::_WORD_STRIDE]
     while not all(word > words[meeting.rank] for rank, word in enumerate(words) if rank != meeting.rank):

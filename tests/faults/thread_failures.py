@@ -49,14 +49,14 @@ class Failing:
 
 @contextmanager
 def fail_at(holder: Any, name: str, *, thread: str = "", wait_s: float = 20.0) -> Iterator[Failing]:
-    """Lets the next call of what an object, a class or a module calls by that name raise, where a thread makes it.
+    """Makes the next call of ``holder.name`` raise, if a thread makes it whose name begins with `thread`.
 
     At the end of the block the fault has to be consumed, and told of in the log: once, with its traceback.
 
     Args:
-        holder: Who calls it so.
-        name: The name.
-        thread: How the names of the threads begin in which it raises.
+        holder: An object, a class or a module.
+        name: What it calls.
+        thread: How the names of the threads begin in which the call raises.
         wait_s: How long to wait for both.
     """
     failing, log = Failing(thread), logging.getLogger("raycollect")

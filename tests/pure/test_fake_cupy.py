@@ -189,7 +189,7 @@ def test_the_runtime_by_pointers(fake):
 
 
 def test_handles_of_memory(fake):
-    """Of allocations, for other processes only, which have them at other addresses."""
+    """Handles are of allocations. Only other processes open them, and have them at other addresses."""
     cupy, runtime = fake.cupy, fake.cupy.cuda.runtime
     value = cupy.arange(8)
     handle = runtime.ipcGetMemHandle(value[3:].data.ptr)

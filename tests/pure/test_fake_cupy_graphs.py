@@ -98,7 +98,7 @@ def test_what_a_capture_forbids_spoils_it(fake, what, status):
 
 @pytest.mark.parametrize("mode", range(3))
 def test_who_may_make_unsafe_calls_during_a_capture(fake, mode):
-    """In the global mode nobody may, in that of a thread this one may not; the relaxed one is cupy's own choice."""
+    """In the global mode no thread may, in that of a thread this one may not. The relaxed mode is cupy's own choice."""
     cuda = fake.cupy.cuda
     stream, done = cuda.Stream(non_blocking=True), cuda.Stream(non_blocking=True).record()
     calls = (lambda: cuda.alloc(8), lambda: done.done)

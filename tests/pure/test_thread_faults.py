@@ -91,7 +91,7 @@ def test_each_thread_of_the_package_is_in_the_table_and_has_a_fault() -> None:
 @fault_in("raycollect-server", "raycollect-hub")
 @pytest.mark.parametrize(("thread", "at_server"), [("raycollect-server", True), ("raycollect-hub", False)])
 def test_an_end_that_fails_tells_the_other_why(rig: Rig, thread: str, at_server: bool) -> None:
-    """What the handler does not know how to go on from ends the connection; others come and go."""
+    """A failure that the handler can't go on from ends the connection. Other connections come and go."""
     party, mine = Party(echo), Party()
     address = rig.serve(party)
     with fail_at(party if at_server else mine, "received", thread=thread):
@@ -139,7 +139,7 @@ def test_a_request_that_fails_is_answered_and_the_next_one_too() -> None:
 
 
 @fault_in("raycollect-post")
-def test_the_next_record_is_posted() -> None:
+def test_the_next_record_is_posted_after_a_failure() -> None:
     put = SimpleQueue[bytes]()
     client = SimpleNamespace(internal_kv_put=lambda key, *_, **__: put.put(key))
     membership: Any = SimpleNamespace(spec=SimpleNamespace(name="g", group_id="id of g"))
@@ -187,7 +187,7 @@ def test_who_waits_for_a_call_of_torch_gets_its_error() -> None:
 
 @contextmanager
 def alone_on_a_gpu() -> Iterator[tuple[Any, Any]]:
-    """A rank by itself, on the fake of cupy; and the fake."""
+    """A rank by itself on the fake of cupy, and the fake."""
     with gpus(1) as fake:
         made = create(0, 1)
         try:

@@ -69,7 +69,7 @@ def wait_and_leave(actor_self, gate, begun):
 
 
 def opened(actor_self, gate):
-    """Its argument, not its body, makes it wait: so it stands in the actor's queue, and others behind it."""
+    """Waits for its argument, not in its body, so that it stands in the actor's queue, and others behind it."""
     return actor_self.buffer
 
 

@@ -18,7 +18,7 @@ __all__ = ["pipe", "trio"]  # fixtures
 
 
 def all_landed():
-    """Whether nobody runs anything any more, or soon will not."""
+    """Whether no run is under way any more, now or soon."""
     trackers = Controller.current().trackers
     landed = wait_until(lambda: not trackers())
     assert landed, [(tracker.seq, tracker._pending, tracker.error) for tracker in trackers()]
@@ -76,7 +76,7 @@ def test_a_shape_that_changes_is_refused_at_the_door(trio):
 
 
 def test_refusal_reaches_participants_of_other_plans(trio):
-    """The third actor waits in a plan that will not come: it was not at the door that refused."""
+    """The third actor waits in a plan that will not come. It was not at the door that refused."""
     with col.capture() as step:
         col.allreduce_refs([step.call(trio[0], "grow"), step.call(trio[1], "steady")], "pair")
         col.allreduce_refs([step.call(worker, "steady") for worker in trio])
@@ -154,7 +154,7 @@ def test_a_destroyed_group_is_refused_before_anything_is_sent(trio, submits):
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
 def test_a_participant_that_stalls_is_named(trio, request, pipe, carrier):
-    """Where others wait for it at a door, they tell; where nobody does, the run's own limit ends it."""
+    """Others who wait for it at a door tell of it. Where nobody does, the run's own limit ends the run."""
     if carrier == "channel":
         request.getfixturevalue("by_channel")
     path, let_go = pipe
@@ -222,7 +222,7 @@ def test_close_aborts_the_runs_under_way(trio, pipe):
 
 
 @pytest.mark.parametrize("point", ["before_door", "before_kernel"])
-def test_a_fault_of_a_kernel(trio, point):
+def test_a_fault_of_a_kernel_breaks_the_step(trio, point):
     refs = spread(trio, lambda rank: [1])
     ray.get(trio[1].call.remote(inject.put, point, "raise"))
     with col.capture() as step:

@@ -59,7 +59,7 @@ def test_actor_without_a_handle_raises_actor_gone_error(cluster, actors):
         col.allreduce_refs([ref, kept.get_buffer.remote()])
 
 
-def test_a_second_controller(actors):
+def test_a_second_controller_is_refused_while_the_first_lives(actors):
     a, b = actors(Worker, 2)
     col.declare_collective_group([a, b])
     (other,) = actors(Plain, 1)
@@ -89,7 +89,7 @@ def test_a_second_controller(actors):
     col.declare_collective_group([a, b])
 
 
-def test_an_actor_that_drives_itself(actors):
+def test_an_actor_that_drives_itself_is_refused(actors):
     a, b = actors(Worker, 2)
 
     def drive(self, workers):

@@ -237,7 +237,7 @@ AWAITED = [
 
 @pytest.mark.parametrize(("declared", "team", "verb"), AWAITED, indirect=["declared", "team"])
 def test_timeout_names_the_missing_rank(team, verb, tmp_path):
-    """It is busy in a method; the others are told whom they waited for, whatever it would have brought."""
+    """The rank is busy in a method. The others are told whom they waited for, whatever it would have brought."""
     name = "count" if verb == "allreduce" else "receive of more"
     team.each(bring, name)
     busy = team.workers[ODD].call.remote(wait_for, str(tmp_path / "end"))
@@ -257,7 +257,7 @@ def test_timeout_names_the_missing_rank(team, verb, tmp_path):
 
 @pytest.mark.parametrize("team", ["plan"], indirect=True)
 def test_a_thread_that_gives_up_ends_the_wait_of_another(team, tmp_path):
-    """As soon as it says so, and not when time is up; who was waited for finds nothing to do."""
+    """The wait ends when the thread says so, not when time is up. The rank that was awaited finds nothing to do."""
     team.each(bring, "count of a broadcast")
     busy = team.workers[ODD].call.remote(wait_for, str(tmp_path / "end"))
     refs = [worker.make.remote(lambda self: np.ones(5)) for worker in team.workers]
@@ -285,7 +285,7 @@ def test_a_thread_that_gives_up_ends_the_wait_of_another(team, tmp_path):
 @pytest.mark.parametrize("team", ["plan"], indirect=True)
 @pytest.mark.parametrize("callers", [(ODD,), (0, 2)], ids=["one", "two"])
 def test_a_call_out_of_step_with_a_plan_is_a_named_mismatch(team, callers):
-    """Some ranks call what the others never will, as the driver's plan is before it: found out, not waited for."""
+    """Some ranks call what others never will, as the driver's plan comes first. It is found out, not waited for."""
     team.each(bring, "count")
     out_of_step = [team.workers[rank].call.remote(add, team.group_name, rank) for rank in callers]
     refs = [worker.make.remote(lambda self: np.ones(5)) for worker in team.workers]

@@ -92,7 +92,7 @@ def test_cancel(crew, gate, occupy, awaited):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_participant_that_dies_while_one_waits(crew, gate, victim):
-    """Where it dies that makes the operand, Ray may tell of the operand before the connection tells of it."""
+    """If the rank that makes the operand dies, Ray may tell of the operand before the connection tells of the rank."""
     workers, refs = crew(3)
     late = workers[1].make.remote(wait_in, gate)
     work = col.allreduce_refs([refs[0], late, refs[2]], async_op=True)

@@ -51,7 +51,7 @@ class Crew:
         return [int(one) for one in set(read_elsewhere(self.arrays[rank], caller.other))]
 
     def sum(self, *, long_way: tuple[int, ...] = ()) -> None:
-        """They sum what they have not had before; some do so as whoever does not come by the short way."""
+        """Sums values that no rank has had before; the ranks of `long_way` agree and launch as at first."""
         self.sums += 1
         launch = self.team.launch(timeout_s=WAIT_S)
 

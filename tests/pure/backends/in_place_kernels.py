@@ -57,7 +57,7 @@ class Stop:
 
 
 def assert_aborted(future: Any) -> None:
-    """Its rank has ended so; the frames of the error, which hold arrays, are let go of, as the executor does."""
+    """The rank was aborted. Lets go of the error's frames, which hold arrays, as the executor does."""
     error = future.result(WAIT_S)
     assert isinstance(error, PlanAbortedError)
     error.with_traceback(None)

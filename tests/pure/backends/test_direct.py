@@ -96,7 +96,7 @@ def test_a_giver_writes_where_only_the_taker_has_shared_memory(
 
 
 def test_small_arrays_are_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
-    """They need one barrier less so."""
+    """Staging needs one barrier less."""
     monkeypatch.setattr(direct.Direct, "run", None)
     check_cases(trio, one_of_each(1000))
 
@@ -105,7 +105,7 @@ def test_small_arrays_are_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTe
     "kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.GATHER, OpKind.SEND], ids=lambda kind: kind.value
 )
 def test_nobody_writes_into_an_array_before_its_owner_runs_the_kernel(kind: OpKind) -> None:
-    """Past the door, the owner may wait yet for those who read the array."""
+    """Past the door, the owner may still wait for those who read the array."""
     team = ThreadTeam("shm", 2)
     size = 20_001
     taken = [tensors.full(size, -1.0) for _ in range(2)]

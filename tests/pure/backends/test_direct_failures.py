@@ -28,7 +28,7 @@ __all__ = ["trio"]  # a fixture
 
 
 def test_an_array_is_kept_until_nobody_can_write_it_any_more(monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam) -> None:
-    """The other ranks give up on one that is held up in mid-kernel; then it goes on, and must hit nothing new."""
+    """The other ranks give up on one that is held up in mid-kernel. When it goes on, it must hit nothing new."""
     arrays: list[Any] = [tensors.zeros(100_000) for _ in trio.everyone]
     root = weakref.ref(arrays[0].base)
     stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
@@ -74,7 +74,7 @@ def test_an_array_that_may_yet_be_written_outlives_its_communicator(
 def test_what_was_read_of_a_rank_that_has_left_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, trio: ThreadTeam, kind: OpKind
 ) -> None:
-    """Its arrays are its own again, and may hold anything."""
+    """The arrays of a rank that has left are its own again, and may hold anything."""
     (case,) = (case for case in one_of_each() if case.kind is kind)
     stop = Stop(monkeypatch, "_copy", lambda work: work._rank == 2)
     launch = trio.launch()

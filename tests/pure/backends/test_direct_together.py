@@ -102,7 +102,7 @@ ORDINARY: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.BROADCAST])
 def test_many_kernels_on_ordinary_arrays_are_staged_as_one(kind: OpKind, world: int) -> None:
-    """Of several types, layouts and sizes, which end anywhere in a chunk; some in shared memory."""
+    """The arrays have several types, layouts and sizes, and end anywhere in a chunk. Some are in shared memory."""
     team = ThreadTeam("shm", world)
     rng = np.random.default_rng(world)
     root = world - 1 if kind is not OpKind.ALLREDUCE else -1

@@ -231,7 +231,7 @@ def test_no_more_graphs_than_are_kept(crew: MakeCrew, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------- options
 
 
-def test_graphs_can_be_had_not_at_all() -> None:
+def test_graphs_can_be_switched_off() -> None:
     with gpus(2) as fake:
         team = GpuTeam(2, graphs=False)
         try:

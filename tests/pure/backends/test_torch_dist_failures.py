@@ -67,7 +67,7 @@ LARGE, LARGE_AMONG_THREE = (most // 8 + 1 for _, most in MESH_UP_TO_NBYTES)
 def test_an_abort_wakes_a_rank_in_mid_kernel_and_what_comes_late_is_not_written(
     teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch, kind: OpKind
 ) -> None:
-    """The library works in the user's array: its connections are ended, and so is its kernel."""
+    """The library works in the user's array, so its connections are ended, and with them its kernel."""
     team = teams(world_size=3)
     in_kernel = wait_for_kernel(team, monkeypatch)
     array, launch = np.ones(LARGE_AMONG_THREE), team.launch(timeout_s=60)

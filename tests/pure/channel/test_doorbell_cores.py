@@ -111,7 +111,7 @@ def test_who_keeps_to_no_core_unless_asked(seats_at):
 
 
 def test_who_sleeps_may_go_anywhere(seats_at, monkeypatch):
-    """Before it sleeps, so that it is woken where there is room."""
+    """It gets its mask back before it sleeps, so that it is woken where there is room."""
     slots, asleep = seats_at(2, [0, 0]), []
     slots.run()
     slots.wait(0, awake=True)
@@ -123,7 +123,7 @@ def test_who_sleeps_may_go_anywhere(seats_at, monkeypatch):
 
 
 def test_a_thread_of_the_real_system_gets_its_mask_back(monkeypatch):
-    """As many seats as cores; and what other threads may do is never touched."""
+    """There are as many seats as cores. The masks of other threads are never touched."""
     monkeypatch.setattr(doorbell_module, "YIELD_S", WAIT_S)
     before = os.sched_getaffinity(0)
     bell, seen = Doorbell(max(len(before), 2)), []

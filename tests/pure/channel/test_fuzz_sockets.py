@@ -138,7 +138,7 @@ def test_a_hostile_server_gives_a_data_client_a_typed_error(stage: int, seed: in
 
 
 def test_half_open_clients_cost_little_memory_and_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be, each with all but one byte of the longest proof; one that comes byte by byte."""
+    """As many as there may be have each sent all but one byte of the longest proof; one comes byte by byte."""
     monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 3.0)
     address = rig.serve(Party(echo))
     here = Party()
@@ -164,7 +164,7 @@ def test_half_open_clients_cost_little_memory_and_time(rig: Rig, monkeypatch: py
 
 
 def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -> None:
-    """It holds the key, and is slow for ever: others are served, and the server's end closes it."""
+    """The peer holds the key, and is slow for ever. Others are served meanwhile, and the server's end closes it."""
     there = Party(echo)
     address = rig.serve(there)
     with socket.create_connection((HOST, address.port), LIMIT_S) as sock:

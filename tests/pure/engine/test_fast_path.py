@@ -180,7 +180,7 @@ def test_what_changes_on_one_rank_is_noticed_by_all(
     backend: str,
     forgotten: bool,
 ) -> None:
-    """Also where other plans on these tensors have taken the place of what was remembered with them."""
+    """This holds also where other plans on these tensors have taken the place of what was remembered with them."""
     make, change, undo, error = CHANGES[name]
     if error is MismatchError and world == 1:
         error = None
@@ -208,7 +208,7 @@ def test_what_changes_on_one_rank_is_noticed_by_all(
 
 
 def test_a_run_whose_staging_was_kept_leaves_it_to_the_execution() -> None:
-    """Else nobody would give it back."""
+    """Otherwise nobody would give it back."""
     taken: list[bool] = []
     block: Any = SimpleNamespace(take=lambda: taken.append(True) or True)
     container = Container.of(np.ones(3), arrays.is_tensor)

@@ -27,10 +27,10 @@ __all__ = ["loop", "repeats"]  # fixtures
         *((when, "local") for when in ("entering", "at the door", "in the kernel")),
     ],
 )
-def test_an_abort_whenever_it_comes(
+def test_an_abort_ends_the_run_whenever_it_comes(
     loop: MakeLoop, repeats: list[int], monkeypatch: pytest.MonkeyPatch, when: str, backend: str
 ) -> None:
-    """Without a word of the ledger's, which only knows of the first."""
+    """Only of the abort that comes before the run does the ledger know."""
 
     def scenario() -> Any:
         one = loop(backend, [np.ones(140_001) for _ in range(2)])
@@ -69,7 +69,7 @@ def test_an_abort_whenever_it_comes(
 
 
 def test_an_abort_before_what_is_done_in_full_has_begun(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One's Repeat has met the others, who brought something else; its Execution comes to know of the abort."""
+    """A fast path has met a rank that brought something else. The execution that takes over hears of the abort."""
     one = loop("shm", [np.ones(3), np.ones(3)])
     one.must()
     full = FastPath._in_full
@@ -92,7 +92,7 @@ def test_an_abort_before_what_is_done_in_full_has_begun(loop: MakeLoop, monkeypa
 
 @pytest.mark.parametrize("backend", ["local", "shm"])
 def test_aborts_race_with_repeats(loop: MakeLoop, repeats: list[int], backend: str) -> None:
-    """Those of runs that have ended do no harm; those of the run under way end it, and no rank hangs."""
+    """Aborts of runs that have ended do no harm. Aborts of the run under way end it, and no rank hangs."""
     one, stop = loop(backend, [np.ones(9) for _ in range(2)]), threading.Event()
     one.must()
     old = one.team._seq - 1

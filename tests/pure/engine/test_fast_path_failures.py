@@ -71,8 +71,8 @@ def test_a_kernel_that_fails_leaves_dirt(
     same(monkeypatch, scenario)
 
 
-def test_a_group_that_is_gone(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One's communicator is closed, or can't be found any more: it says so, the others hear that it left."""
+def test_a_group_that_is_gone_ends_the_run_on_all_ranks(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's communicator is closed, or can't be found any more. It says so, and the others hear that it left."""
 
     def gone() -> None:
         raise GroupBrokenError(group_name="team", detail="no more")
@@ -97,7 +97,7 @@ def test_a_group_that_is_gone(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("how", ["an abort", "the ledger", "the limit", "the reader"])
-def test_who_waits_for_a_reader(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+def test_a_wait_for_a_reader_can_be_ended(loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     def scenario() -> Any:
         one = loop("shm", [np.ones(5)], timeout_s=0.2 if how == "the limit" else WAIT_S)
         one.must()

@@ -181,7 +181,7 @@ def test_an_output_that_is_read_only_is_refused_on_all_ranks(scene: Scene, data:
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.permutations(KINDS, 2)))
 def test_an_operation_against_another_is_refused_naming_both(one: OpKind, other: OpKind) -> None:
-    """As where two members call different things: each runs its own half."""
+    """Each runs its own half, as where two members call different things."""
     with fleet_of(replace(_PLAIN, world=2)) as fleet:
         parts = [_part(kind) for kind in (one, other)]
         stages = [Stage.of(replace(_PLAIN, kind=kind, root=root, peer=1, op=op)) for kind, root, op in parts]

@@ -70,7 +70,7 @@ def _raised_in_place(function):
 
 
 def test_no_error_is_raised_that_somebody_keeps():
-    """Its frames would have it, and their callers' frames whatever there is: `raise anew(error)` instead."""
+    """Its traceback would hold it, and all that its frames and their callers hold. `raise anew(error)` instead."""
     found = []
     for path in sorted(Path(raycollect.__file__).parent.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):

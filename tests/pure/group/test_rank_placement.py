@@ -40,7 +40,7 @@ def test_actors_get_the_ranks_of_the_devices_they_own(table: RankTable, seed: in
 def test_otherwise_they_get_their_nodes_ranks_in_the_files_order(
     table: RankTable, seed: int, devices: tuple[int, ...]
 ) -> None:
-    """No device, several, one that is not in the table, or one that all share."""
+    """The actors own no device, several, one that is not in the table, or one that all share."""
     nodes = [node for node, _ in _actors(table, seed)]
     ranks = assign(table, [Place(node_id=f"n{node}", devices=devices) for node in nodes])
     assert sorted(ranks) == list(range(table.world_size))

@@ -122,7 +122,7 @@ def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
 
 
 @fault_in("raycollect-call-...")
-def test_a_communicator_s_thread_goes_on_with_the_next_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
+def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
     def start(slot: ProcessGroup) -> Any:
         return slot.communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S).result(WAIT_S)
 
@@ -147,7 +147,7 @@ def test_a_hub_that_fades_ends_whatever_fails() -> None:
 @fault_in("raycollect-watchdog")
 @pytest.mark.parametrize("holder", [watchdog.Watchdog, watchdog])
 def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: pytest.MonkeyPatch, holder: Any) -> None:
-    """Where looking fails at all, it is done again; where only the look at the process fails, the answer says so."""
+    """If all looking fails, it is done again. If only the look at the process fails, the answer says so."""
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
     desk, answered = Desk(1), threading.Event()
     desk.the_communicator.call = 0

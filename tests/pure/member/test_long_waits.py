@@ -31,7 +31,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
 
 @pytest.fixture
 def pipes(tmp_path: Path) -> list[Path]:
-    """Files of which a reader waits for a writer."""
+    """Named pipes, in which a reader waits for a writer."""
     made = [tmp_path / name for name in ("hold", "warned")]
     for path in made:
         os.mkfifo(path)
@@ -54,7 +54,7 @@ class Writing(logging.Handler):
 
 @contextmanager
 def warnings_after(quiet_s: float, path: Path) -> Iterator[list[str]]:
-    """What is logged of waits that last this long; the first text goes into a pipe as well."""
+    """What is logged of waits that last longer than this; the first text goes into a pipe as well."""
     handler, before = Writing(path), watchdog.QUIET_S
     logging.getLogger("raycollect").addHandler(handler)
     watchdog.QUIET_S = quiet_s
@@ -67,7 +67,7 @@ def warnings_after(quiet_s: float, path: Path) -> Iterator[list[str]]:
 
 
 def warned(name: str, rank: int, verb: str, path: Path, quiet_s: float) -> list[str]:
-    """A call, and what is logged meanwhile."""
+    """Makes a call; gives what is logged meanwhile."""
     with warnings_after(quiet_s, path) as texts:
         called(name, rank, verb)
     return texts
@@ -94,7 +94,7 @@ def hold(name: str, rank: int, path: Path) -> None:
     [("allreduce", "shm"), ("allreduce", "tcp"), ("allreduce", "gloo"), ("async", "shm"), ("send", "gloo")],
 )
 def test_a_members_call_that_lasts_is_warned_of_once(crew: Crew, pipes: list[Path], verb: str, backend: str) -> None:
-    """Rank 1 is held; rank 2 of three has come, or, where two are concerned, has nothing to do with it."""
+    """Rank 1 is held. Rank 2 has come; a send is none of its business."""
     group = crew.group(3, backend)
     group.must(called, "allreduce")
     others = [] if verb == "send" else [group.processes[2].start(called, group.name, 2, "allreduce")]
@@ -137,7 +137,7 @@ def test_a_process_that_is_stopped_gives_no_answer(crew: Crew, pipes: list[Path]
 
 
 def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str], BaseException | None]:
-    """Rank 0 of a group of two; what is logged meanwhile, and why there is no group."""
+    """Joins a group of two as rank 0, alone; gives what is logged meanwhile, and the error."""
     error = None
     with warnings_after(quiet_s, path) as texts:
         try:

@@ -114,7 +114,7 @@ def test_metrics_are_published_again_after_a_failure(monkeypatch: pytest.MonkeyP
 
 
 @fault_in("raycollect-watch")
-def test_the_next_wait_is_told_of() -> None:
+def test_the_next_wait_is_told_of_after_a_failure() -> None:
     told, over = threading.Event(), list[str]()
     hub = SimpleNamespace(tell=told.set)
     watch = WaitMonitor(0.01)
@@ -181,7 +181,7 @@ def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.Monke
 
 
 @fault_in("raycollect-order")
-def test_the_next_order_is_carried_out(premises: Any) -> None:
+def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
     done = threading.Event()
     desk = SimpleNamespace(run=lambda order: done.set())
     made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), FinishedCalls(), threading.Lock())
@@ -194,7 +194,7 @@ def test_the_next_order_is_carried_out(premises: Any) -> None:
 
 
 @fault_in("raycollect-order")
-def test_of_an_order_that_fails_the_controller_hears(leased: tuple[Lease, Hears]) -> None:
+def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
     here, heard = leased
     with fail_at(Lease, "run_program", thread="raycollect-order"):
         here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b""))
@@ -206,7 +206,7 @@ def test_of_an_order_that_fails_the_controller_hears(leased: tuple[Lease, Hears]
 
 @fault_in("raycollect-capture")
 def test_the_next_run_of_a_captured_step_is_refused_and_its_thread_goes_on(bench: Any) -> None:
-    """Of a run that failed nobody knows what it has done, so that the step is broken; another step is not."""
+    """Nobody knows what a failed run has done, so its step is broken. Another step is not."""
     one, other = bench(), bench()
     with fail_at(one.captured, "_run", thread="raycollect-capture"):
         one.run(1, 0, "x")

@@ -30,7 +30,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {"set_": _other_storage, "data": _oth
 @pytest.mark.parametrize("point", ["before_door", "after_door", "before_kernel"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_its_own(name: str, point: str, fleet: MakeFleet) -> None:
-    """A thread of the actor does so: what the collective has looked at is what it writes, whoever has it now."""
+    """A thread of the actor gives it the memory. The collective writes what it has looked at, whoever has that now."""
     one = fleet(2)
     tensor = torch.ones(4)
     before = tensor.view(-1)  # of the same storage

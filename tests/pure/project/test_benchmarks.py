@@ -77,7 +77,7 @@ def test_each_contender_is_timed_so_many_times_and_alone():
 
 
 def test_nobody_always_follows_the_same_one():
-    """What one leaves behind is paid for by whoever comes next: by each of the others now and then."""
+    """Whoever comes next pays for what one leaves behind, so each of the others has to come next now and then."""
     story, fakes = _fakes(1.0, 1.0, 1.0)
     interleave(fakes, nbytes=4, runs=40, warmup=0)
     ran = "".join(name for what, name, *_ in story if what == "run")
