@@ -55,6 +55,13 @@ class Stop:
 
         monkeypatch.setattr(in_place.Work, name, held_up)
 
+    def abort_others(self, team: ThreadTeam, launch: Launch, futures: list[Any]) -> None:
+        """Aborts ranks 0 and 1, once rank 2 is held up."""
+        assert self.reached.wait(WAIT_S)
+        for rank in (0, 1):
+            team.communicators[rank].abort(launch.seq)
+            assert_aborted(futures[rank])
+
 
 def assert_aborted(future: Any) -> None:
     """The rank was aborted. Lets go of the error's frames, which hold arrays, as the executor does."""

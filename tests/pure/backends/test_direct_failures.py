@@ -34,10 +34,7 @@ def test_an_array_is_kept_until_nobody_can_write_it_any_more(monkeypatch: pytest
     stop = Stop(monkeypatch, "_reduce", lambda work: work._rank == 2)
     launch = trio.launch()
     futures = [trio.start(rank, body_allreduce, launch, arrays) for rank in trio.everyone]
-    assert stop.reached.wait(WAIT_S)
-    for rank in (0, 1):
-        trio.communicators[rank].abort(launch.seq)
-        assert_aborted(futures[rank])
+    stop.abort_others(trio, launch, futures)
     arrays[0] = None
     gc.collect()
     assert root() is not None

@@ -18,7 +18,6 @@ from raycollect.pos import tensors
 from tests.pure.backends.in_place_kernels import Stop, assert_aborted, body_allreduce, trio
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import REDUCTIONS
-from tests.pure.watched import WAIT_S
 
 __all__ = ["trio"]  # a fixture
 
@@ -185,10 +184,7 @@ def test_all_arrays_lent_together_are_kept_until_nobody_can_write_them(
         return together(communicator, launch, kernels)
 
     futures = [trio.start(rank, body) for rank in trio.everyone]
-    assert stop.reached.wait(WAIT_S)
-    for rank in (0, 1):
-        trio.communicators[rank].abort(launch.seq)
-        assert_aborted(futures[rank])
+    stop.abort_others(trio, launch, futures)
     arrays[0] = None
     gc.collect()
     assert all(root() is not None for root in roots)
