@@ -18,7 +18,8 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import UnsupportedError
 from tests.gpu.cases import run_once, seen
-from tests.pure.conformance import Case, bits, operand
+from tests.pure.conformance import Case, bits
+from tests.pure.operands import operand
 
 TIMEOUT_S = 15.0
 """The limit of one launch of ours."""

@@ -7,15 +7,12 @@ to hear of it, and that it has struck, even where the process is gone. The folde
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -46,7 +43,7 @@ class Fault:
         action: A name in `ACTIONS`.
         rank: The rank in which it strikes.
         point: One of `PHASES`, or another of the executor's points.
-        nth: The how manieth time the rank comes there.
+        nth: At which visit of the rank it strikes; 1 is the first.
         way: A name in `DEATHS` for a death; for control bytes the backend whose door they belong to, or ``"link"``.
         group: The group whose door it is.
         folder: Where it writes down that it has struck; empty: nowhere.
@@ -120,83 +117,6 @@ class Folder:
             return None
 
 
-class Failing:
-    """A fault in what a thread calls: the next call there raises, once.
-
-    Attributes:
-        error: What it raises.
-        consumed: Whether it was raised.
-        records: What the log said of it.
-        told: Set with the first of these.
-    """
-
-    def __init__(self, thread: str) -> None:
-        self.error = TypeError(f"injected on {thread or 'any thread'}")
-        self.consumed = threading.Event()
-        self.records: list[logging.LogRecord] = []
-        self.told = threading.Event()
-        self.thread = thread
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def reach(*args: Any, **kwargs: Any) -> Any:
-            if not self.consumed.is_set() and threading.current_thread().name.startswith(self.thread):
-                self.consumed.set()
-                raise self.error
-            return call(*args, **kwargs)
-
-        return reach
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Hears the log."""
-        if record.exc_info is not None and record.exc_info[1] is self.error:
-            self.records.append(record)
-            self.told.set()
-        return True
-
-
-@contextmanager
-def fail_at(holder: Any, name: str, *, thread: str = "", wait_s: float = 20.0) -> Iterator[Failing]:
-    """Lets the next call of what an object, a class or a module calls by that name raise, where a thread makes it.
-
-    At the end of the block the fault has to be consumed, and told of in the log: once, with its traceback.
-
-    Args:
-        holder: Who calls it so.
-        name: The name.
-        thread: How the names of the threads begin in which it raises.
-        wait_s: How long to wait for both.
-    """
-    failing, log = Failing(thread), logging.getLogger("raycollect")
-    original, own = getattr(holder, name), name in vars(holder)
-    log.addFilter(failing)
-    setattr(holder, name, failing.wrap(original))
-    try:
-        yield failing
-        assert failing.consumed.wait(wait_s), f"nothing has come to {name} on a thread {thread!r}"
-        assert failing.told.wait(wait_s), "nobody was told of it"
-    finally:
-        setattr(holder, name, original) if own else delattr(holder, name)
-        log.removeFilter(failing)
-    (record,) = failing.records
-    assert record.levelno == logging.ERROR
-    assert str(record.threadName).startswith(thread)
-
-
-def put_failing(actor_self: Any, where: str, name: str, thread: str) -> None:
-    """Does in this actor what `fail_at` does, until `end_failing`; `where` is a class, as ``"module:Class"``."""
-    module, _, holder = where.partition(":")
-    made = fail_at(getattr(import_module(module), holder), name, thread=thread)
-    sys._raycollect_failing = made, made.__enter__()  # type: ignore[attr-defined]
-
-
-def end_failing(actor_self: Any) -> str:
-    """Checks that the fault was consumed, and told of once; gives the name of the thread."""
-    made, failing = vars(sys).pop("_raycollect_failing")
-    made.__exit__(None, None, None)
-    return str(failing.records[0].threadName)
-
-
 # ---------------------------------------------------------------------------------------------- in the actor
 
 
@@ -214,7 +134,7 @@ class Injected:
         self._undo: list[Callable[[], None]] = []
 
     def at(self, point: str, seq: int, rank: int) -> None:
-        """See `contracts.Faults`."""
+        """See `protocols.Faults`."""
         fault = self.fault
         if (point, rank) != (fault.point, fault.rank) or self._left <= 0:
             return
@@ -351,7 +271,7 @@ def _leave() -> None:
 
 
 def _exit_once_awaited() -> None:
-    """The others of a `shm` group have left the door: who is told of a death before that stops there."""
+    """Exits once the others of a `shm` group have left the door: whoever is told of a death before that stops there."""
     meeting = _participation("default").communicator._parts.meeting
     words = meeting._words[::_WORD_STRIDE]
     while not all(word > words[meeting.rank] for rank, word in enumerate(words) if rank != meeting.rank):

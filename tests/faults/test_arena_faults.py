@@ -19,9 +19,7 @@ from raycollect.backends.shm import in_place
 from raycollect.pos.arena import NAME
 from raycollect.pos.segments import Segments
 from tests.faults import inject
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Gate, Worker, wait_until
 
 ROOT = Path(__file__).parents[2]
 SIZE = 2 << 20

@@ -17,9 +17,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.plan_tracker import PlanTracker
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker, block, filled
+from tests.ray.workers import Gate, Worker, block, filled, wait_until
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from raycollect import errors
-from tests.faults.matrix import DRIVER, GROUP, LIMIT_S, SHORT_S, TABLE, WORLD_SIZE, Case, Row, Seen, cases, run_case
+from tests.faults.fault_scenes import Seen, run_case
+from tests.faults.matrix import DRIVER, GROUP, LIMIT_S, SHORT_S, TABLE, WORLD_SIZE, Case, Row, cases
 from tests.faults.report import write_section
 from tests.ray.workers import Worker
 

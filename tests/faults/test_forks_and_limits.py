@@ -17,9 +17,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults.user_errors import BACKENDS, PATIENT_S, assert_works, refs_of
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Gate, Worker, wait_until
 
 
 def in_child(self, function, *args):

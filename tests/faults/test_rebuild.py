@@ -13,8 +13,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.test_refusals import Gate
-from tests.ray.workers import Worker, block, filled
+from tests.ray.workers import Gate, Worker, block, filled
 
 BACKENDS = ["shm", "tcp", "gloo"]
 

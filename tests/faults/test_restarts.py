@@ -10,9 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Buffers, Worker, block
+from tests.ray.workers import Buffers, Gate, Worker, block, wait_until
 
 PATIENT_S = 20.0
 

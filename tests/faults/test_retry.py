@@ -11,9 +11,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.faults import inject
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker, block, filled
+from tests.ray.workers import Gate, Worker, block, filled, wait_until
 
 
 def other_buffer(self):

@@ -16,10 +16,8 @@ from raycollect import errors
 from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
-from tests.ray.test_refusals import Gate
 from tests.ray.test_statistics import is_stopped
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Buffers, Plain, Worker
+from tests.ray.workers import Buffers, Gate, Plain, Worker, wait_until
 
 
 def inner(gate, begun):

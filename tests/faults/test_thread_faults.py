@@ -1,4 +1,4 @@
-"""A fault in the threads that there are with Ray only; see `tests/pure/test_thread_faults.py` for all others."""
+"""A fault in the threads that there are with Ray only; the files of this name in `tests/pure` have all others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import InternalError
-from tests.faults import inject
+from tests.faults import thread_failures
 from tests.ray.workers import Buffers
 
 TESTED = frozenset({"raycollect-kernel", "raycollect-plan"})
@@ -30,10 +30,12 @@ def test_unexpected_program_failure_is_raised_and_the_next_one_runs(actors: Any,
     group = col.declare_collective_group(workers)
     refs = [worker.get_buffer.remote() for worker in workers]
     ray.get(refs)
-    ray.get(workers[1].__ray_call__.remote(inject.put_failing, "raycollect.member.lease:Lease", "_run", thread))
+    ray.get(
+        workers[1].__ray_call__.remote(thread_failures.put_failing, "raycollect.member.lease:Lease", "_run", thread)
+    )
     with pytest.raises(InternalError, match="injected on raycollect-"):
         col.allreduce_refs(refs, inplace=inplace, timeout_s=20)
-    assert ray.get(workers[1].__ray_call__.remote(inject.end_failing)).startswith(thread)
+    assert ray.get(workers[1].__ray_call__.remote(thread_failures.end_failing)).startswith(thread)
     assert [member.answers for member in group.status().members] == [True, True]
     for one in col.get(col.allreduce_refs(refs, inplace=inplace)):
         np.testing.assert_array_equal(one, np.full(10, 2, np.float32))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pure.empties import BACKENDS_HERE, WORLDS, check_draws, teams
+from tests.pure.empties import BACKENDS_HERE, check_draws, teams
+from tests.pure.empty_scenes import WORLDS
 
 DRAWS = 2_000
 

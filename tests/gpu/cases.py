@@ -16,7 +16,6 @@ from raycollect.core.protocols import Communicator
 from raycollect.errors import UnsupportedError
 from tests.pure.communicators import Team
 from tests.pure.conformance import (
-    NARROW,
     REDUCTIONS,
     Case,
     as_read,
@@ -31,6 +30,7 @@ from tests.pure.conformance import (
     sides,
     what_is_wrong,
 )
+from tests.pure.operands import NARROW
 
 from . import devices
 

@@ -30,7 +30,8 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
-from tests.pure.conformance import DTYPES, KINDS, NARROW, REDUCTIONS, Case, every_case, run_launch
+from tests.pure.conformance import DTYPES, KINDS, REDUCTIONS, Case, every_case, run_launch
+from tests.pure.operands import NARROW
 
 from . import devices
 from .cases import LIBRARIES, check, layouts_of, placed, seen, to_host

@@ -1,4 +1,4 @@
-"""What every kernel of every backend must do, said once more and independently: cases, operands, expected results.
+"""What every kernel of every backend must do, said once more and independently: cases and expected results.
 
 A `Case` is one launch. Each rank makes its own operands, runs the kernel, and compares what it holds afterwards, bit
 for bit, with what numpy makes of all ranks' operands.
@@ -7,9 +7,8 @@ for bit, with what numpy makes of all ranks' operands.
 from __future__ import annotations
 
 import os
-import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise, product
@@ -24,6 +23,7 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.pos import tensors
 from tests.pure.communicators import Team
+from tests.pure.operands import LOCK, NARROW, left_fold, operand
 
 BACKENDS = tuple(os.environ.get("RAYCOLLECT_TEST_BACKENDS", "local shm tcp gloo torch:gloo").split())
 """Which backends the suite runs on; the environment names others, which installed packages add."""
@@ -33,7 +33,6 @@ IN_THREADS = frozenset({"local", "shm", "tcp"})
 
 WORLDS = (1, 2, 3, 5, 8)
 SIZES = (0, 1, 7, 1024, 1_000_001)
-NARROW = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 DTYPES = (
     "bool",
     *(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")),
@@ -96,80 +95,7 @@ def allowed(op: ReduceOp, dtype: str) -> bool:
     return kind not in {ReduceOp.AVG: "biu", ReduceOp.MIN: "c", ReduceOp.MAX: "c"}.get(op, "")
 
 
-# ------------------------------------------------------------------------------- operands, and what must come out
-
-
-def operand(rank: int, dtype: str, size: int, seed: int = 0) -> np.ndarray:
-    """A rank's operand: any bits for whole numbers; values around 1 for the others, some subnormal. Not to be written.
-
-    Processors for graphics and those in a fast mode take subnormal numbers for 0.
-    """
-    with _LOCK:
-        return _operand(rank, dtype, size, seed)
-
-
-_LOCK = threading.RLock()  # threads of a team want the same at once
-
-
-@lru_cache(maxsize=24)
-def _operand(rank: int, dtype: str, size: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng([seed, rank])
-    found = np.dtype(dtype)
-    if found.kind == "b":
-        values = rng.integers(0, 2, size).astype(bool)
-    elif found.kind in "iu":
-        values = rng.integers(0, 256, size * found.itemsize, np.uint8).view(found)
-    elif found.kind == "c":
-        values = (rng.uniform(0.5, 1.5, size) + 1j * rng.uniform(-1, 1, size)).astype(found)
-    else:
-        values = (rng.uniform(0.5, 1.5, size) * rng.choice([-1, 1], size)).astype(found)
-    if found.kind == "c" or found.kind == "f" or dtype in NARROW:
-        _make_some_tiny(values, rng)
-    values.flags.writeable = False
-    return values
-
-
-def _make_some_tiny(values: np.ndarray, rng: np.random.Generator) -> None:
-    """Makes elements, the same on all ranks, subnormal, and others so small that the product of two of them is."""
-    parts = values.view(values.real.dtype) if values.dtype.kind == "c" else values
-    known = ml_dtypes.finfo(parts.dtype)
-    parts[5::11] *= np.sqrt(np.float64(known.smallest_normal) / 16).astype(parts.dtype)
-    few = int(known.smallest_normal / known.smallest_subnormal)
-    tiny = parts[3::7]
-    steps = rng.integers(1, max(2, min(few // 16, 1 << 20)), tiny.size)  # of eight ranks, the sum is subnormal, too
-    tiny[...] = (steps * np.float64(known.smallest_subnormal) * rng.choice([-1, 1], tiny.size)).astype(parts.dtype)
-
-
-def left_fold(op: ReduceOp, parts: Sequence[np.ndarray]) -> np.ndarray:
-    """The meaning of a reduction, written independently of the backends."""
-    dtype = parts[0].dtype
-    wide = np.float32 if dtype.name in (*NARROW, "float16") else dtype
-    times = _complex_product if dtype.kind == "c" else np.multiply
-    combine: Callable[..., Any] = {
-        ReduceOp.SUM: np.logical_or if dtype.kind == "b" else np.add,
-        ReduceOp.PRODUCT: np.logical_and if dtype.kind == "b" else times,
-        ReduceOp.MIN: np.minimum,
-        ReduceOp.MAX: np.maximum,
-        ReduceOp.AVG: np.add,
-        ReduceOp.BAND: np.bitwise_and,
-        ReduceOp.BOR: np.bitwise_or,
-        ReduceOp.BXOR: np.bitwise_xor,
-    }[op]
-    with np.errstate(all="ignore"):
-        result = parts[0].astype(wide)
-        for part in parts[1:]:
-            result = combine(result, part.astype(wide))
-        if op is ReduceOp.AVG:
-            result = (result.view(result.real.dtype) / len(parts)).view(wide)
-        return np.asarray(result, dtype)
-
-
-def _complex_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """By the book: numpy may fuse a product and a sum, and then rounds once less."""
-    result = np.empty_like(a)
-    result.real = a.real * b.real - a.imag * b.imag
-    result.imag = a.real * b.imag + a.imag * b.real
-    return result
+# ------------------------------------------------------------------------------- what must come out
 
 
 @lru_cache(maxsize=10)
@@ -203,7 +129,7 @@ def sides(case: Case, rank: int, world: int) -> tuple[Any, Any, int]:  # noqa: C
 
     def fold() -> np.ndarray:
         assert case.op is not None
-        with _LOCK:
+        with LOCK:
             return _folded(case.op, case.dtype, case.size, world, case.seed)
 
     def exchanged(giver: int) -> tuple[np.ndarray, ...]:

@@ -11,16 +11,15 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from raycollect.backends import arrays
-from raycollect.core.model import PIECES, GroupSpec, Key, OpKind, ReduceOp, task_key
+from raycollect.core.model import GroupSpec, Key, OpKind, task_key
 from raycollect.core.protocols import Communicator
 from raycollect.engine import device_staging
 from raycollect.engine.device_staging import memory_of
@@ -32,196 +31,15 @@ from raycollect.planner import Plan, Request, Roster, Topology, decode_program, 
 from raycollect.pos import Container, Store, tensors
 from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Worker
 from tests.pure.conformance import BACKENDS, is_absent, put_in_place
+from tests.pure.empty_scenes import WORLDS, Call, Scene, Shape, Side, arranged, in_order, scenes, value_of, values_of
 from tests.pure.fleet import WAIT_S, contain
-from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
-from tests.pure.mixed import numbers
+from tests.pure.meaning import takers
 from tests.pure.on_gpu import GpuTeam, gpus
 from tests.pure.on_one_gpu import OLD, SharingTeam
-
-__all__ = ["BACKENDS_HERE", "check_draws", "teams"]
 
 ON_GPUS, ON_ONE_GPU = "nccl", "nccl on one GPU"
 BACKENDS_HERE = (*BACKENDS, ON_GPUS, ON_ONE_GPU)
 """All, the last two on the fake of cupy."""
-
-WORLDS = (1, 2, 3, 5)
-
-EMPTY = ((0,), (0, 3), (2, 0))
-FULL = ((), (1,), (3,), (7,), (2, 3), (5, 1, 1), (4_999,), (17_011,))
-"""The last but one is large enough for kernels in place, the last one too large to be packed."""
-DTYPES = ("float64", "float32", "int8", "int32")
-OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX)
-LAYOUTS = ("own", "one base", "one shared base", "every other", "torch")
-"""How the tensors of a rank lie; of those with one base an empty one begins where another one does."""
-
-STRUCTURES: dict[str, Callable[[Sequence[Any]], Any]] = {
-    "list": list,
-    "dict": lambda row: {f"name {at}": one for at, one in enumerate(row)},
-    "nested": lambda row: {"first": row[0], "others": [tuple(row[1:])]} if row[1:] else [[row[0]]],
-}
-
-Shape = tuple[int, ...]
-Side = list[Any] | None
-"""For each tensor of one of a rank's values an array, or a tuple with one for each piece; None: there is no value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One collective.
-
-    Attributes:
-        kind: The operation.
-        dtypes: Of each tensor of a value.
-        shapes: For each tensor, by giver and taker; where only one of them counts, the other is 0.
-        structure: How the tensors make a value; empty: there is one, and it is the value.
-        op: For reductions.
-        root: The root, or the sender.
-        peer: The receiver.
-        into: Where results go: ``"made"``, ``"given"``, ``"in place"``; or ``"one tensor"`` that is given, of which
-            all pieces are cut, as those are that are read.
-    """
-
-    kind: OpKind
-    dtypes: tuple[str, ...]
-    shapes: tuple[dict[tuple[int, int], Shape], ...]
-    structure: str
-    op: ReduceOp | None
-    root: int
-    peer: int
-    into: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scene:
-    """What all ranks do.
-
-    Attributes:
-        world: The number of ranks.
-        calls: The calls of one plan.
-        layout: How tensors lie.
-        staging: See `plan`.
-        is_call: Whether ranks give the operands of the only call themselves; else a store has them.
-        on_host: The ranks whose tensors lie in the host's memory, of a backend that works on GPUs.
-        number: Other values.
-    """
-
-    world: int
-    calls: tuple[Call, ...]
-    layout: str
-    staging: int
-    is_call: bool
-    on_host: frozenset[int]
-    number: int
-
-
-# ------------------------------------------------------------------------------- by chance
-
-
-@st.composite
-def scenes(draw: st.DrawFn, worlds: Sequence[int]) -> Scene:
-    """Draws scenes of these world sizes."""
-    world = draw(st.sampled_from(worlds))
-    possible = [kind for kind in KINDS if kind is not OpKind.BARRIER and (kind is not OpKind.SEND or world > 1)]
-    kinds = draw(st.lists(st.sampled_from(possible), min_size=1, max_size=2))
-    if draw(st.booleans()):
-        kinds += kinds[:1] * 2
-    dtypes = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2))  # few, so that tensors travel together
-    calls = tuple([draw(_calls(kind, world, dtypes)) for kind in kinds])
-    return Scene(
-        world=world,
-        calls=calls,
-        layout=draw(st.sampled_from(LAYOUTS)),
-        staging=draw(st.sampled_from([32 << 20, 32 << 20, 256, 0])),
-        is_call=len(calls) == 1 and draw(st.booleans()),
-        on_host=draw(st.frozensets(st.integers(0, world - 1))),
-        number=draw(st.integers(0, 99)),
-    )
-
-
-@st.composite
-def _calls(draw: st.DrawFn, kind: OpKind, world: int, dtypes: Sequence[str]) -> Call:
-    structure = draw(st.sampled_from([*STRUCTURES, ""]))
-    count = draw(st.integers(2, 4)) if structure else 1
-    root, peer = draw(st.permutations(range(world)))[:2] if world > 1 else (0, -1)
-    into = draw(st.sampled_from(_places_of(kind, structure)))
-    return Call(
-        kind=kind,
-        dtypes=tuple(draw(st.lists(st.sampled_from(dtypes), min_size=count, max_size=count))),
-        shapes=tuple([draw(_shapes(kind, world, into)) for _ in range(count)]),
-        structure=structure,
-        op=draw(st.sampled_from(OPS)) if kind in REDUCTIONS else None,
-        root=root if kind in (*ROOTED, OpKind.SEND) else -1,
-        peer=peer if kind is OpKind.SEND else -1,
-        into=into,
-    )
-
-
-def _places_of(kind: OpKind, structure: str) -> list[str]:
-    if kind is OpKind.BROADCAST:
-        return ["given"]
-    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
-        return ["in place", "made"]
-    if kind is OpKind.SEND:
-        return ["given", "made"]
-    return ["made", "given", "in place", *([] if structure else ["one tensor"])]
-
-
-@st.composite
-def _shapes(draw: st.DrawFn, kind: OpKind, world: int, into: str) -> dict[tuple[int, int], Shape]:
-    gives, takes = PIECES.get(kind, (False, False))
-    of_one = (kind is OpKind.ALLTOALL or takes, kind is OpKind.ALLTOALL or gives)  # whether the giver, the taker counts
-    places = [(a, b) for a in range(world if of_one[0] else 1) for b in range(world if of_one[1] else 1)]
-    one = st.one_of(st.sampled_from(EMPTY), st.sampled_from(FULL))
-    if into == "one tensor":
-        return dict.fromkeys(places, draw(one))
-    found = dict(zip(places, draw(st.lists(one, min_size=len(places), max_size=len(places))), strict=True))
-    if kind is OpKind.ALLTOALL and into == "in place":  # what i gives j has the shape of what j gives i
-        return {(a, b): found[min(a, b), max(a, b)] for a, b in places}
-    return found
-
-
-# ------------------------------------------------------------------------------- values of all ranks
-
-
-def _values(call: Call, scene: Scene, at: int) -> tuple[list[Side], list[Side]]:
-    """By rank what is given, and what is to be taken, in numpy."""
-    given, taken = [], []
-    for number, (dtype, shapes) in enumerate(zip(call.dtypes, call.shapes, strict=True)):
-        make = numbers(np.random.default_rng([scene.number, at, number]), dtype)
-        gives = gives_of(call.kind, scene.world, make, lambda a, b, shapes=shapes: shapes[a, b], call.root)
-        takes = meaning(call.kind, gives, root=call.root, peer=call.peer, op=call.op)
-        given.append([_pieces(one) for one in gives])
-        taken.append([_pieces(one) for one in takes])
-    return _by_rank(given), _by_rank(taken)
-
-
-def _pieces(value: Any) -> Any:
-    return tuple(map(np.asarray, value)) if isinstance(value, list) else None if value is None else np.asarray(value)
-
-
-def _by_rank(by_tensor: Sequence[Sequence[Any]]) -> list[Side]:
-    rows = [list(row) for row in zip(*by_tensor, strict=True)]
-    return [None if row[0] is None else row for row in rows]
-
-
-def _in_order(side: Side) -> list[Any]:
-    """The tensors of a side as they are in its value."""
-    if side is None or type(side[0]) is not tuple:
-        return list(side or ())
-    return [one for row in zip(*side, strict=True) for one in row]
-
-
-def _as(side: Side, flat: Sequence[Any]) -> Side:
-    """Others in the places of a side's tensors; the inverse of `_in_order`."""
-    if side is None or type(side[0]) is not tuple:
-        return list(flat) if side is not None else None
-    return [tuple(flat[at :: len(side)]) for at in range(len(side))]
-
-
-def _value(side: Side, structure: str) -> Any:
-    build = STRUCTURES[structure] if structure else lambda row: row[0]
-    assert side is not None
-    return [build(row) for row in zip(*side, strict=True)] if type(side[0]) is tuple else build(side)
 
 
 # ------------------------------------------------------------------------------- tensors of one rank
@@ -283,7 +101,7 @@ class Part:
         self._given, self._taken = values[0][rank], values[1][rank]
         self._is_root = rank == call.root
         takes = rank in takers(call.kind, len(values[0]), call.root, call.peer) and self._taken is not None
-        blank = _as(self._taken, [np.ones_like(one) for one in _in_order(self._taken)]) if takes else None
+        blank = arranged(self._taken, [np.ones_like(one) for one in in_order(self._taken)]) if takes else None
         self._blank = blank if call.into != "made" else None
         self.src, self._gives = self._made(self._given)
         self.dst, self._takes = self._made(self._blank)
@@ -298,15 +116,15 @@ class Part:
         if self.call.into == "one tensor" and type(side[0]) is tuple:
             (whole,) = self._placed.make([np.stack(side[0])], gaps=False)
             return whole, [tuple(whole[at : at + 1] for at in range(len(side[0])))]
-        made = _as(side, self._placed.make(_in_order(side)))
-        return _value(made, self.call.structure), made
+        made = arranged(side, self._placed.make(in_order(side)))
+        return value_of(made, self.call.structure), made
 
     def _overlay(self, rank: int) -> None:
         """Lets what is written be what is read, where that is allowed."""
         if self._gives is None or (self._takes is None and self._taken is None):
             return
         if self.call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
-            self._takes, self._shared = self._gives, _in_order(self._gives)
+            self._takes, self._shared = self._gives, in_order(self._gives)
             return
         if self._takes is None:
             return
@@ -314,21 +132,21 @@ class Part:
         found = [put_in_place(self.call.kind, rank, src, dst) for src, dst in pairs]
         self._takes = [dst for dst, _ in found]
         self._shared = [one for _, shared in found for one in shared]
-        self.dst = _value(self._takes, self.call.structure)
+        self.dst = value_of(self._takes, self.call.structure)
 
     def reset(self) -> None:
         """Writes all of it as it was."""
         for side, values in ((self._takes if self.dst is not None else None, self._blank), (self._gives, self._given)):
-            for tensor, value in zip(_in_order(side), _in_order(values) if side is not None else [], strict=True):
+            for tensor, value in zip(in_order(side), in_order(values) if side is not None else [], strict=True):
                 self._placed.write(tensor, value.reshape(tuple(tensor.shape)))
 
     def wrong(self, made: Container | None) -> str:
         """What is not as it must be, or ""."""
-        for tensor, value in zip(_in_order(self._gives), _in_order(self._given), strict=True):
+        for tensor, value in zip(in_order(self._gives), in_order(self._given), strict=True):
             if not any(tensor is other for other in self._shared) and not self._is(tensor, value):
                 return "what was only to be read was written"
-        taken = list(made.tensors) if made is not None else _in_order(self._takes)
-        for at, (tensor, value) in enumerate(zip(taken, _in_order(self._taken), strict=True) if taken else ()):
+        taken = list(made.tensors) if made is not None else in_order(self._takes)
+        for at, (tensor, value) in enumerate(zip(taken, in_order(self._taken), strict=True) if taken else ()):
             if not self._is(tensor, value):
                 return f"tensor {at} is {self._placed.read(tensor).tolist()}, not {value.tolist()}"[:500]
             if made is not None and self.call.into != "one tensor" and tuple(tensor.shape) != value.shape:
@@ -354,7 +172,7 @@ def _planned(scene: Scene, spec: GroupSpec) -> Plan:
     )
     requests = []
     for at, call in enumerate(scene.calls):
-        gives, takes = _values(call, scene, at)
+        gives, takes = values_of(call, scene, at)
         ranks = sorted({call.root, call.peer}) if call.kind is OpKind.SEND else range(scene.world)
         into = takers(call.kind, scene.world, call.root, call.peer) if call.into != "made" else []
         operands = tuple(
@@ -395,7 +213,7 @@ def body_scene(communicator: Communicator, scene: Scene, spec: GroupSpec, seqs: 
         import cupy
     placed = Placed(scene.layout, cupy)
     mine = {at for at, part in enumerate(planned.parts) if rank in part.ranks}
-    parts = {at: Part(scene.calls[at], rank, _values(scene.calls[at], scene, at), placed) for at in sorted(mine)}
+    parts = {at: Part(scene.calls[at], rank, values_of(scene.calls[at], scene, at), placed) for at in sorted(mine)}
     store = Store()
     for at, part in parts.items():
         for side, value in enumerate((part.src, part.dst)):
@@ -439,6 +257,7 @@ def _run(
 
 
 # ------------------------------------------------------------------------------- on all ranks
+
 
 TeamOf = Callable[[int], Team]
 

@@ -348,3 +348,12 @@ def _raised(outcomes: list[Outcome]) -> list[Outcome]:
         if outcome.error is not None:
             raise outcome.error
     return outcomes
+
+
+def refused_alike(outcomes: Any) -> RefusedError:
+    """The one error that all ranks have."""
+    (text,) = {str(outcome.error) for outcome in outcomes}
+    error = outcomes[0].error
+    assert isinstance(error, RefusedError), text
+    assert all(outcome.outputs == () for outcome in outcomes)
+    return error

@@ -25,7 +25,6 @@ from tests.fake_cupy import Fake, installed
 from tests.gpu.cases import LAYOUTS as ON_DEVICE
 from tests.pure.communicators import MemoryExchange, ThreadTeam
 from tests.pure.conformance import (
-    NARROW,
     Case,
     as_read,
     check_outcomes,
@@ -39,6 +38,7 @@ from tests.pure.conformance import (
     sides,
     what_is_wrong,
 )
+from tests.pure.operands import NARROW
 
 LAYOUTS = tuple(ON_DEVICE)
 LIBRARIES = ("cupy", "torch")

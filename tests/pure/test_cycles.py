@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import gc
 import threading
 import time
 import weakref
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import raycollect
 from raycollect import backends
 from raycollect.backends.adopted import register_collective_backend
 from raycollect.channel import Hub, Server
@@ -29,14 +26,13 @@ from raycollect.errors import (
     KernelError,
     RaycollectError,
     RefusedError,
-    anew,
     kept,
 )
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
 from raycollect.member import verbs as col
 from tests import cycles
-from tests.pure.backends.test_adopted import Threads
+from tests.pure.backends.adopted_groups import Threads
 from tests.pure.communicators import ThreadTeam
 from tests.pure.conformance import run_launch
 from tests.pure.processes import join, leave_all, outcome
@@ -61,77 +57,6 @@ def test_a_cycle_that_holds_what_matters_is_told_of():
     assert cycles.left(lambda: Knot("nothing")) == []
     assert gc.isenabled()
     assert gc.garbage == []
-
-
-# ---------------------------------------------------------------------------------------------- errors
-
-
-def test_a_kept_error_has_no_frames_and_a_new_one_leaves_it_so():
-    def fail():
-        try:
-            raise ZeroDivisionError
-        except ZeroDivisionError as exc:
-            raise KernelError(rank=1, detail="x") from exc
-
-    try:
-        fail()
-    except KernelError as exc:
-        error = kept(exc)
-    cause = error.__cause__
-    assert isinstance(cause, ZeroDivisionError)
-    assert [one.__traceback__ for one in (error, cause)] == [None, None]
-    with pytest.raises(KernelError) as raised:
-        raise anew(error)
-    assert raised.value is not error
-    assert (raised.value.rank, raised.value.detail, raised.value.__cause__) == (1, "x", cause)
-    assert error.__traceback__ is None
-
-
-def test_the_exception_that_a_user_handles_keeps_its_frames():
-    with pytest.raises(ZeroDivisionError) as raised:
-        try:
-            raise ZeroDivisionError
-        except ZeroDivisionError:
-            try:
-                raise KernelError(detail="a call of the user's handler fails")
-            except KernelError as exc:
-                kept(exc)
-            raise
-    assert raised.value.__traceback__.tb_next is None
-
-
-def _raised_in_place(function):
-    """The `raise` statements of a function that raise an object which somebody has."""
-    handled = {}  # a raise -> the name of the exception that is handled there
-    for handler in ast.walk(function):
-        if isinstance(handler, ast.ExceptHandler):
-            handled |= {id(one): handler.name for one in ast.walk(handler) if isinstance(one, ast.Raise)}
-    dropped = {
-        name.id
-        for one in ast.walk(function)
-        if isinstance(one, ast.Try)
-        for statement in one.finalbody
-        if isinstance(statement, ast.Delete)
-        for name in statement.targets
-        if isinstance(name, ast.Name)
-    }
-    for one in ast.walk(function):
-        if not isinstance(one, ast.Raise) or one.exc is None or isinstance(one.exc, ast.Call):
-            continue
-        name = one.exc.id if isinstance(one.exc, ast.Name) else ""
-        if name.lstrip("_")[:1].isupper() or name in dropped or (name and name == handled.get(id(one))):
-            continue
-        yield ast.unparse(one)
-
-
-def test_no_error_is_raised_that_somebody_keeps():
-    """Its frames would have it, and their callers' frames whatever there is: `raise anew(error)` instead."""
-    found = []
-    for path in sorted(Path(raycollect.__file__).parent.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found += [f"{path.name}, {node.name}: {one}" for one in _raised_in_place(node)]
-    assert "\n".join(found) == ""
 
 
 # ---------------------------------------------------------------------------------------------- connections

@@ -1,15 +1,19 @@
-"""What the tests of captured steps share: actors that compute, and what they would do without being captured."""
+"""What the tests of captured steps share: actors that compute, and checks of what is left of a step."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 import ray
 
 import raycollect as col
+from raycollect import errors
 from raycollect.member.runtime import Runtime
 from tests.lives import lasting
+from tests.ray.batching import found, spread
 from tests.ray.workers import Buffers
 
 
@@ -98,3 +102,47 @@ class Coroutines(col.CollectiveParticipant):
 def captured_here(self):
     """How many captured steps a participant has."""
     return len(Runtime.current()._lease._captures._living)
+
+
+@pytest.fixture
+def trio(actors):
+    """Three actors in a declared group, and in one of the first two."""
+    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
+    col.declare_collective_group(workers)
+    col.declare_collective_group(workers[:2], group_name="pair")
+    return workers
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    """A named pipe; the function ends the stalls of all who read it, now or later, or so many of them."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    fd = os.open(path, os.O_RDWR)  # with both ends here no open waits
+    yield str(path), lambda count=100: os.write(fd, bytes(count))
+    os.close(fd)
+
+
+def is_broken(step, match="one of its runs failed", **arguments):
+    """Later runs are refused, with the reason."""
+    with pytest.raises(errors.CaptureBrokenError, match=match):
+        step.run(**arguments)
+    assert "broken by" in repr(step)
+    return True
+
+
+def works_on(workers):
+    """A captured step of these actors' groups runs."""
+    refs = spread(workers, lambda rank: [rank + 1])
+    with col.capture() as step:
+        col.allreduce_refs(refs)
+        step.returns([step.call(worker, "steady") for worker in workers])
+    total = sum(range(1, len(workers) + 1))
+    assert [one.tolist() for one in step.run()] == [[1]] * len(workers)
+    assert found(refs) == [[total]] * len(workers)
+    step.close()
+    return True
+
+
+def held_by(trio):
+    return ray.get([worker.call.remote(captured_here) for worker in trio])

@@ -17,8 +17,7 @@ from raycollect.driver import batch as batches
 from raycollect.driver.controller import Controller
 from raycollect.driver.groups import DERIVED_LIMIT
 from tests.ray.batching import found, hold, nothing_sent, pieces_of, spread
-from tests.ray.test_store import AsyncActor, wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.workers import AsyncActor, Plain, Worker, wait_until
 
 WAIT_S = 60
 

@@ -19,9 +19,7 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.participant_link import ParticipantLink
 from tests.faults import inject
 from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Gate, Worker, wait_until
 
 WAIT_S = 60
 

@@ -1,9 +1,6 @@
-"""Captured steps that can't be recorded, or whose runs fail: a typed error, no hang, and others go on."""
+"""Captured steps whose runs fail: a typed error, no hang, and others go on."""
 
 from __future__ import annotations
-
-import os
-import pickle
 
 import numpy as np
 import pytest
@@ -13,61 +10,19 @@ import raycollect as col
 from raycollect import errors
 from raycollect.driver.controller import Controller
 from tests.faults import inject
-from tests.ray.batching import found, hold, nothing_sent, spread
-from tests.ray.capturing import Learner, captured_here
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.batching import found, nothing_sent, spread
+from tests.ray.capturing import captured_here, is_broken, pipe, trio, works_on
+from tests.ray.workers import wait_until
 
-
-@pytest.fixture
-def trio(actors):
-    """Three actors in a declared group, and in one of the first two."""
-    workers = [actors(Learner, 1, seed)[0] for seed in range(3)]
-    col.declare_collective_group(workers)
-    col.declare_collective_group(workers[:2], group_name="pair")
-    return workers
-
-
-@pytest.fixture
-def pipe(tmp_path):
-    """A named pipe; the function ends the stalls of all who read it, now or later, or so many of them."""
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    fd = os.open(path, os.O_RDWR)  # with both ends here no open waits
-    yield str(path), lambda count=100: os.write(fd, bytes(count))
-    os.close(fd)
-
-
-def is_broken(step, match="one of its runs failed", **arguments):
-    """Later runs are refused, with the reason."""
-    with pytest.raises(errors.CaptureBrokenError, match=match):
-        step.run(**arguments)
-    assert "broken by" in repr(step)
-    return True
-
-
-def works_on(workers):
-    """A captured step of these actors' groups runs."""
-    refs = spread(workers, lambda rank: [rank + 1])
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-        step.returns([step.call(worker, "steady") for worker in workers])
-    total = sum(range(1, len(workers) + 1))
-    assert [one.tolist() for one in step.run()] == [[1]] * len(workers)
-    assert found(refs) == [[total]] * len(workers)
-    step.close()
-    return True
+__all__ = ["pipe", "trio"]  # fixtures
 
 
 def all_landed():
-    """Whether nobody runs anything any more, or soon will not."""
+    """Whether no run is under way any more, now or soon."""
     trackers = Controller.current().trackers
     landed = wait_until(lambda: not trackers())
     assert landed, [(tracker.seq, tracker._pending, tracker.error) for tracker in trackers()]
     return True
-
-
-# ---------------------------------------------------------------------------------------------- runs that fail
 
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
@@ -121,7 +76,7 @@ def test_a_shape_that_changes_is_refused_at_the_door(trio):
 
 
 def test_refusal_reaches_participants_of_other_plans(trio):
-    """The third actor waits in a plan that will not come: it was not at the door that refused."""
+    """The third actor waits in a plan that will not come. It was not at the door that refused."""
     with col.capture() as step:
         col.allreduce_refs([step.call(trio[0], "grow"), step.call(trio[1], "steady")], "pair")
         col.allreduce_refs([step.call(worker, "steady") for worker in trio])
@@ -199,7 +154,7 @@ def test_a_destroyed_group_is_refused_before_anything_is_sent(trio, submits):
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
 def test_a_participant_that_stalls_is_named(trio, request, pipe, carrier):
-    """Where others wait for it at a door, they tell; where nobody does, the run's own limit ends it."""
+    """Others who wait for it at a door tell of it. Where nobody does, the run's own limit ends the run."""
     if carrier == "channel":
         request.getfixturevalue("by_channel")
     path, let_go = pipe
@@ -267,7 +222,7 @@ def test_close_aborts_the_runs_under_way(trio, pipe):
 
 
 @pytest.mark.parametrize("point", ["before_door", "before_kernel"])
-def test_a_fault_of_a_kernel(trio, point):
+def test_a_fault_of_a_kernel_breaks_the_step(trio, point):
     refs = spread(trio, lambda rank: [1])
     ray.get(trio[1].call.remote(inject.put, point, "raise"))
     with col.capture() as step:
@@ -290,202 +245,3 @@ def test_unawaited_failure_is_logged(trio, caplog):
     assert wait_until(lambda: "nobody waited for it" in caplog.text)
     assert "ValueError" in caplog.text
     assert is_broken(step)
-
-
-# ---------------------------------------------------------------------------------------------- blocks that fail
-
-
-def refused(kind, match, record):
-    """A block is refused, and holds no group."""
-    with pytest.raises(kind, match=match) as caught, col.capture() as step:
-        record(step)
-    assert not Controller.current().groups.in_use
-    with pytest.raises(errors.CaptureError, match="can't run"):
-        step.run()
-    return caught.value
-
-
-def test_refused_arguments(trio, submits):
-    own = hold(trio[0], [1])
-    ray.get(own)
-
-    def wrong(*args, actor=trio[0], method="note", **kwargs):
-        return lambda step: step.call(actor, method, *args, **kwargs)
-
-    with nothing_sent(submits):
-        refused(errors.InvalidArgumentError, "pass a ref", wrong({1, 2}))
-        refused(errors.InvalidArgumentError, "other", wrong(1, other=[object()]))
-        refused(errors.InvalidArgumentError, "handle of a participant", wrong(actor="a"))
-        refused(errors.InvalidArgumentError, "its name", wrong(method=3))
-        refused(errors.InvalidArgumentError, "'nothing', which Learning.* lacks.*steady", wrong(method="nothing"))
-        refused(errors.NotAMemberError, "send_ref it first", wrong(own, actor=trio[1]))
-        refused(
-            errors.NotAMemberError,
-            "send_ref it first",
-            lambda step: step.call(trio[1], "note", step.call(trio[0], "loss")),
-        )
-        refused(errors.RefusedError, "argument 0", wrong([own]))
-
-
-def test_refused_names_of_arguments(trio):
-    for name in ("fence", "async_op", "timeout_s", "not a name", 3, None):
-        refused(errors.InvalidArgumentError, "name", lambda step, name=name: step.argument(name))
-    refused(errors.InvalidArgumentError, "declared once", lambda step: (step.argument("a"), step.argument("a")))
-    refused(errors.InvalidArgumentError, "before the run", lambda step: step.argument("a", default=object()))
-    with col.capture() as step:
-        rate = step.argument("rate")
-        step.call(trio[0], "note", rate)
-    for given, match in (
-        ({}, "missing"),
-        ({"rate": 1, "other": 2}, "one of rate"),
-        ({"rate": {1}}, "type set.*before the run"),
-    ):
-        with pytest.raises(errors.InvalidArgumentError, match=match):
-            step.run(**given)
-    with pytest.raises(errors.InvalidArgumentError, match=r"rate 1\d{6}\).*at most"):
-        step.run(rate=np.zeros(1 << 20, np.uint8))
-    step.run(rate=2)
-    assert ray.get(trio[0].noted.remote()) == [((2,), {})], "no refused run was begun"
-
-
-def test_results_that_are_too_long(trio):
-    with col.capture() as step:
-        step.returns([step.call(trio[0], "note"), step.call(trio[1], "grow_to", step.argument("size"))])
-    assert step.run(size=10)[1].shape == (10,)
-    with pytest.raises(errors.CaptureError, match="let methods return refs instead"):
-        step.run(size=1 << 20)
-    assert is_broken(step, size=1)
-    assert works_on(trio)
-
-
-def test_refused_returns(trio):
-    ref = hold(trio[0], [1])
-    refused(errors.InvalidArgumentError, "type set", lambda step: step.returns([step.call(trio[0], "loss"), {1}]))
-    refused(
-        errors.InvalidArgumentError,
-        r"the value\['a'\]\[0\] is used by no call of the step, .*read it with raycollect.get\(ref\)",
-        lambda step: (step.call(trio[0], "loss"), step.returns({"a": (ref,)})),
-    )
-    refused(errors.CaptureError, "before", lambda step: (step.returns([]), step.returns([])))
-    refused(errors.CaptureError, "nothing was recorded", lambda step: None)
-
-
-def test_refused_calls_of_verbs(trio):
-    refs = spread(trio)
-    refused(errors.InvalidArgumentError, "the whole of it", lambda step: col.allreduce_refs(refs, async_op=True))
-    refused(errors.MissingMemberError, "rank 2", lambda step: col.allreduce_refs(refs[:2]))
-    error = refused(
-        errors.InvalidArgumentError,
-        "src_rank is 7",
-        lambda step: (col.allreduce_refs(refs), step.call(trio[0], "loss"), col.broadcast_refs(refs, 7)),
-    )
-    assert [violation.call for violation in error.violations] == [2], "among verbs and methods"
-    assert "call 2 of the step" in str(error)
-    with pytest.raises(errors.ForeignRefError, match="ClassMethodNode"), col.batch():
-        col.allreduce_refs([worker.gradient.bind() for worker in trio])
-
-
-def test_actors_that_can_not_take_part(actors, trio):
-    plain, dead = actors(Plain, 1)[0], actors(Worker, 1)[0]
-    ray.get(dead.read.remote())
-    ray.kill(dead)
-    refused(errors.NotAParticipantError, "Plain", lambda step: step.call(plain, "get_buffer"))
-    refused(errors.ActorGoneError, "dead", lambda step: step.call(dead, "get_buffer"))
-    assert works_on(trio)
-
-
-def test_refs_of_failed_methods_are_refused(trio):
-    def fail(self):
-        raise ValueError("no tensor today")
-
-    bad = trio[0].make.remote(fail)
-    error = refused(errors.ProducerFailedError, "no tensor today", lambda step: step.call(trio[0], "note", bad))
-    assert error.violations[0].ref == bad.hex()
-    refused(errors.ProducerFailedError, "no tensor today", lambda step: step.call(trio[1], "note", bad))
-    freed = hold(trio[0], [1])
-    col.free(freed)
-    refused(errors.TensorFreedError, "freed", lambda step: step.call(trio[0], "note", freed))
-    assert wait_until(lambda: ray.get([worker.call.remote(captured_here) for worker in trio]) == [0] * 3)
-    assert works_on(trio)
-
-
-def test_a_participant_that_is_not_ready_in_time(trio, pipe):
-    ref, (path, let_go) = hold(trio[0], [1]), pipe
-    ray.get(ref)
-    blocked = trio[1].stall.remote(path)
-    with pytest.raises(errors.CollectiveTimeoutError, match="Learning") as caught, col.capture(timeout_s=5) as step:
-        step.call(trio[0], "note", ref)
-        col.barrier("pair")
-        step.call(trio[1], "note")
-    assert caught.value.missing == (1,)
-    let_go()
-    ray.get(blocked)
-    assert wait_until(lambda: ray.get([worker.call.remote(captured_here) for worker in trio]) == [0] * 3)
-    assert works_on(trio)
-
-
-# ---------------------------------------------------------------------------------------------- misuse
-
-
-def test_placeholders_outside_of_their_block(trio):
-    refs = spread(trio)
-    with col.capture() as step:
-        rate = step.argument("rate", 1)
-        made = col.allreduce_refs(refs, inplace=False)
-        loss = step.call(trio[0], "note", made[0], rate)
-        for use in (
-            lambda: made[0].ref,
-            lambda: col.get(made[0]),
-            lambda: col.free(loss),
-            lambda: col.plan(col.barrier) and loss.ref,
-        ):
-            with pytest.raises(errors.CaptureError, match="only while it runs"):
-                use()
-    for use in (
-        lambda: made[0].ref,
-        lambda: col.get(made),
-        lambda: col.free(loss),
-        lambda: col.allreduce_refs(made),
-        lambda: pickle.loads(pickle.dumps(loss)),
-        lambda: pickle.loads(pickle.dumps(rate)),
-    ):
-        with pytest.raises(errors.CaptureError, match="only while it runs"):
-            use()
-    with pytest.raises(errors.CaptureError, match="only while it runs"), col.capture() as other:
-        other.call(trio[0], "note", made[0])
-    with pytest.raises(errors.CaptureError, match="another one"), col.capture() as other:
-        other.call(trio[0], "note", rate)
-    with pytest.raises(errors.CaptureError, match="only while it runs"), col.batch():
-        col.broadcast_refs(made)
-    step.run()
-
-
-def test_blocks_in_blocks(trio, submits):
-    refs = spread(trio)
-    with col.capture() as step:
-        col.allreduce_refs(refs)
-        for use in (step.run, lambda: col.capture().__enter__(), step.__enter__):
-            with pytest.raises(errors.CaptureError):
-                use()
-    with col.batch():
-        with pytest.raises(errors.CaptureError, match="inside a batch"):
-            step.run()
-        with pytest.raises(errors.CaptureError, match="inside a batch"), col.capture():
-            pass
-    for use in (lambda: step.call(trio[0], "loss"), lambda: step.argument("a"), lambda: step.returns([])):
-        with pytest.raises(errors.CaptureError, match="belongs into the block"):
-            use()
-    with pytest.raises(errors.CaptureError, match="not entered"):
-        col.capture().run()
-    with nothing_sent(submits), pytest.raises(ZeroDivisionError), col.capture() as failed:
-        col.allreduce_refs(refs)
-        raise ZeroDivisionError
-    with pytest.raises(errors.CaptureError, match="block failed"):
-        failed.run()
-    assert "block failed" in repr(failed)
-    failed.close()
-    for wrong in ({"staging_nbytes": 3}, {"timeout_s": -1}):
-        with pytest.raises(errors.InvalidArgumentError):
-            col.capture(**wrong)
-    step.run()
-    assert found(refs) == [[3]] * 3

@@ -12,7 +12,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from tests.ray.capturing import Learner
-from tests.ray.test_ordering import gate  # noqa: F401 - a fixture
+from tests.ray.data_ordered import gate  # noqa: F401 - a fixture
 from tests.ray.workers import Worker
 
 WAIT_S = 30.0

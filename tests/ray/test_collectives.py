@@ -15,9 +15,7 @@ import ray
 import raycollect as col
 from raycollect import ReduceOp
 from raycollect.member.runtime import MOST_WAITING
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import AsyncActor
-from tests.ray.workers import Buffers, Worker
+from tests.ray.workers import AsyncActor, Buffers, Gate, Worker
 
 FOLDS = {
     ReduceOp.SUM: operator.add,

@@ -18,9 +18,8 @@ from raycollect.core.model import GroupSpec
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
-from tests.ray.test_refusals import refused
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.refusing import refused
+from tests.ray.workers import Plain, Worker, wait_until
 
 
 @ray.remote

@@ -12,9 +12,8 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.core import direct_transport
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import held, wait_until
-from tests.ray.workers import Buffers
+from tests.ray.test_store import held
+from tests.ray.workers import Buffers, Gate, wait_until
 
 torch = pytest.importorskip("torch")
 

@@ -19,8 +19,7 @@ from raycollect.errors import (
     UnknownGroupError,
     UnsupportedError,
 )
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.workers import Plain, Worker, wait_until
 
 
 @ray.remote

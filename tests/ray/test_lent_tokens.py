@@ -19,9 +19,7 @@ from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
 from raycollect.errors import TensorFreedError
 from raycollect.member import token_lenders
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Buffers, Plain
+from tests.ray.workers import Buffers, Gate, Plain, wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

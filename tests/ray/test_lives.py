@@ -10,8 +10,7 @@ import ray
 import raycollect as col
 from raycollect.driver.controller import Controller
 from tests import lives
-from tests.ray.test_refusals import Gate
-from tests.ray.workers import Worker, filled
+from tests.ray.workers import Gate, Worker, filled
 
 TIMEOUT_S = 40.0
 """How long it may take here, where one that is late is no good news: a busy machine is no reason."""

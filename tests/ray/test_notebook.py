@@ -26,11 +26,10 @@ from raycollect.captured import step as captured
 from raycollect.captured.runs import StepRuns
 from raycollect.captured.step import SHOWN_S
 from raycollect.driver import group as declared
-from tests.pure.driver.test_html import progress, read
+from tests.pure.driver.shown_html import read
+from tests.pure.driver.test_html import progress
 from tests.ray.capturing import Learner
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker, block
+from tests.ray.workers import Gate, Worker, block, wait_until
 
 SOON_S = SHOWN_S + 3
 """How long showing something may take here, where a machine is shared with other tests, in seconds."""

@@ -66,8 +66,7 @@ import ray
 
 import raycollect as col
 from raycollect.driver.controller import Controller
-from tests.ray.test_store import AsyncActor
-from tests.ray.workers import Worker
+from tests.ray.workers import AsyncActor, Worker
 
 
 def made(worker, *args):

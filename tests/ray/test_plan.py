@@ -19,8 +19,7 @@ from raycollect.errors import (
     RefusedError,
     UnknownGroupError,
 )
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, wait_until
 
 pytestmark = pytest.mark.usefixtures("tidy")
 

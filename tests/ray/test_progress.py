@@ -14,8 +14,7 @@ import tqdm.auto
 import raycollect as col
 from raycollect.driver import progress as gauge
 from tests.ray.test_statistics import is_stopped
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, wait_until
 
 MB = 1 << 20
 

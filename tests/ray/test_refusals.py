@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 import ray
 
 import raycollect as col
 from raycollect import errors
-from raycollect.core import ray_internals
 from raycollect.driver.batch import record
-from tests.lives import lasting
-from tests.ray.test_store import KindsActor, wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.refusing import buffers, refused, trio
+from tests.ray.workers import KindsActor, Plain, Worker
 
-
-@contextlib.contextmanager
-def refused(error, *texts, actors=()):
-    """The call raises `error` with all of `texts` in its message, and no buffer of `actors` changes."""
-    before = ray.get([actor.read.remote() for actor in actors])
-    with pytest.raises(error) as caught:
-        yield caught
-    for text in texts:
-        assert text in str(caught.value)
-    for actor, buffer in zip(actors, before, strict=True):
-        np.testing.assert_array_equal(ray.get(actor.read.remote()), buffer)
-
-
-@pytest.fixture(params=["shm", pytest.param("gloo", marks=pytest.mark.full)])
-def trio(request, actors):
-    """Three actors in a group that must work when the test is over."""
-    workers = actors(Worker, 3)
-    col.declare_collective_group(workers, backend=request.param)
-    yield workers
-    ray.get([worker.set_buffer.remote(np.ones(4)) for worker in workers])
-    refs = [worker.get_buffer.remote() for worker in workers]
-    col.allreduce_refs(refs)
-    np.testing.assert_array_equal(col.get(refs[0]), np.full(4, 3))
-
-
-def buffers(workers):
-    return [worker.get_buffer.remote() for worker in workers]
+__all__ = ["trio"]  # a fixture
 
 
 # ---------------------------------------------------------------------------------------------- refs
@@ -381,149 +351,3 @@ def test_the_arguments_of_lists_of_several_gpus(trio):
         col.allreduce_multigpu_refs(refs[:2])
     with refused(errors.RefusedError, actors=trio):
         col.send_multigpu_ref(refs[0], trio[1])
-
-
-# ---------------------------------------------------------------------------------------------- groups
-
-
-def test_group_errors(actors):
-    a, b = actors(Worker, 2)
-    with refused(errors.UnknownGroupError, "'nope'"):
-        col.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()], "nope")
-    with refused(errors.UnknownGroupError, "'nope'"):
-        col.destroy_collective_group("nope")
-    with refused(errors.UnknownGroupError):
-        col.barrier()
-    col.declare_collective_group([a, b])
-    with refused(errors.GroupExistsError, "'default'"):
-        col.declare_collective_group([a, b])
-    for wrong, text in (
-        ({"ranks": [0, 2]}, "permutation"),
-        ({"ranks": [0, 0]}, "permutation"),
-        ({"ranks": [0]}, "permutation"),
-        ({"world_size": 3}, "world_size is 3"),
-        ({"options": {"colour": 1}}, "colour"),
-        ({"timeout_s": -1}, "timeout_s"),
-        ({"ordering": "chaos"}, "ordering"),
-        ({"group_name": ""}, "group_name"),
-    ):
-        with refused(errors.InvalidGroupError, text):
-            col.declare_collective_group([a, b], **{"group_name": "g", **wrong})
-    for wrong, text in (([], "empty"), ([a, a], "more than once"), ([Worker], "actor handle"), (a, "not a list")):
-        with refused(errors.InvalidGroupError, text):
-            col.declare_collective_group(wrong, group_name="g")
-    with refused(errors.UnknownBackendError, "'mpi'", "shm"):
-        col.declare_collective_group([a, b], backend="mpi", group_name="g")
-    with refused(errors.BackendUnavailableError, "local"):
-        col.declare_collective_group([a, b], backend="local", group_name="g")
-    col.declare_collective_group([a, b], group_name="g")
-
-
-def test_actor_without_a_handle_raises_actor_gone_error(cluster, actors):
-    (kept,) = actors(Worker, 1)
-    ref = Worker.options(num_cpus=0).remote().get_buffer.remote()
-    weak = ray_internals.actor_handle(ref.task_id().actor_id().hex())
-    with pytest.raises(ray.exceptions.RayActorError):
-        while True:  # Ray ends it in its own time: until then it works
-            ray.get(weak.read.remote())
-    with pytest.raises(errors.ActorGoneError, match="keep a handle"):
-        col.allreduce_refs([ref, kept.get_buffer.remote()])
-
-
-def test_a_second_controller(actors):
-    a, b = actors(Worker, 2)
-    col.declare_collective_group([a, b])
-    (other,) = actors(Plain, 1)
-
-    def drive(self, workers):
-        import os
-
-        try:
-            col.declare_collective_group(workers)
-        except errors.ControllerConflictError as exc:
-            return str(exc), exc.holder, os.getpid()
-
-    message, holder, pid = ray.get(other.call.remote(drive, [a, b]))
-    assert "Buffers(" in message
-    assert "driver process" in holder
-    assert str(pid) not in holder
-    col.allreduce_refs(buffers([a, b]))
-    col.destroy_collective_group()
-
-    def drive_alone(self, workers):
-        col.declare_collective_group(workers)
-        col.allreduce_refs([worker.get_buffer.remote() for worker in workers])
-        col.destroy_collective_group()
-
-    ray.get(other.call.remote(drive_alone, [a, b]))
-    np.testing.assert_array_equal(ray.get(a.read.remote()), np.full(10, 4))
-    col.declare_collective_group([a, b])
-
-
-def test_an_actor_that_drives_itself(actors):
-    a, b = actors(Worker, 2)
-
-    def drive(self, workers):
-        try:
-            col.declare_collective_group(workers)
-        except errors.SelfDrivenError as exc:
-            return str(exc)
-
-    assert "imperative" in ray.get(a.call.remote(drive, [a, b]), timeout=30)
-
-
-def when_accepted(submit):
-    """What `submit` returns once Ray takes it: an ended call counts as pending for a moment longer."""
-    made = []
-
-    def accepted():
-        with contextlib.suppress(ray.exceptions.PendingCallsLimitExceeded, errors.DispatchError):
-            made.append(submit())
-        return bool(made)
-
-    assert wait_until(accepted)
-    return made[0]
-
-
-def test_too_many_pending_calls_in_mid_submit(actors):
-    a = actors(Worker, 1)[0]
-    b = actors(Worker, 1, max_pending_calls=1)[0]
-    group = when_accepted(lambda: col.declare_collective_group([a, b]))
-    refs = [a.get_buffer.remote(), when_accepted(b.get_buffer.remote)]
-    ray.wait(refs, num_returns=2)
-    gate = actors(Gate, 1, max_concurrency=8)[0]
-    blocked = when_accepted(lambda: b.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate))
-    with pytest.raises(errors.DispatchError, match=r"rank 1.*PendingCallsLimitExceeded"):
-        col.allreduce_refs(refs)
-    np.testing.assert_array_equal(ray.get(a.read.remote()), np.ones(10))  # rank 0 is out of it already
-    ray.get(gate.open.remote())
-    ray.get(blocked)
-    assert group.status().state == "alive"
-    assert when_accepted(lambda: col.allreduce_refs(refs)) == refs
-    np.testing.assert_array_equal(when_accepted(lambda: col.get(refs[1])), np.full(10, 2))
-
-
-@lasting
-@ray.remote
-class Gate:
-    """Lets a test decide when a method goes on."""
-
-    def __init__(self):
-        import threading
-
-        self.event = threading.Event()
-
-    def wait(self):
-        assert self.event.wait(60)
-
-    def open(self):
-        self.event.set()
-
-
-def test_ray_client_is_refused(cluster, monkeypatch):
-    from ray.util.client import ray as client
-
-    monkeypatch.setattr(ray_internals.global_worker.__class__, "connected", property(lambda self: False))
-    monkeypatch.setattr(client, "is_connected", lambda: True)
-    with pytest.raises(errors.RayClientError, match="ray://"):
-        col.allreduce_refs([])

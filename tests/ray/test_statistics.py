@@ -12,9 +12,7 @@ import ray
 import raycollect as col
 from raycollect.errors import KernelError, UnknownGroupError
 from tests.faults import inject
-from tests.ray.test_refusals import Gate
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Plain, Worker
+from tests.ray.workers import Gate, Plain, Worker, wait_until
 
 LIMITS = (64 << 20, 96 << 20)
 NBYTES = 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from pathlib import Path
@@ -13,113 +12,7 @@ import ray
 
 import raycollect as col
 from raycollect.errors import StoreFullError, TensorFreedError, TensorLostError
-from tests.lives import lasting
-from tests.ray.workers import Buffers, Plain
-
-
-class Kinds(Buffers):
-    """Every kind of method that Ray can call."""
-
-    @ray.method(num_returns=2)
-    def two(self):
-        return np.zeros(3), np.ones(4)
-
-    @ray.method(num_returns=2)
-    def mixed(self):
-        return np.zeros(3), "text"
-
-    def pair(self):
-        return np.zeros(3), np.ones(4)
-
-    def listed(self):
-        return [np.zeros(3), np.ones(4)]
-
-    def named(self):
-        return {"a": np.zeros(3), "b": np.ones(4), 7: np.arange(2)}
-
-    def stream(self):
-        for i in range(3):
-            yield np.full(3, i)
-
-    def plain_values(self):
-        return {
-            "int": 3,
-            "mixed": [np.zeros(2), 1],
-            "empty": [],
-            "object": np.array([None, {}], dtype=object),
-            "text": np.array(["a"]),
-            "masked": np.ma.masked_array([1, 2], [True, False]),
-        }
-
-    def value(self, name):
-        return self.plain_values()[name]
-
-    def scalar(self, name="float32"):
-        import torch
-
-        made = {"array": np.array(3.0), "bool": np.array(False), "arena": col.full((), 3.0), "torch": torch.tensor(3.0)}
-        return np.float32(3) if name == "float32" else made[name]
-
-    def scalar_and_state(self):
-        import torch
-
-        return torch.tensor(3.0), {"weight": torch.zeros(2), "num_batches_tracked": torch.tensor(3)}
-
-    def scalars(self):
-        yield np.array(3.0)
-        yield np.zeros(2)
-
-    def inner(self):
-        array = self.get_buffer()
-        assert type(array) is np.ndarray
-        return array * 2
-
-    def in_thread(self):
-        seen = []
-        thread = threading.Thread(target=lambda: seen.append(type(self.get_buffer()).__name__))
-        thread.start()
-        thread.join()
-        return ",".join(seen)
-
-    def is_my_buffer(self, array, *, again=None):
-        return array is self.buffer and (again is None or again is self.buffer)
-
-    def add(self, array):
-        assert type(array) is np.ndarray
-        return np.asarray(array + 1)
-
-    def boom(self):
-        raise ValueError("boom")
-
-
-class Async(col.CollectiveParticipant):
-    """An async actor."""
-
-    def __init__(self):
-        self.buffer = np.ones(4)
-
-    async def get_buffer(self):
-        await asyncio.sleep(0)
-        return self.buffer
-
-    async def stream(self):
-        for i in range(3):
-            await asyncio.sleep(0)
-            yield np.full(3, i)
-
-    async def is_my_buffer(self, array):
-        return array is self.buffer
-
-    def plain(self):
-        return self.buffer + 1
-
-    @col.by_value
-    async def read(self):
-        return self.buffer.copy()
-
-
-KindsActor = lasting(ray.remote(Kinds))
-AsyncActor = ray.remote(Async)
+from tests.ray.workers import AsyncActor, Kinds, KindsActor, Plain, wait_until
 
 
 @pytest.fixture
@@ -293,16 +186,6 @@ def test_an_ordered_get_waits_for_the_actors_queue(kinds):
 
     kinds.call.remote(slow)
     assert col.get(ref, ordered=True)[0] == 5
-
-
-def wait_until(predicate, timeout_s=20.0):
-    """Polls what only Ray knows when: reference counts travel in their own time."""
-    done = threading.Event()
-    for _ in range(int(timeout_s / 0.05)):
-        if predicate():
-            return True
-        done.wait(0.05)
-    return False
 
 
 def test_discarded_results_are_freed(kinds):

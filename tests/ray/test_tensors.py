@@ -9,7 +9,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.test_refusals import refused
+from tests.ray.refusing import refused
 from tests.ray.workers import Worker
 
 torch = pytest.importorskip("torch")

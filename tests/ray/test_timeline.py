@@ -20,8 +20,7 @@ from raycollect.observe.trace import CALL, DOOR, KERNEL, METHOD, PART, PLAN, RUN
 from tests.faults import inject
 from tests.pure.observe.test_chrome import check
 from tests.ray.test_statistics import is_stopped
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker, block
+from tests.ray.workers import Worker, block, wait_until
 
 NBYTES = 10 * 4
 
@@ -156,7 +155,7 @@ def test_timeline_names_dead_and_stopped_members_within_its_timeout(actors):
 
 
 def test_timeline_includes_released_members_and_does_not_wait_for_busy_ones(actors):
-    from tests.ray.test_refusals import Gate
+    from tests.ray.workers import Gate
 
     workers, (gate,) = actors(Worker, 2), actors(Gate, 1, max_concurrency=8)
     group = col.declare_collective_group(workers)
@@ -177,7 +176,7 @@ def test_timeline_includes_released_members_and_does_not_wait_for_busy_ones(acto
 
 
 def test_plans_that_wait_for_each_other_say_so(actors):
-    from tests.ray.test_refusals import Gate
+    from tests.ray.workers import Gate
 
     @ray.remote
     class Overlapping(col.CollectiveParticipant):

@@ -11,8 +11,8 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.ray.test_refusals import Gate, refused
-from tests.ray.workers import Worker, block
+from tests.ray.refusing import refused
+from tests.ray.workers import Gate, Worker, block
 
 WORLD = 3
 SIZES = (4, 0, 7)

@@ -23,8 +23,7 @@ from raycollect.planner import Request, passes, plan_part
 from raycollect.planner.algorithms import ALGORITHMS, build
 from raycollect.planner.cost import Layout, priced
 from tests.faults import inject
-from tests.ray.test_store import wait_until
-from tests.ray.workers import Worker
+from tests.ray.workers import Worker, wait_until
 
 
 def buffers(workers):

@@ -1,27 +1,28 @@
-"""What backends know about tensors: of whose memory a value is, rules, storage, pieces, access by chunks."""
+"""What backends know about tensors: in whose memory a value lies, pieces, storage, access by chunks."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays, folds
+from raycollect.backends import arrays
 from raycollect.backends.arrays import DeviceArray
-from raycollect.core.model import ReduceOp, TensorInfo
-from tests.pure.conformance import DTYPES, NARROW, allowed, bits, left_fold, operand
+from raycollect.core.model import TensorInfo
+from tests.pure.conformance import DTYPES, bits
+from tests.pure.operands import NARROW, operand
 
 try:
     import torch
 except ImportError:
     torch = None
+
 
 with_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 
@@ -368,54 +369,6 @@ def test_split_leaves_what_is_not_contiguous() -> None:
     assert arrays.split(np.zeros(12)[::2], 3) is None
 
 
-# ------------------------------------------------------------------------------- rules
-
-
-@pytest.mark.parametrize(("op", "dtype"), list(product(ReduceOp, (*DTYPES, "object", "str", "datetime64[s]"))))
-def test_refusals_name_op_and_dtype(op: ReduceOp, dtype: str) -> None:
-    reason = folds.refusal_reason(op, dtype)
-    assert (reason is None) == (dtype in DTYPES and allowed(op, dtype))
-    assert reason is None or (op.name in reason and dtype in reason)
-
-
-@pytest.mark.parametrize(("op", "dtype"), [pair for pair in product(ReduceOp, DTYPES) if allowed(*pair)])
-@pytest.mark.parametrize("world", [1, 2, 5])
-def test_fold_is_the_left_fold_bit_for_bit_wherever_it_is_cut(op: ReduceOp, dtype: str, world: int) -> None:
-    size = 70_001  # more than two blocks
-    parts = [operand(rank, dtype, size) for rank in range(world)]
-    expected = left_fold(op, parts)
-    whole, pieces, own = np.empty_like(parts[0]), np.empty_like(parts[0]), [part.copy() for part in parts]
-    with np.errstate(all="ignore"):
-        folds.fold(op, parts, whole)
-        for lo, hi in ((0, 1), (1, 33_000), (33_000, size)):
-            folds.fold(op, [part[lo:hi] for part in parts], pieces[lo:hi])
-        folds.fold(op, own, own[0])
-    for result in (whole, pieces, own[0]):
-        assert bits(result) == bits(expected)
-
-
-@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-def test_a_product_of_complex_numbers_is_numpys_but_for_the_last_bits(dtype: str) -> None:
-    parts: Sequence[np.ndarray] = [operand(rank, dtype, 1000) for rank in range(4)]
-    out = np.empty_like(parts[0])
-    folds.fold(ReduceOp.PRODUCT, parts, out)
-    np.testing.assert_allclose(out, parts[0] * parts[1] * parts[2] * parts[3], rtol=8 * np.finfo(dtype).eps)
-
-
-def test_short_floats_are_rounded_once() -> None:
-    """256 + 1 + 1 in steps of bfloat16, whose next number after 256 is 258, would be 256."""
-    for dtype, large, small, total in (
-        ("bfloat16", 256, 1, 258),
-        ("float16", 2048, 1, 2050),
-        ("float8_e4m3fn", 16, 1, 18),
-    ):
-        parts = [np.array([value], dtype) for value in (large, small, small)]
-        out = np.empty(1, dtype)
-        folds.fold(ReduceOp.SUM, parts, out)
-        assert out.astype(np.float32).item() == total
-        assert (parts[0] + parts[1] + parts[2]).astype(np.float32).item() == large
-
-
 # ------------------------------------------------------------------------------- storage, and chunks
 
 
@@ -472,101 +425,3 @@ def test_flat_reads_a_read_only_array() -> None:
     np.testing.assert_array_equal(arrays.Flat(array).read(2, 5), [2, 3, 4])
     with pytest.raises(ValueError, match="read-only"):
         arrays.Flat(array).write(0, 1, np.zeros(1))
-
-
-# ---------------------------------------------------------------------------------------------- places
-
-
-def _set(array: Any, name: str, value: Any) -> None:
-    setattr(array, name, value)
-
-
-CHANGES: dict[str, Any] = {
-    "moved": lambda array: array.resize(1_000_000, refcheck=False),
-    "read-only": lambda array: array.setflags(write=False),
-    "shape": lambda array: _set(array, "shape", (3, 4)),
-    "dtype": lambda array: _set(array, "dtype", "int64"),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for name in CHANGES for dtype in ("float64", "bfloat16")][:-1]
-)
-def test_whatever_changes_about_an_array_is_another_place(name: str, dtype: str) -> None:
-    array = np.ones(12, getattr(ml_dtypes, dtype, dtype))
-    before = arrays.place_of(array)
-    assert arrays.place_of(array) == before
-    CHANGES[name](array)
-    assert arrays.place_of(array) != before
-
-
-def test_an_array_that_has_moved_and_looks_the_same_is_at_another_place() -> None:
-    array = np.ones(100_000)
-    before, address = arrays.place_of(array), array.ctypes.data
-    others = []
-    while array.ctypes.data == address:
-        array.resize(10, refcheck=False)
-        others.append(np.ones(99_000 + 8 * len(others)))  # takes the room that it left
-        array.resize(100_000, refcheck=False)
-    assert arrays.place_of(array) != before
-
-
-@pytest.mark.parametrize("make", [lambda: np.ones(0), lambda: np.ones((4, 4))[:, ::2], lambda: np.ones(5).view()])
-def test_the_place_of_any_array_is_known_again(make: Any) -> None:
-    array = make()
-    assert arrays.place_of(array) == arrays.place_of(array)
-
-
-TORCH_CHANGES: dict[str, Any] = {
-    "moved": lambda tensor: _set(tensor, "data", tensor.clone()),
-    "shape": lambda tensor: _set(tensor, "data", tensor.view(4, 3)),
-    "strides": lambda tensor: tensor.t_(),
-    "dtype": lambda tensor: _set(tensor, "data", tensor.to(torch.int32)),
-    "conjugated": lambda tensor: _set(tensor, "data", tensor.conj()),
-    "storage given back": lambda tensor: tensor.untyped_storage().resize_(0),
-}
-
-
-@with_torch
-@pytest.mark.parametrize("name", TORCH_CHANGES)
-def test_whatever_changes_about_a_tensor_of_torch_is_another_place(name: str) -> None:
-    tensor = torch.arange(12).reshape(3, 4).to(torch.complex64 if name == "conjugated" else torch.float32)
-    before = arrays.place_of(tensor)
-    assert arrays.place_of(tensor) == before
-    assert before[0] == arrays.memory(tensor).ctypes.data  # type: ignore[union-attr]
-    TORCH_CHANGES[name](tensor)
-    try:
-        assert arrays.place_of(tensor) != before
-    except TypeError:
-        assert not arrays.is_tensor(tensor)
-
-
-@with_torch
-def test_the_place_of_a_parameter_and_of_an_empty_tensor_is_known_again() -> None:
-    class Own(torch.Tensor):
-        pass
-
-    for tensor in (torch.nn.Parameter(torch.ones(3)), torch.ones(0), torch.ones(4, 4)[:, ::2]):
-        assert arrays.place_of(tensor) == arrays.place_of(tensor)
-    with pytest.raises(TypeError):
-        arrays.place_of(torch.ones(2).as_subclass(Own))
-
-
-@with_torch
-def test_a_tensor_without_elements_is_at_one_place_whatever_numpy_says_of_its_address() -> None:
-    tensor = torch.ones(0, 3)
-    assert tensor.data_ptr() == 0
-    seen = [arrays.memory(tensor) for _ in range(3)]  # at once: numpy gives each an address of its own
-    assert len({arrays.place(one) for one in seen}) == 1
-    assert arrays.place_of(tensor)[0] == 0
-
-
-@with_torch
-def test_only_tensors_whose_versions_count_have_one() -> None:
-    with torch.inference_mode():
-        uncounted = torch.ones(2)
-    counted = [torch.ones(2), torch.nn.Parameter(torch.ones(2))]
-    assert [arrays.has_version(one) for one in (*counted, uncounted, np.ones(2))] == [True, True, False, False]
-    before = [one._version for one in counted]
-    arrays.raise_versions(counted)
-    assert [one._version for one in counted] == [version + 1 for version in before]

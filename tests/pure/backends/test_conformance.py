@@ -24,7 +24,6 @@ from tests.pure.conformance import (
     IN_THREADS,
     KINDS,
     LAYOUTS,
-    NARROW,
     REDUCTIONS,
     ROOTED,
     SIZES,
@@ -35,11 +34,10 @@ from tests.pure.conformance import (
     check_allreduce,
     check_cases,
     is_absent,
-    left_fold,
-    operand,
     run_launch,
 )
 from tests.pure.covering import pairwise
+from tests.pure.operands import NARROW, left_fold, operand
 
 TeamOf = Callable[[int], Team]
 

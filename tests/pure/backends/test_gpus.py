@@ -17,7 +17,7 @@ from raycollect.backends import Gpu, gpus
 from raycollect.member import init
 from raycollect.member import verbs as imperative
 from tests.fake_cupy import installed
-from tests.pure.member.test_multigpu_verbs import Ranks, ranks  # noqa: F401 - a fixture
+from tests.pure.member.gpu_ranks import Ranks, ranks  # noqa: F401 - a fixture
 
 
 def gpu(bus: str = "0000:10:00.0", version: int = 22803, may_share: bool = True) -> Gpu:

@@ -15,11 +15,12 @@ from raycollect.backends.nccl import ipc_group
 from raycollect.backends.nccl.fold_kernels import AT_ONCE
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
+from tests.pure.backends.streams import sums
 from tests.pure.backends.test_nccl import SELECTED, body_several, case_of
-from tests.pure.backends.test_nccl_streams import sums
-from tests.pure.conformance import DTYPES, REDUCTIONS, Case, allowed, left_fold, operand
+from tests.pure.conformance import DTYPES, REDUCTIONS, Case, allowed
 from tests.pure.on_gpu import LAYOUTS, LIBRARIES, Caller, GpuCase, check, pending, read_elsewhere, sends
 from tests.pure.on_one_gpu import sharing
+from tests.pure.operands import left_fold, operand
 
 WORLDS = (2, 3, 5, 8)
 

@@ -25,7 +25,7 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.fake_cupy import Fake
-from tests.pure.backends.test_nccl_streams import WAIT_S, patient, sums, until
+from tests.pure.backends.streams import WAIT_S, patient, sums, until
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
 from tests.pure.on_one_gpu import OLD, SharingTeam, sharing
 

@@ -16,7 +16,7 @@ from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator
 from raycollect.errors import InternalError
 from tests.fake_cupy import Fake
-from tests.pure.backends.test_nccl_streams import sums
+from tests.pure.backends.streams import sums
 from tests.pure.on_gpu import Caller, cupy_of, gpus, pending, read_elsewhere
 from tests.pure.on_one_gpu import SharingTeam, sharing
 

@@ -13,19 +13,7 @@ from raycollect.backends.nccl import ops
 from raycollect.backends.nccl import run as _nccl_run
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from tests.pure.conformance import (
-    DTYPES,
-    KINDS,
-    REDUCTIONS,
-    ROOTED,
-    SPREADS,
-    WORLDS,
-    Case,
-    allowed,
-    left_fold,
-    operand,
-    run_launch,
-)
+from tests.pure.conformance import DTYPES, KINDS, REDUCTIONS, ROOTED, SPREADS, WORLDS, Case, allowed, run_launch
 from tests.pure.covering import pairwise
 from tests.pure.on_gpu import (
     LAYOUTS,
@@ -40,6 +28,7 @@ from tests.pure.on_gpu import (
     sends,
     team_on_gpus,
 )
+from tests.pure.operands import left_fold, operand
 
 PARAMETERS = {
     "kind": KINDS,

@@ -17,7 +17,7 @@ from raycollect.core.model import Kernel, Launch
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, KernelError, PlanAbortedError, RaycollectError
 from tests.fake_cupy import Fake
-from tests.pure.backends.test_nccl_streams import WAIT_S, patient, stream_of, sums, until
+from tests.pure.backends.streams import WAIT_S, patient, stream_of, sums, until
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, pending, read_elsewhere, team_on_gpus
 

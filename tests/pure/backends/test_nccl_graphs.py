@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import product
 from typing import Any
@@ -20,93 +19,16 @@ from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.engine.fast_path import FastPath
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InvalidGroupError, KernelError, PlanAbortedError
-from tests.fake_cupy import Fake, installed
+from tests.fake_cupy import installed
 from tests.gpu.again import ARRIVAL, again, body_again
-from tests.pure.backends.test_nccl_streams import WAIT_S, stream_of, sums, until
+from tests.pure.backends.graph_crews import RUNS, Crew, MakeCrew, crew
+from tests.pure.backends.streams import WAIT_S, stream_of, until
 from tests.pure.conformance import KINDS, REDUCTIONS, Case
 from tests.pure.mixed import WORLD, faked, mixing, same
-from tests.pure.on_gpu import Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
+from tests.pure.on_gpu import GpuTeam, gpus, team_on_gpus
 from tests.pure.teams import Script, Team, pinned
 
-RUNS = 6
-"""Plain, plain and recorded, then graphs."""
-
-
-class Crew:
-    """Ranks on GPUs that sum arrays of their own, with a kernel each that is kept from launch to launch."""
-
-    def __init__(self, fake: Fake, team: GpuTeam, how: Callable[[int], str] = lambda rank: "plain") -> None:
-        self.fake, self.team, self.how = fake, team, how
-        self.callers: list[Any] = [None] * team.world_size
-        self.arrays: list[Any] = [None] * team.world_size
-        self.kernels: list[Any] = [None] * team.world_size
-        self.sums = 0
-        self.team.must(self._make)
-
-    def _make(self, communicator: Communicator) -> None:
-        rank = communicator.rank
-        self.callers[rank] = Caller()
-        with self.callers[rank]["non-blocking"]:
-            self.arrays[rank] = pending(np.zeros(40, np.int32), self.how(rank))
-        self.kernels[rank] = sums(self.arrays[rank])
-
-    def renew(self, rank: int) -> None:
-        """A rank comes with another array."""
-        self.team.must(self._make, ranks=(rank,))
-
-    def body(self, communicator: Communicator, launch: Launch, come: Callable[..., Any] = again) -> list[int]:
-        """Writes on a stream of its own, sums at once, and reads on another stream."""
-        rank, caller = communicator.rank, self.callers[communicator.rank]
-        with caller["non-blocking"]:
-            cupy_of(self.arrays[rank]).fill(100**rank * self.sums)
-            come(communicator, launch, self.kernels[rank])
-        return [int(one) for one in set(read_elsewhere(self.arrays[rank], caller.other))]
-
-    def sum(self, *, long_way: tuple[int, ...] = ()) -> None:
-        """They sum what they have not had before; some do so as whoever does not come by the short way."""
-        self.sums += 1
-        launch = self.team.launch(timeout_s=WAIT_S)
-
-        def come(communicator: Communicator, launch: Launch, kernel: Kernel) -> None:
-            if communicator.rank not in long_way:
-                assert again(communicator, launch, kernel) is None
-                return
-            assert communicator.agree(launch, ARRIVAL) == [ARRIVAL] * self.team.world_size
-            communicator.launch(launch, kernel).wait(WAIT_S)
-            communicator.end(launch, True)
-
-        total = sum(100**rank * self.sums for rank in self.team.everyone)
-        assert self.team.must(self.body, launch, come) == [[total]] * self.team.world_size
-
-    @property
-    def graphs(self) -> list[GraphCounts]:
-        return [one.graphs for one in self.team.communicators]  # type: ignore[attr-defined]
-
-    @property
-    def launched(self) -> list[int]:
-        return [one.launched for one in self.graphs]
-
-
-MakeCrew = Callable[..., Crew]
-
-
-@pytest.fixture
-def crew() -> Iterator[MakeCrew]:
-    """Makes a crew, on a GPU each; in the end nothing is left of their graphs."""
-    made: list[Any] = []
-
-    def make(world: int = 2, *, seed: int = 0, version: int = 22803, how: Any = lambda rank: "plain") -> Crew:
-        context = team_on_gpus(world, seed=seed, nccl_version=version)
-        fake, team = context.__enter__()
-        made.append((context, fake, team))
-        return Crew(fake, team, how)
-
-    yield make
-    for context, fake, team in made:
-        for one in team.communicators:
-            one.close()
-        assert not fake.graphs
-        context.__exit__(None, None, None)
+__all__ = ["crew"]  # a fixture
 
 
 # ---------------------------------------------------------------------------------------------- words
@@ -309,7 +231,7 @@ def test_no_more_graphs_than_are_kept(crew: MakeCrew, monkeypatch: pytest.Monkey
 # ---------------------------------------------------------------------------------------------- options
 
 
-def test_graphs_can_be_had_not_at_all() -> None:
+def test_graphs_can_be_switched_off() -> None:
     with gpus(2) as fake:
         team = GpuTeam(2, graphs=False)
         try:

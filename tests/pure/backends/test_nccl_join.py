@@ -32,7 +32,7 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from tests.fake_cupy import Fake, installed
-from tests.pure.backends.test_nccl_streams import WAIT_S, stream_of, sums, until
+from tests.pure.backends.streams import WAIT_S, stream_of, sums, until
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar
 from tests.pure.conformance import run_launch
 from tests.pure.on_gpu import Caller, GpuTeam, gpus, pending, read_elsewhere

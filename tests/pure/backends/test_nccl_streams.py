@@ -7,55 +7,25 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from raycollect.backends import arrays, streams
+from raycollect.backends import streams
 from raycollect.backends.nccl import communicator as nccl
 from raycollect.backends.nccl.communicator import NcclCommunicator
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, TensorInfo
 from raycollect.core.protocols import Communicator
 from raycollect.engine.device_staging import transfer
 from tests.fake_cupy import Fake
-from tests.pure.conformance import bits, left_fold, operand, run_launch
+from tests.pure.backends.streams import WAIT_S, info, stream_of, sums, until
+from tests.pure.conformance import bits, run_launch
 from tests.pure.on_gpu import STREAMS, Caller, GpuTeam, cupy_of, gpus, pending, read_elsewhere, team_on_gpus
-
-WAIT_S = 10.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
-    pause = threading.Event()
-    for _ in range(10_000):
-        if condition():
-            return
-        pause.wait(0.001)
-    raise AssertionError("it did not come about")
-
-
-def patient(launch: Launch) -> Launch:
-    """The same at the door, where all come in the end; its own time limit is for what is behind it."""
-    return replace(launch, timeout_s=WAIT_S)
-
-
-def sums(src: Any, dst: Any = None) -> Kernel:
-    return Kernel(kind=OpKind.ALLREDUCE, src=src, dst=src if dst is None else dst, op=ReduceOp.SUM)
-
-
-def stream_of(communicator: Communicator) -> Any:
-    assert isinstance(communicator, NcclCommunicator)
-    return communicator._stream.stream
-
-
-def info(*arrays_: Any) -> list[Any]:
-    return [arrays.info(one, "cupy") for one in arrays_]
-
+from tests.pure.operands import left_fold, operand
 
 # ------------------------------------------------------------------------------- before
 

@@ -1,55 +1,28 @@
-"""What is tcp's own: who may join, what the frames do when a launch ends early, memory, and peers that die."""
+"""What is tcp's own: bits and memory in chunks, ends in mid-kernel, and peers that die."""
 
 from __future__ import annotations
 
-import json
-import socket
-import struct
-import threading
-import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from raycollect.backends.tcp import communicator as tcp
-from raycollect.backends.tcp import join as _tcp_join
-from raycollect.backends.tcp import link as _tcp_link
-from raycollect.backends.tcp import peer as _tcp_peer
 from raycollect.backends.tcp import run as _tcp_run
-from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, Batch
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
-from raycollect.errors import (
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    GroupBrokenError,
-    PlanAbortedError,
-    UnsupportedError,
-)
+from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbortedError
+from tests.pure.backends.tcp_teams import team, until
 from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.backends.test_gloo import body_peak
-from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
+from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
 from tests.pure.conformance import DTYPES, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
 
-NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
+__all__ = ["team"]  # a fixture
+
+
 WHOLE, SLICED = ((1 << 30, 1 << 62),), ((1 << 30, -1),)
-
-
-def spec_of(world_size: int) -> GroupSpec:
-    return GroupSpec(name="g", group_id="1", backend="tcp", world_size=world_size)
-
-
-@pytest.fixture
-def team() -> Iterator[ThreadTeam]:
-    made = ThreadTeam("tcp", 3)
-    yield made
-    made.close()
 
 
 def _three_processes() -> Iterator[ProcessTeam]:
@@ -66,14 +39,6 @@ processes = pytest.fixture(scope="module")(_three_processes)
 
 mortals = pytest.fixture(_three_processes)
 """Three ranks of one test, of which one may be killed."""
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread does."""
-    limit_s, pause = time.monotonic() + 10, threading.Event()
-    while not condition():
-        assert time.monotonic() < limit_s
-        pause.wait(0.001)
 
 
 # ------------------------------------------------------------------------------- bits, chunks, memory
@@ -155,341 +120,6 @@ def test_extra_memory_is_bounded_by_chunks(processes: ProcessTeam, kind: OpKind)
             max(processes.must(body_peak_with_gaps, processes.launch(timeout_s=60), nbytes))
             < 6.5 * _tcp_run.CHUNK_NBYTES
         )
-
-
-# ------------------------------------------------------------------------------- joining
-
-
-def join_all(rendezvous: MemoryRendezvous, world: int, host: str = "127.0.0.1") -> list[tcp.TcpCommunicator]:
-    with ThreadPoolExecutor(world) as threads:
-        return list(
-            threads.map(lambda rank: tcp.create(spec_of(world), rank, rendezvous, NO_EXCHANGE, host=host), range(world))
-        )
-
-
-class Visited(MemoryRendezvous):
-    """A rendezvous that strangers read too: each says something to whoever listens, before a member can."""
-
-    def __init__(self, *said: bytes) -> None:
-        super().__init__()
-        self.strangers: list[socket.socket] = []
-        self._said = said
-
-    def put(self, name: str, value: bytes) -> None:
-        if name.startswith("tcp.at."):
-            for words in self._said:
-                stranger = socket.create_connection(json.loads(value))
-                stranger.sendall(words)
-                self.strangers.append(stranger)
-        super().put(name, value)
-
-
-def hello(rank: int, peer: int) -> bytes:
-    return _tcp_join._HELLO.pack(b"rcT2", rank, peer, b"n" * 32)
-
-
-STRANGERS = {
-    "silent": b"",
-    "half a hello": hello(2, 0)[:-1],
-    "garbage": b"GET / HTTP/1.1\r\nHost: here\r\nAccept: everything\r\n\r\n",
-    "not a member": hello(7, 0) + b"x" * 32,
-    "without the key": hello(2, 0) + b"x" * 32,
-    "for another rank": hello(2, 5) + b"x" * 32,
-}
-
-
-@pytest.mark.parametrize("who", STRANGERS)
-def test_strangers_neither_join_nor_hold_up_the_members(who: str) -> None:
-    rendezvous = Visited(*(STRANGERS[who],) * 3)
-    made = join_all(rendezvous, 3)
-    assert len(rendezvous.strangers) == 9
-    launch = Launch(seq=1, ranks=(0, 1, 2), timeout_s=10)
-    with ThreadPoolExecutor(3) as threads:
-        for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):
-            assert arrivals == [b"\0", b"\1", b"\2"]
-    for stranger in rendezvous.strangers:  # dropped, at the latest when all have come
-        stranger.settimeout(5)
-        try:
-            while stranger.recv(4096):
-                pass
-        except ConnectionResetError:
-            pass
-        stranger.close()
-    for communicator in made:
-        communicator.close()
-
-
-def test_more_strangers_than_are_listened_to_only_delay_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tcp_join, "MAX_STRANGERS", 1)
-    monkeypatch.setattr(_tcp_join, "HELLO_TIMEOUT_S", 0.1)
-    rendezvous = Visited(*(b"",) * 8)
-    for communicator in join_all(rendezvous, 2):
-        communicator.close()
-    for stranger in rendezvous.strangers:
-        stranger.close()
-
-
-def test_a_listener_without_the_key_is_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody who has taken a member's place in the rendezvous, and answers whatever is asked."""
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            try:
-                while True:
-                    caller, _ = server.accept()
-                    with caller:
-                        caller.recv(4096)
-                        caller.sendall(b"x" * 64)
-                        assert caller.recv(4096) == b""  # nothing more is said to it
-            except OSError:
-                return  # the test is over
-
-        thread = threading.Thread(target=answer, daemon=True)
-        thread.start()
-        rendezvous = MemoryRendezvous()
-        rendezvous.put("tcp.at.0", json.dumps(["127.0.0.1", server.getsockname()[1]]).encode())
-        rendezvous.put("tcp.key", b"k" * 32)
-        with pytest.raises(CollectiveTimeoutError) as caught:
-            tcp.create(spec_of(2), 1, rendezvous, NO_EXCHANGE)
-        assert caught.value.missing == (0,)
-        server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
-        assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("present", [0, 1, 2])
-def test_members_that_never_come_are_named(monkeypatch: pytest.MonkeyPatch, present: int) -> None:
-    monkeypatch.setattr(tcp, "JOIN_TIMEOUT_S", 0.2)
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        tcp.create(spec_of(3), present, MemoryRendezvous(), NO_EXCHANGE)
-    assert caught.value.op == "join"
-    assert set(caught.value.missing) <= {0, 1, 2} - {present}
-    assert caught.value.missing == tuple(range(present)) or present == 0
-    assert caught.value.missing
-
-
-def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
-    rendezvous = MemoryRendezvous()
-    tried: list[str] = []
-
-    class Watched(MemoryRendezvous):
-        def put(self, name: str, value: bytes) -> None:
-            if name == "tcp.at.0":
-                host, port = json.loads(value)
-                with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection(("127.0.0.1", port))
-                socket.create_connection((host, port)).close()
-                tried.append(host)
-            super().put(name, value)
-
-    rendezvous = Watched()
-    made = join_all(rendezvous, 2, "127.0.0.2")
-    assert tried == ["127.0.0.2"]
-    for rank in (0, 1):
-        host, port = json.loads(rendezvous.get(f"tcp.at.{rank}", 0))
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((host, port))
-    for communicator in made:
-        communicator.close()
-
-
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "203.0.113.7"])
-def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
-    with pytest.raises(BackendUnavailableError, match="can't listen"):
-        tcp.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host)
-
-
-def test_the_connections_find_out_about_dead_hosts(team: ThreadTeam) -> None:
-    for communicator in team.communicators:
-        for peer in communicator._link._peers.values():
-            assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            assert peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-            assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
-            assert not peer.sock.getblocking()
-
-
-def test_a_closed_communicator_gives_everything_back() -> None:
-    def descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = descriptors()
-    made = ThreadTeam("tcp", 3)
-    assert descriptors() == before + 3 * (2 + 2)  # two connections each, and the pair that wakes
-    made.close()
-    assert descriptors() == before
-    for communicator in made.communicators:
-        communicator.abort(1)  # nobody is there any more
-        communicator.close()
-
-
-def test_one_rank_needs_no_socket() -> None:
-    made = tcp.create(spec_of(1), 0, MemoryRendezvous(), NO_EXCHANGE, host="no such host")
-    array = np.ones(3)
-    launch = Launch(seq=1, ranks=(0,), timeout_s=1)
-    kernel = Kernel(kind=OpKind.ALLREDUCE, src=array, dst=array, op=ReduceOp.SUM)
-    assert run_launch(made, launch, kernel, Kernel(kind=OpKind.BARRIER), arrival=b"me") == [b"me"]
-    made.close()
-    with pytest.raises(GroupBrokenError):
-        made.agree(launch, b"")
-
-
-# ------------------------------------------------------------------------------- frames
-
-
-def frame(seq: int, kind: int, step: int, body: bytes = b"", *, nbytes: int | None = None) -> bytes:
-    return struct.pack("<QHHIQ", seq, kind, 0, step, len(body) if nbytes is None else nbytes) + body
-
-
-@pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, socket.socket]]:
-    """Rank 0's end of a group of two, and the bare socket that is rank 1."""
-    monkeypatch.setattr(_tcp_link, "FAREWELL_S", 0.0)
-    monkeypatch.setattr(_tcp_peer, "current_core", lambda: 0)  # as `frame` has it
-    mine, theirs = socket.socketpair()
-    mine.setblocking(False)
-    theirs.settimeout(5)
-    link = Link(0, "g", {1: mine})
-    yield link, theirs
-    link.close()
-    theirs.close()
-
-
-def launch_of(seq: int, timeout_s: float = 5.0) -> Launch:
-    return Launch(seq=seq, ranks=(0, 1), timeout_s=timeout_s)
-
-
-def test_frames_of_launches_that_were_left_are_thrown_away(line: tuple[Link, socket.socket]) -> None:
-    link, other = line
-    big = b"old" * 6_000
-    for words in (
-        frame(3, ARRIVAL, 1, b"old"),
-        frame(4, ARRIVAL, 1, b"old") + frame(4, DATA, 2, big),
-        frame(4, LEFT, 1) + frame(5, LEFT, 0),
-        frame(7, ARRIVAL, 1, b"new"),
-    ):
-        other.sendall(words)
-    assert link.agree(launch_of(7), b"mine") == [b"mine", b"new"]
-    link.end(launch_of(7), True)
-    assert other.recv(4096) == frame(7, ARRIVAL, 1, b"mine")
-
-
-def test_a_frame_that_was_half_received_is_read_to_its_end(line: tuple[Link, socket.socket]) -> None:
-    link, other = line
-    whole = frame(1, DATA, 1, b"y" * 10_000)
-    other.sendall(whole[:5000])
-    array, batch = np.zeros(10_000, np.uint8), Batch()
-    link.begin(launch_of(1))
-    link.receive(1, array, batch)
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        link.wait(batch, launch_of(1), time.monotonic())
-    assert caught.value.missing == (1,)
-    link.end(launch_of(1), False)
-    seen = array.copy()
-    other.sendall(whole[5000:] + frame(2, ARRIVAL, 1, b"next"))
-    assert link.agree(launch_of(2), b"") == [b"", b"next"]
-    np.testing.assert_array_equal(array, seen)  # nobody writes it any more
-
-
-def test_a_frame_that_was_half_sent_is_finished_from_a_copy(line: tuple[Link, socket.socket]) -> None:
-    link, other = line
-    array, batch = np.full(FRAME_NBYTES, 7, np.uint8), Batch()
-    link.begin(launch_of(1))
-    link.send(1, array, batch)
-    link.send(1, array, batch)  # not begun, and so forgotten
-    with pytest.raises(CollectiveTimeoutError) as caught:
-        link.wait(batch, launch_of(1), time.monotonic())
-    assert caught.value.missing == (1,)
-    link.end(launch_of(1), False)
-    array[...] = 0
-    with ThreadPoolExecutor(1) as threads:
-        reading = threads.submit(lambda: b"".join(iter_bytes(other, len(frame(0, 0, 0)) * 3 + FRAME_NBYTES)))
-        with pytest.raises(CollectiveTimeoutError):
-            link.agree(launch_of(2, timeout_s=2.0), b"")
-        stream = reading.result(5)
-    assert stream == frame(1, DATA, 1, b"\7" * FRAME_NBYTES) + frame(1, LEFT, 0) + frame(2, ARRIVAL, 1)
-
-
-def iter_bytes(sock: socket.socket, nbytes: int) -> Iterator[bytes]:
-    while nbytes:
-        data = sock.recv(min(nbytes, 65536))
-        assert data
-        nbytes -= len(data)
-        yield data
-
-
-def test_a_rank_that_nobody_reads_from_keeps_no_heap_of_frames(line: tuple[Link, socket.socket]) -> None:
-    link, other = line
-    for seq in range(1, 30):
-        with pytest.raises(CollectiveTimeoutError):
-            link.agree(launch_of(seq, timeout_s=0.0), b"a" * 100_000)
-        link.end(launch_of(seq), False)
-    assert len(link._peers[1]._out) <= 2  # one that was begun, and the newest farewell
-    other.sendall(frame(30, ARRIVAL, 1, b"back"))
-    with ThreadPoolExecutor(1) as threads:
-        agreed = threads.submit(link.agree, launch_of(30), b"here")
-        stream = b""
-        while not stream.endswith(frame(30, ARRIVAL, 1, b"here")):
-            stream += other.recv(1 << 20)
-        assert agreed.result(5) == [b"here", b"back"]
-    assert frame(29, LEFT, 0) in stream
-
-
-@pytest.mark.parametrize(("passed", "goes_on"), [(0, False), (1, True)])
-def test_who_left_before_all_had_come_is_not_taken_for_one_who_was_refused(
-    line: tuple[Link, socket.socket], passed: int, goes_on: bool
-) -> None:
-    link, other = line
-    other.sendall(frame(1, ARRIVAL, 1, b"yes") + frame(1, LEFT, passed))
-    if goes_on:
-        assert link.agree(launch_of(1), b"") == [b"", b"yes"]
-    else:
-        with pytest.raises(PlanAbortedError, match="rank 1 has left launch 1") as caught:
-            link.agree(launch_of(1), b"")
-        assert caught.value.rank == 1
-
-
-def test_whoever_is_in_a_later_launch_has_left_this_one(line: tuple[Link, socket.socket]) -> None:
-    link, other = line
-    other.sendall(frame(5, ARRIVAL, 1, b"later"))
-    for seq in (3, 4):
-        with pytest.raises(PlanAbortedError, match=f"rank 1 has left launch {seq}"):
-            link.agree(launch_of(seq), b"")
-        link.end(launch_of(seq), False)
-    assert link.agree(launch_of(5), b"") == [b"", b"later"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        frame(1, ARRIVAL, 1, nbytes=FRAME_NBYTES + 1),
-        frame(0, DATA, 1, nbytes=1 << 63),
-        frame(1, 9, 1),
-        frame(1, ARRIVAL, 2, b"x"),
-        b"\xff" * 4096,
-    ],
-)
-def test_what_is_no_frame_ends_the_connection_and_the_group(line: tuple[Link, socket.socket], words: bytes) -> None:
-    link, other = line
-    other.sendall(words)
-    with pytest.raises(PlanAbortedError, match="the connection to rank 1 broke") as caught:
-        link.agree(launch_of(1), b"")
-    assert caught.value.rank == 1
-    link.end(launch_of(1), False)
-    with pytest.raises(GroupBrokenError, match="rank 1"):
-        link.agree(launch_of(2), b"")
-
-
-def test_an_arrival_that_is_too_long_is_refused_and_the_others_go_on(team: ThreadTeam) -> None:
-    launch = team.launch()
-
-    def body(communicator: Communicator) -> list[bytes]:
-        return run_launch(communicator, launch, arrival=b"x" * ((FRAME_NBYTES + 1) * (communicator.rank == 1)))
-
-    results = team.run(body)
-    assert isinstance(results[1], UnsupportedError)
-    assert all(isinstance(results[rank], PlanAbortedError) and results[rank].rank != rank for rank in (0, 2))
-    check_allreduce(team, ReduceOp.SUM, "int64", 1024, "plain", True)
 
 
 # ------------------------------------------------------------------------------- in mid-kernel

@@ -14,7 +14,7 @@ from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
 from raycollect.backends.tcp.join import MAX_STRANGERS, Shake, _Joining, _Protocol
 from raycollect.core.model import GroupSpec, Launch
-from tests.pure.backends.test_tcp import join_all
+from tests.pure.backends.tcp_teams import join_all
 from tests.pure.communicators import MemoryRendezvous
 from tests.pure.conformance import run_launch
 

@@ -1,116 +1,31 @@
 """What a hostile wire can do to the channel, at random: never another error, a hang, a forged message, or much memory.
 
-Every case is made from a seed that the test's name or its message tells. What the holder of the key may say is in
-`test_channel_fuzz_peers.py`.
+Every case is made from a seed that the test's name or its message tells. Over sockets it is
+`test_fuzz_sockets`; what the holder of the key may say is in `test_fuzz_peers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-import socket
-import threading
 import tracemalloc
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import pytest
 
-from raycollect.channel import DataClient, server
-from raycollect.channel.messages import MESSAGES, Bye, Done, Fetch, Fetched, Message, Publish, decode, encode
+from raycollect.channel.messages import Bye, Fetched, Message, decode, encode
 from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Opened, Reply, State
-from raycollect.core.model import Address
 from raycollect.errors import ChannelError, ConnectionLostError, ProtocolError
+from tests.pure.channel.hostile_wire import changed, chunks, message
+from tests.pure.channel.parties import SECRET
 from tests.pure.channel.test_protocol import Wire
-from tests.pure.channel.test_sockets import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
-
-__all__ = ["rig"]
 
 SEEDS = range(6)
 BLOB_NBYTES = 300
-
-
-# ---------------------------------------------------------------------------------------------- what is said
-
-
-def message(rng: random.Random, cls: type[Message] | None = None) -> Message:
-    """Any message of the table, with values of the right types."""
-    cls = cls or MESSAGES[rng.choice(sorted(set(MESSAGES) - {"Fetched"}))]
-    hints = typing.get_type_hints(cls)
-    names = {field.name for field in dataclasses.fields(typing.cast(Any, cls))} - {"blob_nbytes"}
-    return cls(**{name: value(rng, hints[name]) for name in sorted(names)})
-
-
-def value(rng: random.Random, hint: Any) -> Any:
-    """Any value of a field's type; now and then one at the edge of what it can be."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if type(None) in args:
-        return None if rng.random() < 0.3 else value(rng, args[0])
-    if origin is list:
-        return [value(rng, args[0]) for _ in range(rng.choice((0, 1, 2, 5)))]
-    if origin is dict:
-        return {rng.choice(("type", "fields", "name", "x")): rng.choice((None, -1, "x", [], {})) for _ in range(3)}
-    plain: dict[Any, Callable[[], Any]] = {
-        int: lambda: rng.choice((0, 1, 2, -1, 2**31, 2**63, -(2**63), rng.randrange(10))),
-        float: lambda: rng.choice((0.0, -1.0, 1e-9, float("inf"), rng.random())),
-        bool: lambda: rng.random() < 0.5,
-        str: lambda: rng.choice(("", "g", "all", "0>1", "9>9", "x" * 300, "\0", "𝄞")),
-        bytes: lambda: rng.randbytes(rng.choice((0, 1, 16, 28, 500))),
-    }
-    return plain[hint]()
-
-
-def changed(rng: random.Random, units: Sequence[bytes], foreign: Sequence[bytes]) -> list[bytes]:
-    """The units of a stream, after one thing was done to them.
-
-    Args:
-        rng: What decides.
-        units: The true ones.
-        foreign: What was said elsewhere: by this end itself, or in another connection.
-    """
-    made = list(units)
-    at = rng.randrange(len(made))
-    one = bytearray(made[at])
-    place = rng.randrange(len(one) + 1)
-    kind = rng.choice(("flip", "flip", "cut", "end", "swap", "repeat", "drop", "insert", "announce", "foreign", "zero"))
-    if kind == "flip" and one:
-        one[place % len(one)] ^= 1 << rng.randrange(8)
-        made[at] = bytes(one)
-    elif kind == "cut":
-        made[at] = bytes(one[:place])
-    elif kind == "end":
-        made[at:] = [bytes(one[:place])]
-    elif kind == "swap":
-        other = rng.randrange(len(made))
-        made[at], made[other] = made[other], made[at]
-    elif kind == "repeat":
-        made.insert(rng.randrange(at, len(made)) + 1, made[at])
-    elif kind == "drop":
-        del made[at]
-    elif kind == "insert":
-        made[at] = bytes(one[:place]) + rng.randbytes(rng.choice((1, 4, 20, 5000))) + bytes(one[place:])
-    elif kind == "announce":
-        limits = (0, 1, MAX_HANDSHAKE_NBYTES, MAX_HANDSHAKE_NBYTES + 1, MAX_FRAME_NBYTES, MAX_FRAME_NBYTES + 1)
-        one[:4] = rng.choice((*limits, 2**32 - 1, rng.getrandbits(32))).to_bytes(4, "big")
-        made[at] = bytes(one)
-    elif kind == "foreign":
-        made[at] = rng.choice(foreign)
-    elif kind == "zero":
-        made[at] = bytes(len(one))
-    return made
-
-
-def chunks(rng: random.Random, stream: bytes) -> Iterator[bytes]:
-    """The stream, in pieces as a socket may give them."""
-    most = rng.choice((1, 7, 100, 5000, 1 << 20))
-    at = 0
-    while at < len(stream):
-        step = rng.randint(1, most)
-        yield stream[at : at + step]
-        at += step
 
 
 # ---------------------------------------------------------------------------------------------- without I/O
@@ -373,170 +288,3 @@ def test_a_payload_of_many_small_things_costs_a_bounded_multiple(item: bytes) ->
         assert tracemalloc.get_traced_memory()[1] < 150 * MAX_FRAME_NBYTES
     finally:
         tracemalloc.stop()
-
-
-# ---------------------------------------------------------------------------------------------- over sockets
-
-
-def _say(sock: socket.socket, pieces: Iterator[bytes]) -> None:
-    """Sends what the other end takes, then waits until it closes."""
-    try:
-        for piece in pieces:
-            sock.sendall(piece)
-        sock.shutdown(socket.SHUT_WR)
-    except OSError:
-        pass
-    sock.settimeout(LIMIT_S)
-    try:
-        while sock.recv(65536):
-            pass
-    except ConnectionError:
-        pass
-
-
-def _greet(sock: socket.socket, end: Connection) -> bytes:
-    """Waits for the peer's next handshake frame; gives what has to be answered."""
-    while True:
-        for event in end.receive(sock.recv(4096) or b""):
-            if isinstance(event, Reply):
-                return event.data
-        if end.state is State.OPEN:
-            return b""
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_a_hostile_client_ends_its_own_connection_only(rig: Rig, seed: int) -> None:
-    rng = random.Random(seed)
-    there, friendly = Party(echo), Party()
-    address = rig.serve(there)
-    friend = rig.connect(address, friendly)
-    there.links.get(timeout=LIMIT_S)
-    with socket.create_connection((HOST, address.port), LIMIT_S) as sock:
-        stage = seed % 3
-        key = SECRET if stage else b"w" * 32
-        end = Connection("client", key, nonce=rng.randbytes(16), purpose=rng.choice(("control", "data")), hello={})
-        end.start()
-        proof = _greet(sock, end)
-        if stage < 2:
-            _say(sock, chunks(rng, b"".join([*changed(rng, [proof], [b"", proof]), rng.randbytes(5000)])))
-        else:
-            sock.sendall(proof)
-            _greet(sock, end)
-            frames = [end.send(message(rng)) for _ in range(5)]
-            _say(sock, chunks(rng, b"".join([*changed(rng, frames, [proof, b""]), rng.randbytes(2 << 20)])))
-    friend.send(Bye())
-    while friendly.messages.get(timeout=LIMIT_S) != Bye():
-        pass
-    rig.connect(address, Party()).close()
-
-
-class Impostor:
-    """A server that shakes hands until one stage, says something else there, and ends."""
-
-    def __init__(self, rng: random.Random, stage: int) -> None:
-        self.sent: list[Message] = []
-        self._rng = rng
-        self._stage = stage
-        self._listener = socket.create_server((HOST, 0))
-        self.address = Address(host=HOST, port=self._listener.getsockname()[1], secret=SECRET)
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._thread.join(LIMIT_S)
-        self._listener.close()
-
-    def _serve(self) -> None:
-        rng = self._rng
-        sock, _ = self._listener.accept()
-        with sock:
-            sock.settimeout(LIMIT_S)
-            end = Connection("server", SECRET, nonce=rng.randbytes(16))
-            units = [end.start()]
-            if self._stage:
-                sock.sendall(units[0])
-                units = [_greet(sock, end)]
-            if self._stage > 1:
-                sock.sendall(units[0])
-                self.sent = [message(rng) for _ in range(5)]
-                units = [end.send(one) for one in self.sent]
-            _say(sock, chunks(rng, b"".join([*changed(rng, units, [b"", units[0]]), rng.randbytes(100)])))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(8))
-def test_a_hostile_server_gives_the_hub_a_typed_error(rig: Rig, stage: int, seed: int) -> None:
-    rng = random.Random(100 * stage + seed)
-    impostor, here = Impostor(rng, stage), Party()
-    try:
-        rig.hub.connect(impostor.address, {}, here, LIMIT_S)
-    except ChannelError:
-        assert stage < 2 or here.messages.empty()
-    else:
-        assert isinstance(here.reasons.get(timeout=LIMIT_S), ChannelError)
-        got = [here.messages.get_nowait() for _ in range(here.messages.qsize())]
-        assert got == impostor.sent[: len(got)]
-        assert here.reasons.empty()
-    impostor.close()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_hostile_server_gives_a_data_client_a_typed_error(stage: int, seed: int) -> None:
-    impostor = Impostor(random.Random(1000 * stage + seed), stage)
-    with pytest.raises(ChannelError):
-        client = DataClient(impostor.address, LIMIT_S)
-        try:
-            for _ in range(20):
-                client.request(Fetch(key=b"", timeout_s=1.0))
-        finally:
-            client.close()
-    impostor.close()
-
-
-def test_half_open_clients_cost_little_memory_and_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as there may be, each with all but one byte of the longest proof; one that comes byte by byte."""
-    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 3.0)
-    address = rig.serve(Party(echo))
-    here = Party()
-    friend = rig.connect(address, here)
-    words = MAX_HANDSHAKE_NBYTES.to_bytes(4, "big") + bytes(MAX_HANDSHAKE_NBYTES - 1)
-    strangers = [socket.create_connection((HOST, address.port), LIMIT_S) for _ in range(server.MAX_HALF_OPEN)]
-    tracemalloc.start()
-    try:
-        for stranger in strangers[1:]:
-            stranger.sendall(words)
-        for byte in words[:100]:
-            strangers[0].sendall(bytes([byte]))
-        friend.send(Bye())
-        assert here.messages.get(timeout=LIMIT_S) == Bye()
-        assert tracemalloc.get_traced_memory()[1] < 2_000_000
-        for stranger in strangers:
-            _say(stranger, iter(()))
-    finally:
-        tracemalloc.stop()
-        for stranger in strangers:
-            stranger.close()
-    rig.connect(address, Party()).close()
-
-
-def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -> None:
-    """It holds the key, and is slow for ever: others are served, and the server's end closes it."""
-    there = Party(echo)
-    address = rig.serve(there)
-    with socket.create_connection((HOST, address.port), LIMIT_S) as sock:
-        end = Connection("client", SECRET, nonce=b"N" * 16, hello={})
-        end.start()
-        sock.sendall(_greet(sock, end))
-        _greet(sock, end)
-        frame = end.send(Publish(group_id="g", lane="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100)))
-        slow = there.links.get(timeout=LIMIT_S)
-        sock.sendall(frame[:-1])
-        here = Party()
-        link = rig.connect(address, here)
-        for seq in range(50):
-            link.send(Done(seq=seq, ranks=[], error=None, story=[]))
-            assert here.messages.get(timeout=LIMIT_S) == Done(seq=seq, ranks=[], error=None, story=[])
-        assert len(slow._connection._buffer) <= len(frame)
-        rig.servers[0].close()
-        assert isinstance(there.reasons.get(timeout=LIMIT_S), ConnectionLostError)

@@ -1,7 +1,7 @@
 """What one who holds the key may say, at random: at most its own link ends, and the process serves whoever comes next.
 
 Every case is made from a seed that the test's name or its message tells. What a wire without the key can do is in
-`test_channel_fuzz.py`.
+`test_fuzz`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import runtime
 from raycollect.member.runtime import Runtime
 from raycollect.planner import Ticket, encode_order, encode_program
-from tests.pure.channel.test_fuzz import message
-from tests.pure.channel.test_sockets import HOST, LIMIT_S
+from tests.pure.channel.hostile_wire import message
+from tests.pure.channel.parties import HOST, LIMIT_S
 from tests.pure.driver.test_controller import controller, lease, renumbered
 from tests.pure.driver.test_plan_tracker_batches import asked, flying, group, key
 

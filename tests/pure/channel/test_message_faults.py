@@ -57,7 +57,7 @@ from raycollect.member.plan_queue import PlanQueue
 from raycollect.member.sequencer import PlanSequencer
 from raycollect.observe import Recorder, Tracer, stacks, timeline_session
 from raycollect.pos import Container, Store
-from tests.faults.inject import fail_at
+from tests.faults.thread_failures import fail_at
 from tests.pure.driver.test_order_model import Fleet, without_ray
 from tests.pure.member.test_lease import _join, premises
 from tests.pure.sites import Ref

@@ -2,110 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import queue
-import secrets
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raycollect.channel import DataClient, DataLink, Hub, Link, Server, endpoint, server
-from raycollect.channel.messages import Abort, Arrive, Bye, Done, Failed, Fetch, Fetched, Free, Freed, Message, Publish
+from raycollect.channel import DataClient, Link, Server, endpoint, server
+from raycollect.channel.messages import Abort, Arrive, Bye, Done, Message, Publish
 from raycollect.core import sockets
 from raycollect.core.model import Address
-from raycollect.errors import AuthenticationError, ChannelError, ConnectionLostError, ProtocolError
+from raycollect.errors import AuthenticationError, ConnectionLostError, ProtocolError
+from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
 
-SECRET = b"s" * 32
-LIMIT_S = 10.0
-HOST = "127.0.0.1"
-
-
-class Party:
-    """A handler that puts what it is told into queues, and may answer."""
-
-    def __init__(self, answer: Callable[[Link, Message], None] | None = None) -> None:
-        self.links: queue.Queue[Link] = queue.Queue()
-        self.messages: queue.Queue[Message] = queue.Queue()
-        self.reasons: queue.Queue[ChannelError] = queue.Queue()
-        self.answer = answer
-        self.value = memoryview(b"")
-        self.release = threading.Event()
-
-    def opened(self, link: Link, hello: dict[str, Any]) -> None:
-        assert link.hello == hello
-        self.links.put(link)
-
-    def received(self, link: Link, message: Message) -> None:
-        self.messages.put(message)
-        if self.answer is not None:
-            self.answer(link, message)
-
-    def closed(self, link: Link, reason: ChannelError) -> None:
-        self.reasons.put(reason)
-
-    def serve_data(self, link: DataLink) -> None:
-        while (request := link.receive()) is not None:
-            if isinstance(request, Fetch):
-                if request.key == b"boom":
-                    raise RuntimeError("boom")
-                half = len(self.value) // 2
-                link.send(Fetched(found={"n": 2}), [self.value[:half], self.value[half:]])
-            elif isinstance(request, Free):
-                link.send(Freed(count=len(request.keys)))
-            else:
-                link.send(Failed(error={}))
-
-
-def echo(link: Link, message: Message) -> None:
-    link.send(message)
-
-
-class Rig:
-    """Servers and a hub that are closed when the test ends, after which no thread and no descriptor may be left."""
-
-    def __init__(self) -> None:
-        self.hub = Hub()
-        self.servers: list[Server] = []
-
-    def serve(self, party: Party) -> Address:
-        self.servers.append(Server(HOST, SECRET, party))
-        return self.servers[-1].address
-
-    def connect(self, address: Address, party: Party, hello: dict[str, Any] | None = None) -> Link:
-        return self.hub.connect(address, hello or {}, party, LIMIT_S)
-
-    def close(self) -> None:
-        self.hub.close()
-        for each in self.servers:
-            each.close()
-
-
-def _leftovers() -> tuple[int, Counter[str]]:
-    threads = Counter(thread.name for thread in threading.enumerate() if thread.name.startswith("raycollect"))
-    return sum(1 for _ in Path("/proc/self/fd").iterdir()), threads
-
-
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    gc.collect()
-    descriptors, threads = _leftovers()
-    rig = Rig()
-    yield rig
-    rig.close()
-    gc.collect()
-    now = _leftovers()
-    assert now[0] <= descriptors  # those of other tests may go meanwhile
-    assert not now[1] - threads
+__all__ = ["rig"]  # a fixture
 
 
 def _raw(address: Address) -> socket.socket:
@@ -397,89 +312,6 @@ def test_sockets_are_tuned_and_not_inherited(rig: Rig) -> None:
         assert not sock.get_inheritable()
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 10_000
-
-
-# ---------------------------------------------------------------------------------------------- data
-
-
-def test_a_control_message_overtakes_a_blob(rig: Rig) -> None:
-    there, here = Party(echo), Party()
-    there.value = memoryview(secrets.token_bytes(20 << 20))
-    address = rig.serve(there)
-    link = rig.connect(address, here)
-    client = DataClient(address, LIMIT_S)
-    answer = client.request(Fetch(key=b"k", timeout_s=1.0))
-    assert answer == Fetched(found={"n": 2}, blob_nbytes=20 << 20)
-    link.send(Bye())  # the blob is under way and nobody reads it yet
-    assert here.messages.get(timeout=LIMIT_S) == Bye()
-    into = bytearray(20 << 20)
-    client.receive_blob(memoryview(into)[: 7 << 20])
-    assert client.blob_left == 13 << 20
-    client.receive_blob(memoryview(into)[7 << 20 :])
-    assert into == there.value
-    assert client.blob_left == 0
-    assert client.request(Free(keys=[b"a", b"b"])) == Freed(count=2)
-    client.close()
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 1000, 70_000])
-def test_blobs_of_any_size_one_after_the_other(rig: Rig, nbytes: int) -> None:
-    there = Party()
-    there.value = memoryview(secrets.token_bytes(nbytes))
-    client = DataClient(rig.serve(there), LIMIT_S)
-    for _ in range(3):
-        answer = client.request(Fetch(key=b"k", timeout_s=1.0))
-        assert isinstance(answer, Fetched)
-        assert answer.blob_nbytes == nbytes
-        into = bytearray(nbytes)
-        client.receive_blob(memoryview(into))
-        assert into == there.value
-    client.close()
-
-
-def test_a_blob_must_be_read_and_no_further(rig: Rig) -> None:
-    there = Party()
-    there.value = memoryview(b"0123456789")
-    client = DataClient(rig.serve(there), LIMIT_S)
-    client.request(Fetch(key=b"k", timeout_s=1.0))
-    with pytest.raises(ProtocolError):
-        client.receive_blob(memoryview(bytearray(11)))
-    with pytest.raises(ProtocolError, match="were not read"):
-        client.request(Free(keys=[]))
-    client.close()
-
-
-def test_an_answer_that_does_not_come_costs_the_time_limit_and_the_client(rig: Rig) -> None:
-    class Mute(Party):
-        def serve_data(self, link: DataLink) -> None:
-            while link.receive() is not None:
-                pass
-
-    client = DataClient(rig.serve(Mute()), LIMIT_S)
-    with pytest.raises(ConnectionLostError):
-        client.request(Bye(), timeout_s=0.05)
-    with pytest.raises(ConnectionLostError):
-        client.request(Bye())
-
-
-def test_a_failing_data_handler_ends_its_connection_only(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    address = rig.serve(Party())
-    first, second = DataClient(address, LIMIT_S), DataClient(address, LIMIT_S)
-    with pytest.raises(ConnectionLostError):
-        first.request(Fetch(key=b"boom", timeout_s=1.0))
-    assert second.request(Free(keys=[])) == Freed(count=0)
-    assert "boom" in caplog.text
-    second.close()
-
-
-def test_closing_the_server_wakes_its_data_threads(rig: Rig) -> None:
-    client = DataClient(rig.serve(Party()), LIMIT_S)
-    assert client.request(Free(keys=[])) == Freed(count=0)
-    rig.servers[0].close()
-    assert not [t for t in threading.enumerate() if t.name.startswith("raycollect-data")]
-    with pytest.raises(ConnectionLostError):
-        client.request(Free(keys=[]))
-    client.close()
 
 
 # ---------------------------------------------------------------------------------------------- the end

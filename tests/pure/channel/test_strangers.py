@@ -24,7 +24,7 @@ from raycollect.channel.refusals import EVERY_S, MAX_REASONS, Refusals
 from raycollect.core import sockets
 from raycollect.core.model import Address
 from raycollect.pos import fetch
-from tests.pure.channel.test_sockets import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
+from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
 
 __all__ = ["rig"]
 

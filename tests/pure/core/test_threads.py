@@ -17,8 +17,8 @@ from raycollect.driver import stall_report
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
 from raycollect.member.wait_monitor import WaitMonitor
-from tests.faults.inject import fail_at
-from tests.pure.driver.test_stall_report import Clock, Flying
+from tests.faults.thread_failures import fail_at
+from tests.pure.driver.flights import Clock, Flying
 from tests.pure.group.test_watchdog import Desk
 
 WAIT_S = 20.0

@@ -15,8 +15,8 @@ from raycollect.driver import progress as gauge
 from raycollect.driver import progress_bar, stall_report
 from raycollect.driver.progress import ProgressProbe
 from raycollect.errors import InvalidArgumentError, KernelError, ProgressError
+from tests.pure.driver.flights import Flying
 from tests.pure.driver.shown_progress import look
-from tests.pure.driver.test_stall_report import Flying
 
 
 class Told:

@@ -1,86 +1,23 @@
-"""Who is told of a wait that lasts, and what of those who are waited for."""
+"""A wait of the driver that lasts: who is told of it, and what of those who are waited for."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
-from raycollect.captured.run_tracker import RunTracker
 from raycollect.captured.step_plan import StepPlan
 from raycollect.channel.messages import Seen
 from raycollect.driver import stall_report
-from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
-from raycollect.member import init
-from raycollect.member import verbs as imperative
-from tests.pure.processes import Crew
-
-
-class Clock:
-    """Time that goes on where somebody waits."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-
-class Flying:
-    """A flight of three participants whose outcome is known after some seconds; it is plan 7."""
-
-    def __init__(self, ends_s: float = math.inf, plan: Any = None, clock: Clock | None = None) -> None:
-        self.clock = clock or Clock()
-        self.ends_s = self.clock.now_s + ends_s
-        self.seq = 7
-        self.group_name = "g"
-        self.error: Any = None
-        self.pending = {0, 1}
-        members = [SimpleNamespace(rank=rank, actor=f"W({rank})", actor_id="abc"[rank]) for rank in range(3)]
-        self.groups = (SimpleNamespace(spec=SimpleNamespace(name="g"), members=members),)
-        self.plan = plan or SimpleNamespace(
-            name="allreduce", participants=("a", "b", "c"), positions={"a": 0, "b": 1, "c": 2}, timeout_s=60.0
-        )
-
-    def is_at(self, position: int, launch: int) -> bool:
-        kind: Any = RunTracker if isinstance(self.plan, StepPlan) else PlanTracker
-        found: bool = kind.is_at(self, position, launch)
-        return found
-
-    @property
-    def resolved(self) -> bool:
-        return self.error is not None or self.clock.now_s >= self.ends_s
-
-    def wait(self, timeout_s: float | None) -> bool:
-        left_s = 0.0 if self.resolved else math.inf if timeout_s is None else timeout_s
-        self.clock.now_s = min(self.clock.now_s + left_s, max(self.ends_s, self.clock.now_s))
-        return self.resolved
-
-    def fail(self, error: Any) -> list[Any]:
-        self.error = error
-        return []
-
-    def has(self, seq: int) -> bool:
-        return 7 <= seq < 12
-
-    def is_pending(self, position: int) -> bool:
-        return position in self.pending
-
-    def member(self, position: int) -> Any:
-        return self.groups[0].members[position]
+from tests.pure.driver.flights import Clock, Flying
 
 
 def seen(**said: Any) -> Seen:
@@ -374,155 +311,3 @@ def test_short_wait_of_a_coroutine_sends_no_query(
 
     assert asyncio.run(wait()) == []
     assert controller.asked == []
-
-
-# ---------------------------------------------------------------------------------------------- members' own calls
-
-
-@pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
-    made = Crew()
-    path = tmp_path_factory.mktemp("rendezvous")
-    path.chmod(0o700)
-    made.rendezvous = f"file://{path}"
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def pipes(tmp_path: Path) -> list[Path]:
-    """Files of which a reader waits for a writer."""
-    made = [tmp_path / name for name in ("hold", "warned")]
-    for path in made:
-        os.mkfifo(path)
-    return made
-
-
-class Writing(logging.Handler):
-    """Writes each warning into a pipe, and keeps it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(logging.WARNING)
-        self.path = path
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-        if len(self.texts) == 1:
-            self.path.write_text(self.texts[0])
-
-
-def warned(name: str, rank: int, verb: str, path: Path, quiet_s: float) -> list[str]:
-    """A call, and what is logged meanwhile."""
-    handler, before = Writing(path), watchdog.QUIET_S
-    logging.getLogger("raycollect").addHandler(handler)
-    watchdog.QUIET_S = quiet_s
-    watchdog.wake()  # it may sleep for as long as before
-    try:
-        called(name, rank, verb)
-    finally:
-        watchdog.QUIET_S = before
-        logging.getLogger("raycollect").removeHandler(handler)
-    return handler.texts
-
-
-def called(name: str, rank: int, verb: str) -> None:
-    x = np.full(3, rank + 1.0)
-    if verb == "async":
-        imperative.allreduce(x, name, async_op=True).wait()
-    elif verb == "send":
-        imperative.send(x, 1, name) if rank == 0 else imperative.recv(x, 0, name)
-    else:
-        imperative.allreduce(x, name)
-    if verb != "send":
-        assert (x == sum(range(1, init.get_collective_group_size(name) + 1))).all()
-
-
-def hold(name: str, rank: int, path: Path) -> None:
-    path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("verb", "backend"),
-    [("allreduce", "shm"), ("allreduce", "tcp"), ("allreduce", "gloo"), ("async", "shm"), ("send", "gloo")],
-)
-def test_a_members_call_that_lasts_is_warned_of_once(crew: Crew, pipes: list[Path], verb: str, backend: str) -> None:
-    """Rank 1 is held; rank 2 of three has come, or, where two are concerned, has nothing to do with it."""
-    group = crew.group(3, backend)
-    group.must(called, "allreduce")
-    others = [] if verb == "send" else [group.processes[2].start(called, group.name, 2, "allreduce")]
-    held = group.processes[1].start(hold, group.name, 1, pipes[0])
-    waiting = group.processes[0].start(warned, group.name, 0, verb, pipes[1], 0.3)
-    text = pipes[1].read_text()
-    pipes[0].write_text("go on")
-    held.result(60)
-    others.append(group.processes[1].start(called, group.name, 1, "send" if verb == "send" else "allreduce"))
-    texts = waiting.result(60)
-    for one in others:
-        one.result(60)
-    op = "send" if verb == "send" else "allreduce"
-    assert texts == [text], "once"
-    assert text.startswith(f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these have not")
-    late, *stack = text.splitlines()[1:]
-    assert late.startswith("  - rank 1 (")
-    assert " has not begun it, and is in " in late, "the process runs code that is not ours"
-    assert late.endswith(" s")
-    assert "; awaited for " in late
-    assert any(line.endswith(" in hold: path.read_text()") for line in stack)
-    assert not any(line.startswith("  - ") for line in stack), "nobody else"
-    crew.rest()
-
-
-def test_a_process_that_is_stopped_gives_no_answer(crew: Crew, pipes: list[Path]) -> None:
-    group = crew.group(2, "tcp")
-    pid = group.processes[1].process.pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        waiting = group.processes[0].start(warned, group.name, 0, "allreduce", pipes[1], 0.1)
-        assert "rank 1" in (text := pipes[1].read_text())
-        assert " gives no answer: its process is stopped, or " in text
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    group.processes[1].start(called, group.name, 1, "allreduce").result(60)
-    assert waiting.result(60) == [text]
-    crew.rest()
-
-
-def joined_warned(rendezvous: str, path: Path, quiet_s: float) -> tuple[list[str], BaseException | None]:
-    """Rank 0 of a group of two; what is logged meanwhile, and why there is no group."""
-    handler, before = Writing(path), watchdog.QUIET_S
-    logging.getLogger("raycollect").addHandler(handler)
-    watchdog.QUIET_S = quiet_s
-    watchdog.wake()
-    try:
-        init.init_collective_group(2, 0, "tcp", "lonely", 2_000, rendezvous=rendezvous)
-    except CollectiveTimeoutError as exc:
-        return handler.texts, exc
-    finally:
-        watchdog.QUIET_S = before
-        logging.getLogger("raycollect").removeHandler(handler)
-    return handler.texts, None
-
-
-def test_absent_member_is_reported_as_not_joined(
-    crew: Crew, pipes: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [leader] = crew.take(1)
-    leader.call(answer_within, 0.1)
-    try:
-        joining = leader.start(joined_warned, crew.rendezvous, pipes[1], 0.1)
-        text = pipes[1].read_text()
-        texts, error = joining.result(60)
-    finally:
-        leader.call(answer_within, watchdog.ANSWER_S)
-    assert texts == [text]
-    assert text.startswith("join on group 'lonely', here rank 0, is still under way after 0.1 s; these have not come")
-    assert text.splitlines()[1:] == ["  - rank 1 has not joined"]
-    assert isinstance(error, CollectiveTimeoutError)
-    assert (error.missing, error.reports) == ((1,), ()), "nobody is there to be asked"
-    crew.rest()
-
-
-def answer_within(seconds: float) -> None:
-    watchdog.ANSWER_S = seconds

@@ -1,4 +1,4 @@
-"""The executor and what operands may be: pieces, nested structures, torch tensors; what a program remembers of them."""
+"""The executor and what operands may be: nested structures, torch tensors; what a program remembers of them."""
 
 from __future__ import annotations
 
@@ -14,140 +14,10 @@ import pytest
 from raycollect.backends import arrays
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.core.protocols import NoFaults
-from raycollect.errors import (
-    InvalidArgumentError,
-    KernelError,
-    MismatchError,
-    NotATensorError,
-    ReadOnlyError,
-    RefusedError,
-    TensorDirtyError,
-    UnsupportedError,
-)
-from tests.pure.fleet import FailAt, Fleet, MakeFleet, contain, numbers
+from raycollect.errors import KernelError, NotATensorError, ReadOnlyError, TensorDirtyError, UnsupportedError
+from tests.pure.fleet import FailAt, Fleet, MakeFleet, contain, numbers, refused_alike
 
 torch = pytest.importorskip("torch")
-
-
-def _refused(outcomes: Any) -> RefusedError:
-    """The one error that all ranks have."""
-    (text,) = {str(outcome.error) for outcome in outcomes}
-    error = outcomes[0].error
-    assert isinstance(error, RefusedError), text
-    assert all(outcome.outputs == () for outcome in outcomes)
-    return error
-
-
-# ---------------------------------------------------------------------------------------------- pieces
-
-
-@pytest.mark.parametrize("shape", [(6,), (6, 2), (3, 4), (3, 2, 2), (3,), (0,), (3, 0)])
-def test_a_contiguous_tensor_is_a_list_of_equal_pieces(shape: tuple[int, ...], fleet: MakeFleet) -> None:
-    one = fleet(3)
-    gives = [np.arange(np.prod(shape), dtype="int64").reshape(shape) + 100 * rank for rank in range(3)]
-    takes = [np.zeros_like(give) for give in gives]
-    one.must(OpKind.ALLTOALL, one.keep_all(gives), one.keep_all(takes))
-    for rank, take in enumerate(takes):
-        np.testing.assert_array_equal(take, np.concatenate([np.split(give, 3)[rank] for give in gives]))
-
-
-def test_a_contiguous_tensor_and_a_list_meet_where_pieces_have_as_many_elements(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    gives = [np.full((2, 2), rank + 1.0) for rank in range(2)]
-    takes = [np.zeros(8), [np.zeros((2, 2)), np.zeros((2, 2))]]
-    one.must(OpKind.ALLGATHER, one.keep_all(gives), one.keep_all(takes))
-    np.testing.assert_array_equal(takes[0], [1] * 4 + [2] * 4)
-    np.testing.assert_array_equal(takes[1][1], gives[1])
-
-
-def test_pieces_of_one_tensor_make_outputs_of_their_shape(fleet: MakeFleet) -> None:
-    one = fleet(2)
-    for value, shape in ((np.arange(8.0).reshape(2, 4), (4,)), (np.arange(8.0).reshape(4, 2), (2, 2))):
-        outcomes = one.must(OpKind.REDUCESCATTER, one.keep_all([value, value]))
-        for rank, outcome in enumerate(outcomes):
-            made = outcome.outputs[0].value
-            assert made.shape == shape
-            np.testing.assert_array_equal(made.ravel(), 2 * value.ravel()[4 * rank : 4 * rank + 4])
-
-
-NO_PIECES: dict[str, Callable[[], Any]] = {
-    "a list too short": lambda: [np.zeros(2)] * 2,
-    "a list too long": lambda: [np.zeros(2) for _ in range(4)],
-    "a dict": lambda: {"a": np.zeros(2), "b": np.zeros(2), "c": np.zeros(2)},
-    "a tensor that does not divide": lambda: np.zeros(7),
-    "a tensor without dimensions": lambda: np.zeros(()),
-    "a tensor with gaps": lambda: np.zeros((6, 2))[:, 0],
-    "unequally many tensors": lambda: [np.zeros(2), np.zeros(2), [np.zeros(2), np.zeros(2)]],
-}
-
-
-@pytest.mark.parametrize("call", [False, True], ids=["plan", "call"])
-@pytest.mark.parametrize("side", ["input", "output"])
-@pytest.mark.parametrize("name", NO_PIECES)
-def test_what_is_not_one_piece_per_rank_is_refused_naming_which_end(
-    name: str, side: str, call: bool, fleet: MakeFleet
-) -> None:
-    one = fleet(3)
-    sides = [[[np.ones(2) for _ in range(3)] for _ in range(3)] for _ in range(2)]
-    sides[side == "output"][1] = NO_PIECES[name]()
-    keys = [one.keep_all(values) for values in sides]
-    outcomes = one.call(OpKind.ALLTOALL, *sides) if call else one.run(OpKind.ALLTOALL, *keys)
-    error = _refused(outcomes)
-    assert type(error) is (MismatchError if name == "unequally many tensors" else InvalidArgumentError)
-    ref = "" if call else keys[side == "output"][1].hex()
-    assert [(v.rank, v.field, v.ref) for v in error.violations] == [(1, side, ref)]
-    for values in sides[1][::2]:
-        np.testing.assert_array_equal(np.stack(values), np.ones((3, 2)))
-    one.works_on()
-
-
-@pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.GATHER])
-def test_ranks_that_give_unequally_many_tensors_are_refused(kind: OpKind, fleet: MakeFleet) -> None:
-    one = fleet(3)
-    values = [np.ones(2), np.ones(2), [np.ones(2), np.ones(2)]]
-    error = _refused(one.run(kind, one.keep_all(values), root=0 if kind is OpKind.GATHER else -1))
-    assert (2, "tensor count", "2", "1") in [(v.rank, v.field, v.found, v.expected) for v in error.violations]
-    assert {v.rank for v in error.violations} == {2}
-    one.works_on()
-
-
-def test_pieces_of_several_dtypes_are_refused_though_giver_and_taker_agree(fleet: MakeFleet) -> None:
-    """One kernel moves all pieces."""
-    one = fleet(3)
-    gives = {0: one.keep(0, [np.ones(2), np.ones(2), np.ones(2, "float32")])}
-    takes = one.keep_all([np.zeros(2), np.zeros(2), np.zeros(2, "float32")])
-    error = _refused(one.run(OpKind.SCATTER, gives, takes, root=0))
-    assert [(v.rank, v.field) for v in error.violations] == [(0, "dtype of input 2"), (2, "dtype of output")]
-    one.works_on()
-
-
-_OWN: dict[str, tuple[OpKind, Any, Any]] = {
-    "sizes": (OpKind.ALLGATHER, np.ones(2), [np.zeros(2), np.zeros(3)]),
-    "dtypes": (OpKind.REDUCESCATTER, [np.ones(2), np.ones(2)], np.zeros(2, "float32")),
-    "pieces of several dtypes": (OpKind.ALLTOALL, [np.ones(2), np.ones(2, "float32")], [np.zeros(2), np.zeros(2)]),
-    "counts": (OpKind.ALLTOALL, [np.ones(2), np.ones(2)], [[np.zeros(2), np.zeros(2)], [np.zeros(2), np.zeros(2)]]),
-}
-
-
-@pytest.mark.parametrize("name", _OWN)
-def test_two_ends_of_one_rank_that_do_not_fit_are_refused_before_a_backend_sees_them(
-    name: str, fleet: MakeFleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = fleet(2)
-    kind, gives, takes = _OWN[name]
-    right = {
-        OpKind.ALLGATHER: (np.ones(2), [np.zeros(2), np.zeros(2)]),
-        OpKind.REDUCESCATTER: ([np.ones(2), np.ones(2)], np.zeros(2)),
-        OpKind.ALLTOALL: ([np.ones(2), np.ones(2)], [np.zeros(2), np.zeros(2)]),
-    }[kind]
-    staged: list[int] = []
-    for rank in range(2):
-        monkeypatch.setattr(one.communicators[rank], "stage", lambda launch, kernel, rank=rank: staged.append(rank))
-    sides = zip(right, (gives, takes), strict=True)
-    error = _refused(one.run(kind, *([one.keep(0, a), one.keep(1, b)] for a, b in sides)))
-    assert isinstance(error, MismatchError)
-    assert 1 in {v.rank for v in error.violations}
-    assert staged == [0]
 
 
 # ---------------------------------------------------------------------------------------------- structures
@@ -204,7 +74,7 @@ def test_nested_structures_are_gathered_scattered_and_exchanged_whole(fleet: Mak
 def test_structures_that_differ_deep_inside_are_refused(other: Callable[[Any], Any], fleet: MakeFleet) -> None:
     one = fleet(3)
     values = [_nested(np.ones(3)), _nested(np.ones(3)), contain(other(np.zeros(3))).value]
-    error = _refused(one.run(OpKind.ALLREDUCE, one.keep_all(values), inplace=False))
+    error = refused_alike(one.run(OpKind.ALLREDUCE, one.keep_all(values), inplace=False))
     assert [(v.rank, v.field) for v in error.violations] == [(2, "structure")]
 
 
@@ -259,11 +129,11 @@ def test_torch_knows_what_a_collective_has_written(fleet: MakeFleet) -> None:
 def test_overlapping_torch_views_are_refused(fleet: MakeFleet) -> None:
     one = fleet(2)
     base = torch.arange(5.0)
-    error = _refused(
+    error = refused_alike(
         one.run(OpKind.ALLREDUCE, one.keep_all([[base[:3], base[2:]], [np.ones(3, "f4"), np.ones(3, "f4")]]))
     )
     assert [(v.kind, v.rank) for v in error.violations] == [("alias", 0)]
-    error = _refused(one.run(OpKind.ALLREDUCE, one.keep_all([base.expand(2, 5), np.ones((2, 5), "f4")])))
+    error = refused_alike(one.run(OpKind.ALLREDUCE, one.keep_all([base.expand(2, 5), np.ones((2, 5), "f4")])))
     assert "overlapping itself" in str(error)
 
 
@@ -274,7 +144,7 @@ def test_a_tensor_whose_storage_was_given_back_is_refused_naming_it(fleet: MakeF
     gone = torch.ones(4)
     gone.untyped_storage().resize_(0)
     value.data = gone
-    error = _refused(one.run(OpKind.ALLREDUCE, keys))
+    error = refused_alike(one.run(OpKind.ALLREDUCE, keys))
     assert isinstance(error, NotATensorError)
     assert [(v.rank, v.ref) for v in error.violations] == [(0, keys[0].hex())]
     one.works_on()
@@ -298,7 +168,7 @@ def test_a_half_written_tensor_of_any_library_stays_dirty_while_it_lives(kind: s
     del outcomes
     gc.collect()
     assert one.dirty == [1, 1]
-    error = _refused(one.run(OpKind.ALLREDUCE, keys))
+    error = refused_alike(one.run(OpKind.ALLREDUCE, keys))
     assert isinstance(error, TensorDirtyError)
     for rank in range(2):
         one.stores[rank].free([keys[rank]])
@@ -335,7 +205,7 @@ def test_a_violation_names_the_ref_that_is_at_fault(kind: OpKind, spoil: Any, si
     spoil(one, sides[side])
     gives = {rank: keys[rank][0] for rank in ((1,) if kind is OpKind.SCATTER else (0, 1))}
     root = {"root": 1} if kind is OpKind.SCATTER else {}
-    error = _refused(one.run(kind, gives, {rank: keys[rank][1] for rank in range(2)}, **root))
+    error = refused_alike(one.run(kind, gives, {rank: keys[rank][1] for rank in range(2)}, **root))
     assert [(v.rank, v.ref) for v in error.violations] == [(1, keys[1][side].hex())]
     one.works_on()
 
@@ -343,13 +213,13 @@ def test_a_violation_names_the_ref_that_is_at_fault(kind: OpKind, spoil: Any, si
 def test_a_missing_output_is_named_by_its_own_ref(fleet: MakeFleet) -> None:
     one = fleet(2)
     takes = [one.keep(0, [np.zeros(2), np.zeros(2)]), one.new_key()]
-    error = _refused(one.run(OpKind.ALLGATHER, one.keep_all([np.ones(2), np.ones(2)]), takes))
+    error = refused_alike(one.run(OpKind.ALLGATHER, one.keep_all([np.ones(2), np.ones(2)]), takes))
     assert [(v.kind, v.rank, v.ref) for v in error.violations] == [("lost", 1, takes[1].hex())]
 
 
 def test_the_reduce_op_of_pieces_is_checked_on_their_dtype(fleet: MakeFleet) -> None:
     one = fleet(2)
-    error = _refused(one.run(OpKind.REDUCESCATTER, one.keep_all(numbers(0, 2, (2, 2), "int16")), op=ReduceOp.AVG))
+    error = refused_alike(one.run(OpKind.REDUCESCATTER, one.keep_all(numbers(0, 2, (2, 2), "int16")), op=ReduceOp.AVG))
     assert isinstance(error, UnsupportedError)
     assert [v.rank for v in error.violations] == [0, 1]
 
@@ -392,7 +262,7 @@ def test_a_tensor_that_turned_dirty_is_not_taken_from_memory(fleet: MakeFleet) -
     values = [np.ones(4), np.ones(4)]
     keys = _remembered(one, values)
     one.stores[1].mark_dirty([arrays.byte_range(values[1][3:])], [values[1]])
-    error = _refused(one.run(OpKind.ALLREDUCE, keys))
+    error = refused_alike(one.run(OpKind.ALLREDUCE, keys))
     assert [(v.kind, v.rank, v.ref) for v in error.violations] == [("dirty", 1, keys[1].hex())]
     one.stores[1].mark_written([arrays.byte_range(values[1])])
     one.must(OpKind.ALLREDUCE, keys)
@@ -407,7 +277,7 @@ def test_a_torch_tensor_of_another_size_is_looked_at_again(fleet: MakeFleet) -> 
     one.must(OpKind.ALLREDUCE, keys)
     assert all(torch.equal(value, torch.full((1000,), 6.0)) for value in values)
     values[1].data = values[1].data[:10]
-    error = _refused(one.run(OpKind.ALLREDUCE, keys))
+    error = refused_alike(one.run(OpKind.ALLREDUCE, keys))
     assert [(v.rank, v.field, v.found) for v in error.violations] == [(1, "shape", "[10]")]
 
 
@@ -433,7 +303,7 @@ def test_a_root_that_was_none_before_reads_and_need_not_be_writable(fleet: MakeF
             np.testing.assert_array_equal(value, expected)
     values[1].flags.writeable = False
     one.must(OpKind.BROADCAST, keys, root=1)
-    error = _refused(one.run(OpKind.BROADCAST, keys, root=0))
+    error = refused_alike(one.run(OpKind.BROADCAST, keys, root=0))
     assert isinstance(error, ReadOnlyError)
     assert [v.rank for v in error.violations] == [1]
 
@@ -446,7 +316,7 @@ def test_a_failure_of_a_remembered_run_leaves_the_tensor_dirty(fleet: MakeFleet)
     one.faults = NoFaults()
     assert fault.consumed == 1
     assert one.dirty == [1, 1]
-    assert isinstance(_refused(one.run(OpKind.ALLREDUCE, keys)), TensorDirtyError)
+    assert isinstance(refused_alike(one.run(OpKind.ALLREDUCE, keys)), TensorDirtyError)
 
 
 def test_memory_of_programs_is_bounded(fleet: MakeFleet) -> None:

@@ -1,11 +1,10 @@
-"""Rank tables: the vendor's form both ways, every mistake named with its place, and ranks by node and device."""
+"""Rank tables: the vendor's form both ways, and every mistake named with its place."""
 
 from __future__ import annotations
 
 import copy
 import json
 import pickle
-import random
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from raycollect.errors import InvalidGroupError
 from raycollect.group import rank_table
 from raycollect.group.rank_table import Device, Place, RankTable, assign
+from tests.pure.group.rank_tables import document_of, tables
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
 
@@ -30,25 +30,12 @@ DOCUMENTED = """
 """The template of the vendor's document."""
 
 
-def _document(*nodes: list[tuple[Any, Any]]) -> dict[str, Any]:
-    lists = [[{"device_id": device_id, "rank": rank} for device_id, rank in node] for node in nodes]
-    return {"version": "1.0", "node_list": [{"device_list": devices} for devices in lists]}
-
-
 def _problems(document: Any) -> list[str]:
     with pytest.raises(InvalidGroupError) as caught:
         RankTable.from_dict(document, source="table.json")
     first, *problems = caught.value.detail.split("\n  - ")
     assert first == "table.json is refused:"
     return problems
-
-
-@st.composite
-def tables(draw: st.DrawFn) -> RankTable:
-    """Up to four nodes of up to four devices; any device ids, any order of the ranks."""
-    ids = draw(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4, unique=True), min_size=1, max_size=4))
-    ranks = iter(draw(st.permutations(range(sum(map(len, ids))))))
-    return RankTable(nodes=tuple(tuple(Device(device_id=d, rank=next(ranks)) for d in node) for node in ids))
 
 
 # ---------------------------------------------------------------------------------------------- reading and writing
@@ -92,13 +79,13 @@ def test_a_rank_that_is_not_there_is_refused(rank: int) -> None:
 
 
 def test_numbers_may_be_integers_and_the_version_a_number() -> None:
-    document = _document([(1, "0"), ("0", 1)])
+    document = document_of([(1, "0"), ("0", 1)])
     document["version"] = 1.0
     assert RankTable.from_dict(document).chip_map == (1, 0)
 
 
 def test_vendor_fields_are_ignored() -> None:
-    document = _document([("0", "0")])
+    document = document_of([("0", "0")])
     document["status"] = "completed"
     document["node_list"][0]["server_id"] = "10.0.0.1"
     document["node_list"][0]["device_list"][0].update(device_ip="127.0.0.1", local_rank="0")
@@ -234,7 +221,7 @@ def _put(document: Any, at: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("at", "value", "says"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
 def test_one_mistake_is_one_problem_with_its_place(at: str, value: Any, says: str) -> None:
-    document = _document([("0", "0"), ("1", "1")], [("0", "2")])
+    document = document_of([("0", "0"), ("1", "1")], [("0", "2")])
     RankTable.from_dict(document)
     _put(document, at, value)
     (problem,) = _problems(document)
@@ -244,7 +231,7 @@ def test_one_mistake_is_one_problem_with_its_place(at: str, value: Any, says: st
 @pytest.mark.parametrize("at", ["version", "node_list", "node_list.0.device_list", "node_list.0.device_list.0.rank"])
 @pytest.mark.parametrize("instead", [None, "misspelled"])
 def test_a_missing_field_is_named_beside_those_that_are_there(at: str, instead: str | None) -> None:
-    document = _document([("0", "0"), ("1", "1")])
+    document = document_of([("0", "0"), ("1", "1")])
     holder: Any = document
     *path, name = (int(step) if step.isdecimal() else step for step in at.split("."))
     for step in path:
@@ -259,7 +246,7 @@ def test_a_missing_field_is_named_beside_those_that_are_there(at: str, instead: 
 
 
 def test_a_field_that_is_null_is_missing() -> None:
-    (problem,) = _problems(_document([(None, "0")]))
+    (problem,) = _problems(document_of([(None, "0")]))
     assert problem.startswith("node_list[0].device_list[0].device_id is missing")
 
 
@@ -322,7 +309,7 @@ def test_mismatch_with_thousands_of_actors_is_a_short_error() -> None:
 
 
 def test_all_mistakes_come_in_one_error() -> None:
-    document = _document([("0", "0"), ("0", "x")], [("a", "0"), ("1", "9")])
+    document = document_of([("0", "0"), ("0", "x")], [("a", "0"), ("1", "9")])
     document["version"] = "0.9"
     found = [problem.partition(" is ")[0] for problem in _problems(document)]
     assert sorted(found) == [
@@ -342,9 +329,9 @@ def test_a_table_is_refused_exactly_where_ranks_or_devices_collide(nodes: list[l
     good = ranks == list(range(len(ranks))) and all(len({d for d, _ in node}) == len(node) for node in nodes)
     devices = tuple(tuple(Device(device_id=d, rank=r) for d, r in node) for node in nodes)
     if good:
-        assert RankTable.from_dict(_document(*nodes)) == RankTable(nodes=devices)
+        assert RankTable.from_dict(document_of(*nodes)) == RankTable(nodes=devices)
     else:
-        assert _problems(_document(*nodes))
+        assert _problems(document_of(*nodes))
         with pytest.raises(InvalidGroupError, match=r"as in|expected each"):
             RankTable(nodes=devices)
 
@@ -383,128 +370,8 @@ def test_device_ids_that_make_no_table_are_refused(device_ids: Any, says: str) -
     assert says in caught.value.detail
 
 
-# ---------------------------------------------------------------------------------------------- assignment
-
-
-def _actors(table: RankTable, seed: int) -> list[tuple[int, Device]]:
-    """(node, device) of one actor per device, shuffled so that the nodes first appear in the table's order."""
-    rng = random.Random(seed)
-    waiting = [[(at, device) for device in rng.sample(node, len(node))] for at, node in enumerate(table.nodes)]
-    seen, order = 0, []
-    while any(waiting):
-        at = rng.choice([at for at, left in enumerate(waiting) if left and at <= seen])
-        order.append(waiting[at].pop())
-        seen = max(seen, at + 1)
-    return order
-
-
-@CALM
-@given(tables(), st.integers(0, 10**6))
-def test_actors_get_the_ranks_of_the_devices_they_own(table: RankTable, seed: int) -> None:
-    actors = _actors(table, seed)
-    places = [Place(node_id=f"n{node}", devices=(device.device_id,)) for node, device in actors]
-    assert assign(table, places) == tuple(device.rank for _, device in actors)
-
-
-@CALM
-@given(tables(), st.integers(0, 10**6), st.sampled_from([(), (0, 1), (10**6,), (5,)]))
-def test_otherwise_they_get_their_nodes_ranks_in_the_files_order(
-    table: RankTable, seed: int, devices: tuple[int, ...]
-) -> None:
-    """No device, several, one that is not in the table, or one that all share."""
-    nodes = [node for node, _ in _actors(table, seed)]
-    ranks = assign(table, [Place(node_id=f"n{node}", devices=devices) for node in nodes])
-    assert sorted(ranks) == list(range(table.world_size))
-    for at, node in enumerate(table.nodes):
-        got = [rank for rank, where in zip(ranks, nodes, strict=True) if where == at]
-        assert got == [device.rank for device in node]
-
-
-def test_owning_all_devices_of_a_node_is_not_owning_one_each() -> None:
-    table = RankTable.from_dict(_document([(1, 0), (0, 1)]))
-    places = [Place(node_id="a", devices=(0, 1)), Place(node_id="a")]
-    assert assign(table, places) == (0, 1)
-    assert RankTable.of_places([Place(node_id="a", devices=(8, 9)), Place(node_id="a")]).chip_map == (0, 1)
-
-
-def test_one_node_goes_by_device_and_another_by_order() -> None:
-    table = RankTable.from_dict(_document([(4, 3), (2, 0)], [(0, 2), (1, 1)]))
-    places = [
-        Place(node_id="a", devices=(2,)),
-        Place(node_id="b", devices=(1,)),
-        Place(node_id="a", devices=(4,)),
-        Place(node_id="b", devices=(1,)),
-    ]
-    assert assign(table, places) == (0, 2, 3, 1)
-
-
-@CALM
-@given(tables(), st.integers(0, 10**6), st.booleans())
-def test_the_table_of_a_group_gives_its_members_the_same_ranks(table: RankTable, seed: int, owning: bool) -> None:
-    order = _actors(table, seed)
-    places = [Place(node_id=f"n{node}", devices=(d.device_id,) if owning else ()) for node, d in order]
-    made = RankTable.of_places(places)
-    assert assign(made, places) == tuple(range(len(places)))
-    for rank, (node, device) in enumerate(order):
-        assert places[rank].node_id == f"n{made.node_of(rank)}" == f"n{node}"
-        if owning:
-            assert made.device_of(rank) == device.device_id
-    if not owning:
-        assert all([d.device_id for d in node] == list(range(len(node))) for node in made.nodes)
-
-
-def test_actors_that_share_a_device_are_counted_through() -> None:
-    shared = [Place(node_id="a", devices=(0,)), Place(node_id="a", devices=(0,))]
-    assert RankTable.of_places(shared) == RankTable.of_device_ids([[0, 1]])
-
-
-@pytest.mark.parametrize(
-    ("nodes", "says"),
-    [
-        ("", ["node_list[0] has 2 devices; no actor is left for it", "node_list[1] has 1 device; no actor"]),
-        ("aa", ["node_list[0] has 2 devices; Ray node a has 2 actors (W0, W1)", "node_list[1] has 1 device; no actor"]),
-        ("aaa", ["Ray node a has 3 actors (W0, W1, W2)", "node_list[1] has 1 device; no actor is left for it"]),
-        (
-            "abb",
-            ["node_list[0] has 2 devices; Ray node a has 1 actor (W0)", "node_list[1] has 1 device; Ray node b has 2"],
-        ),
-        ("abc", ["Ray node a has 1 actor (W0)", "no node of the table is left; Ray node c has 1 actor (W2)"]),
-        ("aabb", ["node_list[1] has 1 device; Ray node b has 2 actors (W2, W3)"]),
-    ],
-)
-def test_table_mismatch_error_shows_placements(nodes: str, says: list[str]) -> None:
-    table = RankTable.from_dict(_document([(0, 0), (1, 1)], [(0, 2)]), source="rank table t.json")
-    places = [Place(node_id=node, actor=f"W{at}") for at, node in enumerate(nodes)]
-    with pytest.raises(InvalidGroupError) as caught:
-        assign(table, places, group_name="g")
-    assert str(caught.value).startswith("group 'g': rank table t.json, 3 ranks on 2 nodes, does not fit the actors:")
-    assert all(one in caught.value.detail for one in says)
-    assert "expected as many actors on each node" in caught.value.detail
-
-
-def test_an_actor_without_a_name_is_named_by_its_position() -> None:
-    with pytest.raises(InvalidGroupError, match=r"Ray node a has 2 actors \(actors\[0\], actors\[1\]\)"):
-        assign(RankTable.of_device_ids([[0]]), [Place(node_id="a"), Place(node_id="a")])
-
-
-@pytest.mark.parametrize(
-    ("accelerator_ids", "devices"),
-    [
-        ({}, ()),
-        ({"GPU": [], "TPU": []}, ()),
-        ({"GPU": ["3"], "TPU": []}, (3,)),
-        ({"GPU": ["0", "1"]}, (0, 1)),
-        ({"GPU": ["GPU-8f2c"], "NPU": ["5"]}, (5,)),
-    ],
-)
-def test_place_is_read_from_ray_accelerator_ids(
-    accelerator_ids: dict[str, list[str]], devices: tuple[int, ...]
-) -> None:
-    assert Place.of("n", accelerator_ids, "W(1)") == Place(node_id="n", devices=devices, actor="W(1)")
-
-
 def test_reading_leaves_the_document_as_it_was() -> None:
-    document = _document([(0, "0"), ("1", 1)])
+    document = document_of([(0, "0"), ("1", 1)])
     before = copy.deepcopy(document)
     RankTable.from_dict(document)
     assert document == before

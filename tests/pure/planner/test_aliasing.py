@@ -15,7 +15,7 @@ import pytest
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.errors import AliasError, ReadOnlyError
 from raycollect.planner import Request
-from tests.pure.fleet import WAIT_S, Convoy, HoldAt, MakeFleet
+from tests.pure.fleet import WAIT_S, Convoy, MakeFleet
 from tests.pure.teams import Team, pinned
 
 torch = pytest.importorskip("torch")
@@ -37,6 +37,7 @@ def elements(cut: Cut) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------- what may be written
+
 
 CUTS: dict[str, tuple[bool, Sequence[Cut]]] = {
     "apart": (True, [lambda a: a[:8], lambda a: a[8:]]),
@@ -208,6 +209,7 @@ def test_read_only_memory_is_read_by_any_view_and_written_by_none(fleet: MakeFle
 
 
 # ---------------------------------------------------------------------------------------------- what is given and taken
+
 
 _THIRDS: Sequence[Cut] = [lambda a: a[:8], lambda a: a[8:16], lambda a: a[16:]]
 _WOVEN: Sequence[Cut] = [lambda a: a[::3], lambda a: a[1::3], lambda a: a[2::3]]
@@ -390,63 +392,3 @@ def test_a_captured_call_that_meets_itself_is_refused_in_every_run(name: str) ->
         np.testing.assert_array_equal(values, [memory(rank) for rank in range(2)])
     finally:
         team.close()
-
-
-# ---------------------------------------------------------------------------------------------- memory that changes
-
-
-def _other_storage(tensor: Any) -> Any:
-    tensor.set_(torch.full((4,), 9.0))
-    return tensor
-
-
-def _other_data(tensor: Any) -> Any:
-    tensor.data = torch.full((7,), 9.0)
-    return tensor
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {"set_": _other_storage, "data": _other_data}
-
-
-@pytest.mark.parametrize("point", ["before_door", "after_door", "before_kernel"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_tensor_that_is_given_other_memory_meanwhile_keeps_its_own(name: str, point: str, fleet: MakeFleet) -> None:
-    """A thread of the actor does so: what the collective has looked at is what it writes, whoever has it now."""
-    one = fleet(2)
-    tensor = torch.ones(4)
-    before = tensor.view(-1)  # of the same storage
-    values = [np.full(4, 2.0, "float32"), tensor]
-    keys = one.keep_all(values)
-    one.must(OpKind.ALLREDUCE, keys)  # it is remembered
-    for _ in range(2):
-        one.faults = hold = HoldAt(point=point, rank=1)
-        futures = one.start(OpKind.ALLREDUCE, keys)
-        assert hold.came.wait(WAIT_S)
-        changed = CHANGES[name](tensor)
-        was = changed.clone()
-        hold.go.set()
-        for future in futures:
-            assert future.result(WAIT_S).error is None
-        assert torch.equal(changed, was)
-        np.testing.assert_array_equal(before, values[0])
-        tensor.data = before
-    one.works_on()
-
-
-@pytest.mark.parametrize("point", ["before_door", "after_door", "before_kernel"])
-def test_what_a_method_lets_go_of_meanwhile_is_written_all_the_same(point: str, fleet: MakeFleet) -> None:
-    one = fleet(2)
-    values = [[np.ones(3), np.ones(4)] for _ in range(2)]
-    first, second = values[1]
-    keys = one.keep_all(values)
-    one.faults = hold = HoldAt(point=point, rank=1)
-    futures = one.start(OpKind.ALLREDUCE, keys)
-    assert hold.came.wait(WAIT_S)
-    values[1].clear()
-    assert one.stores[1].free([keys[1]]) == 1
-    hold.go.set()
-    for future in futures:
-        assert future.result(WAIT_S).error is None
-    np.testing.assert_array_equal(first, np.full(3, 2))
-    np.testing.assert_array_equal(second, np.full(4, 2))
-    one.works_on()

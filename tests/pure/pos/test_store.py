@@ -1,11 +1,9 @@
-"""The Python Object Store: a table of states per key, and claims and dirt per memory range."""
+"""The Python Object Store: a table of states per key, and waits for a value."""
 
 from __future__ import annotations
 
-import random
 import threading
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,21 +13,15 @@ from hypothesis import strategies as st
 
 from raycollect.core.model import TENSOR, Key, task_key
 from raycollect.errors import StoreFullError
-from raycollect.pos import Absence, Container, Range, State, Store, StoreStatistics
+from raycollect.pos import Absence, Container, State, Store, StoreStatistics
 from raycollect.pos.store import _NEXT
-from tests.pure.watched import WAIT_S, WatchedCondition
+from tests.pure.pos.watched_stores import Owner, threads, watched_store
+from tests.pure.watched import WAIT_S
+
+__all__ = ["threads"]  # a fixture
+
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
-
-
-class Owner:
-    """Something that owns memory."""
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
 
 
 def _task(number: int) -> bytes:
@@ -42,12 +34,6 @@ def _key(number: int, index: int = 1) -> Key:
 
 def _container(value: Any = None) -> Container:
     return Container(TENSOR, (value,), value)
-
-
-def _watched() -> tuple[Store, WatchedCondition]:
-    store, watched = Store(), WatchedCondition()
-    store._changed = store._lock = watched
-    return store, watched
 
 
 def _state(store: Store, key: Key) -> State:
@@ -241,7 +227,7 @@ def _never() -> bool:
 
 
 def test_waiting_for_what_is_there_does_not_wait() -> None:
-    store, watched = _watched()
+    store, watched = watched_store()
     store.put(_key(1), _container())
     store.fail(_task(2), "no")
     store.pass_by(_task(3), "int")
@@ -255,7 +241,7 @@ def test_waiting_for_what_is_there_does_not_wait() -> None:
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_whatever_ends_the_method_ends_the_wait(event: str, threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
+    store, watched = watched_store()
     waiter = threads.submit(store.wait, _key(1), _never)
     assert watched.someone_waits()
     _apply(store, "put", 2, _container())  # something else
@@ -267,7 +253,7 @@ def test_whatever_ends_the_method_ends_the_wait(event: str, threads: ThreadPoolE
 
 
 def test_a_wait_is_given_up_when_woken(threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
+    store, watched = watched_store()
     aborted = threading.Event()
     waiter = threads.submit(store.wait, _key(1), aborted.is_set)
     assert watched.someone_waits()
@@ -279,223 +265,16 @@ def test_a_wait_is_given_up_when_woken(threads: ThreadPoolExecutor) -> None:
 
 
 def test_a_wait_given_up_before_it_began_does_not_wait() -> None:
-    store, watched = _watched()
+    store, watched = watched_store()
     assert store.wait(_key(1), lambda: True) == Absence(State.ABSENT)
     assert watched.nobody_waited
 
 
 def test_many_wait_for_one_value(threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
+    store, watched = watched_store()
     waiters = [threads.submit(store.wait, _key(1), _never) for _ in range(5)]
     for _ in waiters:
         assert watched.someone_waits()
     container = _container()
     store.put(_key(1), container)
     assert all(waiter.result(WAIT_S) is container for waiter in waiters)
-
-
-# ---------------------------------------------------------------------------------------------- claims
-
-HERE: list[Range] = [(100, 200)]
-MIXED: list[Range] = [(0, 10), (150, 151)]
-BESIDE: list[Range] = [(0, 100), (200, 300), (150, 150)]
-
-
-@pytest.mark.parametrize(("first", "second"), [("writing", "reading"), ("reading", "writing"), ("writing", "writing")])
-def test_overlapping_claims_wait_for_each_other(first: str, second: str, threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
-    entered = threading.Event()
-
-    def claim() -> None:
-        with getattr(store, second)(MIXED):
-            entered.set()
-
-    with getattr(store, first)(HERE):
-        other = threads.submit(claim)
-        assert watched.someone_waits()
-        assert not entered.is_set()
-    other.result(WAIT_S)
-    assert entered.is_set()
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "ranges"),
-    [
-        ("reading", "reading", HERE),
-        ("writing", "reading", BESIDE),
-        ("reading", "writing", BESIDE),
-        ("writing", "writing", BESIDE),
-        ("writing", "writing", []),
-    ],
-)
-def test_other_claims_do_not_wait(first: str, second: str, ranges: list[Range]) -> None:
-    store, watched = _watched()
-    with getattr(store, first)(HERE), getattr(store, second)(ranges):
-        pass
-    assert watched.nobody_waited
-
-
-def test_a_claim_ends_with_an_exception() -> None:
-    store, watched = _watched()
-    with pytest.raises(ZeroDivisionError), store.writing(HERE):
-        _ = 1 / 0
-    with store.writing(HERE):
-        pass
-    assert watched.nobody_waited
-
-
-def test_equal_claims_end_one_by_one(threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
-    one, other = store.reading(list(HERE)), store.reading(list(HERE))
-    one.__enter__()
-    other.__enter__()
-    one.__exit__(None, None, None)
-
-    def write() -> str:
-        with store.writing(HERE):
-            return "written"
-
-    writer = threads.submit(write)
-    assert watched.someone_waits(), "the second reader is still at it"
-    other.__exit__(None, None, None)
-    assert writer.result(WAIT_S) == "written"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_reader_never_sees_a_half_done_write(seed: int, threads: ThreadPoolExecutor) -> None:
-    store, memory = Store(), [0] * 20
-    barrier = threading.Barrier(8)
-
-    def work(worker: int) -> int:
-        rng, seen = random.Random(seed * 100 + worker), 0
-        barrier.wait(WAIT_S)
-        for turn in range(30):
-            lo = rng.randrange(0, 15)
-            ranges = [(lo, lo + 5)]
-            if worker % 2:
-                with store.writing(ranges):
-                    for at in range(lo, lo + 5):
-                        memory[at] += 1
-                    for at in range(lo, lo + 5):
-                        memory[at] -= 1
-            else:
-                with store.reading(ranges):
-                    assert memory[lo : lo + 5] == [0] * 5
-                    seen += 1
-            assert turn < 30
-        return seen
-
-    futures = [threads.submit(work, worker) for worker in range(8)]
-    assert sum(future.result(WAIT_S) for future in futures) == 4 * 30
-    assert memory == [0] * 20
-
-
-# ---------------------------------------------------------------------------------------------- dirt
-
-
-def test_a_half_written_range_is_dirty_wherever_it_is_touched() -> None:
-    store, owner = Store(), Owner()
-    assert not store.is_dirty([(0, 1000)])
-    store.mark_dirty([(100, 200)], [owner])
-    for lo, hi in ((100, 200), (0, 101), (199, 300), (150, 151), (0, 1000)):
-        assert store.is_dirty([(lo, hi)])
-    for lo, hi in ((0, 100), (200, 300), (150, 150)):
-        assert not store.is_dirty([(lo, hi)])
-    assert store.statistics().dirty == 1
-
-
-def test_only_a_whole_overwrite_cleans() -> None:
-    store, owner = Store(), Owner()
-    store.mark_dirty([(100, 200)], [owner])
-    for part in ((100, 199), (101, 200), (0, 150)):
-        store.mark_written([part])
-        assert store.is_dirty([(100, 200)])
-    store.mark_written([(0, 5), (90, 210)])
-    assert not store.is_dirty([(0, 1000)])
-    assert store.statistics().dirty == 0
-
-
-def test_dirt_goes_with_the_memory_it_was_in() -> None:
-    store, owner, other = Store(), Owner(), Owner()
-    store.mark_dirty([(0, 10), (20, 30)], [owner, other])
-    del owner
-    assert not store.is_dirty([(0, 10)]), "the address may belong to something new"
-    assert store.is_dirty([(20, 30)])
-    assert store.statistics().dirty == 1
-
-
-def test_memory_without_bytes_is_never_dirty() -> None:
-    store, owner = Store(), Owner()
-    store.mark_dirty([(5, 5)], [owner])
-    assert store.statistics().dirty == 0
-
-
-def test_an_owner_that_cannot_be_asked_keeps_its_dirt() -> None:
-    store = Store()
-    store.mark_dirty([(0, 10)], [bytearray(10)])  # can't be weakly referenced
-    assert store.is_dirty([(0, 1)])
-    store.mark_written([(0, 10)])
-    assert not store.is_dirty([(0, 1)])
-
-
-_RANGES = st.tuples(st.integers(0, 30), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1]))
-
-
-@CALM
-@given(st.lists(st.tuples(st.sampled_from(["dirty", "written"]), _RANGES), max_size=20), _RANGES)
-def test_no_byte_that_is_half_written_passes_as_clean(story: list[tuple[str, Range]], asked: Range) -> None:
-    """Dirt is kept by whole ranges: more may count as dirty than is, never less."""
-    store, owner, dirty = Store(), Owner(), set[int]()
-    for event, (lo, hi) in story:
-        if event == "dirty":
-            store.mark_dirty([(lo, hi)], [owner])
-            dirty |= set(range(lo, hi))
-        else:
-            store.mark_written([(lo, hi)])
-            dirty -= set(range(lo, hi))
-    if dirty & set(range(*asked)):
-        assert store.is_dirty([asked])
-    store.mark_written([(0, 100)])
-    assert not store.is_dirty([asked])
-
-
-def test_readers_in_turn_do_not_hold_a_plan_off(threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
-    span: list[Range] = [(0, 10)]
-    order = []
-
-    def claim(name: str, context: Any) -> None:
-        with context:
-            order.append(name)
-
-    with store.reading(span):
-        writer = threads.submit(claim, "plan", store.writing(span))
-        assert watched.someone_waits()
-        reader = threads.submit(claim, "reader", store.reading(span))
-        assert watched.someone_waits()
-        assert order == []
-    writer.result(WAIT_S)
-    reader.result(WAIT_S)
-    assert order == ["plan", "reader"]
-
-
-def test_a_plan_gives_up_waiting_for_readers_and_nothing_of_it_stays(threads: ThreadPoolExecutor) -> None:
-    store, watched = _watched()
-    span: list[Range] = [(0, 10)]
-    given_up: list[Exception] = []
-
-    def write() -> None:
-        with store.writing(span, lambda: given_up[0] if given_up else None):
-            raise AssertionError("somebody reads it")
-
-    with store.reading(span):
-        writer = threads.submit(write)
-        assert watched.someone_waits()
-        given_up.append(KeyError("aborted"))
-        store.wake()
-        with pytest.raises(KeyError, match="aborted"):
-            writer.result(WAIT_S)
-        with store.reading(span):  # it is not held off by a plan that has gone
-            pass
-    with store.writing(span):
-        pass

@@ -17,7 +17,8 @@ from benchmarks import gpu, gpu_ipc, gpu_ranks
 from benchmarks.gpu import Line, Part, Run
 from raycollect.core.model import OpKind, ReduceOp
 from tests.gpu import devices
-from tests.pure.conformance import Case, operand
+from tests.pure.conformance import Case
+from tests.pure.operands import operand
 
 ROOT = Path(__file__).parents[3]
 BOTH = {gpu_ranks.OURS: 200.0, gpu_ranks.BARE: 100.0, gpu_ranks.COPY: 50.0}

@@ -1,0 +1,43 @@
+"""What tests of streams share: waits with a limit, kernels of a sum, and what is known of a stream."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from raycollect.backends import arrays
+from raycollect.backends.nccl.communicator import NcclCommunicator
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+
+WAIT_S = 10.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    pause = threading.Event()
+    for _ in range(10_000):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it did not come about")
+
+
+def patient(launch: Launch) -> Launch:
+    """The same at the door, where all come in the end; its own time limit is for what is behind it."""
+    return replace(launch, timeout_s=WAIT_S)
+
+
+def sums(src: Any, dst: Any = None) -> Kernel:
+    return Kernel(kind=OpKind.ALLREDUCE, src=src, dst=src if dst is None else dst, op=ReduceOp.SUM)
+
+
+def stream_of(communicator: Communicator) -> Any:
+    assert isinstance(communicator, NcclCommunicator)
+    return communicator._stream.stream
+
+
+def info(*arrays_: Any) -> list[Any]:
+    return [arrays.info(one, "cupy") for one in arrays_]

@@ -1,0 +1,42 @@
+"""What tests of `tcp` share: groups of ranks in threads, and a wait for what another thread does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from raycollect.backends.tcp import communicator as tcp
+from raycollect.core.model import GroupSpec
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
+
+NO_EXCHANGE = MemoryExchange(MemoryStar(), 0)
+
+
+def spec_of(world_size: int) -> GroupSpec:
+    return GroupSpec(name="g", group_id="1", backend="tcp", world_size=world_size)
+
+
+@pytest.fixture
+def team() -> Iterator[ThreadTeam]:
+    made = ThreadTeam("tcp", 3)
+    yield made
+    made.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread does."""
+    limit_s, pause = time.monotonic() + 10, threading.Event()
+    while not condition():
+        assert time.monotonic() < limit_s
+        pause.wait(0.001)
+
+
+def join_all(rendezvous: MemoryRendezvous, world: int, host: str = "127.0.0.1") -> list[tcp.TcpCommunicator]:
+    with ThreadPoolExecutor(world) as threads:
+        return list(
+            threads.map(lambda rank: tcp.create(spec_of(world), rank, rendezvous, NO_EXCHANGE, host=host), range(world))
+        )

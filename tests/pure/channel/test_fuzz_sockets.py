@@ -1,0 +1,185 @@
+"""What a hostile end of a socket can do to the channel, at random: it ends its own connection, and costs little."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from raycollect.channel import DataClient, server
+from raycollect.channel.messages import Bye, Done, Fetch, Message, Publish
+from raycollect.channel.protocol import MAX_FRAME_NBYTES, MAX_HANDSHAKE_NBYTES, Connection, Reply, State
+from raycollect.core.model import Address
+from raycollect.errors import ChannelError, ConnectionLostError
+from tests.pure.channel.hostile_wire import changed, chunks, message
+from tests.pure.channel.parties import HOST, LIMIT_S, SECRET, Party, Rig, echo, rig
+
+__all__ = ["rig"]  # a fixture
+
+
+def _say(sock: socket.socket, pieces: Iterator[bytes]) -> None:
+    """Sends what the other end takes, then waits until it closes."""
+    try:
+        for piece in pieces:
+            sock.sendall(piece)
+        sock.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+    sock.settimeout(LIMIT_S)
+    try:
+        while sock.recv(65536):
+            pass
+    except ConnectionError:
+        pass
+
+
+def _greet(sock: socket.socket, end: Connection) -> bytes:
+    """Waits for the peer's next handshake frame; gives what has to be answered."""
+    while True:
+        for event in end.receive(sock.recv(4096) or b""):
+            if isinstance(event, Reply):
+                return event.data
+        if end.state is State.OPEN:
+            return b""
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_hostile_client_ends_its_own_connection_only(rig: Rig, seed: int) -> None:
+    rng = random.Random(seed)
+    there, friendly = Party(echo), Party()
+    address = rig.serve(there)
+    friend = rig.connect(address, friendly)
+    there.links.get(timeout=LIMIT_S)
+    with socket.create_connection((HOST, address.port), LIMIT_S) as sock:
+        stage = seed % 3
+        key = SECRET if stage else b"w" * 32
+        end = Connection("client", key, nonce=rng.randbytes(16), purpose=rng.choice(("control", "data")), hello={})
+        end.start()
+        proof = _greet(sock, end)
+        if stage < 2:
+            _say(sock, chunks(rng, b"".join([*changed(rng, [proof], [b"", proof]), rng.randbytes(5000)])))
+        else:
+            sock.sendall(proof)
+            _greet(sock, end)
+            frames = [end.send(message(rng)) for _ in range(5)]
+            _say(sock, chunks(rng, b"".join([*changed(rng, frames, [proof, b""]), rng.randbytes(2 << 20)])))
+    friend.send(Bye())
+    while friendly.messages.get(timeout=LIMIT_S) != Bye():
+        pass
+    rig.connect(address, Party()).close()
+
+
+class Impostor:
+    """A server that shakes hands until one stage, says something else there, and ends."""
+
+    def __init__(self, rng: random.Random, stage: int) -> None:
+        self.sent: list[Message] = []
+        self._rng = rng
+        self._stage = stage
+        self._listener = socket.create_server((HOST, 0))
+        self.address = Address(host=HOST, port=self._listener.getsockname()[1], secret=SECRET)
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._thread.join(LIMIT_S)
+        self._listener.close()
+
+    def _serve(self) -> None:
+        rng = self._rng
+        sock, _ = self._listener.accept()
+        with sock:
+            sock.settimeout(LIMIT_S)
+            end = Connection("server", SECRET, nonce=rng.randbytes(16))
+            units = [end.start()]
+            if self._stage:
+                sock.sendall(units[0])
+                units = [_greet(sock, end)]
+            if self._stage > 1:
+                sock.sendall(units[0])
+                self.sent = [message(rng) for _ in range(5)]
+                units = [end.send(one) for one in self.sent]
+            _say(sock, chunks(rng, b"".join([*changed(rng, units, [b"", units[0]]), rng.randbytes(100)])))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_hostile_server_gives_the_hub_a_typed_error(rig: Rig, stage: int, seed: int) -> None:
+    rng = random.Random(100 * stage + seed)
+    impostor, here = Impostor(rng, stage), Party()
+    try:
+        rig.hub.connect(impostor.address, {}, here, LIMIT_S)
+    except ChannelError:
+        assert stage < 2 or here.messages.empty()
+    else:
+        assert isinstance(here.reasons.get(timeout=LIMIT_S), ChannelError)
+        got = [here.messages.get_nowait() for _ in range(here.messages.qsize())]
+        assert got == impostor.sent[: len(got)]
+        assert here.reasons.empty()
+    impostor.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_hostile_server_gives_a_data_client_a_typed_error(stage: int, seed: int) -> None:
+    impostor = Impostor(random.Random(1000 * stage + seed), stage)
+    with pytest.raises(ChannelError):
+        client = DataClient(impostor.address, LIMIT_S)
+        try:
+            for _ in range(20):
+                client.request(Fetch(key=b"", timeout_s=1.0))
+        finally:
+            client.close()
+    impostor.close()
+
+
+def test_half_open_clients_cost_little_memory_and_time(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there may be have each sent all but one byte of the longest proof; one comes byte by byte."""
+    monkeypatch.setattr(server, "HANDSHAKE_TIMEOUT_S", 3.0)
+    address = rig.serve(Party(echo))
+    here = Party()
+    friend = rig.connect(address, here)
+    words = MAX_HANDSHAKE_NBYTES.to_bytes(4, "big") + bytes(MAX_HANDSHAKE_NBYTES - 1)
+    strangers = [socket.create_connection((HOST, address.port), LIMIT_S) for _ in range(server.MAX_HALF_OPEN)]
+    tracemalloc.start()
+    try:
+        for stranger in strangers[1:]:
+            stranger.sendall(words)
+        for byte in words[:100]:
+            strangers[0].sendall(bytes([byte]))
+        friend.send(Bye())
+        assert here.messages.get(timeout=LIMIT_S) == Bye()
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+        for stranger in strangers:
+            _say(stranger, iter(()))
+    finally:
+        tracemalloc.stop()
+        for stranger in strangers:
+            stranger.close()
+    rig.connect(address, Party()).close()
+
+
+def test_a_peer_that_never_ends_its_frame_holds_no_more_than_a_frame(rig: Rig) -> None:
+    """The peer holds the key, and is slow for ever. Others are served meanwhile, and the server's end closes it."""
+    there = Party(echo)
+    address = rig.serve(there)
+    with socket.create_connection((HOST, address.port), LIMIT_S) as sock:
+        end = Connection("client", SECRET, nonce=b"N" * 16, hello={})
+        end.start()
+        sock.sendall(_greet(sock, end))
+        _greet(sock, end)
+        frame = end.send(Publish(group_id="g", lane="", generation="", name="n", value=bytes(MAX_FRAME_NBYTES - 100)))
+        slow = there.links.get(timeout=LIMIT_S)
+        sock.sendall(frame[:-1])
+        here = Party()
+        link = rig.connect(address, here)
+        for seq in range(50):
+            link.send(Done(seq=seq, ranks=[], error=None, story=[]))
+            assert here.messages.get(timeout=LIMIT_S) == Done(seq=seq, ranks=[], error=None, story=[])
+        assert len(slow._connection._buffer) <= len(frame)
+        rig.servers[0].close()
+        assert isinstance(there.reasons.get(timeout=LIMIT_S), ConnectionLostError)

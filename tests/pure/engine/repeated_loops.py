@@ -1,0 +1,161 @@
+"""Captured steps of one collective that is run again and again, with hooks in their communicators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.backends import arrays
+from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.protocols import Communicator
+from raycollect.engine.fast_path import FastPath
+from tests.pure.communicators import ThreadTeam
+from tests.pure.engine.test_execution_loops import Rebound
+from tests.pure.meaning import meaning
+from tests.pure.teams import Gate, Script, Team, pinned
+
+
+class Odd:
+    """A communicator with hooks: what is done before a call of a name goes on."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+        self.hooks: dict[str, Callable[[], object]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        value, hook = getattr(self._inner, name), self.hooks.get(name)
+        return value if hook is None else lambda *args: (hook(), value(*args))[1]
+
+
+class Ends(list[Any]):
+    """Communicators by rank, with a hook for who looks one up."""
+
+    looked_up: Callable[[], object] | None = None
+
+    def __getitem__(self, rank: Any) -> Any:
+        if self.looked_up is not None:
+            self.looked_up()
+        return super().__getitem__(rank)
+
+
+class Loop:
+    """A captured step of collectives in place on one tensor per rank; the groups are real."""
+
+    def __init__(self, backend: str, values: list[Any], kind: OpKind = OpKind.ALLREDUCE, **arguments: Any) -> None:
+        world = len(values)
+        self.values, self.kind, self.world = values, kind, world
+        self.team = Team(world, [Script(rank, [pinned(value)]) for rank, value in enumerate(values)])
+        self.group = ThreadTeam(backend, world)
+        self.odd = [Odd(one) for one in self.group.communicators]
+        self.team.communicators = self.ends = Ends(self.odd)  # type: ignore[assignment]
+        self.gates = [Gate() for _ in range(world)]
+        for actor, gate in zip(self.team.actors, self.gates, strict=True):
+            actor.methods = {"hold": gate}
+        self.gave: dict[str, Any] = {"root": arguments.get("root", -1), "peer": arguments.get("peer", -1)}
+        _write(self.team, kind, arguments)
+        self.runs = 0
+
+    def hold(self, rank: int) -> None:
+        """Lets a rank come late: what it does first is a method that waits for its gate."""
+        script = self.team.scripts[rank]
+        script.call("hold")
+        script.actions.insert(0, script.actions.pop())
+
+    def run(self) -> list[BaseException | None]:
+        self.runs += 1
+        return self.team.fail()
+
+    def must(self, runs: int = 4) -> None:
+        """Runs, and compares with what is meant."""
+        rng = np.random.default_rng(self.runs)
+        for _ in range(runs):
+            gives = [rng.integers(0, 50, np.shape(array(value))).astype("float64") for value in self.values]
+            for value, give in zip(self.values, gives, strict=True):
+                array(value)[...] = give
+            assert self.run() == [None] * self.world
+            op = ReduceOp.SUM if self.kind in (OpKind.ALLREDUCE, OpKind.REDUCE) else None
+            takes = meaning(self.kind, gives, **self.gave, op=op)
+            for value, give, take in zip(self.values, gives, takes, strict=True):
+                np.testing.assert_array_equal(array(value), give if take is None else take)
+
+    @property
+    def dirty(self) -> list[int]:
+        return [one.statistics().dirty for one in self.team.stores]
+
+    def clean(self) -> None:
+        for one, value in zip(self.team.stores, self.values, strict=True):
+            one.mark_written([arrays.byte_range(array(value))])
+            array(value)[...] = 1
+
+    def close(self) -> None:
+        for gate in self.gates:
+            gate.go.set()
+        for replay in self.team.replays:
+            replay.abort()
+        self.team.close()
+        self.group.close()
+
+
+def array(value: Any) -> Any:
+    if isinstance(value, Rebound):
+        return value.array
+    return value if isinstance(value, np.ndarray) else value.numpy()  # one of torch
+
+
+def _write(team: Team, kind: OpKind, arguments: dict[str, Any]) -> None:
+    ranks = dict.fromkeys(range(team.world), 0)
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+        team.collective(kind, ranks, **arguments)
+    else:
+        root = arguments["root"]
+        team.collective(kind, {root: 0}, {rank: 0 for rank in ranks if rank != root}, **arguments)
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of each run that was repeated."""
+    found: list[int] = []
+    run = FastPath.run
+
+    def noted(self: FastPath, *args: Any) -> Any:
+        found.append(self._seq)
+        return run(self, *args)
+
+    monkeypatch.setattr(FastPath, "run", noted)
+    return found
+
+
+MakeLoop = Callable[..., Loop]
+
+
+@pytest.fixture
+def loop() -> Iterator[MakeLoop]:
+    made: list[Loop] = []
+
+    def make(*args: Any, **arguments: Any) -> Loop:
+        made.append(Loop(*args, **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def told(error: Any) -> Any:
+    """All that an error says."""
+    if error is None:
+        return None
+    return type(error), str(error), *(getattr(error, name, None) for name in ("op", "group_name", "rank"))
+
+
+def same(monkeypatch: pytest.MonkeyPatch, scenario: Callable[[], Any]) -> Any:
+    """Plays a scenario with executions alone, and with repeats: the outcome is one."""
+    with monkeypatch.context() as patch:
+        patch.setattr(FastPath, "of", staticmethod(lambda *args: None))
+        expected = scenario()
+    found = scenario()
+    assert found == expected
+    return found

@@ -1,0 +1,181 @@
+"""A fault in each thread of a group's members, one by one, after which all goes on."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raycollect.channel import Hub
+from raycollect.channel.messages import Publish
+from raycollect.channel.packing import pack, unpack
+from raycollect.core.model import GroupSpec
+from raycollect.engine.execution import Outcome
+from raycollect.errors import InternalError
+from raycollect.group import watchdog
+from raycollect.group.bootstrap import BootstrapRequest, follow, lead
+from raycollect.group.bootstrap_store import DirectoryBulletin
+from raycollect.group.communicator_init import CommunicatorInit
+from raycollect.group.coordinator import Coordinator
+from raycollect.group.coordinator_server import CoordinatorServer
+from raycollect.group.member_communicator import MemberCommunicator
+from raycollect.group.process_group import ProcessGroup
+from tests.faults.thread_failures import fail_at
+from tests.pure.group.test_member_communicator import Table, assert_set, start_calls, table
+from tests.pure.group.test_watchdog import HERE, Desk, said
+from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
+
+__all__ = ["table"]  # a fixture
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+    """Two members of a group that they have made themselves, in one process."""
+    with members(tmp_path) as made:
+        yield made
+
+
+@contextmanager
+def members(path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
+    bulletin, hub = DirectoryBulletin(path / "bulletin"), Hub()
+    spec = GroupSpec(name="g", group_id="", backend="tcp", world_size=2, timeout_s=WAIT_S)
+    first, second = (BootstrapRequest(spec=spec, rank=rank, who=f"W{rank}", machine="m") for rank in range(2))
+    with ThreadPoolExecutor(2) as pool:
+        joined = [pool.submit(lead, first, bulletin, hub, {}), pool.submit(follow, second, bulletin, hub)]
+        slots = joined[0].result(WAIT_S), joined[1].result(WAIT_S)
+    try:
+        yield slots
+    finally:
+        for slot in slots:
+            slot.close()
+        hub.close()
+
+
+def both(slots: tuple[ProcessGroup, ProcessGroup], call: Callable[[ProcessGroup], Any]) -> list[Any]:
+    """What two members get who do the same at once."""
+    with ThreadPoolExecutor(2) as pool:
+        return [_outcome(one) for one in [pool.submit(call, slot) for slot in slots]]
+
+
+def _outcome(future: Future[Any]) -> Any:
+    error = future.exception(WAIT_S)
+    return future.result() if error is None else error
+
+
+def confer(slot: ProcessGroup) -> list[bytes]:
+    return list(slot.confer("word", bytes([slot.rank])))
+
+
+@fault_in("raycollect-hub")
+def test_an_answer_that_a_member_can_not_take_in_ends_its_call_and_nothing_else(
+    two: tuple[ProcessGroup, ProcessGroup],
+) -> None:
+    with fail_at(ProcessGroup, "communicator", thread="raycollect-hub"):
+        ours, theirs = both(two, confer)
+    assert ours == [b"\0", b"\1"]
+    assert isinstance(theirs, InternalError)
+    assert theirs.detail.startswith(f"taking in Met failed: {BOOM}")
+    assert both(two, confer) == [[b"\0", b"\1"]] * 2
+
+
+@fault_in("raycollect-server")
+def test_what_the_hub_of_a_group_can_not_take_in_ends_that_call_for_all(two: tuple[ProcessGroup, ProcessGroup]) -> None:
+    with fail_at(Coordinator, "receive", thread="raycollect-server"):
+        for error in both(two, confer):
+            assert isinstance(error, InternalError)
+            assert error.detail.startswith(f"taking in Meet failed: {BOOM}")
+    assert both(two, confer) == [[b"\0", b"\1"]] * 2
+
+
+@fault_in("raycollect-last")
+def test_a_launch_goes_on_whose_end_after_a_death_fails(table: Callable[..., Table], monkeypatch: Any) -> None:
+    monkeypatch.setattr("raycollect.group.member_communicator.LAST_S", 0.0)
+    here = table()
+    begun = start_calls(here)
+    for call, _ in begun:
+        assert_set(call.passed)
+    with fail_at(here.made[0], "abort", thread="raycollect-last"):
+        here.kill(2)
+    for call, done in begun:
+        call.go.set()
+        done.result(WAIT_S)
+
+
+@fault_in("raycollect-form")
+def test_a_communicator_that_can_not_form_is_formed_at_the_next_call(
+    two: tuple[ProcessGroup, ProcessGroup],
+) -> None:
+    for slot in two:
+        slot.communicator("all")._give_up()
+    with fail_at(CommunicatorInit, "_create", thread="raycollect-form"):
+        errors = both(two, ProcessGroup.form)
+    assert {type(error) for error in errors} == {InternalError}
+    assert all(error.detail.startswith(f"forming the group failed: {BOOM}") for error in errors)
+    assert both(two, ProcessGroup.form) == [None, None]
+
+
+@fault_in("raycollect-call-...")
+def test_the_thread_of_a_communicator_goes_on_with_the_next_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
+    def start(slot: ProcessGroup) -> Any:
+        return slot.communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S).result(WAIT_S)
+
+    with fail_at(MemberCommunicator, "_run", thread="raycollect-call-all"):
+        error = _outcome(two[0].communicator("all").start("word", lambda communicator, seq: Outcome(), WAIT_S))
+    assert isinstance(error, InternalError)
+    assert error.detail.startswith(f"a call on communicator all failed: {BOOM}")
+    assert {type(one) for one in both(two, start)} == {Outcome}
+
+
+@fault_in("raycollect-fading")
+def test_a_hub_that_fades_ends_whatever_fails() -> None:
+    star = CoordinatorServer("127.0.0.1", GroupSpec(name="g", group_id="", backend="tcp", world_size=2), "W0")
+    board = SimpleNamespace(retract=lambda: None)
+    with fail_at(board, "retract", thread="raycollect-fading"):
+        star.fail(InternalError(detail="why"), lambda: board.retract())
+        star.end()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((star.address.host, star.address.port), WAIT_S)
+
+
+@fault_in("raycollect-watchdog")
+@pytest.mark.parametrize("holder", [watchdog.Watchdog, watchdog])
+def test_who_asks_what_a_member_does_hears_of_it_after_a_failure(monkeypatch: pytest.MonkeyPatch, holder: Any) -> None:
+    """If all looking fails, it is done again. If only the look at the process fails, the answer says so."""
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.01)
+    desk, answered = Desk(1), threading.Event()
+    desk.the_communicator.call = 0
+    desk.on_send = lambda message: answered.set()
+    with fail_at(holder, "look" if holder is watchdog.Watchdog else "what_runs", thread="raycollect-watchdog"):
+        assert desk.watchdog.received(said("?standing", [1]))
+    assert answered.wait(WAIT_S)
+    (answer,) = desk.sent
+    rank, place, seq, what, _ = unpack(answer.value)
+    if holder is watchdog.Watchdog:
+        assert (rank, place, seq) == (1, *HERE)
+    else:
+        assert what.startswith(f"could not look: looking at a communicator failed: {BOOM}")
+        assert desk.watchdog.received(said("?standing", [1]))
+
+
+def test_a_question_that_fails_ends_no_call(two: tuple[ProcessGroup, ProcessGroup]) -> None:
+    """A diagnostic does not harm what it looks at."""
+    question = Publish(group_id="", lane="all", generation="", name="?standing", value=pack([1]))
+    met = threading.Event()
+
+    def waits(communicator: Any, seq: int) -> Any:
+        assert met.wait(WAIT_S)
+        return Outcome()
+
+    call = two[1].communicator("all").start("word", waits, WAIT_S)
+    other = two[0].communicator("all").start("word", waits, WAIT_S)
+    with fail_at(watchdog.Watchdog, "received"):
+        two[1].received(question)
+    met.set()
+    assert [_outcome(one) for one in (call, other)] == [Outcome()] * 2

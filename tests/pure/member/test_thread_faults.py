@@ -1,0 +1,230 @@
+"""A fault in each thread of a participant, one by one, after which all goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pytest
+
+from raycollect.channel.messages import Collect, Collected, Done, Joined, Message, Order, Unable
+from raycollect.core import ray_internals
+from raycollect.core.model import Key
+from raycollect.core.submitted_calls import SubmittedCalls
+from raycollect.driver import lent_tokens
+from raycollect.driver.lent_tokens import LentTokens
+from raycollect.engine.value_codec import pack_values
+from raycollect.errors import ConnectionLostError, from_wire
+from raycollect.member import token_lenders
+from raycollect.member.finished_calls import FinishedCalls
+from raycollect.member.joined_group import JoinedGroup
+from raycollect.member.lease import Lease
+from raycollect.member.plan_queue import PlanQueue
+from raycollect.member.sequencer import PlanSequencer
+from raycollect.member.token_lenders import TokenLenders
+from raycollect.member.wait_monitor import WaitMonitor
+from raycollect.observe import Recorder, Ring, Tracer, metrics
+from raycollect.observe.metrics import Publisher
+from raycollect.planner import Ticket
+from raycollect.pos import Store, ref_tokens
+from raycollect.pos.ref_tokens import RefTokenPool
+from tests.faults.thread_failures import fail_at
+from tests.pure.fleet import contain
+from tests.pure.member.step_bench import FakePost, bench
+from tests.pure.member.test_lease import _join, _plan, premises
+from tests.pure.observe.test_timeline_session import LABEL, Numbers
+from tests.pure.thread_faults import BOOM, WAIT_S, fault_in
+
+__all__ = ["bench", "premises"]  # fixtures
+
+
+_Message = TypeVar("_Message", bound=Message)
+
+
+class Hears:
+    """A controller's link."""
+
+    def __init__(self) -> None:
+        self.send, self._came = (came := SimpleQueue[Any]()).put, came
+
+    def next(self, kind: type[_Message]) -> _Message:
+        """The next message of this kind."""
+        while not isinstance(message := self._came.get(timeout=WAIT_S), kind):
+            pass
+        return message
+
+
+@pytest.fixture
+def leased(premises: Any) -> Iterator[tuple[Lease, Hears]]:
+    premises.instruments.recorder = Recorder(time.monotonic)
+    heard = Hears()
+    made = Lease("me", "a test", cast(Any, heard), premises)
+    yield made, heard
+    made.end("the test is over")
+
+
+@fault_in("raycollect-join")
+def test_a_join_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, leased: tuple[Lease, Hears]) -> None:
+    here, heard = leased
+    with fail_at(JoinedGroup, "connect", thread="raycollect-join"):
+        here.received(_join())
+        joined = heard.next(Joined)
+    assert str(from_wire(joined.error or {})).startswith(f"joining group 'g' failed: {BOOM}")
+    monkeypatch.setattr(JoinedGroup, "connect", lambda joined_group: None)
+    here.received(_join(name="h", group_id="id of h"))
+    assert heard.next(Joined) == Joined(request=1, error=None)
+
+
+@fault_in("raycollect-trace")
+def test_a_timeline_that_can_not_be_read_is_told_so(leased: tuple[Lease, Hears]) -> None:
+    here, heard = leased
+    ring = here._tracer.begin("me", 100)
+    assert ring is not None
+    try:
+        with fail_at(Ring, "read", thread="raycollect-trace"):
+            here.received(Collect(request=7, ends=False))
+            unable = heard.next(Unable)
+        assert (unable.request, unable.detail.partition(BOOM)[0]) == (
+            7,
+            "could not look: reading what was recorded failed: ",
+        )
+        here.received(Collect(request=8, ends=True))
+        assert heard.next(Collected).payload
+    finally:
+        Tracer.current().end("me")
+
+
+@fault_in("raycollect-metrics")
+def test_metrics_are_published_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "EVERY_S", 0.01)
+    ring, meters = Ring(), Numbers()
+    publisher = Publisher(ring, dict, meters)
+    with fail_at(metrics, "_publish", thread="raycollect-metrics"):
+        ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 1, LABEL)
+    ring.add(metrics.KERNEL, "allreduce", 1.5, 3.5, 2, LABEL)
+    publisher.close()
+    assert publisher.join(WAIT_S)
+    assert list(meters.counted.values()) == [1, 64]
+
+
+@fault_in("raycollect-watch")
+def test_the_next_wait_is_told_of_after_a_failure() -> None:
+    told, over = threading.Event(), list[str]()
+    hub = SimpleNamespace(tell=told.set)
+    watch = WaitMonitor(0.01)
+
+    def waiting() -> AbstractContextManager[None]:
+        return watch.waiting(lambda: hub.tell(), lambda: over.append("over"))
+
+    with fail_at(hub, "tell", thread="raycollect-watch") as fault, waiting():
+        assert fault.told.wait(WAIT_S)
+    with waiting():
+        assert told.wait(WAIT_S)
+    assert over == ["over"] * 2
+
+
+@fault_in("raycollect-tokens")
+def test_tokens_are_made_again_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = threading.Semaphore(0)
+    ray = SimpleNamespace(put=lambda value: (made.release(), object())[1])
+    monkeypatch.setattr(ref_tokens, "ray", ray)
+    monkeypatch.setattr(ray_internals, "on_last_ref", lambda ref, callback: True)
+    pool = RefTokenPool(lambda key: None, size=8)
+    with fail_at(ray, "put", thread="raycollect-tokens"):
+        assert pool.take(Key(bytes(28))) is not None
+    for _ in range(9):  # the first, and as many as are kept ready
+        assert made.acquire(timeout=WAIT_S)
+
+
+@fault_in("raycollect-orphans")
+def test_an_owner_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_lenders, "LOOK_S", 0.001)
+    key, store, freed = Key(bytes(28)), Store(), threading.Event()
+    monkeypatch.setattr(store, "free", lambda keys: freed.set())
+    owner = SimpleNamespace(is_alive=lambda: not fault.told.is_set())
+    lenders = TokenLenders(store)
+    lenders.open(b"owner")
+    store.put(key, contain(np.ones(2)))
+    assert lenders.note(b"owner", key)
+    with fail_at(owner, "is_alive", thread="raycollect-orphans") as fault:
+        lenders.close(b"owner", lambda: owner.is_alive())
+        assert freed.wait(WAIT_S)
+    assert not lenders.note(b"owner", key)
+
+
+@fault_in("raycollect-unused")
+def test_what_is_unused_is_told_without_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: SimpleQueue[list[Key]] = SimpleQueue()
+    data = SimpleNamespace(free=lambda address, keys, **_: told.put(keys))
+    monkeypatch.setattr(lent_tokens, "fetch", data)
+    info = {"address": None, "actor": "Worker(1)", "incarnation": ""}
+    task = SimpleNamespace(remote=lambda count: [])
+    actor = type("Handle", (), {})()
+    vars(actor).update(_ray_method_signatures={}, _raycollect_tokens=SimpleNamespace(options=lambda **_: task))
+
+    def send(message: Message) -> None:
+        raise ConnectionLostError(detail="it was cut")
+
+    link = cast(Any, SimpleNamespace(send=send))
+    made = LentTokens(SubmittedCalls(), actor, info, link, owner=b"", methods=frozenset(), soon=lambda call: True)
+    with fail_at(data, "free", thread="raycollect-unused") as fault:
+        made._tell([Key(b"1")])
+        assert fault.told.wait(WAIT_S)
+    made._tell([Key(b"2")])
+    assert told.get(timeout=WAIT_S) == [Key(b"2")]
+
+
+@fault_in("raycollect-order")
+def test_the_next_order_is_carried_out_after_a_failure(premises: Any) -> None:
+    done = threading.Event()
+    desk = SimpleNamespace(run=lambda order: done.set())
+    made = PlanQueue(Store(), PlanSequencer(), cast(Any, None), FinishedCalls(), threading.Lock())
+    order = Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b"")
+    with fail_at(desk, "run", thread="raycollect-order"):
+        made.received(order, lambda order: desk.run(order))
+    made.received(order, lambda order: desk.run(order))
+    assert done.wait(WAIT_S)
+    made.close()
+
+
+@fault_in("raycollect-order")
+def test_the_controller_hears_of_an_order_that_fails(leased: tuple[Lease, Hears]) -> None:
+    here, heard = leased
+    with fail_at(Lease, "run_program", thread="raycollect-order"):
+        here.received(Order(payload=_plan(Ticket(seq=1, predecessor=0)), together=False, in_order=False, after=b""))
+        done = heard.next(Done)
+    assert done.seq == 1
+    assert str(from_wire(done.error or {})).startswith(f"carrying out an order failed: {BOOM}")
+    assert here._sequencer.has_ended(1), "what comes after it goes on"
+
+
+@fault_in("raycollect-capture")
+def test_the_next_run_of_a_captured_step_is_refused_and_its_thread_goes_on(bench: Any) -> None:
+    """Nobody knows what a failed run has done, so its step is broken. Another step is not."""
+    one, other = bench(), bench()
+    with fail_at(one.captured, "_run", thread="raycollect-capture"):
+        one.run(1, 0, "x")
+        one.heard(1)
+    assert one.failed[1].detail.startswith(f"run 1 of a captured step failed: {BOOM}")
+    one.run(2, 1, "x")
+    one.heard(2)
+    assert "failed before" in one.failed[2].detail
+    other.run(1, 0, "x")
+    other.heard(1)
+    assert other.ran == {1: ("x",)}
+
+
+@fault_in("raycollect-capture")
+def test_a_doorbell_that_fails_is_looked_at_again(bench: Any) -> None:
+    post = FakePost()
+    post.wake()
+    one = bench(post=post)
+    with fail_at(post, "take", thread="raycollect-capture"):
+        post.wake()
+    assert one.answered(post.ring(1, 0, pack_values(["x"]))) == ("x",)
