@@ -7,8 +7,10 @@ import errno
 import ipaddress
 import os
 import resource
+import secrets
 import socket
 import struct
+import sys
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +29,8 @@ _TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 USER_TIMEOUT_S = 10.0
 
 _BACKLOG = 1024
+
+LOCAL_NBYTES = 2 << 20  # How much a connection within one machine takes before its other end reads
 
 QUIET_S = 1.0  # After how long without any acknowledgement of what was sent a connection counts as cut
 # Of `struct tcp_info`: the state of the connection, how often data was sent again in vain, keepalive probes without an
@@ -52,9 +56,13 @@ if hasattr(os, "register_at_fork"):
 def tune(sock: socket.socket, user_timeout_s: float = USER_TIMEOUT_S) -> None:
     """Sets the options that every connection has; OSError: it has ended.
 
-    The other end may leave what was sent unacknowledged, or unread, for `user_timeout_s`.
+    The other end may leave what was sent unacknowledged, or unread, for `user_timeout_s`. A connection within one
+    machine only ends with a process.
     """
     _open_sockets.add(sock)
+    if is_local(sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOCAL_NBYTES)
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (*_TCP_OPTIONS, ("TCP_USER_TIMEOUT", int(user_timeout_s * 1000))):
@@ -133,6 +141,36 @@ def listen(host: str) -> socket.socket:
     return sock
 
 
+def listen_locally() -> tuple[socket.socket, str] | None:
+    """Listens on a fresh name for processes of this machine, without a file; None where the system has no such names.
+
+    Any user of the machine can connect, as to a port.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    name = f"raycollect-{secrets.token_hex(16)}"
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(local_address(name))
+        sock.listen(_BACKLOG)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        return None
+    _open_sockets.add(sock)
+    return sock, name
+
+
+def local_address(name: str) -> str:
+    """The address to connect to for `listen_locally`'s name. Network namespaces have names of their own."""
+    return f"\0{name}"
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Whether it is a connection within one machine that does not go through the network's code."""
+    return sock.family == getattr(socket, "AF_UNIX", None)
+
+
 def connect(host: str, port: int, timeout_s: float) -> socket.socket:
     """Opens a tuned connection, in blocking mode; raises ConnectionLostError."""
     peer = f"{host}:{port}"
@@ -178,6 +216,8 @@ def wake_pair() -> tuple[socket.socket, socket.socket]:
 
 def peer_of(sock: socket.socket) -> str:
     """Describes the other end, as ``host:port``."""
+    if is_local(sock):
+        return "a process of this machine"
     try:
         host, port = sock.getpeername()[:2]
     except OSError:

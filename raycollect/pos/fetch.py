@@ -82,10 +82,10 @@ class _Clients:
         """Asks again while the holder is out of reach, not gone, and there is time; `read` reads the answer."""
         pause_s, full_until_s = FIRST_PAUSE_S, min(until_s, time.monotonic() + FULL_S)
         while True:
+            left_s = max(until_s - time.monotonic(), FIRST_PAUSE_S)  # after a long sleep the cause is still to be told
             try:
-                client = self._take((address.host, address.port))
-                client = client or DataClient(address, until_s - time.monotonic())
-                return self._ask(address, client, message, until_s - time.monotonic(), read)
+                client = self._take((address.host, address.port)) or DataClient(address, left_s)
+                return self._ask(address, client, message, left_s, read)
             except ConnectionLostError as exc:
                 if _is_gone(exc) or time.monotonic() + pause_s >= (full_until_s if _is_full(exc) else until_s):
                     raise

@@ -54,7 +54,7 @@ from raycollect.core.protocols import Completion, Exchange, Rendezvous, SegmentS
 from raycollect.errors import BackendUnavailableError, GroupBrokenError, InvalidGroupError
 from raycollect.errors.text import listed, shown
 
-_BESIDE = 3  # The descriptors of a joining rank beside one per rank: its listener and its pollers
+_BESIDE = 4  # The descriptors of a joining rank beside one per rank: its listeners and its pollers
 JOIN_TIMEOUT_S = 45.0  # Less than the minute of a declaration, which can then report who was missing
 
 

@@ -1,7 +1,8 @@
 """How the members of a `tcp` group connect: one socket per pair, authenticated from both ends.
 
-Each rank listens on its node's address and publishes it; the higher rank of a pair connects to the lower. Rank 0
-publishes a random key on the rendezvous, which is authenticated, so holders of the key are members::
+Each rank listens on its node's address and publishes it; the higher rank of a pair connects to the lower. Ranks of one
+node connect by Unix sockets where they can, which move data with half the work. Rank 0 publishes a random key on the
+rendezvous, which is authenticated, so holders of the key are members::
 
     connector -> listener   MAGIC:4 | own rank:4 | other's rank:4 | nonce:32
     listener -> connector   nonce:32 | HMAC:32
@@ -25,9 +26,9 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from raycollect.core import sockets
 from raycollect.core.model import GroupSpec
@@ -61,13 +62,15 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
     except (OSError, ValueError) as exc:
         detail = f"backend 'tcp': rank {rank} can't listen on {host!r}: {exc}"
         raise BackendUnavailableError(group_name=spec.name, detail=detail) from exc
-    with listener:
-        rendezvous.put(f"tcp.at.{rank}", json.dumps([host, listener.getsockname()[1]]).encode())
+    local, name = sockets.listen_locally() or (None, "")
+    listeners = [listener] if local is None else [listener, local]
+    try:
+        rendezvous.put(f"tcp.at.{rank}", json.dumps([host, listener.getsockname()[1], name]).encode())
         if rank == 0:
             rendezvous.put("tcp.key", secrets.token_bytes(_TAG_NBYTES))
         where = _lower_addresses(spec, rank, rendezvous, timeout_s, until_s)
         key = rendezvous.get("tcp.key", max(until_s - time.monotonic(), 0.0))
-        joining = _Joining(spec, rank, key, listener, where)
+        joining = _Joining(spec, rank, key, listeners, where, host)
         try:
             joining.run(until_s)
             missing = joining.missing()
@@ -76,15 +79,17 @@ def join(spec: GroupSpec, rank: int, rendezvous: Rendezvous, host: str, timeout_
             return joining.taken()
         finally:
             joining.close()
+    finally:
+        sockets.close(listeners)
 
 
 def _lower_addresses(
     spec: GroupSpec, rank: int, rendezvous: Rendezvous, timeout_s: float, until_s: float
-) -> dict[int, tuple[str, int]]:
+) -> dict[int, _Address]:
     told, missing = gathered(rendezvous, "tcp.at", range(rank), until_s)
     if missing:
         raise _absent(spec, missing, timeout_s)
-    return {other: (str(host), int(port)) for other, (host, port) in told.items()}
+    return {other: _Address(str(host), int(port), *map(str, name)) for other, (host, port, *name) in told.items()}
 
 
 def gathered(
@@ -111,6 +116,12 @@ def _absent(spec: GroupSpec, missing: list[int], timeout_s: float, trouble: str 
     )
 
 
+class _Address(NamedTuple):
+    host: str
+    port: int
+    name: str = ""  # of the Unix socket; "": there is none
+
+
 @dataclass(slots=True, eq=False)
 class _Handshake:
     """A connection during its handshake."""
@@ -127,11 +138,18 @@ class _Joining:
     """All connections of one rank while it joins."""
 
     def __init__(
-        self, spec: GroupSpec, rank: int, key: bytes, listener: socket.socket, where: dict[int, tuple[str, int]]
+        self,
+        spec: GroupSpec,
+        rank: int,
+        key: bytes,
+        listeners: Sequence[socket.socket],
+        where: dict[int, _Address],
+        host: str,
     ) -> None:
         self._label = f"group {spec.name!r}, rank {rank}"
         self._addresses = where
-        self._listener = listener
+        self._listeners = listeners
+        self._local = {other for other, one in where.items() if one.host == host and one.name}
         self._protocol = _Protocol(key, spec, rank)
         self._higher = frozenset(range(rank + 1, spec.world_size))
         self._done: dict[int, socket.socket] = {}
@@ -160,7 +178,7 @@ class _Joining:
                 self._drop(handshake, "it did not finish its handshake in time")
             self._make_room(now_s)
             paused = now_s < self._paused_until_s
-            self._watch_listener(not paused and not self._full_until_s and bool(self._higher - self._done.keys()))
+            self._watch_listeners(not paused and not self._full_until_s and bool(self._higher - self._done.keys()))
             wakes = (
                 self._full_until_s or until_s,
                 self._paused_until_s if paused else until_s,
@@ -170,7 +188,7 @@ class _Joining:
             )
             for key, _ in self._selector.select(max(min(wakes) - now_s, 0.0)):
                 if key.data is None:
-                    self._accept()
+                    self._accept(cast("socket.socket", key.fileobj))
                 elif key.data.sock in self._handshakes:  # else dropped by what came before in this round
                     self._receive(key.data)
 
@@ -192,22 +210,23 @@ class _Joining:
                 self._drop(handshake, "it was not done while others waited")
             self._full_until_s = 0.0
 
-    def _watch_listener(self, wanted: bool) -> None:
-        watched = self._listener in self._selector.get_map()
-        if wanted and not watched:
-            self._selector.register(self._listener, selectors.EVENT_READ, None)
-        elif watched and not wanted:
-            self._selector.unregister(self._listener)
+    def _watch_listeners(self, wanted: bool) -> None:
+        for listener in self._listeners:
+            watched = listener in self._selector.get_map()
+            if wanted and not watched:
+                self._selector.register(listener, selectors.EVENT_READ, None)
+            elif watched and not wanted:
+                self._selector.unregister(listener)
 
     def _connect(self, rank: int, now_s: float, until_s: float) -> None:
         del self._to_connect[rank]
         sock = None
         try:
-            family, kind, number, _, address = socket.getaddrinfo(*self._addresses[rank], type=socket.SOCK_STREAM)[0]
-            sock = socket.socket(family, kind, number)
+            sock, address = self._socket_to(rank)
             sock.setblocking(False)
             error = sock.connect_ex(address)
             if error not in (0, errno.EINPROGRESS):
+                self._local.discard(rank)  # not of this network namespace, or all at once: by the network, then
                 raise OSError(error, "can't connect")
         except OSError as exc:
             self.trouble = f"no connection to rank {rank}: {exc}"
@@ -218,9 +237,18 @@ class _Joining:
         self._handshakes[sock] = handshake
         self._selector.register(sock, selectors.EVENT_WRITE, handshake)
 
-    def _accept(self) -> None:
+    def _socket_to(self, rank: int) -> tuple[socket.socket, Any]:
+        host, port, name = self._addresses[rank]
+        if rank in self._local:
+            return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), sockets.local_address(name)
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.socket(family, kind, number), address
+
+    def _accept(self, listener: socket.socket) -> None:
+        if len(self._handshakes) >= self._most:  # the other listener had the last place
+            return
         try:
-            sock, _ = self._listener.accept()
+            sock, _ = listener.accept()
         except OSError as exc:  # it has gone again; or there is no room for it, and it stays in the backlog
             if exc.errno in sockets.FULL:
                 self.trouble = f"no connection can be accepted: {exc}"

@@ -29,6 +29,7 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import islice
 
+from raycollect.core import sockets
 from raycollect.core.cpu_affinity import current_core
 
 ARRIVAL, DATA, LEFT, HERE, AHEAD = 1, 2, 3, 4, 5
@@ -292,6 +293,8 @@ class Peer:
 
 
 def _is_near(sock: socket.socket) -> bool:
+    if sockets.is_local(sock):
+        return True
     try:
         return bool(sock.getpeername()[:1] == sock.getsockname()[:1])
     except OSError:  # it has ended already

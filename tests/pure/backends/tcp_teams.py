@@ -35,8 +35,12 @@ def until(condition: Callable[[], bool]) -> None:
         pause.wait(0.001)
 
 
-def join_all(rendezvous: MemoryRendezvous, world: int, host: str = "127.0.0.1") -> list[tcp.TcpCommunicator]:
+def join_all(rendezvous: MemoryRendezvous, world: int, *hosts: str) -> list[tcp.TcpCommunicator]:
+    """Joins a group whose ranks are on these hosts in turn."""
+    at = hosts or ("127.0.0.1",)
+
+    def join(rank: int) -> tcp.TcpCommunicator:
+        return tcp.create(spec_of(world), rank, rendezvous, NO_EXCHANGE, host=at[rank % len(at)])
+
     with ThreadPoolExecutor(world) as threads:
-        return list(
-            threads.map(lambda rank: tcp.create(spec_of(world), rank, rendezvous, NO_EXCHANGE, host=host), range(world))
-        )
+        return list(threads.map(join, range(world)))

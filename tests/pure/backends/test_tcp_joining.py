@@ -13,13 +13,12 @@ import pytest
 
 from raycollect.backends.tcp import communicator as tcp
 from raycollect.backends.tcp import join as _tcp_join
+from raycollect.core import sockets
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, GroupBrokenError
-from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of, team
+from tests.pure.backends.tcp_teams import NO_EXCHANGE, join_all, spec_of
 from tests.pure.communicators import MemoryRendezvous, ThreadTeam
 from tests.pure.conformance import run_launch
-
-__all__ = ["team"]  # a fixture
 
 
 class Visited(MemoryRendezvous):
@@ -33,7 +32,7 @@ class Visited(MemoryRendezvous):
     def put(self, name: str, value: bytes) -> None:
         if name.startswith("tcp.at."):
             for words in self._said:
-                stranger = socket.create_connection(json.loads(value))
+                stranger = socket.create_connection(json.loads(value)[:2])
                 stranger.sendall(words)
                 self.strangers.append(stranger)
         super().put(name, value)
@@ -131,7 +130,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     class Watched(MemoryRendezvous):
         def put(self, name: str, value: bytes) -> None:
             if name == "tcp.at.0":
-                host, port = json.loads(value)
+                host, port, _ = json.loads(value)
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection(("127.0.0.1", port))
                 socket.create_connection((host, port)).close()
@@ -142,7 +141,7 @@ def test_it_listens_on_its_host_alone_and_only_while_it_joins() -> None:
     made = join_all(rendezvous, 2, "127.0.0.2")
     assert tried == ["127.0.0.2"]
     for rank in (0, 1):
-        host, port = json.loads(rendezvous.get(f"tcp.at.{rank}", 0))
+        host, port, _ = json.loads(rendezvous.get(f"tcp.at.{rank}", 0))
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, port))
     for communicator in made:
@@ -155,13 +154,43 @@ def test_a_host_that_is_not_this_one_is_refused(host: str) -> None:
         tcp.create(spec_of(2), 0, MemoryRendezvous(), NO_EXCHANGE, host=host)
 
 
-def test_the_connections_find_out_about_dead_hosts(team: ThreadTeam) -> None:
-    for communicator in team.communicators:
+def test_the_connections_find_out_about_dead_hosts() -> None:
+    made = join_all(MemoryRendezvous(), 2, "127.0.0.1", "127.0.0.2")
+    for communicator in made:
         for peer in communicator._link._peers.values():
             assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert peer.sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert peer.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 120_000
             assert not peer.sock.getblocking()
+        communicator.close()
+
+
+def test_ranks_of_one_host_are_connected_within_it_and_others_by_the_network() -> None:
+    made = join_all(MemoryRendezvous(), 4, "127.0.0.1", "127.0.0.2")
+    for one in made:
+        assert {rank for rank, peer in one._link._peers.items() if sockets.is_local(peer.sock)} == {(one.rank + 2) % 4}
+    launch = Launch(seq=1, ranks=(0, 1, 2, 3), timeout_s=10)
+    with ThreadPoolExecutor(4) as threads:
+        for arrivals in threads.map(lambda one: run_launch(one, launch, arrival=bytes([one.rank])), made):
+            assert arrivals == [b"\0", b"\1", b"\2", b"\3"]
+    for communicator in made:
+        communicator.close()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_where_no_name_of_this_machine_can_be_used_the_network_is(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+    """There is none, or it is that of another network namespace."""
+    listen = sockets.listen_locally
+
+    def elsewhere() -> tuple[socket.socket, str] | None:
+        made = listen() if there else None
+        return None if made is None else (made[0], f"{made[1]} of another namespace")
+
+    monkeypatch.setattr(sockets, "listen_locally", elsewhere)
+    made = join_all(MemoryRendezvous(), 3)
+    assert not any(sockets.is_local(peer.sock) for one in made for peer in one._link._peers.values())
+    for communicator in made:
+        communicator.close()
 
 
 def test_a_closed_communicator_gives_everything_back() -> None:

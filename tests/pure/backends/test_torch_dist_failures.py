@@ -59,7 +59,7 @@ def kernel_of(kind: OpKind, array: np.ndarray) -> Kernel:
     return Kernel(kind=kind, src=side, dst=side, op=ReduceOp.SUM, peer=1, most=array.size)
 
 
-LARGE, LARGE_AMONG_THREE = (most // 8 + 1 for _, most in MESH_UP_TO_NBYTES)
+LARGE = MESH_UP_TO_NBYTES[0][1] // 8 + 1
 """So many elements are for the library, between two ranks and among three."""
 
 
@@ -70,23 +70,24 @@ def test_an_abort_wakes_a_rank_in_mid_kernel_and_what_comes_late_is_not_written(
     """The library works in the user's array, so its connections are ended, and with them its kernel."""
     team = teams(world_size=3)
     in_kernel = wait_for_kernel(team, monkeypatch)
-    array, launch = np.ones(LARGE_AMONG_THREE), team.launch(timeout_s=60)
+    array, launch = np.ones(LARGE), team.launch(timeout_s=60)
     waiting = team.start(0, started, launch, kernel_of(kind, array))
     in_kernel()
-    ended: list[bool] = []
+    was_under_way, ended = list[bool](), list[bool]()
     settle = Calls._settle
 
     def recorded(calls: Calls, work: Any) -> None:
-        under_way = not work.is_completed()
+        was_under_way.append(not work.is_completed())
         settle(calls, work)
-        ended.append(under_way and work.is_completed())
+        ended.append(work.is_completed())
 
     monkeypatch.setattr(Calls, "_settle", recorded)
     team.communicators[0].abort(launch.seq)
     assert isinstance(waiting.result(5), PlanAbortedError)
-    assert ended == [True], "no thread of the library is in the array"
+    assert any(was_under_way)
+    assert all(ended), "no thread of the library is in the array"
     left = array.copy()
-    for late in team.run(started, launch, kernel_of(kind, np.full(LARGE_AMONG_THREE, 7.0)), ranks=(1, 2)):
+    for late in team.run(started, launch, kernel_of(kind, np.full(LARGE, 7.0)), ranks=(1, 2)):
         assert isinstance(late, PlanAbortedError | None)  # the root of a broadcast need not see that nobody takes it
     np.testing.assert_array_equal(array, left)
     for body in (body_arrive, body_sum):
@@ -149,7 +150,7 @@ def body_parts(communicator: Communicator, launches: list[Launch], size: int) ->
 def test_large_arrays_are_reduced_in_parts_at_the_same_time(
     teams: Callable[..., OptionsTeam], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[-1][1] // 6)  # 7 parts
+    monkeypatch.setattr(_torch_run, "PART_NBYTES", MESH_UP_TO_NBYTES[0][1] // 6)  # 7 parts
     team, begin = teams(world_size=3), Calls.begin
     open_at_once: list[int] = []
 
@@ -159,7 +160,7 @@ def test_large_arrays_are_reduced_in_parts_at_the_same_time(
         return work
 
     monkeypatch.setattr(Calls, "begin", recorded)
-    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE_AMONG_THREE + LARGE_AMONG_THREE // 6)
+    found = team.must(body_parts, [team.launch() for _ in range(2)], LARGE + LARGE // 6)
     assert found == [[True] * 3] * 3
     assert len(open_at_once) == 3 * 2 * 7
     assert max(open_at_once) == _torch_run.AHEAD
