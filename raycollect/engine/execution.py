@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
 from raycollect.core.model import Kernel, Key, Launch
-from raycollect.core.protocols import Communicator, Exchange, NoFaults, Together
+from raycollect.core.protocols import Communicator, Exchange, NoFaults, Reaching, Together
 from raycollect.engine.batch_agreement import BatchAgreement
 from raycollect.engine.device_staging import Patience, transfer
 from raycollect.engine.instruments import Instruments
@@ -305,15 +305,23 @@ class Execution:
         # Together where the backend can, else by `move.instead`, else one by one.
         kernels = move.kernels
         self._left, self._move = len(kernels), move
-        if len(kernels) > 1 and isinstance(communicator, Together):
+        if move.boxes is not None:
+            if isinstance(communicator, Reaching):
+                self._at("before_kernel")
+                self._packs = True
+                with self._timed.kernels(self._under_way, move):
+                    if communicator.launch_boxes(launch, move.boxes):
+                        kernels = ()
+                        self._ended(0)
+        elif len(kernels) > 1 and isinstance(communicator, Together):
             self._at("before_kernel")
             with self._timed.kernels(self._under_way, move):
                 while kernels and (count := communicator.launch_together(launch, kernels)):
                     kernels = kernels[count:]
                     self._ended(len(kernels))
-            if not kernels:
-                self._at("after_kernel")
-                return
+        if not kernels:
+            self._at("after_kernel")
+            return
         if move.instead and len(kernels) == len(move.kernels):
             for other in move.instead:
                 self._launch(communicator, launch, other)
