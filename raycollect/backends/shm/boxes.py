@@ -155,7 +155,7 @@ class Boxes:
 
     def _place(self, give: Give) -> tuple[Array, int] | None:
         # Where others read it: where it is, if they can; else in the staging.
-        for array in give:
+        for array in (give.box, give.part):
             if array.dtype.isnative:
                 start, stop = byte_range(array)
                 ref = self._segments.locate(start, stop - start)
