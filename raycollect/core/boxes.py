@@ -18,10 +18,10 @@ class Give(NamedTuple):
 
 
 class Take(NamedTuple):
-    """A box that this rank writes."""
+    """Boxes that this rank writes."""
 
-    box: Any  # of its tensor
-    peers: tuple[int, ...]  # whose next box it is; several: the sum of those, in this order
+    boxes: Sequence[Any]  # of its tensors
+    peers: tuple[int, ...]  # whose next boxes they are; several: the sums of those of each, added up in this order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -193,6 +193,16 @@ class Together(Protocol):
 class Reaching(Protocol):
     """An option of a `Communicator` whose ranks can read each other's memory: boxes move without messages."""
 
+    def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
+        """Tells the others where this rank's boxes lie, before the agreement of a launch of one exchange.
+
+        All ranks call it; with None where a rank does not know yet.
+
+        Raises:
+            CollectiveTimeoutError, PlanAbortedError: As `agree`.
+        """
+        ...
+
     def launch_boxes(self, launch: Launch, boxes: BoxExchange) -> bool:
         """Runs an exchange of boxes to its end, after the agreement of the launch.
 

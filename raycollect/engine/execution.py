@@ -175,6 +175,7 @@ class Execution:
         blobs: tuple[bytes, ...] = ()
         came_s = clock()
         known = preparation.recalled
+        self._show_boxes(known)
         if known is not None:
             self._record("door")
             arrival, brought = known.arrival, self._meet_again(known)
@@ -200,6 +201,16 @@ class Execution:
         schedule = scheduler.write(agreement.verdicts, alone=agreement.conflict)
         preparation.remember(arrival, blobs, schedule)
         return schedule
+
+    def _show_boxes(self, known: RunCache | None) -> None:
+        """Tells the others where the boxes of a reshard lie, if the last run has found out."""
+        opened, program = self._launches.opened, self._program
+        if opened is None or len(program.tasks) > 1 or not program.shares[0].template.boxes:
+            return
+        communicator, launch = opened
+        if isinstance(communicator, Reaching):
+            moves = known.schedule.bundles[0].moves if known is not None and self._met is None else ()
+            communicator.show_boxes(launch, next((move.boxes for move in moves if move.boxes is not None), None))
 
     def _meet_again(self, known: RunCache) -> tuple[bytes, ...] | None:
         """Meets the others; None where all brought what they did in the last run, or nothing was brought yet."""

@@ -16,7 +16,7 @@ from raycollect.backends import folds
 from raycollect.backends.arrays import Array, native
 from raycollect.core.boxes import BoxRound
 from raycollect.core.boxes import Give as GivenBox
-from raycollect.core.boxes import Take as TakenBox
+from raycollect.core.boxes import Take as TakenBoxes
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
 from raycollect.planner.reshard.halves import Give, Half, Take, aligned
@@ -58,8 +58,11 @@ class PackedBoxes:
             ]
             for peer in firsts.values()
         }
-        takes = [TakenBox(box, take.peers) for take in one.takes for box in _boxes(take, find, is_dst=True)]
-        self._unloads = [(box, [incoming.next(peer, box) for peer in peers]) for box, peers in takes]
+        takes = [TakenBoxes(_boxes(take, find, is_dst=True), take.peers) for take in one.takes]
+        self._unloads: list[tuple[Array, list[Array]]] = []
+        for boxes, peers in takes:
+            parts = [[incoming.next(peer, box) for box in boxes] for peer in peers]
+            self._unloads += [(box, [some[at] for some in parts]) for at, box in enumerate(boxes)]
         self.round: BoxRound = BoxRound(
             gives={peer: self._loads[first] for peer, first in same.items()},
             takes=takes,

@@ -23,7 +23,7 @@ import numpy as np
 
 from raycollect.backends import folds
 from raycollect.backends.arrays import Array, byte_range, native
-from raycollect.backends.shm.directory import GIVES, Directory, Places
+from raycollect.backends.shm.directory import GIVES, Directory, Listing, Places
 from raycollect.backends.shm.in_place import COPY_NBYTES
 from raycollect.backends.shm.meeting import Meeting
 from raycollect.core.boxes import BoxExchange, BoxRound, Give
@@ -71,18 +71,28 @@ class Boxes:
         self._segments = segments
         self._known: WeakKeyDictionary[BoxExchange, _Known] = WeakKeyDictionary()
 
-    def run(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float) -> bool:
-        """Runs an exchange if all ranks can tell where their boxes lie; all decide alike."""
-        offer = self._offer(launch, boxes) if self._directory.is_open else None
-        if offer is None:
+    def show(self, launch: Launch, boxes: BoxExchange | None) -> None:
+        """Lists where this rank's boxes lie, and packs what others can't read there; a barrier has to follow."""
+        offer = self._offer(launch, boxes) if boxes is not None and self._directory.is_open else None
+        if boxes is None or offer is None:
             self._directory.write(0, _NOTHING, launch.ranks)
-        else:
-            np.copyto(boxes.table[: offer.table.nbytes], offer.table.view(np.uint8))
-            _copy(offer.packs[0])
-            self._directory.write(GIVES, offer.places, launch.ranks)
-        meeting.barrier(launch, until_s)
-        listings = self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
-        if offer is None or not all(listing.flags & GIVES for listing in listings):
+            return
+        np.copyto(boxes.table[: offer.table.nbytes], offer.table.view(np.uint8))
+        _copy(offer.packs[0])
+        self._directory.write(GIVES, offer.places, launch.ranks)
+
+    def run(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float, *, shown: bool) -> bool:
+        """Runs an exchange if all ranks can tell where their boxes lie; all decide alike.
+
+        `shown`: all ranks listed their boxes before the last barrier, the agreement, or that they did not know yet.
+        """
+        listings = self._listings(meeting, launch, until_s) if shown else []
+        if not (shown and _all_give(listings)):
+            self.show(launch, boxes)
+            meeting.barrier(launch, until_s)
+            listings = self._listings(meeting, launch, until_s)
+        offer = self._offer(launch, boxes)
+        if offer is None or not _all_give(listings):
             return False
         known = self._read(launch, boxes, [bytes(listing.arrays[0]) for listing in listings])
         for at, moves in enumerate(known.rounds):
@@ -94,6 +104,9 @@ class Boxes:
             self._move(meeting, launch, moves, at, until_s)
         self._part(meeting, launch, boxes, until_s)
         return True
+
+    def _listings(self, meeting: Meeting, launch: Launch, until_s: float) -> list[Listing]:
+        return self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
 
     def _move(self, meeting: Meeting, launch: Launch, moves: _Moves, at: int, until_s: float) -> None:
         meter, done, looked = here(), 0, 0
@@ -180,21 +193,22 @@ class Boxes:
         sources = {
             rank: iter([give.box for give in one.gives.get(rank, ())])
             if rank == self._rank
-            else self._sources(rank, table.tolist(), int(table[head]), [t.box for t in one.takes if rank in t.peers])
+            else self._sources(rank, table, int(table[head]), _taken_from(rank, one))
             for rank, table in words.items()
         }
         copies: _Copies = []
-        sums = []
+        sums: list[tuple[Array, list[Array]]] = []
         for take in one.takes:
-            parts = [next(sources[peer]) for peer in take.peers]
+            parts = [[next(sources[peer]) for _ in take.boxes] for peer in take.peers]
             if len(parts) == 1:
-                copies.append((take.box, parts[0]))
+                copies += zip(take.boxes, parts[0], strict=True)
             else:
-                sums.append((take.box, parts))
+                sums += [(box, [some[at] for some in parts]) for at, box in enumerate(take.boxes)]
         return _Moves(copies, sums, sum(target.nbytes for target, _ in copies))
 
-    def _sources(self, rank: int, words: list[int], at: int, targets: Sequence[Array]) -> Iterator[Array]:
+    def _sources(self, rank: int, table: Array, at: int, targets: Sequence[Array]) -> Iterator[Array]:
         memory: Any = self._directory.segment(rank) if targets else None
+        words = table.tolist()
         for target in targets:
             ndim = target.ndim
             offset, strides = words[at], tuple(words[at + 1 : at + 1 + ndim])
@@ -203,6 +217,14 @@ class Boxes:
                 yield np.ndarray(target.shape, native(target.dtype), memory, offset, strides)
             except ValueError as exc:
                 raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment: {exc}") from exc
+
+
+def _taken_from(rank: int, one: BoxRound) -> list[Array]:
+    return [box for take in one.takes for peer in take.peers if peer == rank for box in take.boxes]
+
+
+def _all_give(listings: Sequence[Listing]) -> bool:
+    return all(listing.flags & GIVES for listing in listings)
 
 
 def _copy(copies: _Copies) -> None:

@@ -74,6 +74,7 @@ class ShmCommunicator:
         self._group_name = spec.name
         self._begun = 0  # the launch that `stage` or `agree` has begun
         self._staged = 0  # the launch whose first kernel was staged, and has not run
+        self._shown = 0  # the launch whose boxes were shown, and have not moved
         self._lock = threading.Lock()
         self._users = 0
         self._entered: _Parts | None = None  # from `again` to `end`, by the thread that runs the launch
@@ -168,11 +169,19 @@ class ShmCommunicator:
                 staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
         return len(some)
 
+    def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
+        """Lists where this rank's boxes lie; see `Reaching`."""
+        with self as parts, translated(OpKind.ALLTOALL, self._group_name, self.rank):
+            parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
+            self._begin(parts, launch)
+            parts.boxes.show(launch, boxes)
+            self._shown = launch.seq
+
     def launch_boxes(self, launch: Launch, boxes: BoxExchange) -> bool:
         """Moves boxes from tensor to tensor, if all ranks can reach each other's memory; see `Reaching`."""
         with self as parts, translated(OpKind.ALLTOALL, self._group_name, self.rank):
-            self._staged = 0
-            return parts.boxes.run(parts.meeting, launch, boxes, time.monotonic() + launch.timeout_s)
+            shown, self._staged, self._shown = self._shown == launch.seq, 0, 0
+            return parts.boxes.run(parts.meeting, launch, boxes, time.monotonic() + launch.timeout_s, shown=shown)
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""
