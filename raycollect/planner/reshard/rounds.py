@@ -107,7 +107,9 @@ class _Packer:
         if len(known) == 1:
             ((_, first, count, nbytes),) = known
             return iter([(whole, first, count, nbytes)])
-        return ((whole if part == box else _part(whole, part), *rest) for part, *rest in known)
+        return (
+            (whole if part == box else _part(whole, part), first, count, nbytes) for part, first, count, nbytes in known
+        )
 
     def written(self) -> dict[int, tuple[Round, ...]]:
         found: dict[int, list[Round]] = {rank: [] for rank in self._ranks}
