@@ -2,13 +2,18 @@
 
 raycollect moves what each rollout needs. What people write by hand moves full tensors: the first trainer gathers them
 and broadcasts them in one piece (`ray.util.collective` over gloo), and each rollout takes its share; or each trainer
-puts its shards into the object store, and each rollout takes its share from there.
+puts its shards into the object store, and each rollout puts the full tensors together from there, and takes its share.
+Who knows both layouts can copy each box from the store straight to where it belongs: the least that goes by the store.
+
+All begin and end alike: the trainers' shards have other values in each turn, and what the rollouts keep is written in
+place. Shards lie in ordinary memory, and for contenders that say so in the shared arena.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from itertools import count as count_from
 from typing import Any
 
 import numpy as np
@@ -32,6 +37,7 @@ _COLUMNS = 512
 _OP = f"reshard of {COUNT}"
 _TRAINER = {"tp": 4}
 _ROLLOUT = {"dp": 2, "tp": 2}
+_BOXES = "object store, boxes by hand"
 _CUTS = (("tp", None), (None, "tp"))  # half of the tensors are cut by rows, as layers alternate; half by columns
 
 
@@ -67,36 +73,47 @@ class Shards(col.CollectiveParticipant):
 
     def __init__(self, rank: int, *, is_trainer: bool) -> None:
         self.rank = rank
+        self.is_trainer = is_trainer
         self.mesh = _TRAINER if is_trainer else _ROLLOUT
         self.nbytes = 0
+        self.turn = 0
         self.shards: dict[str, Any] = {}
+        self.shared: dict[str, Any] = {}
 
     def prepare(self, nbytes: int) -> None:
-        """Makes the shards, unless they are there; a trainer's have the values."""
+        """Makes the shards, unless they are there: in ordinary memory, and in the arena."""
         if self.nbytes == nbytes:
             return
         self.nbytes = nbytes
         boxes = _boxes(nbytes, self.mesh, self.rank)
-        is_trainer = self.mesh is _TRAINER
-        self.shards = {}
-        for at, (name, shape) in enumerate(shapes(nbytes).items()):
-            whole = _value(at, shape)[boxes[name]]
-            self.shards[name] = np.array(whole) if is_trainer else np.zeros_like(whole)
+        wholes = {name: _value(at, shape) for at, (name, shape) in enumerate(shapes(nbytes).items())}
+        self.shards = {name: np.array(whole[boxes[name]]) for name, whole in wholes.items()}
+        self.shared = {name: col.array(shard) for name, shard in self.shards.items()}
+        self.turn = 0
 
-    def clear(self) -> None:
-        """Sets a rollout's shards to zero."""
-        for array in self.shards.values():
-            array.fill(0)
+    def begin(self, turn: int) -> None:
+        """A trainer's shards get the values of a turn, and a rollout's are set to zero."""
+        for shards in (self.shards, self.shared):
+            for shard in shards.values():
+                if self.is_trainer:
+                    shard += turn - self.turn
+                else:
+                    shard.fill(0)
+        self.turn = turn
 
     def get_shards(self) -> dict[str, Any]:
         """The shards, as one ref."""
         return self.shards
 
-    def is_right(self) -> bool:
-        """Whether they hold what they should."""
-        boxes = _boxes(self.nbytes, self.mesh, self.rank)
+    def get_shared(self) -> dict[str, Any]:
+        """Those in the arena."""
+        return self.shared
+
+    def is_right(self, *, is_shared: bool) -> bool:
+        """Whether the shards hold what they should in this turn."""
+        boxes, shards = _boxes(self.nbytes, self.mesh, self.rank), self.shared if is_shared else self.shards
         return all(
-            np.array_equal(self.shards[name], _value(at, shape)[boxes[name]])
+            np.array_equal(shards[name], _value(at, shape)[boxes[name]] + self.turn)
             for at, (name, shape) in enumerate(shapes(self.nbytes).items())
         )
 
@@ -115,7 +132,7 @@ class Shards(col.CollectiveParticipant):
         """The first trainer has the full tensors, one behind the other, in `full`; all make room for them."""
         collective = import_module("ray.util.collective")
         self.full = np.empty(sum(rows * columns for rows, columns in shapes(self.nbytes).values()), np.float32)
-        if self.mesh is _ROLLOUT:
+        if not self.is_trainer:
             return
         flat = np.concatenate([array.ravel() for array in self.shards.values()])
         if self.rank:
@@ -136,7 +153,7 @@ class Shards(col.CollectiveParticipant):
     def spread(self, group: str) -> None:
         """All have what the first trainer has; a rollout takes its share."""
         import_module("ray.util.collective").broadcast(self.full, 0, group)
-        if self.mesh is _ROLLOUT:
+        if not self.is_trainer:
             mine = _mine(self.nbytes, self.rank)
             for name, whole in self._named():
                 self.shards[name][...] = whole[mine[name]]
@@ -152,6 +169,16 @@ class Shards(col.CollectiveParticipant):
         """The shards, through the object store."""
         return self.shards
 
+    def take_boxes(self, *parts: dict[str, Any]) -> None:
+        """Copies each box that it needs of what the trainers have put to its place."""
+        mine, others = _mine(self.nbytes, self.rank), [_boxes_of(self.nbytes, rank) for rank in range(len(parts))]
+        for name, shard in self.shards.items():
+            for part, boxes in zip(parts, others, strict=True):
+                shared = _common(mine[name], boxes[name])
+                if shared is not None:
+                    here, there = shared
+                    shard[here] = part[name][there]
+
     def take(self, *parts: dict[str, Any]) -> None:
         """Takes its share of what all trainers have put."""
         boxes = [_boxes_of(self.nbytes, rank) for rank in range(len(parts))]
@@ -161,6 +188,21 @@ class Shards(col.CollectiveParticipant):
             for part, box in zip(parts, boxes, strict=True):
                 whole[box[name]] = part[name]
             self.shards[name][...] = whole[mine[name]]
+
+
+_Slices = tuple[slice, ...]
+
+
+def _common(mine: _Slices, its: _Slices) -> tuple[_Slices, _Slices] | None:
+    """What two boxes have in common, as parts of each; None: nothing."""
+    spans = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, its, strict=True)]
+    if any(lo >= hi for lo, hi in spans):
+        return None
+    here, there = (
+        tuple(slice(lo - one.start, hi - one.start) for (lo, hi), one in zip(spans, box, strict=True))
+        for box in (mine, its)
+    )
+    return here, there
 
 
 _known: dict[tuple[int, str, int], dict[str, tuple[slice, ...]]] = {}
@@ -181,36 +223,44 @@ def _remembered(nbytes: int, mesh: dict[str, int], rank: int) -> dict[str, tuple
     return _known[key]
 
 
+_turns = count_from(1)
+
+
 class Moving:
     """A contender over the eight actors."""
+
+    is_shared = False  # whether it works on the shards in the arena
 
     def __init__(self, name: str, sides: Sequence[Sequence[Any]]) -> None:
         self.name = name
         self.trainers, self.rollouts = sides
         self.actors = [*self.trainers, *self.rollouts]
         self.group = next(group_names)
+        self.wrong = 0
 
     def prepare(self, nbytes: int) -> None:
         """Makes the shards, which all contenders share."""
         ray.get([actor.prepare.remote(nbytes) for actor in self.actors])
 
     def fill(self) -> None:
-        """Sets what the rollouts have to zero."""
-        ray.get([actor.clear.remote() for actor in self.rollouts])
+        """The next turn begins: the trainers have other values, the rollouts none."""
+        turn = next(_turns)
+        ray.get([actor.begin.remote(turn) for actor in self.actors])
 
     def run(self, count: int) -> list[float]:
-        """Moves the weights so many times, from zero each."""
+        """Moves the weights so many times, others each time."""
         spent = []
         for _ in range(count):
             self.fill()
             spent += timed(self.operate, 1)
-            self.check(1)
+            found = ray.get([actor.is_right.remote(is_shared=self.is_shared) for actor in self.rollouts])
+            self.wrong += not all(found)
         return spent
 
     def check(self, runs: int) -> None:
-        """Raises unless the rollouts have all weights."""
-        if not all(ray.get([actor.is_right.remote() for actor in self.rollouts])):
-            raise AssertionError(f"{self.name}: the rollouts do not have the weights")
+        """Raises if the rollouts did not have all weights after a run; others have been at them since."""
+        if self.wrong:
+            raise AssertionError(f"{self.name}: the rollouts did not have the weights after {self.wrong} runs")
 
     def operate(self) -> None:
         """Moves the weights once."""
@@ -231,7 +281,10 @@ class Resharded(Moving):
         """Makes the shards, and a ref to those of each actor."""
         super().prepare(nbytes)
         self.src, self.dst = layouts(nbytes, _TRAINER), layouts(nbytes, _ROLLOUT)
-        self.refs = [[actor.get_shards.remote() for actor in side] for side in (self.trainers, self.rollouts)]
+        self.refs = [
+            [(actor.get_shared if self.is_shared else actor.get_shards).remote() for actor in side]
+            for side in (self.trainers, self.rollouts)
+        ]
 
     def operate(self) -> None:
         """One call."""
@@ -243,7 +296,13 @@ class Resharded(Moving):
         col.destroy_collective_group(self.group)
 
 
-class Captured(Resharded):
+class InArena(Resharded):
+    """The same on shards in the arena."""
+
+    is_shared = True
+
+
+class Captured(InArena):
     """The same as a captured step."""
 
     step: Any = None
@@ -293,12 +352,21 @@ class ByRay(Moving):
 
 
 class ByStore(Moving):
-    """Through the object store."""
+    """Through the object store: full tensors, then a share of them."""
 
     def operate(self) -> None:
         """One call per actor."""
         put = [actor.put.remote() for actor in self.trainers]
         ray.get([actor.take.remote(*put) for actor in self.rollouts])
+
+
+class ByBoxes(ByStore):
+    """Through the object store, each box straight to its place."""
+
+    def operate(self) -> None:
+        """One call per actor."""
+        put = [actor.put.remote() for actor in self.trainers]
+        ray.get([actor.take_boxes.remote(*put) for actor in self.rollouts])
 
 
 def measure(choice: Choice) -> Iterator[Record]:
@@ -307,7 +375,9 @@ def measure(choice: Choice) -> Iterator[Record]:
     sides = [[Shards.remote(rank, is_trainer=is_trainer) for rank in range(4)] for is_trainer in (True, False)]  # type: ignore[attr-defined]
     makers: list[Maker] = [
         entry(names.STORE, ByStore, sides),
+        entry(_BOXES, ByBoxes, sides),
         entry(names.ORDINARY, Resharded, sides),
+        entry(names.ARENA, InArena, sides),
         entry(names.CAPTURED, Captured, sides),
         entry(names.RAY, ByRay, sides),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from raycollect.core.boxes import BoxExchange
 from raycollect.core.model import BufferRef, GroupSpec, Kernel, Launch, Segment
 
 
@@ -184,6 +185,29 @@ class Together(Protocol):
 
         Returns:
             How many it has run, the same on all ranks; 0 where it is better that they are launched one by one.
+        """
+        ...
+
+
+@runtime_checkable
+class Reaching(Protocol):
+    """An option of a `Communicator` whose ranks can read each other's memory: boxes move without messages."""
+
+    def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
+        """Tells the others where this rank's boxes lie, before the agreement of a launch of one exchange.
+
+        All ranks call it; with None where a rank does not know yet.
+
+        Raises:
+            CollectiveTimeoutError, PlanAbortedError: As `agree`.
+        """
+        ...
+
+    def launch_boxes(self, launch: Launch, boxes: BoxExchange) -> bool:
+        """Runs an exchange of boxes to its end, after the agreement of the launch.
+
+        Returns:
+            False on all ranks, and nothing was written, where one of them has memory that others can't read.
         """
         ...
 

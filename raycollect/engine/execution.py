@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
 from raycollect.core.model import Kernel, Key, Launch
-from raycollect.core.protocols import Communicator, Exchange, NoFaults, Together
+from raycollect.core.protocols import Communicator, Exchange, NoFaults, Reaching, Together
 from raycollect.engine.batch_agreement import BatchAgreement
 from raycollect.engine.device_staging import Patience, transfer
 from raycollect.engine.instruments import Instruments
@@ -175,6 +175,7 @@ class Execution:
         blobs: tuple[bytes, ...] = ()
         came_s = clock()
         known = preparation.recalled
+        self._show_boxes(known)
         if known is not None:
             self._record("door")
             arrival, brought = known.arrival, self._meet_again(known)
@@ -200,6 +201,16 @@ class Execution:
         schedule = scheduler.write(agreement.verdicts, alone=agreement.conflict)
         preparation.remember(arrival, blobs, schedule)
         return schedule
+
+    def _show_boxes(self, known: RunCache | None) -> None:
+        """Tells the others where the boxes of a reshard lie, if the last run has found out."""
+        opened, program = self._launches.opened, self._program
+        if opened is None or len(program.tasks) > 1 or not program.shares[0].template.boxes:
+            return
+        communicator, launch = opened
+        if isinstance(communicator, Reaching):
+            moves = known.schedule.bundles[0].moves if known is not None and self._met is None else ()
+            communicator.show_boxes(launch, next((move.boxes for move in moves if move.boxes is not None), None))
 
     def _meet_again(self, known: RunCache) -> tuple[bytes, ...] | None:
         """Meets the others; None where all brought what they did in the last run, or nothing was brought yet."""
@@ -305,15 +316,23 @@ class Execution:
         # Together where the backend can, else by `move.instead`, else one by one.
         kernels = move.kernels
         self._left, self._move = len(kernels), move
-        if len(kernels) > 1 and isinstance(communicator, Together):
+        if move.boxes is not None:
+            if isinstance(communicator, Reaching):
+                self._at("before_kernel")
+                self._packs = True
+                with self._timed.kernels(self._under_way, move):
+                    if communicator.launch_boxes(launch, move.boxes):
+                        kernels = ()
+                        self._ended(0)
+        elif len(kernels) > 1 and isinstance(communicator, Together):
             self._at("before_kernel")
             with self._timed.kernels(self._under_way, move):
                 while kernels and (count := communicator.launch_together(launch, kernels)):
                     kernels = kernels[count:]
                     self._ended(len(kernels))
-            if not kernels:
-                self._at("after_kernel")
-                return
+        if not kernels:
+            self._at("after_kernel")
+            return
         if move.instead and len(kernels) == len(move.kernels):
             for other in move.instead:
                 self._launch(communicator, launch, other)

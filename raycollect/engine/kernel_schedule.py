@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raycollect.backends import folds
+from raycollect.core.boxes import BoxExchange
 from raycollect.core.model import PIECES, Kernel, OpKind, TensorInfo
 from raycollect.engine.agreement import Spec, Verdict
 from raycollect.engine.device_staging import StagingBuffers, StagingCopies
@@ -38,6 +39,7 @@ class LaunchStep(NamedTuple):
     copies: tuple[tuple[Any, Any], ...] = ()  # (to, from)
     crossings: tuple[IntraRankCopy, ...] = ()  # done between the GPUs of a rank, in place of kernels
     instead: tuple[LaunchStep, ...] = ()  # where the backend runs no kernels together; empty: one by one
+    boxes: BoxExchange | None = None  # the kernels' boxes, for backends that need no messages; else `instead`
     commits: bool = False  # instead, all wait for each other before anything that they gave is overwritten
 
 
@@ -156,8 +158,11 @@ class Scheduler:
         copies = operands.copies()
         if copies:
             yield LaunchStep(*place, copies=copies)
-        for packed in operands.rounds(place[2], self.block or NO_BUFFER):
-            yield LaunchStep(*place, (packed.kernel,), packed)
+        packed, exchange = operands.rounds(place[2], self.block or NO_BUFFER)
+        if packed:
+            kernels = tuple(one.kernel for one in packed)
+            instead = tuple(LaunchStep(*place, (one.kernel,), one) for one in packed)
+            yield LaunchStep(*place, kernels, instead=instead, boxes=exchange)
 
     def _packed(
         self,

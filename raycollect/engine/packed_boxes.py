@@ -1,4 +1,8 @@
-"""One round of a reshard: boxes packed into messages, one all-to-all of bytes, and boxes unpacked or added up."""
+"""One round of a reshard: boxes packed into messages, one all-to-all of bytes, and boxes unpacked or added up.
+
+Where the backend's ranks can read each other's memory (`protocols.Reaching`), no message is sent, and nothing is packed
+that can be read where it is.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,9 @@ import numpy as np
 
 from raycollect.backends import folds
 from raycollect.backends.arrays import Array, native
+from raycollect.core.boxes import BoxRound
+from raycollect.core.boxes import Give as GivenBox
+from raycollect.core.boxes import Take as TakenBoxes
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
 from raycollect.planner.reshard.halves import Give, Half, Take, aligned
@@ -28,7 +35,7 @@ def box_of(array: Array, at: Point, size: Point) -> Array:
 class PackedBoxes:
     """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
 
-    __slots__ = ("_loads", "_sums", "_unloads", "kernel")
+    __slots__ = ("_loads", "_unloads", "kernel", "round")
 
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
@@ -42,39 +49,39 @@ class PackedBoxes:
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
         self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
-        self._loads: list[tuple[Array, Array]] = []
-        self._unloads: list[tuple[Array, Array]] = []
-        self._sums: list[tuple[Array, list[Array]]] = []
         outgoing, incoming = _Cursors(packed), _Cursors(taken)
-        for peer in firsts.values():
-            for give in gives[peer]:
-                for array in _boxes(give, find, is_dst=give.passed_on):
-                    self._loads.append((outgoing.next(peer, array), array))
-        for take in one.takes:
-            self._take(take, incoming, find)
-
-    def _take(self, take: Take, incoming: _Cursors, find: Find) -> None:
-        targets = _boxes(take, find, is_dst=True)
-        parts = [[incoming.next(peer, array) for array in targets] for peer in take.peers]
-        for at, array in enumerate(targets):
-            if len(parts) == 1:
-                self._unloads.append((array, parts[0][at]))
-            else:
-                self._sums.append((array, [some[at] for some in parts]))
+        self._loads = {
+            peer: [
+                GivenBox(outgoing.next(peer, box), box)
+                for give in gives[peer]
+                for box in _boxes(give, find, is_dst=give.passed_on)
+            ]
+            for peer in firsts.values()
+        }
+        takes = [TakenBoxes(_boxes(take, find, is_dst=True), take.peers) for take in one.takes]
+        self._unloads: list[tuple[Array, list[Array]]] = []
+        for boxes, peers in takes:
+            parts = [[incoming.next(peer, box) for box in boxes] for peer in peers]
+            self._unloads += [(box, [some[at] for some in parts]) for at, box in enumerate(boxes)]
+        self.round: BoxRound = BoxRound(
+            gives={peer: self._loads[first] for peer, first in same.items()},
+            takes=takes,
+            passes_on=any(give.passed_on for give in one.gives),
+        )
 
     def load(self) -> None:
         """Packs what this rank gives."""
-        for part, array in self._loads:
-            np.copyto(part, array)
+        for some in self._loads.values():
+            for part, box in some:
+                np.copyto(part, box)
 
     def unload(self) -> None:
         """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
-        for array, part in self._unloads:
-            np.copyto(array, part)
-        for array, parts in self._sums:
-            total = parts[0].reshape(-1)
-            folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
-            np.copyto(array, parts[0])
+        for box, parts in self._unloads:
+            if len(parts) > 1:
+                total = parts[0].reshape(-1)
+                folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
+            np.copyto(box, parts[0])
 
 
 def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> list[Array]:

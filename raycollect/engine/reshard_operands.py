@@ -7,6 +7,7 @@ from typing import Any
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.core.boxes import BoxExchange, table_nbytes
 from raycollect.core.model import Key, TensorInfo
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
@@ -33,8 +34,15 @@ class ReshardBuffers(TaskBuffers):
 
     @property
     def staging_nbytes(self) -> int:
-        """The bytes of staging that its rounds share."""
-        return self._half.staging_nbytes
+        """The bytes of staging that its rounds share, and of the table that tells others where boxes lie."""
+        return self._half.staging_nbytes + self._table_nbytes
+
+    @property
+    def _table_nbytes(self) -> int:
+        half = self._half
+        boxes = [(give.names, len(give.size)) for one in half.rounds for give in one.gives]
+        counts = sum(names for names, _ in boxes), sum(names * dims for names, dims in boxes)
+        return table_nbytes(len(half.rounds), len(self.share.ranks), *counts)
 
     def make(self, index: int) -> None:
         """Makes the tensors of a target as its layout says; by the library of what this rank gives, if it does."""
@@ -52,10 +60,12 @@ class ReshardBuffers(TaskBuffers):
             for name in range(one.first, one.first + one.names)
         )
 
-    def rounds(self, ranks: Sequence[int], block: FusionBuffer) -> list[PackedBoxes]:
-        """The rounds, over the staging."""
-        half = self._half
-        return [PackedBoxes(half, at, ranks, block.memory, self._local) for at in range(len(half.rounds))]
+    def rounds(self, ranks: Sequence[int], block: FusionBuffer) -> tuple[list[PackedBoxes], BoxExchange]:
+        """The rounds, over the staging: one by one, and all as one exchange."""
+        half, begin = self._half, self._half.staging_nbytes
+        packed = [PackedBoxes(half, at, ranks, block.memory, self._local) for at in range(len(half.rounds))]
+        table = block.memory[begin : begin + self._table_nbytes]
+        return packed, BoxExchange(rounds=[one.round for one in packed], table=table)
 
     def pairs(self, step: Step) -> list[tuple[Any, Any]]:
         """Its kernels work in the staging alone (`rounds`)."""

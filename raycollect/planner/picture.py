@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raycollect.core.html import MOST_CELL, Markup, text
-from raycollect.planner.report import Act, Lane, Report, Row
+from raycollect.planner.report import Act, Lane, Moved, MovedLink, Report, Row
 from raycollect.planner.wording import clipped, counted, nbytes_words, numbered, ranks_words, seconds_words
 
 MOST_LANES = 16
@@ -132,7 +132,7 @@ def _group(name: str, bundles: Sequence[Sequence[Row]]) -> str:
 
 def _bundle(rows: Sequence[Row], places: dict[int, float], top: float) -> tuple[list[str], float]:
     row = rows[0]
-    moves = _moves(row.acts)
+    moves = _moves(row.acts) if row.moved is None else _boxes(row.moved)
     shown = moves[:MOST_MOVES]
     nbytes = nbytes_words(sum(one.nbytes for one in rows))
     told = [
@@ -165,6 +165,20 @@ def _moves(acts: Sequence[Act]) -> list[_Move]:
                 found.setdefault((launch, words, sender), set()).add(rank)
     moves = [_ends(launch, words, sorted(ranks)) for (launch, words, _), ranks in found.items()]
     return sorted(moves, key=lambda move: move.launch)
+
+
+def _boxes(moved: Moved) -> list[_Move]:
+    """What the ranks of a reshard give, and to whom: inside their hosts, and between hosts."""
+    found: dict[tuple[int, bool], list[MovedLink]] = {}
+    for link in moved.links:
+        found.setdefault((link.giver, link.is_between), []).append(link)
+    moves = []
+    for (giver, is_between), links in sorted(found.items()):
+        takers = tuple(link.taker for link in links)
+        many = f" to {len(takers)} ranks" if len(takers) > 1 else ""
+        where = ", between hosts" if is_between else ""
+        moves.append(_Move(0, f"{nbytes_words(sum(link.nbytes for link in links))}{many}{where}", (giver,), takers))
+    return moves
 
 
 def _ends(launch: int, words: str, ranks: Sequence[int]) -> _Move:

@@ -64,6 +64,17 @@ def test_a_sharded_table_is_as_good_as_a_whole_one():
     assert len(told(report)) == 3
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("tidy")
+def test_engines_compute_what_the_trainer_does():
+    pytest.importorskip("torch")
+    from examples.workloads import megatron
+
+    report = megatron.main(tp=2, steps=2, runs=1, width=32)
+
+    assert len(told(report)) == 4
+
+
 # ---------------------------------------------------------------------------------------------- their parts
 
 

@@ -17,14 +17,16 @@ from typing import NamedTuple
 import numpy as np
 
 from raycollect.backends.completion import DONE, translated
+from raycollect.backends.shm.boxes import Boxes
 from raycollect.backends.shm.direct import ALIKE, TOGETHER, Direct
 from raycollect.backends.shm.directory import STAGED, Directory, directory_nbytes
 from raycollect.backends.shm.joined import joined
 from raycollect.backends.shm.meeting import Meeting, control_nbytes, prepare
 from raycollect.backends.shm.segment import client_segment, server_segment
 from raycollect.backends.shm.staged import Staged, slots_nbytes
+from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
-from raycollect.core.model import PIECES, GroupSpec, Kernel, Launch
+from raycollect.core.model import PIECES, GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
 
@@ -60,6 +62,7 @@ class _Parts(NamedTuple):
     meeting: Meeting
     staged: Staged
     direct: Direct
+    boxes: Boxes
 
 
 class ShmCommunicator:
@@ -71,6 +74,7 @@ class ShmCommunicator:
         self._group_name = spec.name
         self._begun = 0  # the launch that `stage` or `agree` has begun
         self._staged = 0  # the launch whose first kernel was staged, and has not run
+        self._shown = 0  # the launch whose boxes were shown, and have not moved
         self._lock = threading.Lock()
         self._users = 0
         self._entered: _Parts | None = None  # from `again` to `end`, by the thread that runs the launch
@@ -83,6 +87,7 @@ class ShmCommunicator:
             Meeting(segment, rank, spec.world_size, spec.name),
             Staged(memory[slots_at:directory_at], rank, spec.world_size),
             Direct(directory, rank, segments),
+            Boxes(directory, rank, segments),
         )
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
@@ -137,7 +142,7 @@ class ShmCommunicator:
         return DONE
 
     def _launch(self, parts: _Parts, launch: Launch, kernel: Kernel) -> None:
-        meeting, staged, direct = parts
+        meeting, staged, direct, _ = parts
         until_s = time.monotonic() + launch.timeout_s
         with translated(kernel.kind, self._group_name, self.rank):
             is_first, self._staged = self._staged == launch.seq, 0
@@ -155,7 +160,7 @@ class ShmCommunicator:
         kind = kernels[0].kind
         if kind not in ALIKE or not Direct.is_worth(sum(map(_nbytes, some))):
             return 0
-        with self as (meeting, staged, direct), translated(kind, self._group_name, self.rank):
+        with self as (meeting, staged, direct, _), translated(kind, self._group_name, self.rank):
             self._staged = 0
             has_run, _ = direct.run(meeting, launch, some, listed=False, until_s=until_s)
             rows = () if has_run else joined(some)
@@ -163,6 +168,20 @@ class ShmCommunicator:
                 here().cover(at * len(some) / len(rows), len(some) / len(rows))
                 staged.run(meeting, launch, kernel, staged=False, until_s=until_s)
         return len(some)
+
+    def show_boxes(self, launch: Launch, boxes: BoxExchange | None) -> None:
+        """Lists where this rank's boxes lie; see `Reaching`."""
+        with self as parts, translated(OpKind.ALLTOALL, self._group_name, self.rank):
+            parts.meeting.enter(launch, time.monotonic() + launch.timeout_s)
+            self._begin(parts, launch)
+            parts.boxes.show(launch, boxes)
+            self._shown = launch.seq
+
+    def launch_boxes(self, launch: Launch, boxes: BoxExchange) -> bool:
+        """Moves boxes from tensor to tensor, if all ranks can reach each other's memory; see `Reaching`."""
+        with self as parts, translated(OpKind.ALLTOALL, self._group_name, self.rank):
+            shown, self._staged, self._shown = self._shown == launch.seq, 0, 0
+            return parts.boxes.run(parts.meeting, launch, boxes, time.monotonic() + launch.timeout_s, shown=shown)
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; a closed communicator has left them all."""

@@ -127,6 +127,10 @@ class Directory:
         self._turn = (self._turn + 1) % _PARITIES
         return listings
 
+    def segment(self, rank: int) -> Array:
+        """The memory that a rank's last listing was of, mapped here: all of its bytes."""
+        return self._mapped[rank][1]
+
     def _meet(self, ranks: Sequence[int], words: Sequence[int], barrier: Callable[[], None]) -> bool:
         try:
             for rank, word in zip(ranks, words, strict=True):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
-from raycollect.planner.layout import Region, Regions
-from raycollect.planner.reshard.halves import Copy, Give, Half, Take
+from raycollect.planner.layout import Region
+from raycollect.planner.reshard.halves import Copy, Half, Take
 from raycollect.planner.reshard.request import Form, Reshard
 from raycollect.planner.reshard.rounds import ROUND_NBYTES
 
@@ -21,7 +22,13 @@ class _WrongError(Exception):
     """What is wrong with the halves."""
 
 
-_Message = tuple[int, int, Box, int]  # first name, count, the box of the global tensors, the addend
+class _Message(NamedTuple):
+    """What a local box of some names is: replicas have it in common, as one object."""
+
+    form: Form
+    named: Box  # of the global tensors, with the names as one more dimension
+    part: int  # which addend; -1: passed on
+    nbytes: int
 
 
 def problem_of(reshard: Reshard, halves: Mapping[int, Half]) -> str:
@@ -39,9 +46,14 @@ class _Proof:
         self._halves = halves
         self._src = {rank: at for at, rank in enumerate(reshard.src_ranks)}
         self._dst = {rank: at for at, rank in enumerate(reshard.dst_ranks)}
-        self._known: dict[tuple[Box, Point, Point, Point], tuple[Box, ...]] = {}
+        # What is known of a local box on all ranks that hold the same regions, which have a number
+        self._known: dict[tuple[object, ...], _Message] = {}
+        self._kinds: dict[object, int] = {}
+        self._kind_of: dict[tuple[int, int, bool], int] = {}
+        self._covered: set[tuple[object, ...]] = set()
         self._forms = [form for form in reshard.forms for _ in range(form.count)]
-        # (rank, form) -> the boxes that have arrived, with the names as one more dimension
+        self._form_at = [at for at, form in enumerate(reshard.forms) for _ in range(form.count)]
+        # (rank, form) -> what has arrived
         self._arrived: dict[tuple[int, Form], list[Box]] = defaultdict(list)
 
     def run(self) -> None:
@@ -71,82 +83,106 @@ class _Proof:
         return form
 
     def _copy(self, rank: int, copy: Copy) -> None:
-        form = self._form(copy.first, copy.names)
-        box, part = self._global(form.src, self._src, rank, copy.src_at, copy.size)
-        there, _ = self._global(form.dst, self._dst, rank, copy.dst_at, copy.size)
-        if box != there or part or form.src.parts > 1:
-            raise _WrongError(f"copies {words(box)} to {words(there)} on rank {rank}")
-        self._arrived[rank, form].append(_named(copy.first, copy.names, box))
+        gives = self._message(rank, copy.first, copy.names, copy.src_at, copy.size, is_dst=False)
+        takes = self._message(rank, copy.first, copy.names, copy.dst_at, copy.size, is_dst=True)
+        if gives.named != takes.named or gives.part or gives.form.src.parts > 1:
+            raise _WrongError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
+        self._arrived[rank, takes.form].append(takes.named)
 
     def _round(self, number: int) -> None:
         sent: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         nbytes: dict[tuple[int, int], int] = defaultdict(int)
         for rank, half in self._halves.items():
-            for give in half.rounds[number].gives:
-                sent[rank, give.peer].append(self._given(rank, give))
-                nbytes[rank, give.peer] += half.nbytes(give)
+            for peer, passed_on, first, names, at, size in half.rounds[number].gives:
+                message = self._message(rank, first, names, at, size, is_dst=passed_on)
+                if passed_on:
+                    self._check_passed_on(rank, message)
+                pair = rank, peer
+                sent[pair].append(message)
+                nbytes[pair] += message.nbytes
         read: dict[tuple[int, int], int] = defaultdict(int)
-        new: list[tuple[int, Form, Box]] = []
+        new: list[tuple[int, _Message]] = []
         for rank, half in self._halves.items():
-            new += ((rank, *self._taken(rank, take, sent, read)) for take in half.rounds[number].takes)
+            for take in half.rounds[number].takes:
+                message = self._message(rank, take.first, take.names, take.at, take.size, is_dst=True)
+                self._check_taken(rank, take, message, sent, read)
+                new.append((rank, message))
         for pair, messages in sent.items():
             if read[pair] != len(messages):
                 raise _WrongError(f"sends from rank {pair[0]} to {pair[1]} what is not taken")
-        for rank, form, box in new:  # only now: a round passes on what has arrived before it
-            self._arrived[rank, form].append(box)
+        for rank, message in new:  # only now: a round passes on what has arrived before it
+            self._arrived[rank, message.form].append(message.named)
         self._check_sizes(number, nbytes)
 
-    def _given(self, rank: int, give: Give) -> _Message:
-        form = self._form(give.first, give.names)
-        if not give.passed_on:
-            box, part = self._global(form.src, self._src, rank, give.at, give.size)
-            return give.first, give.names, box, part
-        box, _ = self._global(form.dst, self._dst, rank, give.at, give.size)
-        named = _named(give.first, give.names, box)
-        shared = [common(named, other) for other in self._arrived[rank, form]]
-        if sum(volume(one) for one in shared if one is not None) != volume(named):
-            raise _WrongError(f"passes on {words(box)} from rank {rank}, which has not received it")
-        return give.first, give.names, box, -1
+    def _check_passed_on(self, rank: int, message: _Message) -> None:
+        shared = [common(message.named, other) for other in self._arrived[rank, message.form]]
+        if sum(volume(one) for one in shared if one is not None) != volume(message.named):
+            raise _WrongError(f"passes on {_words(message.named)} from rank {rank}, which has not received it")
 
-    def _taken(
+    def _check_taken(
         self,
         rank: int,
         take: Take,
+        message: _Message,
         sent: Mapping[tuple[int, int], Sequence[_Message]],
         read: dict[tuple[int, int], int],
-    ) -> tuple[Form, Box]:
-        form = self._form(take.first, take.names)
-        box, _ = self._global(form.dst, self._dst, rank, take.at, take.size)
+    ) -> None:
         parts = []
         for peer in take.peers:
-            messages, at = sent.get((peer, rank), ()), read[peer, rank]
-            read[peer, rank] += 1
-            if at >= len(messages) or messages[at][:3] != (take.first, take.names, box):
-                raise _WrongError(f"takes {words(box)} from rank {peer} on rank {rank}, which sends it something else")
-            parts.append(messages[at][3])
-        if parts != [-1] and parts != list(range(form.src.parts)):
-            raise _WrongError(f"adds up addends {parts} of {form.src.parts} on rank {rank}")
-        return form, _named(take.first, take.names, box)
+            pair = peer, rank
+            messages, at = sent.get(pair, ()), read[pair]
+            read[pair] = at + 1
+            if at >= len(messages) or messages[at].named != message.named:
+                raise _WrongError(
+                    f"takes {_words(message.named)} from rank {peer} on rank {rank}, which sends it something else"
+                )
+            parts.append(messages[at].part)
+        if parts != [-1] and parts != list(range(message.form.src.parts)):
+            raise _WrongError(f"adds up addends {parts} of {message.form.src.parts} on rank {rank}")
 
-    def _global(self, regions: Regions, side: Mapping[int, int], rank: int, at: Point, size: Point) -> tuple[Box, int]:
+    def _message(self, rank: int, first: int, names: int, at: Point, size: Point, *, is_dst: bool) -> _Message:
+        """What a local box of some names is, by the regions that the rank has."""
+        place = self._form_at[first] if 0 <= first < len(self._form_at) else -1
+        kind = self._kind_of.get((rank, place, is_dst))
+        if kind is None:
+            kind = self._kind_of[rank, place, is_dst] = self._kind(rank, first, is_dst=is_dst)
+        found = self._known.get((kind, first, names, at, size))
+        if found is None:
+            form = self._form(first, names)
+            box, part = self._global(rank, form, at, size, is_dst=is_dst)
+            named = (first, *box[0]), (first + names, *box[1])
+            found = _Message(form, named, part, volume(named) * form.itemsize)
+            self._known[kind, first, names, at, size] = found
+        return found
+
+    def _kind(self, rank: int, first: int, *, is_dst: bool) -> int:
+        form = self._form(first, 1)
+        rows = [(one.bounds, one.at, one.part) for one in self._regions(rank, form, is_dst=is_dst)]
+        return self._kinds.setdefault((form, is_dst, tuple(rows)), len(self._kinds))
+
+    def _regions(self, rank: int, form: Form, *, is_dst: bool) -> Sequence[Region]:
+        regions, side = (form.dst, self._dst) if is_dst else (form.src, self._src)
+        return regions.of_rank.get(side.get(rank, -1), ())
+
+    def _global(self, rank: int, form: Form, at: Point, size: Point, *, is_dst: bool) -> tuple[Box, int]:
         """The box of the global tensor that a local box is, and its addend."""
-        for one in regions.of_rank.get(side.get(rank, -1), ()):
-            key = (one.bounds, one.at, at, size)  # replicas have it in common
-            found = self._known.get(key)
-            if found is None:
-                found = self._known[key] = _global_box(one, at, size)
-            if found:
-                return found[0], one.part
-        raise _WrongError(f"uses {words(_local_box(at, size))} of a local tensor of rank {rank}, which is in no region")
+        local = _local_box(at, size)
+        for one in self._regions(rank, form, is_dst=is_dst):
+            if is_inside(local, _local_box(one.at, extent(one.bounds))):
+                return moved(local, one.at, one.bounds[0]), -1 if is_dst else one.part
+        raise _WrongError(f"uses {words(local)} of a local tensor of rank {rank}, which is in no region")
 
     def _check_region(self, rank: int, form: Form, region: Region) -> None:
-        whole = _named(form.first, form.count, region.bounds)
-        boxes = [one for box in self._arrived[rank, form] if (one := common(box, whole)) is not None]
-        if boxes == [whole]:
+        arrived = self._arrived[rank, form]
+        key = form, region.bounds, frozenset(map(id, arrived)), len(arrived)  # messages keep the boxes
+        if key in self._covered:  # on a replica
             return
-        if sum(map(volume, boxes)) != volume(whole) or BoxIndex(boxes).clash() is not None:
+        whole = (form.first, *region.bounds[0]), (form.first + form.count, *region.bounds[1])
+        boxes = [one for box in arrived if (one := common(box, whole)) is not None]
+        if boxes != [whole] and (sum(map(volume, boxes)) != volume(whole) or BoxIndex(boxes).clash() is not None):
             name = self._reshard.names[form.first]
             raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
+        self._covered.add(key)
 
     def _check_sizes(self, number: int, pairs: Mapping[tuple[int, int], int]) -> None:
         said = {half.rounds[number].most for half in self._halves.values()}
@@ -167,13 +203,5 @@ def _local_box(at: Point, size: Point) -> Box:
     return at, tuple(a + n for a, n in zip(at, size, strict=True))
 
 
-def _global_box(region: Region, at: Point, size: Point) -> tuple[Box, ...]:
-    """The box of the global tensor that a local box in this region is; nothing where it is not in it."""
-    local = _local_box(at, size)
-    if not is_inside(local, _local_box(region.at, extent(region.bounds))):
-        return ()
-    return (moved(local, region.at, region.bounds[0]),)
-
-
-def _named(first: int, count: int, box: Box) -> Box:
-    return (first, *box[0]), (first + count, *box[1])
+def _words(named: Box) -> str:
+    return words((named[0][1:], named[1][1:]))

@@ -70,63 +70,75 @@ class _Packer:
 
     def __init__(self, reshard: Reshard) -> None:
         self._ranks = reshard.ranks
-        self._rounds: list[list[tuple[Transfer, int, int]]] = []  # transfer, first name, count
-        self._cuts: dict[tuple[Form, Box, int], _Cut] = {}
+        self._rounds: list[list[_Part]] = []
+        self._cuts: dict[tuple[int, Box, int], _Cut] = {}
 
     def pack(self, stage: Sequence[Transfer]) -> None:
         begin = len(self._rounds)
         sends: dict[int, tuple[int, int]] = {}  # rank -> the round that it fills, and the bytes in it
         takes: dict[int, tuple[int, int]] = {}
+        empty = begin, 0
         for whole in stage:
-            for one, first, count in self._cut(whole):
-                nbytes = volume(one.box) * count * one.form.itemsize
+            for one, first, count, nbytes in self._cut(whole):
                 ends = [(sends, rank, nbytes) for rank, _ in one.givers]
                 ends.append((takes, one.taker, nbytes * len(one.givers)))
-                at = max(filled.get(rank, (begin, 0))[0] for filled, rank, _ in ends)
-                while not all(_has_room(filled.get(rank), at, more) for filled, rank, more in ends):
-                    at += 1
-                for filled, rank, more in ends:
-                    known = filled.get(rank)
-                    filled[rank] = (at, more + (known[1] if known is not None and known[0] == at else 0))
+                at, known = begin, []
+                for rounds, rank, _ in ends:
+                    there = rounds.get(rank, empty)
+                    known.append(there)
+                    if there[0] > at:
+                        at = there[0]
+                for (last, filled), (_, _, more) in zip(known, ends, strict=True):
+                    if last == at and filled + more > ROUND_NBYTES:
+                        at += 1  # which none of them has begun
+                        break
+                for (last, filled), (rounds, rank, more) in zip(known, ends, strict=True):
+                    rounds[rank] = at, filled + more if last == at else more
                 while len(self._rounds) <= at:
                     self._rounds.append([])
-                self._rounds[at].append((one, first, count))
+                self._rounds[at].append((one, first, count, nbytes))
 
-    def _cut(self, whole: Transfer) -> Iterator[tuple[Transfer, int, int]]:
-        key = (whole.form, whole.box, len(whole.givers))
+    def _cut(self, whole: Transfer) -> Iterator[_Part]:
+        form, box, givers = whole.form, whole.box, whole.givers
+        key = form.first, box, len(givers)
         known = self._cuts.get(key)
         if known is None:
-            known = self._cuts[key] = _cut(*key)
-        for box, first, count in known:
-            yield (whole if box == whole.box else _part(whole, box)), first, count
+            known = self._cuts[key] = _cut(form, box, len(givers))
+        if len(known) == 1:
+            ((_, first, count, nbytes),) = known
+            return iter([(whole, first, count, nbytes)])
+        return (
+            (whole if part == box else _part(whole, part), first, count, nbytes) for part, first, count, nbytes in known
+        )
 
     def written(self) -> dict[int, tuple[Round, ...]]:
         found: dict[int, list[Round]] = {rank: [] for rank in self._ranks}
+        sizes: dict[Box, Point] = {}
         for some in self._rounds:
             gives: dict[int, list[Give]] = {}
             takes: dict[int, list[Take]] = {}
             pairs: dict[tuple[int, int], int] = {}
             # The widest elements first, so that all are aligned
-            for one, first, count in sorted(some, key=lambda entry: -entry[0].form.itemsize):
-                size = extent(one.box)
-                nbytes = volume(one.box) * count * one.form.itemsize
-                for rank, at in one.givers:
-                    gives.setdefault(rank, []).append(Give(one.taker, one.passed_on, first, count, at, size))
-                    pairs[rank, one.taker] = pairs.get((rank, one.taker), 0) + nbytes
-                peers = tuple(rank for rank, _ in one.givers)
-                takes.setdefault(one.taker, []).append(Take(peers, first, count, one.at, size))
+            for one, first, count, nbytes in sorted(some, key=lambda entry: -entry[0].form.itemsize):
+                _, box, givers, taker, taken_at, passed_on = one
+                size = sizes.get(box) or sizes.setdefault(box, extent(box))
+                for rank, at in givers:
+                    gives.setdefault(rank, []).append(Give(taker, passed_on, first, count, at, size))
+                    pair = rank, taker
+                    pairs[pair] = pairs.get(pair, 0) + nbytes
+                peers = tuple([rank for rank, _ in givers])
+                takes.setdefault(taker, []).append(Take(peers, first, count, taken_at, size))
             most = max(pairs.values())
             for rank, rounds in found.items():
                 rounds.append(Round(most, tuple(gives.get(rank, ())), tuple(takes.get(rank, ()))))
         return {rank: tuple(rounds) for rank, rounds in found.items()}
 
 
-def _has_room(filled: tuple[int, int] | None, at: int, more: int) -> bool:
-    return filled is None or filled[0] != at or filled[1] + more <= ROUND_NBYTES
+_Cut = tuple[tuple[Box, int, int, int], ...]
+"""(box, first name, count, bytes) of the parts of a transfer."""
 
-
-_Cut = tuple[tuple[Box, int, int], ...]
-"""(box, first name, count) of the parts of a transfer."""
+_Part = tuple[Transfer, int, int, int]
+"""A part of a transfer, the first of its names, how many they are, and its bytes."""
 
 
 def _cut(form: Form, box: Box, givers: int) -> _Cut:
@@ -134,9 +146,10 @@ def _cut(form: Form, box: Box, givers: int) -> _Cut:
     limit = max(min(PIECE_NBYTES, ROUND_NBYTES // givers), form.itemsize)
     together = max(limit // (volume(box) * form.itemsize), 1)
     boxes = _pieces(box, limit // form.itemsize)
+    spans = [(begin, min(together, form.count - begin)) for begin in range(0, form.count, together)]
     return tuple(
-        (part, form.first + begin, min(together, form.count - begin))
-        for begin in range(0, form.count, together)
+        (part, form.first + begin, count, volume(part) * count * form.itemsize)
+        for begin, count in spans
         for part in boxes
     )
 

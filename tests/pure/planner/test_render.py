@@ -14,8 +14,11 @@ from pathlib import Path
 import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import pytest
 
-from raycollect.core.model import OpKind
-from raycollect.planner import GpuLists
+from raycollect.core.model import OpKind, TensorInfo
+from raycollect.planner import GpuLists, plan
+from raycollect.planner.explain import explain
+from raycollect.planner.layout import layout
+from raycollect.planner.reshard.request import local_tensors
 from tests.pure.planner.explained import (
     allreduce,
     broadcast,
@@ -35,6 +38,7 @@ from tests.pure.planner.explained import (
     told,
     working_in,
 )
+from tests.pure.resharding import bound, request_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -77,6 +81,21 @@ def several_gpus():
     return told(requests, there, held)
 
 
+def resharded():
+    """A norm that all hold, and a matrix from rows on one host to columns on both; rank 1 gives and takes."""
+    there = roster([0, 0, 1, 1], backend="tcp")
+    src = {"norm": layout([64], mesh={"tp": 2}), "up": layout([256, 64], mesh={"tp": 2}, spec=("tp",))}
+    dst = {"norm": layout([64], mesh={"tp": 3}), "up": layout([256, 64], mesh={"dp": 3}, spec=())}
+    request = request_of(bound(src, dst, (0, 1), (1, 2, 3)), there.spec)
+    planned = plan([request], [there])
+    held = {
+        2 * ranks[at] + odd: tuple(TensorInfo(shape=one.shape, dtype=one.dtype, itemsize=one.itemsize) for one in some)
+        for side, ranks, odd in ((src, (0, 1), 0), (dst, (1, 2, 3), 1))
+        for at, some in local_tensors(tuple(side.items())).items()
+    }
+    return explain(planned, {source: held[source] for source in planned.uses()})
+
+
 PLANS = {
     one.__name__: one
     for one in (
@@ -91,6 +110,7 @@ PLANS = {
         overlapping,
         brought,
         several_gpus,
+        resharded,
     )
 }
 

@@ -1,0 +1,240 @@
+"""Boxes of tensors, read by their takers where they lie.
+
+A rank tells the others by a table where the boxes that it gives lie in its shared memory: their first elements, and the
+strides. A box of a tensor in shared memory lies where it is, and is copied once, by its taker, from tensor to tensor. A
+box of any other tensor is copied by its giver to the staging, which is in shared memory, and from there by its taker.
+The takers neither know nor care.
+
+The table is a row of words. For each round: a word that tells whether the rank packs or passes on anything, and for
+each rank of the launch where the boxes for it begin in the table. Then the boxes in the order of the taker, each with
+its place and a stride per dimension.
+
+Ranks wait for each other between rounds only where the staging is filled again, or boxes are passed on; and at the end
+those that gave wait for those that took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from raycollect.backends import folds
+from raycollect.backends.arrays import Array, byte_range, native
+from raycollect.backends.shm.directory import GIVES, Directory, Listing, Places
+from raycollect.backends.shm.in_place import COPY_NBYTES
+from raycollect.backends.shm.meeting import Meeting
+from raycollect.core.boxes import BoxExchange, BoxRound, Give
+from raycollect.core.kernel_progress import LENT, here
+from raycollect.core.model import Launch, ReduceOp
+from raycollect.core.protocols import SegmentSource
+from raycollect.errors import InternalError
+
+_PACKS, _PASSES_ON = 1, 2
+_NOTHING = Places()
+_Copies = list[tuple[Array, Array]]  # (to, from)
+
+
+class _Offer(NamedTuple):
+    """What this rank tells the others, and what it copies for that before each round."""
+
+    ranks: tuple[int, ...]
+    table: Array
+    places: Places  # where the table lies
+    packs: Sequence[_Copies]
+
+
+class _Moves(NamedTuple):
+    """What this rank reads in a round."""
+
+    copies: _Copies
+    sums: list[tuple[Array, list[Array]]]
+    nbytes: int
+
+
+class _Known(NamedTuple):
+    """What follows from the tables of all ranks."""
+
+    tables: list[bytes]
+    rounds: list[_Moves]
+    flags: list[int]  # by round, of all ranks together
+
+
+class Boxes:
+    """One rank's part in exchanges of boxes; `segments` locates its arrays in shared memory."""
+
+    def __init__(self, directory: Directory, rank: int, segments: SegmentSource) -> None:
+        self._directory = directory
+        self._rank = rank
+        self._segments = segments
+        self._known: WeakKeyDictionary[BoxExchange, _Known] = WeakKeyDictionary()
+
+    def show(self, launch: Launch, boxes: BoxExchange | None) -> None:
+        """Lists where this rank's boxes lie, and packs what others can't read there; a barrier has to follow."""
+        offer = self._offer(launch, boxes) if boxes is not None and self._directory.is_open else None
+        if boxes is None or offer is None:
+            self._directory.write(0, _NOTHING, launch.ranks)
+            return
+        np.copyto(boxes.table[: offer.table.nbytes], offer.table.view(np.uint8))
+        _copy(offer.packs[0])
+        self._directory.write(GIVES, offer.places, launch.ranks)
+
+    def run(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float, *, shown: bool) -> bool:
+        """Runs an exchange if all ranks can tell where their boxes lie; all decide alike.
+
+        `shown`: all ranks listed their boxes before the last barrier, the agreement, or that they did not know yet.
+        """
+        listings = self._listings(meeting, launch, until_s) if shown else []
+        if not (shown and _all_give(listings)):
+            self.show(launch, boxes)
+            meeting.barrier(launch, until_s)
+            listings = self._listings(meeting, launch, until_s)
+        offer = self._offer(launch, boxes)
+        if offer is None or not _all_give(listings):
+            return False
+        known = self._read(launch, boxes, [bytes(listing.arrays[0]) for listing in listings])
+        for at, moves in enumerate(known.rounds):
+            if at and known.flags[at] & _PACKS:
+                meeting.barrier(launch, until_s)  # by then nobody reads what was packed before
+                _copy(offer.packs[at])
+            if at and known.flags[at]:
+                meeting.barrier(launch, until_s)
+            self._move(meeting, launch, moves, at, until_s)
+        self._part(meeting, launch, boxes, until_s)
+        return True
+
+    def _listings(self, meeting: Meeting, launch: Launch, until_s: float) -> list[Listing]:
+        return self._directory.read(launch.ranks, lambda: meeting.barrier(launch, until_s))
+
+    def _move(self, meeting: Meeting, launch: Launch, moves: _Moves, at: int, until_s: float) -> None:
+        meter, done, looked = here(), 0, 0
+        for target, source in moves.copies:
+            np.copyto(target, source)
+            done += target.nbytes
+            if done - looked > COPY_NBYTES:
+                meeting.check(launch, launch.ranks, until_s)
+                looked, meter.part = done, at + done / moves.nbytes
+        for target, parts in moves.sums:
+            _add_up(target, parts)
+            meeting.check(launch, launch.ranks, until_s)
+
+    def _part(self, meeting: Meeting, launch: Launch, boxes: BoxExchange, until_s: float) -> None:
+        givers = {peer for one in boxes.rounds for take in one.takes for peer in take.peers} - {self._rank}
+        takers = {rank for one in boxes.rounds for rank, some in one.gives.items() if some} - {self._rank}
+        if givers:
+            meeting.check(launch, tuple(givers), until_s)  # what was read was what they gave
+        elif takers:
+            here().part = LENT
+        meeting.arrive(launch, tuple(givers), tuple(takers), until_s)
+
+    # ------------------------------------------------------------------------------------------- what is given
+
+    def _offer(self, launch: Launch, boxes: BoxExchange) -> _Offer | None:
+        known: _Offer | None = boxes.memo.get("offer")
+        if known is None or known.ranks != launch.ranks:
+            known = boxes.memo["offer"] = self._written(launch, boxes)
+        return known
+
+    def _written(self, launch: Launch, boxes: BoxExchange) -> _Offer | None:
+        ranks, rounds = launch.ranks, boxes.rounds
+        words = [0] * (len(rounds) * (1 + len(ranks)))
+        packs: list[_Copies] = []
+        for at, one in enumerate(rounds):
+            head = at * (1 + len(ranks))
+            copies: _Copies = []
+            begun: dict[int, int] = {}  # those who get the same read the same words
+            for place, rank in enumerate(ranks):
+                some = one.gives.get(rank, ())
+                if rank == self._rank or not some:
+                    continue
+                if id(some) not in begun:
+                    begun[id(some)] = len(words)
+                    for give in some:
+                        found = self._place(give)
+                        if found is None:
+                            return None
+                        array, offset = found
+                        words += (offset, *array.strides)
+                        if array is give.part:
+                            copies.append((give.part, give.box))
+                words[head + 1 + place] = begun[id(some)]
+            words[head] = _PACKS * bool(copies) | _PASSES_ON * one.passes_on
+            packs.append(copies)
+        table = np.array(words, np.int64)
+        ref = self._segments.locate(boxes.table.ctypes.data, table.nbytes)
+        return None if ref is None else _Offer(ranks, table, Places.of([ref]), packs)
+
+    def _place(self, give: Give) -> tuple[Array, int] | None:
+        # Where others read it: where it is, if they can; else in the staging.
+        for array in (give.box, give.part):
+            if array.dtype.isnative:
+                start, stop = byte_range(array)
+                ref = self._segments.locate(start, stop - start)
+                if ref is not None:
+                    return array, ref.offset + array.ctypes.data - start
+        return None
+
+    # ------------------------------------------------------------------------------------------- what is taken
+
+    def _read(self, launch: Launch, boxes: BoxExchange, tables: list[bytes]) -> _Known:
+        known = self._known.get(boxes)
+        if known is None or known.tables != tables:
+            words = {rank: np.frombuffer(table, np.int64) for rank, table in zip(launch.ranks, tables, strict=True)}
+            rounds = [self._moves(launch, one, at, words) for at, one in enumerate(boxes.rounds)]
+            heads = [at * (1 + len(launch.ranks)) for at in range(len(boxes.rounds))]
+            flags = [int(np.bitwise_or.reduce([one[head] for one in words.values()])) for head in heads]
+            known = self._known[boxes] = _Known(tables, rounds, flags)
+        return known
+
+    def _moves(self, launch: Launch, one: BoxRound, at: int, words: dict[int, Array]) -> _Moves:
+        head = at * (1 + len(launch.ranks)) + 1 + launch.ranks.index(self._rank)
+        sources = {
+            rank: iter([give.box for give in one.gives.get(rank, ())])
+            if rank == self._rank
+            else self._sources(rank, table, int(table[head]), _taken_from(rank, one))
+            for rank, table in words.items()
+        }
+        copies: _Copies = []
+        sums: list[tuple[Array, list[Array]]] = []
+        for take in one.takes:
+            parts = [[next(sources[peer]) for _ in take.boxes] for peer in take.peers]
+            if len(parts) == 1:
+                copies += zip(take.boxes, parts[0], strict=True)
+            else:
+                sums += [(box, [some[at] for some in parts]) for at, box in enumerate(take.boxes)]
+        return _Moves(copies, sums, sum(target.nbytes for target, _ in copies))
+
+    def _sources(self, rank: int, table: Array, at: int, targets: Sequence[Array]) -> Iterator[Array]:
+        memory: Any = self._directory.segment(rank) if targets else None
+        words = table.tolist()
+        for target in targets:
+            ndim = target.ndim
+            offset, strides = words[at], tuple(words[at + 1 : at + 1 + ndim])
+            at += 1 + ndim
+            try:
+                yield np.ndarray(target.shape, native(target.dtype), memory, offset, strides)
+            except ValueError as exc:
+                raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment: {exc}") from exc
+
+
+def _taken_from(rank: int, one: BoxRound) -> list[Array]:
+    return [box for take in one.takes for peer in take.peers if peer == rank for box in take.boxes]
+
+
+def _all_give(listings: Sequence[Listing]) -> bool:
+    return all(listing.flags & GIVES for listing in listings)
+
+
+def _copy(copies: _Copies) -> None:
+    for target, source in copies:
+        np.copyto(target, source)
+
+
+def _add_up(target: Array, parts: Sequence[Array]) -> None:
+    # As `PackedBoxes.unload`: the same bits.
+    rows = [np.ascontiguousarray(part, native(part.dtype)).reshape(-1) for part in parts]
+    total = np.empty_like(rows[0])
+    folds.fold(ReduceOp.SUM, rows, total)
+    np.copyto(target, total.reshape(target.shape))
