@@ -29,8 +29,8 @@ MEMBERS_TIMEOUT_S = 30.0
 _ROUTED = ("tcp", "gloo", "torch:gloo")
 """The backends over which plans may go host by host."""
 
-_BY_HOST = ("tcp",)
-"""The backends whose own kernels go host by host."""
+_BY_HOST = ("tcp", "gloo", "torch:gloo")
+"""The backends whose own kernels go host by host; those of libraries only in what travels on their mesh (`meshed`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -96,22 +96,21 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     hosts = topology.groups()
     groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
     groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
-    return tuple(
-        Membership(
-            spec=replace(
-                on_backend(spec, backend),
-                name=f"{spec.name}/{name}",
-                group_id=secrets.token_hex(8),
-                world_size=len(ranks),
-                options=spec.options if backend == spec.backend else (),
-                hosts=(),
-                parent=spec.group_id,
-            ),
-            members=tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks)),
-            costs=membership.costs,
+    found = []
+    for name, backend, ranks in groups:
+        inner = replace(
+            on_backend(spec, backend),
+            name=f"{spec.name}/{name}",
+            group_id=secrets.token_hex(8),
+            world_size=len(ranks),
+            options=spec.options if backend == spec.backend else (),
+            hosts=(),
+            parent=spec.group_id,
         )
-        for name, backend, ranks in groups
-    )
+        members = tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks))
+        inner = placed(inner, [member.machine for member in members])
+        found.append(Membership(spec=inner, members=members, costs=membership.costs))
+    return tuple(found)
 
 
 def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
@@ -122,7 +121,7 @@ def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
 def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:
     """The group with the hosts of its ranks (`GroupSpec.hosts`); `machines` are as in `Member.machine`, by rank."""
     topology = Topology.of(machines)
-    counts = spec.backend in _BY_HOST and 1 < topology.host_count < spec.world_size
+    counts = spec.backend in _BY_HOST and 1 < topology.host_count < spec.world_size + (spec.backend != "tcp")
     return replace(spec, hosts=topology.hosts if counts else ())
 
 

@@ -5,7 +5,7 @@ made of such moves is a line in n, and lines can be added, compared and cut. n i
 pieces together. For w ranks:
 
 ==============  ==========================  =====================================  =====================================
-kind            shared memory (`shm`)       mesh (`tcp`)                           ring (`gloo` and everything else)
+kind            shared memory (`shm`)       mesh (`tcp`)                           ring (libraries)
 ==============  ==========================  =====================================  =====================================
 ALLREDUCE       each rank folds a slice     each its slice, then to all [1]        reduce-scatter + allgather [2]
                 of all, into all
@@ -14,6 +14,8 @@ BROADCAST       all copy from the root      scatter + allgather [1]             
 ALLGATHER       all copy from all           all to all                             ring [1]
 others          the receiver copies         directly from sender to receiver       the same
 ==============  ==========================  =====================================  =====================================
+
+gloo is a ring in reductions, and a mesh in all else, but for a broadcast inside a host: `backends.meshed`.
 
 Between hosts of which one has several ranks, the mesh goes host by host: `backends.tcp.by_host` has the bytes. What
 goes on inside the hosts happens meanwhile.
@@ -322,7 +324,18 @@ _RING: dict[OpKind, _Price] = _DIRECT | {
     OpKind.ALLGATHER: lambda at: _ring(at.world - 1, at.world - 1, at),
 }
 
-_FAMILIES: dict[str, dict[OpKind, _Price]] = {"local": _SHARED, "shm": _SHARED, "tcp": _MESH}
+_GLOO: dict[OpKind, _Price] = _RING | {
+    OpKind.BROADCAST: lambda at: (_mesh_broadcast if at.host_count > 1 else _tree)(at),
+    OpKind.ALLGATHER: _MESH[OpKind.ALLGATHER],
+}
+
+_FAMILIES: dict[str, dict[OpKind, _Price]] = {
+    "local": _SHARED,
+    "shm": _SHARED,
+    "tcp": _MESH,
+    "gloo": _GLOO,
+    "torch:gloo": _GLOO | {OpKind.REDUCE: _mesh_reduce},
+}
 """Backend -> its costs; a backend that is not here is priced as a ring."""
 
 
@@ -336,8 +349,8 @@ def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
     if layout.world == 1:
         return FREE
     family = _FAMILIES.get(backend, _RING)
-    goes_by_host = family is _MESH and 1 < layout.host_count < layout.world
-    if goes_by_host and kind in _BY_HOST and not (layout.rank_order and kind in _FOLDS):
+    goes_by_host = family not in (_SHARED, _RING) and 1 < layout.host_count < layout.world
+    if goes_by_host and kind in _BY_HOST and (kind not in _FOLDS or (family is _MESH and not layout.rank_order)):
         return _BY_HOST[kind](layout)
     return family[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 

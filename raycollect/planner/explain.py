@@ -211,9 +211,10 @@ class _Bundle:
         """In which order a reduction is folded (P7)."""
         if not self.part.request.op:
             return ""
-        if self.roster.bitwise or (self.roster.spec.hosts and self.narrow):
+        by_host = not self.roster.spec.in_rank_order
+        if self.roster.bitwise or (by_host and self.narrow):
             return "the left fold in rank order"
-        return "the left fold over hosts, in rank order inside each" if self.roster.spec.hosts else "equal on all ranks"
+        return "the left fold over hosts, in rank order inside each" if by_host else "equal on all ranks"
 
     @cached_property
     def why(self) -> str:

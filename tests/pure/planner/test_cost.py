@@ -105,10 +105,12 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
     topology = Topology.of(places)
     for kind in COLLECTIVES:
         root = data.draw(st.integers(0, len(places) - 1))
-        if kind is OpKind.BROADCAST and backend != "tcp":
-            continue  # a tree, which see below
-        if backend == "tcp" and 1 < topology.host_count < len(places) and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
-            continue  # host by host: `test_by_host` counts it
+        is_tree = backend == "torch:nccl" or (backend == "gloo" and topology.host_count == 1)
+        if kind is OpKind.BROADCAST and is_tree:
+            continue  # which see below
+        by_host = backend != "torch:nccl" and 1 < topology.host_count < len(places)
+        if by_host and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
+            continue  # `test_by_host` counts it
         cost = priced(kind, backend, Layout.of(topology, root, rank_order=True))
         inside, between = counted(kind, backend, topology.hosts, root)
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
@@ -118,12 +120,20 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
 @pytest.mark.parametrize("hosts", [1, 2, 3, 5])
 def test_a_broadcast_by_tree_enters_each_host_once(hosts: int, ranks: int) -> None:
     layout = Layout.uniform(hosts, ranks)
-    cost = priced(OpKind.BROADCAST, "gloo", layout)
-    assert counted(OpKind.BROADCAST, "gloo", [rank // ranks for rank in range(hosts * ranks)], 0) == (
+    cost = priced(OpKind.BROADCAST, "torch:nccl", layout)
+    assert counted(OpKind.BROADCAST, "torch:nccl", [rank // ranks for rank in range(hosts * ranks)], 0) == (
         cost.inside,
         cost.between,
     )
     assert cost.between == hosts - 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
+def test_a_broadcast_of_gloo_enters_each_host_once_too(backend: str) -> None:
+    """Its own tree has the ranks of a host get it from another one: 4 times over these links."""
+    cost = priced(OpKind.BROADCAST, backend, Layout.uniform(3, 2))
+    assert cost == priced(OpKind.BROADCAST, "tcp", Layout.uniform(3, 2))
+    assert (cost.inside, cost.between) == (3, 2)
 
 
 @pytest.mark.parametrize("world", range(1, 9))

@@ -213,7 +213,7 @@ def test_many_parts_of_ranks_are_counted():
 
 def test_a_thousand_ranks_are_told_in_few_lines():
     there = roster([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False, inner=True)
-    shown = told([broadcast(there)], there, {"x": info(1 << 20)}).explain()
+    shown = told([allreduce(there)], there, {"x": info(1 << 20)}).explain()
     assert "0, 8, 16" in shown
     assert ", ...:" in shown
     assert len(shown.splitlines()) < 30
