@@ -26,7 +26,7 @@ DEFAULT_TIMEOUT_S = 60.0
 MEMBERS_TIMEOUT_S = 30.0
 """The same for calls that members make themselves; as in `ray.util.collective`."""
 
-_ROUTED = ("tcp", "gloo", "torch:gloo")
+ROUTED = ("tcp", "gloo", "torch:gloo")
 """The backends over which plans may go host by host."""
 
 _BY_HOST = ("tcp", "gloo", "torch:gloo")
@@ -77,7 +77,7 @@ class Membership:
             members=tuple(ranks),
             topology=Topology.of(
                 [member.machine for member in self.members], inside=self.costs.inside, between=self.costs.between
-            ),
+            ).on_links(self.costs.pairs),
             hosts=tuple(inner[:-1]),
             leaders=inner[-1] if inner else None,
             bitwise=backends.get(self.spec.backend, self.spec.name).bitwise and self.spec.in_rank_order,
@@ -89,7 +89,7 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     """The groups inside a group over several hosts, as `Membership.inner` has them."""
     spec, topology = membership.spec, membership.roster.topology
     everybody = all(member.participant for member in membership.members)
-    if spec.backend not in _ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
+    if spec.backend not in ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
     if not spec.in_rank_order:
         return ()  # the backend itself goes host by host

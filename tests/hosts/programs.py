@@ -5,8 +5,11 @@ Each is a function of the two workers per host; what it prints is in the message
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,7 +17,11 @@ import numpy as np
 import ray
 
 import raycollect as col
+from raycollect.backends.tcp.probe import BURST_NBYTES
 from raycollect.core.model import RANK_ORDER
+from raycollect.driver.controller import Controller
+from raycollect.group import link_costs
+from raycollect.group.measured_links import MeasuredLinks
 from tests.hosts.cluster import outside
 from tests.ray.three_nodes import every_call
 from tests.ray.workers import Buffers
@@ -142,6 +149,37 @@ def sends_little(name, run, least):
     sent = [new[0] - old[0] for old, new in zip(before, outside("counters"), strict=True)]
     print(f"{name}: {[f'{one / 1e6:.2f}' for one in sent]} MB by host, the least is {least / 1e6:.2f}")
     assert max(sent) < 1.03 * least, name
+
+
+def links(workers):
+    """What the links cost is measured once for each pair of hosts, also for other controllers, and told."""
+    group = col.declare_collective_group(workers)
+    refs = buffers(workers)
+    first = _between(refs)
+    assert first.source == "measured", first
+    assert first.bandwidth < 1.5 * 125e6, "no link carries more, but for what a burst hides"
+    group.destroy()
+    before = outside("counters")
+    col.declare_collective_group(list(reversed(workers)))
+    sent = [new[0] - old[0] for old, new in zip(before, outside("counters"), strict=True)]
+    assert max(sent) < BURST_NBYTES, "nothing is measured again"
+    second = _between(refs)
+    assert (second.latency_s, second.bandwidth) == (first.latency_s, first.bandwidth), second
+    membership = Controller.current().groups.named("default")
+    assert len(MeasuredLinks().of(membership)) == 3, "in the cluster's store"
+    os.environ["RAYCOLLECT_COSTS"] = tempfile.mkstemp()[1]
+    link_costs.write(os.environ["RAYCOLLECT_COSTS"], [link_costs.given(latency_s=1.0, bandwidth=2.0)])
+    col.destroy_collective_group()
+    col.declare_collective_group(workers)
+    told = _between(refs)
+    assert (told.latency_s, told.bandwidth, told.source) == (1.0, 2.0, "from the file")
+    del os.environ["RAYCOLLECT_COSTS"]
+
+
+def _between(refs):
+    (found,) = (one for one in col.plan(col.allreduce_refs, refs).links if one.place == "between")
+    print(found)
+    return found
 
 
 # ------------------------------------------------------------------------------------------ faults
@@ -312,7 +350,7 @@ def raylet(workers):
     again(group, workers[:4])
 
 
-_ALL = (bits, calls, minimum, link, in_kernel, one_way, gloo_link, healed, cut_before, silent, raylet)
+_ALL = (bits, calls, minimum, links, link, in_kernel, one_way, gloo_link, healed, cut_before, silent, raylet)
 PROGRAMS = {one.__name__: one for one in _ALL}
 
 
@@ -323,7 +361,7 @@ def main(names: Sequence[str]) -> None:
     for name in names:
         began_s = time.monotonic()
         PROGRAMS[name](workers)
-        if col.is_group_initialized():
+        with contextlib.suppress(col.errors.UnknownGroupError):
             col.destroy_collective_group()
         print(f"{name}: done in {time.monotonic() - began_s:.1f} s", flush=True)
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_every_way_of_calling_gives_the_same_bits_and_links_carry_the_minimum(play):
-    play("bits", "minimum")
+    play("bits", "minimum", "links")
 
 
 def test_a_cut_link_is_named_and_its_group_works_on_once_it_is_whole(play):
