@@ -93,6 +93,7 @@ def _show(console: Console, suite: Suite, report: Report) -> None:
     if report.rows:
         tables.show_rows(console, report.rows, title=f"{suite.NAME}: {suite.TITLE}", reference=suite.REFERENCE)
     tables.show_memory(console, report.memory)
+    tables.show_traffic(console, report.traffic)
     tables.show_skipped(console, report.skipped)
 
 

@@ -53,6 +53,7 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.LIMIT: ("#777777", ":", ""),
 }
 _FEW = 3
+_TABLES_ONLY = ("hosts", "uneven")
 _TWO_DECADES = 100
 
 
@@ -68,7 +69,7 @@ def draw(report: Report, directory: Path) -> list[Path]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     drawn = []
-    for name, figure in _figures(report.rows):
+    for name, figure in _figures([row for row in report.rows if row.suite not in _TABLES_ONLY]):
         path = directory / f"{name}.png"
         figure.savefig(path, dpi=130)
         drawn.append(path)

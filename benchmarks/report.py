@@ -57,6 +57,27 @@ class Peak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one operation sends over the busiest link between hosts.
+
+    Attributes:
+        op: The operation.
+        ranks: How many processes took part.
+        nbytes: Bytes per rank.
+        contender: Who was measured.
+        sent_nbytes: What the host that sends most has sent, as its interface counts.
+        least_nbytes: The fewest bytes with which it can be done, without headers.
+    """
+
+    op: str
+    ranks: int
+    nbytes: int
+    contender: str
+    sent_nbytes: int
+    least_nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
     """Who was not measured, and why."""
 
@@ -65,7 +86,7 @@ class Skip:
     reason: str
 
 
-Record = Row | Peak | Skip
+Record = Row | Peak | Traffic | Skip
 """What a suite gives."""
 
 
@@ -81,12 +102,14 @@ class Report:
         machine: What they were measured on.
         rows: In the order of measuring.
         memory: In the order of measuring.
+        traffic: In the order of measuring.
         skipped: Each once.
     """
 
     machine: dict[str, str]
     rows: list[Row] = field(default_factory=list)
     memory: list[Peak] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
     skipped: list[Skip] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
@@ -95,11 +118,13 @@ class Report:
             self.rows.append(record)
         elif isinstance(record, Peak):
             self.memory.append(record)
+        elif isinstance(record, Traffic):
+            self.traffic.append(record)
         elif record not in self.skipped:
             self.skipped.append(record)
 
     def write(self, path: Path) -> None:
-        """Writes ``{"machine": {...}, "rows": [...], "memory": [...], "skipped": [...]}``."""
+        """Writes ``{"machine": {...}, "rows": [...], "memory": [...], "traffic": [...], "skipped": [...]}``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 

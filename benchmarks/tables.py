@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import names
-from benchmarks.report import Peak, Row, Skip, size
+from benchmarks.report import Peak, Row, Skip, Traffic, size
 from benchmarks.targets import Ceiling, Deadline, Share, Verdict
 
 
@@ -50,6 +50,17 @@ def show_memory(console: Console, peaks: Sequence[Peak]) -> None:
     for peak in peaks:
         most = f"{max(peak.extra_nbytes) / 2**20:.1f}"
         table.add_row(peak.op, str(peak.ranks), size(peak.nbytes), peak.contender, most)
+    console.print(table)
+
+
+def show_traffic(console: Console, found: Sequence[Traffic]) -> None:
+    """Prints the bytes of the busiest links."""
+    if not found:
+        return
+    table = _table("the busiest link sends", ("op", "ranks", "size", "contender"), ("MB", "MB, the least"))
+    for one in found:
+        sent, least = f"{one.sent_nbytes / 1e6:.3f}", f"{one.least_nbytes / 1e6:.3f}"
+        table.add_row(one.op, str(one.ranks), size(one.nbytes), one.contender, sent, least)
     console.print(table)
 
 

@@ -82,7 +82,37 @@ def _memory() -> str:
     return _table(["", "operation", "MB beside the operands, the most of any rank"], rows)
 
 
-_WHOLE: Mapping[str, Callable[[], str]] = {"machine": _machine, "memory": _memory}
+def _traffic() -> str:
+    largest = max(one["nbytes"] for one in read("hosts")["traffic"])
+    found = [one for one in read("hosts")["traffic"] if one["nbytes"] == largest]
+    ops = list(dict.fromkeys(one["op"] for one in found))
+    sent = {(one["contender"], one["op"]): f"{one['sent_nbytes'] / 1e6:.1f}" for one in found}
+    least = {one["op"]: f"{one['least_nbytes'] / 1e6:.1f}" for one in found}
+    contenders = dict.fromkeys(one["contender"] for one in found)
+    rows = [[_strong(name), *(sent.get((name, op), "") for op in ops)] for name in contenders]
+    return _table([f"MB, of {_size(largest)}", *ops], [*rows, ["the fewest possible", *(least[op] for op in ops)]])
+
+
+def _uneven() -> str:
+    by_shape: dict[tuple[str, int], dict[str, float]] = {}
+    for row in read("uneven")["rows"]:
+        by_shape.setdefault((row["op"], row["nbytes"]), {})[row["contender"].partition(", ")[2]] = row["median_ms"]
+    rows = []
+    for (op, nbytes), found in by_shape.items():
+        auto = next(name for name in found if name.startswith("auto"))
+        forced = {name: time_ms for name, time_ms in found.items() if name != auto}
+        times = ", ".join(f"{name} {_number(time_ms)}" for name, time_ms in forced.items())
+        ratio = f"{found[auto] / min(forced.values()):.2f}"
+        rows.append([f"{op}, {_size(nbytes)}", times, auto.partition(": ")[2], _number(found[auto]), ratio])
+    return _table(["shape", "by force, ms", "`auto` takes", "ms", "to the best"], rows)
+
+
+_WHOLE: Mapping[str, Callable[[], str]] = {
+    "machine": _machine,
+    "memory": _memory,
+    "traffic": _traffic,
+    "uneven": _uneven,
+}
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

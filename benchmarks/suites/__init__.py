@@ -19,6 +19,8 @@ SUITES = {
         "members",
         "scale",
         "memory",
+        "hosts",
+        "uneven",
     )
 }
 """Name -> module."""

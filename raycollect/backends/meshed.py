@@ -4,8 +4,8 @@
 agreement              names ranks that do not come, and an abort wakes those who wait
 kernels up to          they are faster without a library's rounds and threads
 `MESH_UP_TO_NBYTES`
-kernels that the       the GIL is free, an abort wakes, and elements are folded in rank order
-library does worse
+kernels that the       the GIL is free, an abort wakes, and elements are folded in rank order; a broadcast between hosts
+library does worse     enters each host once: in gloo's tree, most ranks get it from another host
 a kernel that fails    unresponsive ranks are found (`silent`): the library does not say for whom it waited
 =====================  ================================================================================================
 """
@@ -13,7 +13,7 @@ a kernel that fails    unresponsive ranks are found (`silent`): the library does
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from raycollect.backends.device_arrays import DeviceArray
 from raycollect.backends.exchanged import Exchanged
@@ -55,7 +55,7 @@ class Meshed(Exchanged):
     ) -> None:
         super().__init__(spec, mesh.rank, mesh)
         self._mesh = mesh
-        self._native = native
+        self._native = native - {OpKind.BROADCAST} if spec.hosts else native
         self._mesh_nbytes = next(most for world, most in MESH_UP_TO_NBYTES if self.world_size <= world)
         self._is_native = is_native
 
@@ -68,6 +68,10 @@ class Meshed(Exchanged):
         """Leaves the launch; tells the others if this rank has not run all of it."""
         self._mesh.end(launch, ok)
         return super().end(launch, ok)
+
+    def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
+        """Measures links to other ranks; see `Probing`."""
+        return self._mesh.probe(turns)
 
     def lost(self, rank: int) -> None:
         """Ends waits on the mesh for a rank whose process has ended; the library notices by itself."""

@@ -276,8 +276,8 @@ class GroupSpec:
         options: What the user passes through to the backend (`pg_options`): (name, value), sorted by name. Values are
             strings, numbers, booleans, None, and tuples of such values; a dict is a tuple of pairs.
         timeout_s: How long imperative calls wait for each other, in seconds, where they do not say.
-        hosts: For each rank the number of its host, where hosts have several ranks and the backend (`tcp`) reckons with
-            it: reductions are then left folds over the hosts, in rank order inside each (P7). Else empty.
+        hosts: For each rank the number of its host, where the backend reckons with it; else empty. On `tcp`, where
+            hosts have several ranks: reductions are left folds over the hosts then, in rank order inside each (P7).
         parent: The id of the group that it is inside of: only plans of that group use it, and its members do not see
             it. Empty for all others.
     """
@@ -310,7 +310,7 @@ class GroupSpec:
     @property
     def in_rank_order(self) -> bool:
         """Whether reductions are left folds in rank order, as far as the backend makes such."""
-        return not self.hosts or RANK_ORDER in self.options
+        return not self.hosts or self.backend != "tcp" or RANK_ORDER in self.options
 
 
 RANK_ORDER = ("deterministic", "rank_order")

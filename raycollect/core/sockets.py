@@ -28,6 +28,10 @@ _TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 # The time for that on connections whose ends read all the time. (Linux counts a full receiver as silence, too.)
 USER_TIMEOUT_S = 10.0
 
+_PROBE_S = 2.0  # How long the kernel waits after a keepalive probe, as in `_TCP_OPTIONS`
+_AGAIN_S = 0.2  # At least so long until it sends data again, and twice as long each further time
+_UNASKED_S = 3.0  # The most of a silence before the kernel asked that counts
+
 _BACKLOG = 1024
 
 LOCAL_NBYTES = 2 << 20  # How much a connection within one machine takes before its other end reads
@@ -76,24 +80,32 @@ def silent_s(sock: socket.socket, tries: int = 1) -> float:
 
     The other end's kernel acknowledges, whatever its process does.
     """
+    again, probes, quiet_s = _asked(sock)
+    return quiet_s if again + probes >= tries else 0.0
+
+
+def _asked(sock: socket.socket) -> tuple[int, int, float]:
+    # How often the kernel has sent data again, and keepalive probes, without an answer; for how long nothing came.
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     except (OSError, AttributeError):  # it is closed; or no Linux
-        return 0.0
+        return 0, 0, 0.0
     if len(info) < _TCP_INFO.size:
-        return 0.0
+        return 0, 0, 0.0
     state, again, probes, data_ms, acknowledged_ms = _TCP_INFO.unpack(info)
-    is_asked = state == _ESTABLISHED and again + probes >= tries
-    return min(data_ms, acknowledged_ms) / 1000 if is_asked else 0.0
+    return (again, probes, min(data_ms, acknowledged_ms) / 1000) if state == _ESTABLISHED else (0, 0, 0.0)
 
 
 def count_silence(sock: socket.socket) -> bool:
     """Has the silence so far count against what is sent next: else that would begin `USER_TIMEOUT_S` anew.
 
-    (Linux sends no keepalive probes while data is under way.) Returns whether there was any: then the time is shorter
-    until this is called again.
+    (Linux sends no keepalive probes while data is under way.) Where nothing was asked before, nothing was to be heard:
+    of that time little counts, so that a cut of a few seconds can heal. Returns whether there was any: then the time is
+    shorter until this is called again.
     """
-    option, quiet_s = getattr(socket, "TCP_USER_TIMEOUT", None), silent_s(sock)
+    again, probes, quiet_s = _asked(sock)
+    asked_s = max(_PROBE_S * probes, _AGAIN_S * (2**again - 1))
+    option, quiet_s = getattr(socket, "TCP_USER_TIMEOUT", None), min(quiet_s, asked_s + _UNASKED_S) if asked_s else 0.0
     if option is not None:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, int(max(USER_TIMEOUT_S - quiet_s, 1.0) * 1000))

@@ -26,7 +26,7 @@ from raycollect.errors import (
     RaycollectError,
     UnknownGroupError,
 )
-from raycollect.group import cluster_registry, link_costs
+from raycollect.group import cluster_registry, link_costs, measured_links
 from raycollect.group.declaration import Declaration
 from raycollect.group.membership import Membership, inner_groups, placed, unknown
 
@@ -48,6 +48,7 @@ class Groups:
         self._in_use: Counter[str] = Counter()  # group id -> how many calls are being recorded that need it
         self._unheld: deque[Membership] = deque()  # what is to be released
         self._broken: dict[str, str] = {}  # group id -> why
+        self._links = measured_links.MeasuredLinks()
         self._declarations: dict[str, Declaration] = {}  # name -> what was asked for; keeps the actors alive (P5)
 
     # ------------------------------------------------------------------------------------------ looking them up
@@ -247,12 +248,18 @@ class Groups:
                 actor_id = member.actor_id
                 peer = self._peers.lease(member, actors[actor_id], info, calls[actor_id], deadline_s)
                 peer.group_ids.add(spec.group_id)
-            self._peers.join([membership], deadline_s)
-            membership = self._with_inner(membership, deadline_s)
+            membership = self._with_inner(self._joined(membership, deadline_s), deadline_s)
         except BaseException:
             self._dissolve(membership)
             raise
         return membership
+
+    def _joined(self, membership: Membership, deadline_s: float) -> Membership:
+        """Has all members join, which measure what nobody knows of the links between their hosts."""
+        known = {} if membership.epoch else self._links.of(membership)  # rebuilt: there was trouble
+        told = self._peers.join([membership], deadline_s, measured_links.turns(membership, known))
+        self._links.add(membership, told)
+        return replace(membership, costs=replace(membership.costs, pairs=self._links.of(membership)))
 
     def _with_inner(self, membership: Membership, deadline_s: float) -> Membership:
         """Adds the groups inside a group for host-by-host plans, if they can be formed."""

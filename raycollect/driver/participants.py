@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import asdict, replace
@@ -60,6 +60,7 @@ class _Joining:
         self.member = member
         self.settled = threading.Event()
         self.error: RaycollectError | None = None
+        self.links: tuple[tuple[float, ...], ...] = ()
 
 
 class Participants:
@@ -177,8 +178,13 @@ class Participants:
 
     # ------------------------------------------------------------------------------------------ joining
 
-    def join(self, memberships: Sequence[Membership], deadline_s: float) -> None:
-        """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`."""
+    def join(
+        self, memberships: Sequence[Membership], deadline_s: float, probe: Mapping[int, tuple[int, ...]] | None = None
+    ) -> dict[int, tuple[tuple[float, ...], ...]]:
+        """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`.
+
+        `probe` has by rank what a member of the one group shall measure, as in `Join`. Returns by rank what they found.
+        """
         waiting: dict[int, _Joining] = {}
         try:
             for membership in memberships:
@@ -189,7 +195,13 @@ class Participants:
                 with self.inviting:
                     for request, joining in asked.items():
                         rank = joining.member.rank
-                        join = Join(request=request, group=asdict(membership.spec), rank=rank, members=members)
+                        join = Join(
+                            request=request,
+                            group=asdict(membership.spec),
+                            rank=rank,
+                            members=members,
+                            probe=(probe or {}).get(rank, ()),
+                        )
                         self.leased(joining.member.actor_id, [membership]).send(join)
             late = [one for one in waiting.values() if not one.settled.wait(max(deadline_s - monotonic(), 0))]
         finally:
@@ -206,6 +218,7 @@ class Participants:
                 detail=f"not joined in time: {names}",
                 missing=tuple(one.member.rank for one in late),
             )
+        return {one.member.rank: one.links for one in waiting.values() if one.links}
 
     def joined(self, message: Joined) -> None:
         """A member has joined, or can't; on the hub's thread."""
@@ -214,6 +227,7 @@ class Participants:
             return
         if message.error is not None:
             self.fail_join(from_wire(message.error))
+        joining.links = message.links
         joining.settled.set()
 
     def give_up(self, peer: ParticipantLink, reason: str) -> None:

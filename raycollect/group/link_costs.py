@@ -16,7 +16,7 @@ import os
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,12 @@ from raycollect.errors.text import listed, shown
 from raycollect.planner.topology import BETWEEN, INSIDE, Link
 
 ENVIRONMENT_VARIABLE = "RAYCOLLECT_COSTS"
+
+FILE = "from the file"
+"""`Link.source` of what the file of costs says."""
+
+MEASURED = "measured"
+"""`Link.source` of what members measured when a group was declared."""
 
 VERSION = 1
 
@@ -63,6 +69,8 @@ class Costs:
     inside: Link = INSIDE
     between: Link = BETWEEN
     measured: tuple[Measured, ...] = ()
+    # The links between hosts one by one, as members have measured them: two hosts of a group, by number -> their link
+    pairs: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     @classmethod
     def of(cls, measured: Iterable[Measured]) -> Costs:
@@ -73,7 +81,7 @@ class Costs:
             place: next((found[place, name] for name in names if (place, name) in found), _DEFAULTS[place])
             for place, names in PLACES.items()
         }
-        return cls(**chosen, measured=links)
+        return cls(inside=chosen["inside"], between=chosen["between"], measured=links)
 
 
 def given(*, latency_s: float, bandwidth: float) -> Measured:
@@ -149,7 +157,16 @@ def read(path: str | os.PathLike[str], *, source: str = "the file of costs") -> 
 
 def write(path: str | os.PathLike[str], measured: Iterable[Measured]) -> None:
     """Writes a file of costs whole or not at all, and makes its folder; OSError: it can't be written."""
-    links = [{"place": one.place, "backend": one.backend, **asdict(one.link), "how": one.how} for one in measured]
+    links = [
+        {
+            "place": one.place,
+            "backend": one.backend,
+            "latency_s": one.link.latency_s,
+            "bandwidth": one.link.bandwidth,
+            "how": one.how,
+        }
+        for one in measured
+    ]
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
@@ -166,7 +183,7 @@ def _parsed(document: Any) -> list[Measured]:
         Measured(
             place=one["place"],
             backend=_text(one["backend"]),
-            link=Link(latency_s=float(one["latency_s"]), bandwidth=float(one["bandwidth"])),
+            link=Link(latency_s=float(one["latency_s"]), bandwidth=float(one["bandwidth"]), source=FILE),
             how=_text(one.get("how", "")),
         )
         for one in document["links"]

@@ -26,11 +26,11 @@ DEFAULT_TIMEOUT_S = 60.0
 MEMBERS_TIMEOUT_S = 30.0
 """The same for calls that members make themselves; as in `ray.util.collective`."""
 
-_ROUTED = ("tcp", "gloo", "torch:gloo")
+ROUTED = ("tcp", "gloo", "torch:gloo")
 """The backends over which plans may go host by host."""
 
-_BY_HOST = ("tcp",)
-"""The backends whose own kernels go host by host."""
+_BY_HOST = ("tcp", "gloo", "torch:gloo")
+"""The backends whose own kernels go host by host; those of libraries only in what travels on their mesh (`meshed`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class Membership:
             members=tuple(ranks),
             topology=Topology.of(
                 [member.machine for member in self.members], inside=self.costs.inside, between=self.costs.between
-            ),
+            ).on_links(self.costs.pairs),
             hosts=tuple(inner[:-1]),
             leaders=inner[-1] if inner else None,
             bitwise=backends.get(self.spec.backend, self.spec.name).bitwise and self.spec.in_rank_order,
@@ -89,29 +89,28 @@ def inner_groups(membership: Membership) -> tuple[Membership, ...]:
     """The groups inside a group over several hosts, as `Membership.inner` has them."""
     spec, topology = membership.spec, membership.roster.topology
     everybody = all(member.participant for member in membership.members)
-    if spec.backend not in _ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
+    if spec.backend not in ROUTED or not everybody or not 1 < topology.host_count < spec.world_size:
         return ()
     if not spec.in_rank_order:
         return ()  # the backend itself goes host by host
     hosts = topology.groups()
     groups = [(f"host-{number}", "shm", ranks) for number, ranks in enumerate(hosts)]
     groups.append(("leaders", spec.backend, tuple(ranks[0] for ranks in hosts)))
-    return tuple(
-        Membership(
-            spec=replace(
-                on_backend(spec, backend),
-                name=f"{spec.name}/{name}",
-                group_id=secrets.token_hex(8),
-                world_size=len(ranks),
-                options=spec.options if backend == spec.backend else (),
-                hosts=(),
-                parent=spec.group_id,
-            ),
-            members=tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks)),
-            costs=membership.costs,
+    found = []
+    for name, backend, ranks in groups:
+        inner = replace(
+            on_backend(spec, backend),
+            name=f"{spec.name}/{name}",
+            group_id=secrets.token_hex(8),
+            world_size=len(ranks),
+            options=spec.options if backend == spec.backend else (),
+            hosts=(),
+            parent=spec.group_id,
         )
-        for name, backend, ranks in groups
-    )
+        members = tuple(replace(membership.members[rank], rank=at) for at, rank in enumerate(ranks))
+        inner = placed(inner, [member.machine for member in members])
+        found.append(Membership(spec=inner, members=members, costs=membership.costs))
+    return tuple(found)
 
 
 def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
@@ -122,7 +121,7 @@ def on_backend(spec: GroupSpec, backend: str) -> GroupSpec:
 def placed(spec: GroupSpec, machines: Sequence[str]) -> GroupSpec:
     """The group with the hosts of its ranks (`GroupSpec.hosts`); `machines` are as in `Member.machine`, by rank."""
     topology = Topology.of(machines)
-    counts = spec.backend in _BY_HOST and 1 < topology.host_count < spec.world_size
+    counts = spec.backend in _BY_HOST and 1 < topology.host_count < spec.world_size + (spec.backend != "tcp")
     return replace(spec, hosts=topology.hosts if counts else ())
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from raycollect.channel.messages import Join, Joined, Leave, Message, Publish
 from raycollect.core import ray_internals, threads
 from raycollect.core.model import GroupSpec
-from raycollect.core.protocols import Communicator, Surviving
+from raycollect.core.protocols import Communicator, Probing, Surviving
 from raycollect.errors import (
     GroupBrokenError,
     GroupExistsError,
@@ -48,6 +48,7 @@ class JoinedGroup:
         ordered: Whether this actor's methods come one by one.
         exchange: The agreement through the controller.
         process_group: What imperative calls run on; None in a group that only plans use.
+        links: What `connect` has measured, as in `Joined`.
 
     Raises:
         GroupExistsError: This process is a member of a group of that name.
@@ -71,6 +72,7 @@ class JoinedGroup:
         self.ordered: bool = bool(members[rank]["ordered"])
         self.exchange: ChannelExchange = ChannelExchange(spec.group_id, rank, reporter.tell)
         self.process_group: ProcessGroup | None = None
+        self.links: tuple[tuple[float, ...], ...] = ()
         self._process_groups = process_groups
         self._tell = reporter.tell
         self._changed = threading.Condition()
@@ -96,8 +98,11 @@ class JoinedGroup:
             raise GroupBrokenError(group_name=self.spec.group_id, detail="this participant never joined")
         return self._communicator
 
-    def connect(self) -> RaycollectError | None:
-        """Makes the communicator, which waits for the other members. Returns the error if that fails."""
+    def connect(self, probe: Sequence[int] = ()) -> RaycollectError | None:
+        """Makes the communicator, which waits for the other members. Returns the error if that fails.
+
+        `probe` is as in `Join`: what was found is in `links`.
+        """
         # Communicators may keep what is made here, which must not keep this object.
         group_id, tell, given_up = self.spec.group_id, self._tell, self._given_up
 
@@ -109,6 +114,8 @@ class JoinedGroup:
             made = make_communicator(self.spec, self.rank, rendezvous, self.exchange, ray_internals.node_address())
         except RaycollectError as exc:
             return kept(exc)
+        if probe and isinstance(made, Probing):
+            self.links = tuple(made.probe([(turn, other) for turn, other in enumerate(probe, 1) if other >= 0]))
         self._communicator = made
         if self._given_up:
             made.close()
@@ -188,10 +195,11 @@ class JoinedGroups:
 
     def _connect(self, joined_group: JoinedGroup, message: Join) -> None:
         try:
-            error = joined_group.connect()
+            error = joined_group.connect(message.probe)
         except Exception as exc:  # noqa: BLE001 - the library is not ours
             error = threads.failed(f"joining group {joined_group.spec.name!r}", exc)
-        self._reporter.tell(Joined(request=message.request, error=None if error is None else to_wire(error)))
+        failed = None if error is None else to_wire(error)
+        self._reporter.tell(Joined(request=message.request, error=failed, links=joined_group.links))
 
     def fail_join(self, message: Join, error: InternalError) -> None:
         """Gives up a group that could not be joined, and tells why."""
@@ -233,4 +241,6 @@ def _read_spec(message: Join) -> GroupSpec:
     named = [isinstance(member.get("actor"), str) and "ordered" in member for member in message.members]
     if not 0 <= message.rank < spec.world_size or len(named) != spec.world_size or not all(named):
         raise ProtocolError(detail=f"no rank {message.rank} in a group of {spec.world_size} with {len(named)} members")
+    if not all(-1 <= other < spec.world_size and other != message.rank for other in message.probe):
+        raise ProtocolError(detail=f"rank {message.rank} of {spec.world_size} can't measure links to {message.probe}")
     return spec

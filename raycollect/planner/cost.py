@@ -5,7 +5,7 @@ made of such moves is a line in n, and lines can be added, compared and cut. n i
 pieces together. For w ranks:
 
 ==============  ==========================  =====================================  =====================================
-kind            shared memory (`shm`)       mesh (`tcp`)                           ring (`gloo` and everything else)
+kind            shared memory (`shm`)       mesh (`tcp`)                           ring (libraries)
 ==============  ==========================  =====================================  =====================================
 ALLREDUCE       each rank folds a slice     each its slice, then to all [1]        reduce-scatter + allgather [2]
                 of all, into all
@@ -15,6 +15,8 @@ ALLGATHER       all copy from all           all to all                          
 others          the receiver copies         directly from sender to receiver       the same
 ==============  ==========================  =====================================  =====================================
 
+gloo is a ring in reductions, and a mesh in all else, but for a broadcast inside a host: `backends.meshed`.
+
 Between hosts of which one has several ranks, the mesh goes host by host: `backends.tcp.by_host` has the bytes. What
 goes on inside the hosts happens meanwhile.
 
@@ -22,23 +24,33 @@ goes on inside the hosts happens meanwhile.
 Yuan: "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009. The ranks of one host share its link
 to other hosts: what they send at the same time takes as long as if one of them sent all of it. The model assumes that a
 binomial tree enters each host once; that is exact where hosts hold equal powers of two of consecutive ranks.
+
+Links between hosts may differ (`Paths`): a ring goes at the speed of its slowest link, a level of a tree too, and a
+chain takes one after the other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from raycollect.core.model import OpKind
-from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology
+from raycollect.planner.topology import BETWEEN, INSIDE, Link, Topology, slowest
 
 MESSAGE_S = 3e-6
 """What a message of any size costs the process that sends or receives it."""
 
 EXCHANGE_S = 1e-3
 """How long a launch takes to begin where arrivals go through the controller or rank 0."""
+
+
+CONTENTION = 1.2
+"""How much longer an exchange takes where ranks share the link of their host: many flows at once overrun its queue.
+
+Measured at 200 Mbit/s to 2 Gbit/s, with queues of 20 ms: 1.1 to 1.4.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,32 @@ def beside(costs: Iterable[tuple[Cost, int]]) -> Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """Links between hosts that differ, as algorithms go over them; hosts are in the order of their lowest ranks."""
+
+    ring: Link  # the slowest one between a host and its successor
+    chain: tuple[Link, ...]  # between each host and its successor, but for the last one
+    tree: tuple[Link, ...]  # the slowest one of each level of a binomial tree from the root's host
+
+    @classmethod
+    def of(cls, topology: Topology, root: int) -> Paths | None:
+        """The paths of a topology; None where its links are all the same."""
+        if topology.pairs is None:
+            return None
+        count, link = topology.pairs.hosts, topology.pairs.of
+        chain = tuple(link(at, at + 1) for at in range(count - 1))
+        first = topology.hosts[root]
+        levels = [
+            [
+                link((first + at) % count, (first + at + (1 << level)) % count)
+                for at in range(min(1 << level, count - (1 << level)))
+            ]
+            for level in range(depth(count))
+        ]
+        return cls(ring=slowest((*chain, link(count - 1, 0))), chain=chain, tree=tuple(map(slowest, levels)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How many ranks are on how many hosts: all that costs depend on."""
 
@@ -107,6 +145,7 @@ class Layout:
     rank_order: bool = False  # whether reductions are folded in rank order, whatever hosts the ranks are on
     inside: Link = INSIDE
     between: Link = BETWEEN
+    paths: Paths | None = None  # the links between hosts, where they differ
 
     @classmethod
     def of(cls, topology: Topology, root: int = -1, *, rank_order: bool = False) -> Layout:
@@ -121,6 +160,7 @@ class Layout:
             rank_order=rank_order,
             inside=topology.inside,
             between=topology.between,
+            paths=Paths.of(topology, max(root, 0)),
         )
 
     @classmethod
@@ -159,13 +199,32 @@ class Layout:
         """The slowest link."""
         return self.between if self.host_count > 1 else self.inside
 
+    @property
+    def ring(self) -> Link:
+        """The slowest link of a ring over all ranks."""
+        return self.farthest if self.paths is None else self.paths.ring
+
+    @property
+    def chain(self) -> tuple[Link, ...]:
+        """The links of a chain over the hosts."""
+        return (self.between,) * (self.host_count - 1) if self.paths is None else self.paths.chain
+
+    @property
+    def tree(self) -> tuple[Link, ...]:
+        """The slowest links of the levels of a binomial tree over the hosts."""
+        return (self.between,) * depth(self.host_count) if self.paths is None else self.paths.tree
+
     def one_host(self, ranks: int) -> Layout:
         """The layout of some ranks of one of these hosts."""
         return Layout.uniform(1, ranks, self.inside, self.between)
 
-    def apart(self, hosts: int) -> Layout:
-        """The layout of one rank on each of some of these hosts."""
-        return Layout.uniform(hosts, 1, self.inside, self.between)
+    def apart(self) -> Layout:
+        """The layout of one rank on each of these hosts."""
+        return replace(Layout.uniform(self.host_count, 1, self.inside, self.between), paths=self.paths)
+
+    def pair(self, link: Link) -> Layout:
+        """The layout of two ranks with a link."""
+        return Layout.uniform(2, 1, self.inside, link)
 
 
 def depth(count: int) -> int:
@@ -187,7 +246,7 @@ def _shared_memory(by_rank: Callable[[int], float], in_all: Callable[[int], floa
 def _all_to_all(share: float, layout: Layout) -> Cost:
     """Every rank sends a share to every other one, all at once."""
     world = layout.world
-    busiest = max(size * (world - size) for size, _ in layout.sizes)
+    busiest = max(size * (world - size) for size, _ in layout.sizes) * (CONTENTION if layout.largest > 1 else 1)
     line = Line(
         layout.farthest.latency_s + (world - 1) * MESSAGE_S,
         share * max((layout.largest - 1) / layout.inside.bandwidth, busiest / layout.between.bandwidth),
@@ -209,18 +268,15 @@ def _at_root(share: float, layout: Layout) -> Cost:
 def _ring(share: float, rounds: int, layout: Layout) -> Cost:
     """Every rank sends to its successor, round after round; a share in all."""
     world = layout.world
-    link, beside_ = layout.farthest, max(1.0, layout.crossings / layout.host_count)
+    link, beside_ = layout.ring, max(1.0, layout.crossings / layout.host_count)
     line = Line(rounds * (link.latency_s + MESSAGE_S), share * beside_ / link.bandwidth)
     return Cost(line=line, inside=(world - layout.crossings) * share, between=layout.crossings * share)
 
 
 def _tree(layout: Layout) -> Cost:
     """A binomial tree over the hosts, then one inside each."""
-    hops = (
-        Line(link.latency_s + MESSAGE_S, 1 / link.bandwidth)
-        for link, count in ((layout.between, depth(layout.host_count)), (layout.inside, depth(layout.largest)))
-        for _ in range(count)
-    )
+    links = (*layout.tree, *(layout.inside,) * depth(layout.largest))
+    hops = (Line(link.latency_s + MESSAGE_S, 1 / link.bandwidth) for link in links)
     return Cost(line=sum(hops, Line()), inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
@@ -238,7 +294,7 @@ def _mesh_reduce(layout: Layout) -> Cost:
 
 
 def _mesh_broadcast(layout: Layout) -> Cost:
-    """A slice to each other rank, which sends it on to all but the root."""
+    """A slice to each other rank, which sends it on to all but the root; meanwhile the next chunk comes."""
     world = layout.world
     if world <= 2:
         return _at_root(1, layout)
@@ -246,7 +302,8 @@ def _mesh_broadcast(layout: Layout) -> Cost:
     first, on = _at_root(share, layout), _all_to_all(share, layout)
     # Everybody sends to everybody, the root before the others; only to the root nobody does.
     inside, between = on.inside - first.inside, on.between - first.between
-    return Cost(line=first.line + on.line, inside=inside, between=between)
+    line = Line(first.line.fixed_s + on.line.fixed_s, max(first.line.per_byte_s, on.line.per_byte_s))
+    return Cost(line=line, inside=inside, between=between)
 
 
 def _host_by_host(
@@ -322,7 +379,18 @@ _RING: dict[OpKind, _Price] = _DIRECT | {
     OpKind.ALLGATHER: lambda at: _ring(at.world - 1, at.world - 1, at),
 }
 
-_FAMILIES: dict[str, dict[OpKind, _Price]] = {"local": _SHARED, "shm": _SHARED, "tcp": _MESH}
+_GLOO: dict[OpKind, _Price] = _RING | {
+    OpKind.BROADCAST: lambda at: (_mesh_broadcast if at.host_count > 1 else _tree)(at),
+    OpKind.ALLGATHER: _MESH[OpKind.ALLGATHER],
+}
+
+_FAMILIES: dict[str, dict[OpKind, _Price]] = {
+    "local": _SHARED,
+    "shm": _SHARED,
+    "tcp": _MESH,
+    "gloo": _GLOO,
+    "torch:gloo": _GLOO | {OpKind.REDUCE: _mesh_reduce},
+}
 """Backend -> its costs; a backend that is not here is priced as a ring."""
 
 
@@ -336,8 +404,8 @@ def priced(kind: OpKind, backend: str, place: Topology | Layout) -> Cost:
     if layout.world == 1:
         return FREE
     family = _FAMILIES.get(backend, _RING)
-    goes_by_host = family is _MESH and 1 < layout.host_count < layout.world
-    if goes_by_host and kind in _BY_HOST and not (layout.rank_order and kind in _FOLDS):
+    goes_by_host = family not in (_SHARED, _RING) and 1 < layout.host_count < layout.world
+    if goes_by_host and kind in _BY_HOST and (kind not in _FOLDS or (family is _MESH and not layout.rank_order)):
         return _BY_HOST[kind](layout)
     return family[OpKind.SEND if kind is OpKind.RECV else kind](layout)
 

@@ -6,7 +6,7 @@ chooses algorithms.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -16,9 +16,23 @@ from raycollect.planner.algorithms import rivals
 from raycollect.planner.ir import Made, Plan, Source, Together
 from raycollect.planner.pricing import packing, price
 from raycollect.planner.render import html, step_html, step_text, text
-from raycollect.planner.report import Act, Bar, Brought, Lane, Memory, Methods, Moved, Report, Row, StepReport, Way
+from raycollect.planner.report import (
+    Act,
+    Bar,
+    Brought,
+    Lane,
+    LinkCost,
+    Memory,
+    Methods,
+    Moved,
+    Report,
+    Row,
+    StepReport,
+    Way,
+)
 from raycollect.planner.sizes import Infos, Sizes
 from raycollect.planner.template import NATIVE, Choice
+from raycollect.planner.topology import Topology
 from raycollect.planner.wording import acts, counted, nbytes_words, op_words, ranks_words, seconds_words
 
 
@@ -134,7 +148,26 @@ def explain(plan: Plan, given: Mapping[Source, Infos], first: int = 0) -> Explan
         time_s=max((lane.bars[-1].ends_s for lane in lanes), default=0.0),
         nbytes_inside=sum(row.way.nbytes_inside for row in rows),
         nbytes_between=sum(row.way.nbytes_between for row in rows),
+        links=tuple(dict.fromkeys(link for roster in plan.rosters for link in _links(roster.topology))),
     )
+
+
+def _links(topology: Topology) -> Iterator[LinkCost]:
+    """What the links are taken to cost, as far as the topology has such."""
+    if len(set(topology.hosts)) < len(topology.hosts):
+        inside = topology.inside
+        yield LinkCost(place="inside", latency_s=inside.latency_s, bandwidth=inside.bandwidth, source=inside.source)
+    if topology.host_count > 1:
+        between, slowest = topology.between, ""
+        if topology.pairs is not None:
+            slowest = " and ".join(f"rank {topology.on(host)[0]}" for host in topology.pairs.slowest())
+        yield LinkCost(
+            place="between",
+            latency_s=between.latency_s,
+            bandwidth=between.bandwidth,
+            source=between.source,
+            slowest=slowest,
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -211,9 +244,10 @@ class _Bundle:
         """In which order a reduction is folded (P7)."""
         if not self.part.request.op:
             return ""
-        if self.roster.bitwise or (self.roster.spec.hosts and self.narrow):
+        by_host = not self.roster.spec.in_rank_order
+        if self.roster.bitwise or (by_host and self.narrow):
             return "the left fold in rank order"
-        return "the left fold over hosts, in rank order inside each" if self.roster.spec.hosts else "equal on all ranks"
+        return "the left fold over hosts, in rank order inside each" if by_host else "equal on all ranks"
 
     @cached_property
     def why(self) -> str:

@@ -59,13 +59,13 @@ def _chained(setting: Setting) -> Cost:
     folds = FREE
     for ranks, hosts in setting.layout.sizes:
         folds += _inside(setting, OpKind.REDUCE, ranks).times(hosts)
-    pair = setting.layout.apart(2)
-    hop = launch(setting.leaders, pair) + priced(OpKind.REDUCE, setting.leaders, pair)
-    return folds + hop.times(setting.layout.host_count - 1) + _over_leaders(setting, OpKind.BROADCAST)
+    for pair in map(setting.layout.pair, setting.layout.chain):
+        folds += launch(setting.leaders, pair) + priced(OpKind.REDUCE, setting.leaders, pair)
+    return folds + _over_leaders(setting, OpKind.BROADCAST)
 
 
 def _over_leaders(setting: Setting, kind: OpKind) -> Cost:
-    leaders = setting.layout.apart(setting.layout.host_count)
+    leaders = setting.layout.apart()
     return launch(setting.leaders, leaders) + priced(kind, setting.leaders, leaders)
 
 

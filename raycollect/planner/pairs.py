@@ -96,8 +96,9 @@ def _binomial(ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def tree_cost(setting: Setting) -> Cost:
     """The cost of a tree."""
     layout = setting.layout
-    line = _hops(setting, layout.apart(2), depth(layout.host_count))
-    line += _hops(setting, layout.one_host(2), depth(layout.largest))
+    line = _hops(setting, layout.one_host(2), depth(layout.largest))
+    for link in layout.tree:
+        line += _hops(setting, layout.pair(link), 1)
     return Cost(line=line, inside=layout.world - layout.host_count, between=layout.host_count - 1)
 
 
@@ -130,7 +131,7 @@ def ring_cost(setting: Setting) -> Cost:
     if world == 1:
         return FREE
     far = layout.host_count if layout.host_count > 1 else 0
-    pair = layout.apart(2) if far else layout.one_host(2)
+    pair = layout.pair(layout.ring) if far else layout.one_host(2)
     line = _hops(setting, pair, len(_phases(world)) * (world - 1))
     return Cost(line=line, inside=(world - far) * (world - 1), between=far * (world - 1))
 
@@ -154,7 +155,7 @@ def _alltoall(part: Part, writer: _StepWriter) -> None:
     landing = [len(one.buffers) if scratch(one) else one.dst for one in templates]
     for rank, one in enumerate(templates):
         writer.copy(rank, (one.src, rank), (one.dst, rank))
-    for at, low, high in _tournament(len(templates)):
+    for at, low, high in tournament(len(templates)):
         a, b = templates[low], templates[high]
         writer.send(at, low, (a.src, high), high, (landing[high], low))
         writer.send(at, high, (b.src, low), low, (a.dst, high))
@@ -162,8 +163,11 @@ def _alltoall(part: Part, writer: _StepWriter) -> None:
             writer.copy(high, (landing[high], low), (b.dst, low))
 
 
-def _tournament(world: int) -> Iterator[tuple[int, int, int]]:
-    """(round, lower, higher) for every pair, no rank twice in a round: the circle method."""
+def tournament(world: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (round, lower, higher) for every pair, in ascending rounds; none is in two pairs of a round.
+
+    (The circle method.)
+    """
     circle = world - 1 + world % 2
     for at in range(circle):
         for a in range(circle):
@@ -205,9 +209,9 @@ def pairwise_cost(setting: Setting) -> Cost:
     share = 1 if setting.kind is OpKind.GATHER else 1 / world
     if setting.kind is not OpKind.ALLTOALL:
         near, far = layout.root_size - 1, world - layout.root_size
-        line = _hops(setting, layout.one_host(2), near, share) + _hops(setting, layout.apart(2), far, share)
+        line = _hops(setting, layout.one_host(2), near, share) + _hops(setting, layout.pair(layout.between), far, share)
         return Cost(line=line, inside=near * share, between=far * share)
-    far_pair = layout.apart(2) if layout.host_count > 1 else layout.one_host(2)
+    far_pair = layout.pair(layout.between) if layout.host_count > 1 else layout.one_host(2)
     rounds = world - 1 + world % 2
     begun = launch(setting.backend, far_pair) + priced(OpKind.SEND, setting.backend, far_pair).times(2)
     busiest = max(ranks * (world - ranks) for ranks, _ in layout.sizes)

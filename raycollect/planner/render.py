@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from raycollect.core.html import Markup, across, block, folded, line, lines, pairs, table
 from raycollect.planner.picture import course, traffic
-from raycollect.planner.report import Invoked, Memory, Methods, Report, Row, StepReport
+from raycollect.planner.report import Invoked, LinkCost, Memory, Methods, Report, Row, StepReport
 from raycollect.planner.wording import (
     clipped,
     columns,
@@ -270,8 +270,14 @@ def _stage_totals(report: Report) -> list[tuple[str, str]]:
         ("packing on a rank", f"{nbytes_words(memory.packing)}, of {nbytes_words(report.staging)} allowed"),
         *_stand_ins(memory),
         ("chunks, at most", _chunks(memory)),
+        *((f"a link {one.place} hosts", _link(one)) for one in report.links),
         ("time", f"{seconds_words(report.time_s)} after the door"),
     ]
+
+
+def _link(cost: LinkCost) -> str:
+    slowest = f"; the slowest is between those of {cost.slowest}" if cost.slowest else ""
+    return f"{seconds_words(cost.latency_s)} and {cost.bandwidth / 1e9:.3g} GB/s, {cost.source}{slowest}"
 
 
 def _step_totals(report: StepReport) -> list[tuple[str, str]]:

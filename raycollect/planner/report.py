@@ -132,6 +132,17 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkCost:
+    """What links are taken to cost; see `raycollect.planner.Link`."""
+
+    place: str  # "inside": between ranks of one host; "between": between hosts, in an exchange of all with all
+    latency_s: float
+    bandwidth: float  # in bytes per second
+    source: str  # "assumed", "measured", "from the file"
+    slowest: str = ""  # of links that were measured one by one, which one is the slowest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """The most memory that a participant needs beyond the operands, in bytes."""
 
@@ -158,6 +169,7 @@ class Report:
     time_s: float  # the time of all calls after the agreement, in seconds
     nbytes_inside: int  # the bytes moved inside hosts, by all ranks together
     nbytes_between: int  # the same between hosts
+    links: tuple[LinkCost, ...]  # what the links are taken to cost, and where the numbers are from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PORT = 6379
 ASK = "\x01ask "
 
-ASKED = ("counters", "cut", "heal", "lose", "find", "cut_link", "heal_link", "signal", "start_node")
+ASKED = ("counters", "cut", "heal", "lose", "find", "cut_link", "heal_link", "signal", "start_node", "shape")
 """What a driver may ask for."""
 
 _START_S = 120.0

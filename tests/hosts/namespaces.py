@@ -154,6 +154,12 @@ class Namespaces:
         """For each host, the bytes that its link has (sent, received); what stays inside a host does not count."""
         return [_counters(self._inits[host]) for host in self.numbers]
 
+    def shape(self, host: int, rate: str) -> None:
+        """Gives the link of a host a bandwidth in both directions, as `tc` writes it."""
+        for place, device in ((0, f"port{host}"), (host, "eth0")):
+            shape = ["root", "tbf", "rate", rate, "burst", _BURST, "latency", _QUEUE]
+            self.run(place, ["tc", "qdisc", "replace", "dev", device, *shape])
+
     def cut(self, host: int) -> None:
         """Pulls the cable of a host."""
         self._ip(0, "link", "set", f"port{host}", "down")
@@ -213,9 +219,7 @@ class Namespaces:
         self._ip(host, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
         self._ip(host, "link", "set", "eth0", "up")
         if self._rate:
-            for place, device in ((0, port), (host, "eth0")):
-                shape = ["root", "tbf", "rate", self._rate, "burst", _BURST, "latency", _QUEUE]
-                self.run(place, ["tc", "qdisc", "replace", "dev", device, *shape])
+            self.shape(host, self._rate)
 
     def _start(self, script: str, kinds: Sequence[str], given: str = "") -> None:
         is_switch = "--fork" not in kinds

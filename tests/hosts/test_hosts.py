@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(400)
 
 
 def test_every_way_of_calling_gives_the_same_bits_and_links_carry_the_minimum(play):
-    play("bits", "minimum")
+    play("bits", "minimum", "links")
 
 
 def test_a_cut_link_is_named_and_its_group_works_on_once_it_is_whole(play):
@@ -34,23 +34,29 @@ def test_every_call_of_members(play):
 
 
 @pytest.mark.full
-def test_a_cable_that_is_pulled_for_a_moment_is_not_noticed(play):
-    play("healed")
+def test_cuts_of_five_seconds_are_not_noticed(play):
+    play("heals", "heals_in_plan", "link_heals", "one_way_heals_in_plan")
 
 
 @pytest.mark.full
 def test_a_link_that_is_cut_in_a_kernel_or_in_one_direction_is_named(play):
-    play("in_kernel", "one_way")
+    play("link_in_plan", "one_way", "one_way_in_plan")
 
 
 @pytest.mark.full
 def test_gloo_names_a_cut_link_too(play):
-    play("gloo_link")
+    play("link_of_gloo")
 
 
 @pytest.mark.full
 def test_a_host_that_is_back_after_25_seconds_takes_part_again(play):
-    play("cut_before")
+    play("host", "host_in_plan")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["host_for_a_minute", "after"])
+def test_a_host_that_is_back_after_a_minute_takes_part_again(play, name):
+    play(name)
 
 
 @pytest.mark.full
@@ -59,13 +65,19 @@ def test_a_silent_host_is_told_in_time(play):
 
 
 @pytest.mark.full
-def test_a_host_without_raylet_is_named():
-    """It has a cluster of its own: the node does not come back."""
+def test_a_raylet_that_is_stopped_for_a_while_holds_up_no_call(play):
+    play("paused")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["raylet", "head"])
+def test_what_ray_runs_on_a_host_is_gone(name):
+    """It has a cluster of its own, which is not whole again."""
     if objection():
         pytest.skip(objection())
     with Cluster(3) as cluster:
-        printed = cluster.driver([sys.executable, "-m", "tests.hosts.programs", "raylet"])
-        assert "raylet: done" in printed, printed
+        printed = cluster.driver([sys.executable, "-m", "tests.hosts.programs", name])
+        assert f"{name}: done" in printed, printed
 
 
 # ------------------------------------------------------------------------------------------ the tool

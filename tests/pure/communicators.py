@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -177,8 +178,9 @@ class ThreadTeam(Team):
 class ProcessTeam(Team):
     """Ranks in worker processes; rendezvous and exchange stay here and are reached over the workers' pipes."""
 
-    def __init__(self, backend: str, world_size: int, workers: Sequence[Worker]) -> None:
+    def __init__(self, backend: str, world_size: int, workers: Sequence[Worker], hosts: tuple[int, ...] = ()) -> None:
         super().__init__(backend, world_size)
+        self.spec = replace(self.spec, hosts=hosts)
         self.workers = workers[:world_size]
         self.exchanges = [MemoryExchange(self.server, rank) for rank in self.everyone]
         self.must(_join, self.spec)

@@ -60,15 +60,18 @@ _FLOWS: dict[str, dict[OpKind, Callable[[int, int], list[Flow]]]] = {
     | {
         OpKind.ALLREDUCE: lambda w, root: _around(w, 2 * (w - 1) / w),
         OpKind.REDUCE: lambda w, root: _around(w, (w - 1) / w) + _to_root(w, root, 1 / w),
-        OpKind.ALLGATHER: lambda w, root: _around(w, w - 1),
-        OpKind.BROADCAST: _binomial,
+        OpKind.BROADCAST: _spread,  # between hosts
     },
+}
+_FLOWS["library"] = _FLOWS["gloo"] | {
+    OpKind.ALLGATHER: lambda w, root: _around(w, w - 1),
+    OpKind.BROADCAST: _binomial,
 }
 
 
 def flows(kind: OpKind, backend: str, world: int, root: int) -> list[Flow]:
     """Who sends how much to whom in one kernel."""
-    return _FLOWS.get(backend, _FLOWS["gloo"])[kind](world, root)
+    return _FLOWS.get(backend, _FLOWS["library"])[kind](world, root)
 
 
 def _split(found: Iterator[Flow], hosts: Sequence[int]) -> tuple[float, float]:

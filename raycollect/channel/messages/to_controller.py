@@ -23,10 +23,11 @@ class Refused(Message):
 
 @message
 class Joined(Message):
-    """Answers `Join`."""
+    """Answers `Join`; `links` are (other rank, latency in seconds, bytes per second)."""
 
     request: int
     error: Error | None = None
+    links: tuple[tuple[float, ...], ...] = ()
 
 
 @message

@@ -9,12 +9,16 @@ from raycollect.channel.messages.codec import Message, message
 
 @message
 class Join(Message):
-    """Become `rank` of a group; answered by `Joined` with the same `request`."""
+    """Become `rank` of a group; answered by `Joined` with the same `request`.
+
+    `probe` asks for the links to other ranks: by turn, a rank or -1 (`Probing`).
+    """
 
     request: int
     group: dict[str, Any]
     rank: int
     members: list[dict[str, Any]]
+    probe: tuple[int, ...] = ()
 
 
 @message

@@ -42,14 +42,14 @@ CHUNK_NBYTES = 32 << 10
 class HostsTeam(Team):
     """Ranks in threads, on hosts by their numbers."""
 
-    def __init__(self, hosts: tuple[int, ...], *options: tuple[str, Any]) -> None:
-        super().__init__("tcp", len(hosts))
+    def __init__(self, hosts: tuple[int, ...], *options: tuple[str, Any], backend: str = "tcp") -> None:
+        super().__init__(backend, len(hosts))
         self.spec = replace(self.spec, hosts=hosts, options=options)
         joins = [self._threads.submit(self._join, rank) for rank in self.everyone]
         self.communicators = [join.result() for join in joins]
 
     def _join(self, rank: int) -> tcp.TcpCommunicator:
-        return tcp.create(self.spec, rank, self.rendezvous, MemoryExchange(self.server, rank))
+        return tcp.connect(self.spec, rank, self.rendezvous, "127.0.0.1")
 
     def _on(self, rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         try:
@@ -68,12 +68,12 @@ def team_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., HostsTeam
     """Makes teams with small chunks, so that small arrays take several."""
     made: list[HostsTeam] = []
 
-    def make(place: str, *options: tuple[str, Any]) -> HostsTeam:
+    def make(place: str, *options: tuple[str, Any], backend: str = "tcp") -> HostsTeam:
         for module in (_tcp_run, by_host):
             monkeypatch.setattr(module, "CHUNK_NBYTES", CHUNK_NBYTES)
         hosts = PLACES[place]
-        made.append(HostsTeam(hosts, *options))
-        if not options:
+        made.append(HostsTeam(hosts, *options, backend=backend))
+        if not made[-1].spec.in_rank_order:
             monkeypatch.setattr(conformance, "_folded", lambda *case: folded(hosts, *case))
         return made[-1]
 
@@ -139,6 +139,13 @@ def test_rank_order_is_kept_on_request(team_of, place):
     check_cases(team, cases)
 
 
+def test_beside_a_library_only_what_is_not_folded_goes_by_host(team_of):
+    """As `meshed` says: reductions are in rank order there."""
+    team = team_of("3 x 2", backend="gloo")
+    assert team.spec.in_rank_order
+    check_cases(team, [Case(kind=kind, dtype="float32", size=40_001, op=ReduceOp.SUM) for kind in REDUCTIONS])
+
+
 def test_bits_depend_on_the_members_only(team_of):
     """Neither on the chunk in which an element travels nor on the size of the array."""
     team = team_of("3 x 2")
@@ -158,10 +165,13 @@ MINIMUM = {
 """The bytes that the busiest host has to send, by those of the whole."""
 
 
-@pytest.mark.parametrize("kind", MINIMUM)
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [*(("tcp", kind) for kind in MINIMUM), ("gloo", OpKind.ALLGATHER), ("gloo", OpKind.BROADCAST)],
+)
 @pytest.mark.parametrize(("place", "hosts", "ranks"), [("3 x 2", 3, 2), ("2 x 3", 2, 3), ("in turn", 2, 2)])
-def test_a_host_sends_the_minimum(team_of, monkeypatch, kind, place, hosts, ranks):
-    team, places = team_of(place), PLACES[place]
+def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, hosts, ranks):
+    team, places = team_of(place, backend=backend), PLACES[place]
     sent, inside, lock = Counter[int](), 0, threading.Lock()
     send = Link.send
 
@@ -180,7 +190,7 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, kind, place, hosts, rank
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
     assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
     given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)
-    told = priced(kind, "tcp", Topology.of(places)).traffic(given)
+    told = priced(kind, backend, Topology.of(places)).traffic(given)
     assert sum(sent.values()) == pytest.approx(told[1], rel=0.001), "as the planner tells"
     assert inside == pytest.approx(told[0], rel=0.2 if kind is OpKind.REDUCE else 0.001)
 

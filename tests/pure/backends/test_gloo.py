@@ -104,6 +104,25 @@ def test_a_sum_of_float16_is_rounded_once(team: ProcessTeam) -> None:
     assert max(team.must(body_half_error, team.launch())) <= 0.5
 
 
+def body_broadcast(communicator: Communicator, launch: Launch) -> tuple[bool, float]:
+    """Whether a large broadcast goes by the library, and what came."""
+    array = np.full((MESH_UP_TO_NBYTES[-1][1] >> 3) + 1, communicator.rank, np.float64)
+    kernel = Kernel(kind=OpKind.BROADCAST, src=array, dst=array, peer=3)
+    assert isinstance(communicator, gloo.GlooCommunicator)
+    communicator.launch(launch, kernel)
+    return communicator._is_for_library(launch, kernel), float(array.min())
+
+
+@pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1), (0, 1, 2, 3)])
+def test_a_broadcast_between_hosts_is_not_left_to_the_tree_of_gloo(workers, hosts) -> None:
+    """Which sends most ranks their bytes from another host than their own."""
+    team = ProcessTeam("gloo", 4, workers, hosts=hosts)
+    try:
+        assert team.must(body_broadcast, team.launch()) == [(not hosts, 3.0)] * 4
+    finally:
+        team.close()
+
+
 # ------------------------------------------------------------------------------- memory
 
 

@@ -25,8 +25,8 @@ def value(rng: random.Random, hint: Any) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in args:
         return None if rng.random() < 0.3 else value(rng, args[0])
-    if origin is list:
-        return [value(rng, args[0]) for _ in range(rng.choice((0, 1, 2, 5)))]
+    if origin in (list, tuple):
+        return origin(value(rng, args[0]) for _ in range(rng.choice((0, 1, 2, 5))))
     if origin is dict:
         return {rng.choice(("type", "fields", "name", "x")): rng.choice((None, -1, "x", [], {})) for _ in range(3)}
     plain: dict[Any, Callable[[], Any]] = {

@@ -50,11 +50,28 @@ def test_the_kernel_tells_it_of_a_real_connection():
     assert sockets.silent_s(sock) == 0
 
 
-@pytest.mark.parametrize(("silent_s", "left_ms"), [(0.0, 10_000), (7.0, 3_000), (30.0, 1_000)])
-def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, left_ms):
-    sock = Silent(silent_s=silent_s, probes=2)
-    assert sockets.count_silence(sock) is (silent_s > 0)
+@pytest.mark.parametrize(
+    ("silent_s", "asked", "left_ms"),
+    [
+        (0.0, {}, 10_000),
+        (50.0, {}, 10_000),
+        (7.0, {"probes": 2}, 3_000),
+        (11.0, {"probes": 3}, 1_000),
+        (2.0, {"again": 3}, 8_000),
+        (50.0, {"again": 20}, 1_000),
+    ],
+)
+def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, asked, left_ms):
+    sock = Silent(silent_s=silent_s, **asked)
+    assert sockets.count_silence(sock) is bool(asked)
     assert sock.options == {socket.TCP_USER_TIMEOUT: left_ms}
+
+
+def test_a_time_in_which_nobody_asked_hardly_counts():
+    """Else a question shortly after a cut would leave it no time to heal."""
+    sock = Silent(silent_s=9.0, again=2)
+    assert sockets.count_silence(sock)
+    assert sock.options == {socket.TCP_USER_TIMEOUT: 6_400}
 
 
 def test_links_without_acknowledgements_are_named_once(monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from raycollect.core.model import OpKind, ReduceOp
 from raycollect.planner import BETWEEN, INSIDE, Cluster, Layout, Line, Link, Topology, native, predict
 from raycollect.planner.algorithms import envelope
-from raycollect.planner.cost import FREE, Cost, beside, launch, priced
+from raycollect.planner.cost import CONTENTION, FREE, Cost, beside, launch, priced
 from tests.pure.counting import counted
 
 CALM = settings(deadline=None)  # the machine's load is none of these tests' business
@@ -105,10 +105,12 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
     topology = Topology.of(places)
     for kind in COLLECTIVES:
         root = data.draw(st.integers(0, len(places) - 1))
-        if kind is OpKind.BROADCAST and backend != "tcp":
-            continue  # a tree, which see below
-        if backend == "tcp" and 1 < topology.host_count < len(places) and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
-            continue  # host by host: `test_by_host` counts it
+        is_tree = backend == "torch:nccl" or (backend == "gloo" and topology.host_count == 1)
+        if kind is OpKind.BROADCAST and is_tree:
+            continue  # which see below
+        by_host = backend != "torch:nccl" and 1 < topology.host_count < len(places)
+        if by_host and kind in (OpKind.BROADCAST, OpKind.ALLGATHER):
+            continue  # `test_by_host` counts it
         cost = priced(kind, backend, Layout.of(topology, root, rank_order=True))
         inside, between = counted(kind, backend, topology.hosts, root)
         assert (cost.inside, cost.between) == pytest.approx((inside, between))
@@ -118,12 +120,20 @@ def test_the_bytes_of_kernels_are_those_counted_pair_by_pair(
 @pytest.mark.parametrize("hosts", [1, 2, 3, 5])
 def test_a_broadcast_by_tree_enters_each_host_once(hosts: int, ranks: int) -> None:
     layout = Layout.uniform(hosts, ranks)
-    cost = priced(OpKind.BROADCAST, "gloo", layout)
-    assert counted(OpKind.BROADCAST, "gloo", [rank // ranks for rank in range(hosts * ranks)], 0) == (
+    cost = priced(OpKind.BROADCAST, "torch:nccl", layout)
+    assert counted(OpKind.BROADCAST, "torch:nccl", [rank // ranks for rank in range(hosts * ranks)], 0) == (
         cost.inside,
         cost.between,
     )
     assert cost.between == hosts - 1
+
+
+@pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
+def test_a_broadcast_of_gloo_enters_each_host_once_too(backend: str) -> None:
+    """Its own tree has the ranks of a host get it from another one: 4 times over these links."""
+    cost = priced(OpKind.BROADCAST, backend, Layout.uniform(3, 2))
+    assert cost == priced(OpKind.BROADCAST, "tcp", Layout.uniform(3, 2))
+    assert (cost.inside, cost.between) == (3, 2)
 
 
 @pytest.mark.parametrize("world", range(1, 9))
@@ -156,13 +166,46 @@ def test_ranks_of_one_host_share_the_link_between_hosts() -> None:
     """Two hosts: all that each rank of one has for the ranks of the other goes over one link."""
     for ranks in (1, 2, 4, 8):
         line = native(OpKind.ALLTOALL, "tcp", Layout.uniform(2, ranks))
-        assert line.per_byte_s == pytest.approx(ranks / 2 / BETWEEN.bandwidth)
+        contention = CONTENTION if ranks > 1 else 1
+        assert line.per_byte_s == pytest.approx(ranks / 2 * contention / BETWEEN.bandwidth)
 
 
 def test_a_topology_may_stand_for_its_layout() -> None:
     topology = Topology.of("aabbb", inside=Link(latency_s=1e-6, bandwidth=1e9))
     for kind in COLLECTIVES:
         assert native(kind, "tcp", topology) == native(kind, "tcp", Layout.of(topology))
+
+
+def on_links(places: str, *slow: tuple[int, int]) -> Layout:
+    """Ranks on hosts whose links are as by default, but for slow ones of a tenth of that."""
+    link = Link(latency_s=BETWEEN.latency_s, bandwidth=BETWEEN.bandwidth / 10)
+    return Layout.of(Topology.of(places).on_links(dict.fromkeys(slow, link) or {(0, 1): BETWEEN}))
+
+
+def test_links_that_are_alike_cost_what_one_link_for_all_costs() -> None:
+    for places in ("aabbcc", "abcd", "aab"):
+        for backend in ("tcp", "gloo", "torch:nccl"):
+            for kind in COLLECTIVES:
+                assert priced(kind, backend, on_links(places)) == priced(kind, backend, Topology.of(places))
+
+
+def test_each_algorithm_is_as_slow_as_the_links_that_it_takes() -> None:
+    """Four hosts: a ring goes 0-1-2-3-0, a tree 0-1, then 0-2 and 1-3, a chain 0-1-2-3; a mesh all."""
+    plain = on_links("aabbccdd")
+    ring, chain, tree = on_links("aabbccdd", (0, 3)), on_links("aabbccdd", (1, 2)), on_links("aabbccdd", (1, 3))
+    assert [one.ring.bandwidth < BETWEEN.bandwidth for one in (plain, ring, chain, tree)] == [False, True, True, False]
+    assert [min(one.chain, key=lambda link: link.bandwidth).bandwidth < BETWEEN.bandwidth for one in (ring, chain)] == [
+        False,
+        True,
+    ]
+    assert [link.bandwidth < BETWEEN.bandwidth for link in tree.tree] == [False, True]
+    assert [link.bandwidth < BETWEEN.bandwidth for link in ring.tree] == [False, False]
+    for kind, one in ((OpKind.ALLREDUCE, ring), (OpKind.BROADCAST, tree)):
+        assert native(kind, "torch:nccl", one).per_byte_s > native(kind, "torch:nccl", plain).per_byte_s
+        other = tree if one is ring else ring
+        assert native(kind, "torch:nccl", other) == native(kind, "torch:nccl", plain)
+    assert plain.between == BETWEEN
+    assert ring.between.bandwidth == pytest.approx(BETWEEN.bandwidth * 3 / 10), "a third of what a host sends"
 
 
 # ---------------------------------------------------------------------------------------------- predictions

@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401 - numpy knows bfloat16 by it
 import pytest
 
 from raycollect.core.model import OpKind, ReduceOp
-from raycollect.planner import Made, Request, plan
+from raycollect.planner import Link, Made, Request, plan
 from raycollect.planner.explain import explain, explain_step
 from raycollect.planner.render import MOST_ACTORS, MOST_ACTS
 from tests.pure.planner.explained import (
@@ -211,9 +211,23 @@ def test_many_parts_of_ranks_are_counted():
     assert f"and {len(found.rows[0].acts) - MOST_ACTS} more parts" in found.explain()
 
 
+def test_what_links_cost_and_who_says_so_is_told():
+    there = roster([0, 0, 1, 1, 2])
+    slow = Link(latency_s=1e-3, bandwidth=1e7, source="measured")
+    fast = replace(slow, bandwidth=1e9)
+    there = replace(there, topology=there.topology.on_links({(0, 1): fast, (0, 2): fast, (1, 2): slow}))
+    inside, between = told([allreduce(there)], there, {"x": info(1)}).links
+    assert (inside.place, inside.source, inside.slowest) == ("inside", "assumed", "")
+    assert (between.place, between.source, between.slowest) == ("between", "measured", "rank 2 and rank 4")
+    shown = told([allreduce(there)], there, {"x": info(1)}).explain()
+    assert "1 ms and 0.02 GB/s, measured; the slowest is between those of rank 2 and rank 4" in shown
+    alone = roster([0, 1])
+    assert [one.place for one in told([allreduce(alone)], alone, {"x": info(1)}).links] == ["between"]
+
+
 def test_a_thousand_ranks_are_told_in_few_lines():
     there = roster([host for host in range(128) for _ in range(8)], backend="gloo", bitwise=False, inner=True)
-    shown = told([broadcast(there)], there, {"x": info(1 << 20)}).explain()
+    shown = told([allreduce(there)], there, {"x": info(1 << 20)}).explain()
     assert "0, 8, 16" in shown
     assert ", ...:" in shown
     assert len(shown.splitlines()) < 30

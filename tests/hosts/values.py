@@ -1,0 +1,181 @@
+"""What groups over three hosts compute, what their links carry and what these are taken to cost; see `programs`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+
+import numpy as np
+import ray
+
+import raycollect as col
+from raycollect.backends.tcp.probe import BURST_NBYTES
+from raycollect.core.model import RANK_ORDER
+from raycollect.driver.controller import Controller
+from raycollect.group import link_costs
+from raycollect.group.measured_links import MeasuredLinks
+from tests.hosts.cluster import outside
+from tests.ray.three_nodes import every_call
+from tests.ray.workers import Buffers
+
+PER_HOST = 2
+FAR = 1 << 21  # elements: enough that what else is on the links does not count
+
+Worker = ray.remote(num_cpus=0)(Buffers)
+
+
+def on(host: int):
+    """A worker on a host."""
+    return Worker.options(resources={f"host{host}": 0.1}).remote()
+
+
+def keep(workers, values):
+    """Refs to a value on each worker."""
+    return [w.make.remote(copied, value) for w, value in zip(workers, values, strict=True)]
+
+
+def copied(self, value):
+    return [one.copy() for one in value] if isinstance(value, list) else value.copy()
+
+
+def fill(workers, size, *, pieces=False):
+    """Refs to different values on each worker; second, the values."""
+    values = [np.random.default_rng(rank).uniform(0.5, 1.5, size).astype(np.float32) for rank in range(len(workers))]
+    given = [list(value.reshape(len(workers), -1)) if pieces else value for value in values]
+    return keep(workers, given), values
+
+
+def buffers(workers):
+    """Refs to a small tensor of each worker, always the same."""
+    return [w.get_buffer.remote() for w in workers]
+
+
+def by_host(parts):
+    """The left fold over hosts of those inside each."""
+    inside = [functools.reduce(np.add, parts[at : at + PER_HOST]) for at in range(0, len(parts), PER_HOST)]
+    return functools.reduce(np.add, inside)
+
+
+def same(refs, expected):
+    """All refs hold that, bit for bit."""
+    for found in col.get(refs):
+        np.testing.assert_array_equal(found, expected)
+
+
+# ------------------------------------------------------------------------------------------ what comes out
+
+
+def bits(workers):
+    """Every way of calling gives the same bits: the fold host by host; on request, that in rank order."""
+    group = col.declare_collective_group(workers)
+    assert group.backend == "tcp", group.backend
+    for size in (100, 100_002):
+        refs, values = fill(workers, size)
+        total = by_host(values)
+        same(col.allreduce_refs(refs, inplace=False), total)
+        with col.batch():
+            made = [col.allreduce_refs(refs, inplace=False) for _ in range(3)]
+        for one in made:
+            same(one, total)
+        with col.capture() as step:
+            step.returns(col.allreduce_refs(refs, inplace=False))
+        for _ in range(4):
+            for found in step.run():
+                np.testing.assert_array_equal(found, total)
+        step.close()
+        found = ray.get([w.call.remote(member_sum, v) for w, v in zip(workers, values, strict=True)])
+        for one in found:
+            np.testing.assert_array_equal(one, total)
+    (row,) = col.plan(col.allreduce_refs, refs).rows
+    assert "over hosts" in row.bits, row.bits
+    group.destroy()
+    col.declare_collective_group(workers, pg_options=dict([RANK_ORDER]))
+    same(col.allreduce_refs(refs, inplace=False), functools.reduce(np.add, values))
+    (row,) = col.plan(col.allreduce_refs, refs).rows
+    assert row.bits == "the left fold in rank order", row.bits
+    col.destroy_collective_group()
+
+
+def member_sum(self, value):
+    found = value.copy()
+    col.allreduce(found)
+    return found
+
+
+def calls(workers):
+    """The members' own calls, by the driver's group and by one of gloo that they make."""
+    trio = [workers[0], workers[2], workers[1]]
+    col.declare_collective_group(trio)
+    ray.get([actor.call.remote(every_call) for actor in trio])
+    col.destroy_collective_group()
+
+
+def minimum(workers):
+    """No link carries more than 3 % above the fewest bytes possible."""
+    col.declare_collective_group(workers)
+    hosts, world, nbytes = 3, len(workers), 4 * FAR * 3
+    refs, _ = fill(workers, 3 * FAR)
+    pieces, _ = fill(workers, 3 * FAR, pieces=True)
+    others, _ = fill(workers, 3 * FAR, pieces=True)
+    scattered = col.reducescatter_refs(None, pieces)
+    gathered = col.allgather_refs(None, scattered)
+    least = {
+        "allreduce": (lambda: col.allreduce_refs(refs), 2 * (hosts - 1) / hosts),
+        "reduce": (lambda: col.reduce_refs(refs), 1),
+        "broadcast": (lambda: col.broadcast_refs(refs), 1),
+        "reducescatter": (lambda: col.reducescatter_refs(scattered, pieces), (hosts - 1) / hosts),
+        "allgather": (lambda: col.allgather_refs(gathered, scattered), PER_HOST * (hosts - 1) / world),
+        "alltoall": (lambda: col.alltoall_refs(others, pieces), PER_HOST * (world - PER_HOST) / world),
+    }
+    for name, (run, share) in least.items():
+        sends_little(name, run, share * nbytes)
+    col.destroy_collective_group()
+    col.declare_collective_group(workers, backend="gloo")
+    for name in ("broadcast", "allgather"):  # what is not left to the library
+        run, share = least[name]
+        sends_little(f"{name} on gloo", run, share * nbytes)
+    col.destroy_collective_group()
+
+
+def sends_little(name, run, least):
+    run()  # so that nothing is formed or learned any more
+    before = outside("counters")
+    run()
+    sent = [new[0] - old[0] for old, new in zip(before, outside("counters"), strict=True)]
+    print(f"{name}: {[f'{one / 1e6:.2f}' for one in sent]} MB by host, the least is {least / 1e6:.2f}")
+    assert max(sent) < 1.03 * least, name
+
+
+def links(workers):
+    """What the links cost is measured once for each pair of hosts, also for other controllers, and told."""
+    group = col.declare_collective_group(workers)
+    refs = buffers(workers)
+    first = _between(refs)
+    assert first.source == "measured", first
+    assert first.bandwidth < 1.5 * 125e6, "no link carries more, but for what a burst hides"
+    group.destroy()
+    before = outside("counters")
+    col.declare_collective_group(list(reversed(workers)))
+    sent = [new[0] - old[0] for old, new in zip(before, outside("counters"), strict=True)]
+    assert max(sent) < BURST_NBYTES, "nothing is measured again"
+    second = _between(refs)
+    assert (second.latency_s, second.bandwidth) == (first.latency_s, first.bandwidth), second
+    membership = Controller.current().groups.named("default")
+    assert len(MeasuredLinks().of(membership)) == 3, "in the cluster's store"
+    os.environ["RAYCOLLECT_COSTS"] = tempfile.mkstemp()[1]
+    link_costs.write(os.environ["RAYCOLLECT_COSTS"], [link_costs.given(latency_s=1.0, bandwidth=2.0)])
+    col.destroy_collective_group()
+    col.declare_collective_group(workers)
+    told = _between(refs)
+    assert (told.latency_s, told.bandwidth, told.source) == (1.0, 2.0, "from the file")
+    del os.environ["RAYCOLLECT_COSTS"]
+
+
+def _between(refs):
+    (found,) = (one for one in col.plan(col.allreduce_refs, refs).links if one.place == "between")
+    print(found)
+    return found
+
+
+PROGRAMS = {one.__name__: one for one in (bits, calls, minimum, links)}
