@@ -165,3 +165,42 @@ def test_what_a_reshard_makes_is_an_operand_of_later_calls(actors):
         calls()
     for array in col.get(batch.refs[1]):
         np.testing.assert_array_equal(array, whole[:, :3] + whole[:, 3:])
+
+
+LAYERS = {f"{layer}.{name}": SRC["up"] for layer in range(2) for name in ("up", "down")}
+BY_PATTERN = {"*.up": DST["up"], "*": col.layout([6, 8], mesh={"dp": 3})}
+
+
+def test_layouts_go_by_patterns(actors):
+    workers = actors(Worker, 5)
+    spelt = {name: BY_PATTERN["*.up" if name.endswith("up") else "*"] for name in LAYERS}
+    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
+    expected = held_by(spelt, whole_tensors(LAYERS, 4))
+    check(col.reshard_refs(given, workers[2:], src=LAYERS, dst=BY_PATTERN), expected)
+    made = col.reshard_refs(given, workers[2:], src={"?.*": SRC["up"]}, dst=BY_PATTERN)  # the refs say the names
+    check(made, expected)
+    check(col.reshard_refs(given, made, src={"*": SRC["up"]}, dst=spelt), expected)
+    assert col.plan(col.reshard_refs, given, made, src={"*": SRC["up"]}, dst=BY_PATTERN).rows[0].op == "reshard"
+
+
+def test_tensors_that_no_pattern_matches_are_listed_and_nothing_moves(actors):
+    workers = actors(Worker, 5)
+    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
+    with pytest.raises(errors.LayoutError, match=r"without a layout of '0\.down', '1\.down'"):
+        col.reshard_refs(given, workers[2:], src=LAYERS, dst={"*.up": DST["up"]})
+    with pytest.raises(errors.LayoutError, match=r"without a layout of '0\.up', '1\.up'"):
+        col.reshard_refs(given, workers[2:], src={"*.down": SRC["up"]}, dst=BY_PATTERN)
+    with pytest.raises(errors.LayoutError, match="its wildcards"):
+        col.reshard_refs(given, workers[2:], src=LAYERS, dst=col.fused_layouts("w", {"*": DST["up"]}))
+
+
+def test_names_that_are_not_known_yet_have_to_be_spelt(actors):
+    workers = actors(Worker, 5)
+    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
+    with col.batch() as batch:
+        first = col.reshard_refs(given, workers[2:4], src=LAYERS, dst={"*": SRC["up"]})
+        with pytest.raises(errors.InvalidArgumentError, match="not known before the call"):
+            col.reshard_refs(first, workers[4:], src={"*": SRC["up"]}, dst={"*": SRC["up"]})
+        dst = dict.fromkeys(LAYERS, col.layout([6, 8], mesh={"dp": 1}))
+        col.reshard_refs(first, workers[4:], src={"*": SRC["up"]}, dst=dst)
+    check(batch.refs[1], {0: whole_tensors(LAYERS, 4)})
