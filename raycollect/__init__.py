@@ -104,6 +104,7 @@ if TYPE_CHECKING:
     from raycollect.planner.layout import fused_layouts as fused_layouts
     from raycollect.planner.layout import layout as layout
     from raycollect.pos.handle import Handle as Handle
+    from raycollect.pos.layouts import layout_of as layout_of
     from raycollect.pos.tensors import arena_statistics as arena_statistics
     from raycollect.pos.tensors import array as array
     from raycollect.pos.tensors import empty as empty
@@ -180,6 +181,7 @@ _HOMES: dict[str, str] = {
     "is_backend_available": "member.init",
     "is_group_initialized": "member.init",
     "layout": "planner.layout",
+    "layout_of": "pos.layouts",
     "mark_written": "member.runtime",
     "nccl_available": "member.init",
     "ones": "pos.tensors",

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raycollect.core.model import TENSOR, GroupLike, OpKind, Structure
+from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import held_values, operand_binding
 from raycollect.driver.call import Call
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
+from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
 from raycollect.errors import Violation
 from raycollect.group.membership import Membership
 from raycollect.planner import Reshard
 from raycollect.planner.layout import Layout
-from raycollect.planner.reshard import naming
+from raycollect.planner.reshard.request import Named
 
 __all__ = ["reshard_refs"]
 
@@ -29,8 +30,8 @@ def reshard_refs(
     dst_refs: Sequence[Any],
     group_name: GroupLike = "default",
     *,
-    src: Layouts,
-    dst: Layouts,
+    src: Layouts | None = None,
+    dst: Layouts | None = None,
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
@@ -51,9 +52,9 @@ def reshard_refs(
         src: The layout of what the sources hold; with dicts, of each tensor by name, or by a pattern as of `fnmatch`:
             ``"layers.*.up"``. An exact name comes before patterns, and of those the first that matches counts. Names
             that only `src` has stay where they are. Of a partial sum, the targets get the sum of the addends, added up
-            in their order.
+            in their order. With None, or where none of its patterns matches, DTensors of torch say it themselves.
         dst: The layout that the targets want, with the same shapes and dtypes. If it has patterns, they say it of each
-            tensor of `src`.
+            tensor of `src`. DTensors to be written say it themselves likewise.
         async_op: True: returns a `Work` at once.
         timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
 
@@ -63,8 +64,8 @@ def reshard_refs(
     Raises:
         LayoutError: The layouts do not fit each other, or the tensors do not fit them; has all holes, overlaps,
             differences and tensors without a layout. Nothing has moved.
-        CollectiveTimeoutError: A method that makes a source has not returned in time, and its tensors' names had to be
-            known, as `src` has patterns.
+        CollectiveTimeoutError: A method has not returned in time, and what it makes had to be known, as there are
+            patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
     return ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs).start(src, dst, async_op=async_op)
@@ -81,12 +82,12 @@ class ReshardCall(Call):
     def start(self, src: Any, dst: Any, *, async_op: bool) -> Any:
         """Sends the reshard, or records it."""
         self._check_async(async_op)
-        said = self._layouts("src", src), self._layouts("dst", dst)
+        sides = self._layouts("src", src), self._layouts("dst", dst)
         self._raise()
-        held, wanted = self._named(*said)
+        held, wanted = self._named(*sides)
         self._raise()
         given, taken = self._bound["src_refs"], self._bound["dst_refs"]
-        reshard = Reshard(tuple(held.items()), tuple(wanted.items()), tuple(given), tuple(taken))
+        reshard = Reshard(held, wanted, tuple(given), tuple(taken))
         request_list, membership = self._request_list, self._membership
         if self._batch is not None:
             self._batch.outermost.held.hold(self._controller, membership)
@@ -99,44 +100,35 @@ class ReshardCall(Call):
         request_list.add(asked, membership, results)
         return self._result(async_op)
 
-    def _layouts(self, name: str, given: Any) -> dict[str, Layout]:
+    def _layouts(self, name: str, given: Any) -> SideLayouts:
         named = {"": given} if isinstance(given, Layout) else given
+        if named is None:
+            return SideLayouts(name, None)
         if not isinstance(named, Mapping) or not all(isinstance(one, Layout) for one in named.values()):
-            self._wrong(name, given, "a Layout (see raycollect.layout), or a dict of Layouts by name or pattern")
-            return {}
-        found = {str(key): one for key, one in named.items()}
-        self._violations += naming.pattern_faults(name, found)
-        return found
+            expected = "a Layout (see raycollect.layout), a dict of Layouts by name or pattern, or None for DTensors"
+            self._wrong(name, given, expected)
+            return SideLayouts(name, {})
+        return SideLayouts(name, {str(key): one for key, one in named.items()})
 
-    def _named(self, src: dict[str, Layout], dst: dict[str, Layout]) -> tuple[dict[str, Layout], dict[str, Layout]]:
-        """The layouts by name alone: those of `src` by what its refs hold, those of `dst` by what `src` then has."""
-        found, missing = src, list[str]()
-        if naming.has_patterns(src):
-            held = self._held("src_refs")
-            if held is not None:
-                found, missing = naming.of_held(src, held)
-            elif naming.has_patterns(dst):
-                self._wrong("src", list(src), "names: it is not known before the call what these refs will hold")
-            else:
-                found, _ = naming.of_names(src, dst)
-        if missing:
-            self._violations.append(naming.unmatched("src", missing, src))
-        if naming.has_patterns(dst):
-            dst, missing = naming.of_names(dst, found)
-            if missing:
-                self._violations.append(naming.unmatched("dst", missing, dst))
-        return found, dst
+    def _named(self, src: SideLayouts, dst: SideLayouts) -> tuple[Named, Named]:
+        """The layouts by name alone."""
+        if src.is_open:
+            src.resolve_held(self._held("src_refs"), list(dst.layouts))
+        if dst.is_open:
+            dst.resolve(list(src.layouts), lambda: self._held("dst_refs"))
+        self._violations += (*src.violations, *dst.violations)
+        return tuple(src.layouts.items()), tuple(dst.layouts.items())
 
-    def _held(self, name: str) -> list[str] | None:
-        """The names of the tensors that the refs hold; None: a plan that is still to run makes some of them."""
+    def _held(self, name: str) -> list[HeldTensors] | None:
+        """The names and placements of the tensors that the refs hold; None where they are still to be made."""
         operands = self._bound[name]
-        if any(type(one.ref) is Pending for one in operands.values()):
+        if any(one.ref is None or type(one.ref) is Pending for one in operands.values()):
             return None
-        handles, violations = held_values.handles_of(
-            {rank: one.ref for rank, one in operands.items()}, self._limit_s, self.name, self._group_name
-        )
+        refs = {rank: one.ref for rank, one in operands.items()}
+        handles, violations = held_values.handles_of(refs, self._limit_s, self.name, self._group_name)
         self._violations += violations
-        return list(dict.fromkeys(key for one in handles.values() for key in _keys(one.structure)))
+        self._raise()
+        return [held_tensors(handles[rank]) for rank in operands]
 
     def _is_left_out(self, name: str, value: Any) -> bool:
         return False
@@ -154,10 +146,6 @@ class ReshardCall(Call):
             return bound
         self._violations += [_of(name, one) for one in bound]
         return {}
-
-
-def _keys(structure: Structure) -> tuple[str, ...]:
-    return ("",) if structure == TENSOR else tuple(str(name) for name in structure.names)
 
 
 def _of(name: str, violation: Violation) -> Violation:

@@ -20,6 +20,8 @@ from raycollect.pos import Container, Range
 class ReshardBuffers(TaskBuffers):
     """As `TaskBuffers`; what it gives and takes is checked against the layouts, not against the other ranks."""
 
+    _takes_dtensors = True
+
     def __init__(
         self,
         share: Share,

@@ -140,8 +140,10 @@ def test_wrong_arguments_are_named(actors):
     given, taken = keep(workers[:2], empty_of(SRC)), workers[2:]
     with pytest.raises(errors.LayoutError, match="number of ranks dst"):
         col.reshard_refs(given, taken, src=SRC, dst=DST)
-    with pytest.raises(errors.InvalidArgumentError, match="src is None"):
-        col.reshard_refs(given, taken, src=None, dst=DST)
+    with pytest.raises(errors.InvalidArgumentError, match="src is 3"):
+        col.reshard_refs(given, taken, src=3, dst=DST)
+    with pytest.raises(errors.LayoutError, match="src is without a layout of 'norm', 'up', 'qkv'"):
+        col.reshard_refs(given, taken, dst=DST)
     with pytest.raises(errors.DuplicateActorError):
         col.reshard_refs([given[0], given[0]], taken, src=SRC, dst=DST)
     with pytest.raises(errors.MissingMemberError, match="src_refs"):
@@ -199,7 +201,7 @@ def test_names_that_are_not_known_yet_have_to_be_spelt(actors):
     given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
     with col.batch() as batch:
         first = col.reshard_refs(given, workers[2:4], src=LAYERS, dst={"*": SRC["up"]})
-        with pytest.raises(errors.InvalidArgumentError, match="not known before the call"):
+        with pytest.raises(errors.LayoutError, match="not known before the call"):
             col.reshard_refs(first, workers[4:], src={"*": SRC["up"]}, dst={"*": SRC["up"]})
         dst = dict.fromkeys(LAYERS, col.layout([6, 8], mesh={"dp": 1}))
         col.reshard_refs(first, workers[4:], src={"*": SRC["up"]}, dst=dst)
