@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from raycollect.core.model import TENSOR
 from raycollect.core.placement import Placement
-from raycollect.errors import Violation
+from raycollect.errors import Violation, wrong_layout
 from raycollect.planner.dtensors import layout_of_side
 from raycollect.planner.layout import Layout
 from raycollect.planner.reshard import naming
@@ -86,7 +86,7 @@ class SideLayouts:
     def _unknown(self) -> None:
         what = f"patterns alone, {list(self._said)}" if self._said else "None"
         expected = f"layouts by name: it is not known before the call what {self._side}_refs will hold"
-        self.violations.append(Violation(kind="layout", field=self._side, found=what, expected=expected))
+        self.violations.append(wrong_layout(self._side, what, expected))
 
 
 def _keys(held: Sequence[HeldTensors]) -> list[str]:

@@ -12,6 +12,7 @@ from raycollect.backends import folds
 from raycollect.backends.arrays import Array, native
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
+from raycollect.planner.layout import Axes, unfolded
 from raycollect.planner.reshard.halves import Give, Half, Take, aligned
 
 Find = Callable[[int, bool], Array]
@@ -23,6 +24,13 @@ def box_of(array: Array, at: Point, size: Point) -> Array:
     place: Any = (*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)  # a view where there are none, too
     found: Array = array[place]
     return found
+
+
+def unfold(array: Array, axes: Axes) -> Array:
+    """The local tensor with the dimensions of the global one: a view, or a copy where its memory has no such view."""
+    if not axes:
+        return array
+    return array.transpose([d for group in axes for d, _ in group]).reshape(unfolded(axes, array.shape))
 
 
 class PackedBoxes:

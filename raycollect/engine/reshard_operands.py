@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
 from raycollect.core.model import Key, TensorInfo
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
-from raycollect.engine.packed_boxes import PackedBoxes, box_of
+from raycollect.engine.packed_boxes import PackedBoxes, box_of, unfold
 from raycollect.planner import Share, Step
 from raycollect.planner.reshard.halves import decode_half
-from raycollect.planner.reshard.held import faults_of, made_of, places_of
+from raycollect.planner.reshard.held import Fault, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
 
 
@@ -84,9 +86,19 @@ class ReshardBuffers(TaskBuffers):
             return None
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._half.dst if is_dst else self._half.src)
+        faults += [] if faults else self._gaps(found, is_dst=is_dst)
         for name, what, expected in faults:
             self.violate("layout", f"{name} of {'dst' if is_dst else 'src'}", what, expected, index)
         return None if faults else found
+
+    def _gaps(self, bound: Bound, *, is_dst: bool) -> Iterator[Fault]:
+        """Tensors whose memory has no view with the dimensions of the global tensor."""
+        tensors = self._half.dst if is_dst else self._half.src
+        for place, one in zip(places_of(bound.container.structure, tensors), tensors, strict=True):
+            array = bound.arrays[place]
+            if one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
+                found = f"with gaps, {array.strides} bytes apart"
+                yield f"tensor {one.key!r}", found, "without gaps, as its layout takes several of its dimensions as one"
 
     def _is_in_pieces(self, index: int) -> bool:
         return False
@@ -103,4 +115,4 @@ class ReshardBuffers(TaskBuffers):
         bound = self.buffers[template.dst if is_dst else template.src]
         assert bound is not None  # all have agreed
         found: Array = bound.arrays[places_of(bound.container.structure, tensors)[place]]
-        return found
+        return unfold(found, tensors[place].axes)

@@ -12,7 +12,7 @@ from itertools import product
 from math import prod
 
 from raycollect.core.placement import UNKNOWN, Cut, Placement
-from raycollect.errors import Violation
+from raycollect.errors import Violation, wrong_layout
 from raycollect.errors.text import listed
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
@@ -26,9 +26,9 @@ def fault_of(field: str, placement: Placement) -> Violation | None:
     """Why a DTensor has no layout, whoever else holds parts of it."""
     unknown = [one.kind for one in placement.cuts if one.dim == UNKNOWN]
     if unknown:
-        return _wrong(field, f"a DTensor with the placement {listed(unknown)}", _EXPECTED)
+        return wrong_layout(field, f"a DTensor with the placement {listed(unknown)}", _EXPECTED)
     if placement.dtype not in ITEMSIZES:
-        return _wrong(field, f"a DTensor of {placement.dtype}", f"one of {', '.join(ITEMSIZES)}")
+        return wrong_layout(field, f"a DTensor of {placement.dtype}", f"one of {', '.join(ITEMSIZES)}")
     return None
 
 
@@ -61,14 +61,16 @@ def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> La
     found = []
     for rank, one in enumerate(held):
         if one is None:
-            found.append(_wrong(field, f"no DTensor on rank {rank} of {side}", "one on all of its ranks, or on none"))
+            found.append(
+                wrong_layout(field, f"no DTensor on rank {rank} of {side}", "one on all of its ranks, or on none")
+            )
         elif replace(one, at=first.at) != first:
             expected = f"{_words(first)}, as on rank {held.index(first)}; or a layout in words for this tensor"
-            found.append(_wrong(field, f"a DTensor on {_words(one)} on rank {rank} of {side}", expected))
+            found.append(wrong_layout(field, f"a DTensor on {_words(one)} on rank {rank} of {side}", expected))
     places = [one.at for one in held if one is not None]
     if not found and sorted(places) != list(range(len(first.ranks))):
         expected = f"a mesh of the {len(held)} ranks that {side}_refs are, each once; or refs of all ranks of the mesh"
-        found.append(_wrong(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected))
+        found.append(wrong_layout(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected))
     return found or layout_of(first, places)
 
 
@@ -154,7 +156,3 @@ def _cut_words(cut: Cut) -> str:
     if cut.kind == "Shard":
         return f"Shard({cut.dim})"
     return f"_StridedShard({cut.dim}, split_factor={cut.factor})" if cut.kind == "_StridedShard" else f"{cut.kind}()"
-
-
-def _wrong(field: str, found: str, expected: str) -> Violation:
-    return Violation(kind="layout", field=field, found=found, expected=expected)

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from raycollect.core.model import GroupSpec, OpKind
+from raycollect.engine.packed_boxes import unfold
 from raycollect.planner import Request, Reshard, Roster, Topology
 from raycollect.planner.layout import Layout, Region, fused_layouts, layout
 from raycollect.planner.reshard.request import local_tensors
@@ -60,7 +61,9 @@ def held_by(side: Layouts, whole: Mapping[str, Any], seed: int = 0) -> dict[int,
         parts = [rng.integers(0, 5, one.shape).astype(one.dtype) for _ in range(one.regions.parts - 1)]
         parts.append((whole[name] - sum(parts)).astype(one.dtype) if parts else whole[name])
         for region in one.regions.rows:
-            _local(held[region.rank][one.key or name], region)[...] = parts[region.part][_slices(region)]
+            _local(unfold(held[region.rank][one.key or name], one.axes), region)[...] = parts[region.part][
+                _slices(region)
+            ]
     return held
 
 

@@ -110,7 +110,7 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
         return known[id(value)][1]
 
     def tensors(some: Sequence[LocalTensor]) -> Any:
-        return [(one.key, one.shape, one.dtype, one.itemsize, one.is_whole) for one in some]
+        return [(one.key, one.shape, one.dtype, one.itemsize, one.is_whole, one.axes) for one in some]
 
     found = {}
     for rank, half in halves.items():
@@ -144,6 +144,6 @@ def decode_half(data: bytes) -> Half:
 
 def _tensors(data: bytes) -> tuple[LocalTensor, ...]:
     return tuple(
-        LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole)
-        for key, shape, dtype, itemsize, is_whole in msgpack.unpackb(data, use_list=False)
+        LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole, axes=axes)
+        for key, shape, dtype, itemsize, is_whole, axes in msgpack.unpackb(data, use_list=False)
     )

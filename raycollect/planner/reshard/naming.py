@@ -13,7 +13,7 @@ from dataclasses import replace
 from fnmatch import translate
 from functools import lru_cache
 
-from raycollect.errors import Violation
+from raycollect.errors import Violation, wrong_layout
 from raycollect.errors.text import listed
 from raycollect.planner.layout import Layout
 
@@ -72,9 +72,7 @@ def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violati
     for name, one in layouts.items():
         if one.key and _wildcards(one.key) != _wildcards(name):
             found = f"in {one.key!r}"
-            yield Violation(
-                kind="layout", field=f"{side} of {name!r}", found=found, expected="a local tensor with its wildcards"
-            )
+            yield wrong_layout(f"{side} of {name!r}", found, "a local tensor with its wildcards")
 
 
 def unmatched(side: str, missing: Iterable[str], layouts: Mapping[str, Layout]) -> Violation:
@@ -82,9 +80,7 @@ def unmatched(side: str, missing: Iterable[str], layouts: Mapping[str, Layout]) 
     expected = "a name or pattern for each of them"
     if layouts:
         expected += f", beside {listed(map(repr, layouts))}"
-    return Violation(
-        kind="layout", field=side, found=f"without a layout of {listed(map(repr, missing))}", expected=expected
-    )
+    return wrong_layout(side, f"without a layout of {listed(map(repr, missing))}", expected)
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from math import prod
 
 from raycollect.planner.boxes import Point
-from raycollect.planner.layout import ITEMSIZES, Layout, Regions
+from raycollect.planner.layout import ITEMSIZES, Axes, Layout, Regions, folded
 
 Named = tuple[tuple[str, Layout], ...]
 """Layouts by name of the global tensor, in order of the names."""
@@ -96,6 +96,7 @@ class LocalTensor:
     dtype: str
     itemsize: int
     is_whole: bool  # whether its regions cover all of it
+    axes: Axes = ()  # see `Layout.axes`
 
 
 def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
@@ -103,9 +104,9 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
     keyed: dict[str, list[Layout]] = {}
     for name, one in side:
         keyed.setdefault(one.key or name, []).append(one)
-    kinds: dict[tuple[tuple[Regions, str], ...], list[str]] = {}  # keys that lie alike
+    kinds: dict[tuple[_Lying, ...], list[str]] = {}  # keys that lie alike
     for key, layouts in keyed.items():
-        kinds.setdefault(tuple((one.regions, one.dtype) for one in layouts), []).append(key)
+        kinds.setdefault(tuple((one.regions, one.dtype, one.axes) for one in layouts), []).append(key)
     shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
     found = {}
     for rank in sorted({rank for _, one in side for rank in one.regions.of_rank}):
@@ -113,7 +114,12 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
         if held not in shared:
             made = {
                 key: LocalTensor(
-                    key=key, shape=one[0], dtype=tables[0][1], itemsize=ITEMSIZES[tables[0][1]], is_whole=one[1]
+                    key=key,
+                    shape=one[0],
+                    dtype=tables[0][1],
+                    itemsize=ITEMSIZES[tables[0][1]],
+                    is_whole=one[1],
+                    axes=tables[0][2],
                 )
                 for (tables, keys), one in zip(kinds.items(), held, strict=True)
                 if one is not None
@@ -124,11 +130,14 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
     return found
 
 
-def _local(tables: Sequence[tuple[Regions, str]], rank: int) -> tuple[Point, bool] | None:
+_Lying = tuple[Regions, str, Axes]
+
+
+def _local(tables: Sequence[_Lying], rank: int) -> tuple[Point, bool] | None:
     """The shape of a local tensor, and whether its regions cover all of it."""
-    shapes = [shape for regions, _ in tables if (shape := regions.local_shapes.get(rank)) is not None]
+    shapes = [shape for regions, *_ in tables if (shape := regions.local_shapes.get(rank)) is not None]
     if not shapes:
         return None
-    shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    filled = sum(one.volume for regions, _ in tables for one in regions.of_rank.get(rank, ()))
+    shape = folded(tables[0][2], tuple(max(sizes) for sizes in zip(*shapes, strict=True)))
+    filled = sum(one.volume for regions, *_ in tables for one in regions.of_rank.get(rank, ()))
     return shape, filled == prod(shape)

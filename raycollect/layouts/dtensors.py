@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from raycollect.backends import dtensors
-from raycollect.errors import Violation, refusal
+from raycollect.errors import Violation, refusal, wrong_layout
 from raycollect.errors.text import a_type
 from raycollect.planner.dtensors import fault_of
 from raycollect.planner.dtensors import layout_of as layout_of_placement
@@ -40,7 +40,7 @@ def layout_of(value: Any) -> Any:
             what = f"of {a_type(one, in_full=True)}"
             if dtensors.is_dtensor(one):
                 what += ", whose mesh does not have this process"
-            wrong.append(Violation(kind="layout", field=field, found=what, expected="a DTensor; or say it in words"))
+            wrong.append(wrong_layout(field, what, "a DTensor; or say it in words"))
         elif (fault := fault_of(field, placement)) is not None:
             wrong.append(fault)
         else:
