@@ -53,8 +53,8 @@ def reshard_refs(
             ``"layers.*.up"``. An exact name comes before patterns, and of those the first that matches counts. Names
             that only `src` has stay where they are. Of a partial sum, the targets get the sum of the addends, added up
             in their order. With None, or where none of its patterns matches, DTensors of torch say it themselves.
-        dst: The layout that the targets want, with the same shapes and dtypes. If it has patterns, they say it of each
-            tensor of `src`. DTensors to be written say it themselves likewise.
+        dst: The layout that the targets want, with the same shapes. Floats become those of a dtype that it asks for. If
+            it has patterns, they say it of each tensor of `src`. DTensors to be written say it themselves likewise.
         async_op: True: returns a `Work` at once.
         timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
 

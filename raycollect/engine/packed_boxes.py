@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import folds
-from raycollect.backends.arrays import Array, native
+from raycollect.backends.arrays import Array
+from raycollect.backends.elements import convert
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Axes, unfolded
@@ -36,7 +37,7 @@ def unfold(array: Array, axes: Axes) -> Array:
 class PackedBoxes:
     """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
 
-    __slots__ = ("_loads", "_sums", "_unloads", "kernel")
+    __slots__ = ("_half", "_loads", "_sums", "_unloads", "kernel")
 
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
@@ -50,21 +51,22 @@ class PackedBoxes:
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
         self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
+        self._half = half
         self._loads: list[tuple[Array, Array]] = []
         self._unloads: list[tuple[Array, Array]] = []
         self._sums: list[tuple[Array, list[Array]]] = []
         outgoing, incoming = _Cursors(packed), _Cursors(taken)
         for peer in firsts.values():
             for give in gives[peer]:
-                for array in _boxes(give, find, is_dst=give.passed_on):
-                    self._loads.append((outgoing.next(peer, array), array))
+                for array, dtype in self._boxes(give, find, is_dst=give.passed_on):
+                    self._loads.append((outgoing.next(peer, array.shape, dtype), array))
         for take in one.takes:
             self._take(take, incoming, find)
 
     def _take(self, take: Take, incoming: _Cursors, find: Find) -> None:
-        targets = _boxes(take, find, is_dst=True)
-        parts = [[incoming.next(peer, array) for array in targets] for peer in take.peers]
-        for at, array in enumerate(targets):
+        targets = self._boxes(take, find, is_dst=True)
+        parts = [[incoming.next(peer, array.shape, dtype) for array, dtype in targets] for peer in take.peers]
+        for at, (array, _) in enumerate(targets):
             if len(parts) == 1:
                 self._unloads.append((array, parts[0][at]))
             else:
@@ -73,20 +75,21 @@ class PackedBoxes:
     def load(self) -> None:
         """Packs what this rank gives."""
         for part, array in self._loads:
-            np.copyto(part, array)
+            convert(part, array)
 
     def unload(self) -> None:
         """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
         for array, part in self._unloads:
-            np.copyto(array, part)
+            convert(array, part)
         for array, parts in self._sums:
             total = parts[0].reshape(-1)
             folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
-            np.copyto(array, parts[0])
+            convert(array, parts[0])
 
-
-def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> list[Array]:
-    return [box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)]
+    def _boxes(self, one: Give | Take, find: Find, *, is_dst: bool) -> list[tuple[Array, str]]:
+        """The boxes of a transfer in the local tensors, and the element type in which each travels."""
+        names = range(one.first, one.first + one.names)
+        return [(box_of(find(name, is_dst), one.at, one.size), self._half.dtypes[name]) for name in names]
 
 
 def _rows(memory: Array, sizes: Mapping[int, int], end: int) -> tuple[dict[int, Array], int]:
@@ -104,8 +107,8 @@ class _Cursors:
         self._rows = rows
         self._ends = dict.fromkeys(rows, 0)
 
-    def next(self, peer: int, like: Array) -> Array:
-        dtype, begin = native(like.dtype), self._ends[peer]
-        self._ends[peer] = begin + prod(like.shape) * dtype.itemsize
-        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(like.shape)
+    def next(self, peer: int, shape: Point, name: str) -> Array:
+        dtype, begin = np.dtype(name), self._ends[peer]
+        self._ends[peer] = begin + prod(shape) * dtype.itemsize
+        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(shape)
         return found

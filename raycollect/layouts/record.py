@@ -170,6 +170,8 @@ def _laid(key: str, ids: Array, fulls: list[Full]) -> dict[str, Callable[[str], 
             rows.append(Region(rank=0, box=((0, 0),) * len(end), at=end))  # it says how large the local tensor is
         table = Regions(1, 1, tuple(sorted(rows, key=lambda one: (one.box, one.at))))
         shape, to = found[name][0].full.shape, "" if name == key else key
-        return lambda dtype: Layout(shape=shape, dtype=dtype, regions=table, key=to, axes=axes, said=said)
+        return lambda dtype: Layout(
+            shape=shape, dtype=dtype, regions=table, key=to, axes=axes, converts=True, said=said
+        )
 
     return {name: maker(name) for name in found}

@@ -37,6 +37,7 @@ dimension, its size; 0: as large as it is). A transposed tensor, and a slot of e
 dimension."""
 
 _VERSION = 2
+_DEFAULT = "float32"
 _SHOWN = 16  # how many regions a printed layout lists
 
 
@@ -122,6 +123,7 @@ class Layout:
         regions: Who holds what.
         key: The local tensor that it lies in, by its name in the dict of a rank's tensors; empty: that of the tensor.
         axes: Which dimensions of the local tensor make those in which the regions lie.
+        converts: Whether a target asks for its dtype, so that sources of another one are converted.
         said: What it was made from, for people.
     """
 
@@ -130,6 +132,7 @@ class Layout:
     regions: Regions
     key: str = ""
     axes: Axes = ()
+    converts: bool = False
     said: str = ""
 
     def __post_init__(self) -> None:
@@ -140,10 +143,11 @@ class Layout:
         _check_fit(self.shape, self.regions)
 
     @classmethod
-    def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = "float32") -> Layout:
+    def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = None) -> Layout:
         """The layout with these regions, for what no mesh says: strided heads, experts, uneven boxes.
 
-        The number of ranks is one more than the highest that is named, and that of addends likewise.
+        The number of ranks is one more than the highest that is named, and that of addends likewise. `dtype` is as in
+        `layout`.
 
         Raises:
             InvalidArgumentError: A region is not in the tensor, or there is none.
@@ -153,7 +157,7 @@ class Layout:
             _refuse("regions", "empty", "at least one region")
         parts = 1 + max(one.part for one in rows)
         table = Regions(1 + rows[-1].rank, parts, rows)
-        return cls(shape=_shape(shape), dtype=dtype_name(dtype), regions=table, said=f"{len(rows)} regions")
+        return cls(shape=_shape(shape), regions=table, said=f"{len(rows)} regions", **_asked(dtype))
 
     @property
     def world_size(self) -> int:
@@ -168,7 +172,7 @@ class Layout:
     @cached_property
     def signature(self) -> bytes:
         """A digest of all that counts: equal for layouts that mean the same."""
-        head: bytes = msgpack.packb((self.shape, self.dtype, self.key, self.axes))
+        head: bytes = msgpack.packb((self.shape, self.dtype, self.key, self.axes, self.converts))
         return blake2b(head + self.regions.signature, digest_size=16).digest()
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
@@ -176,10 +180,14 @@ class Layout:
         shape = self.regions.local_shapes.get(rank)
         return None if shape is None else folded(self.axes, shape)
 
+    def astype(self, dtype: Any) -> Layout:
+        """The same with another dtype, which a target asks for: as with `dtype` of `layout`."""
+        return replace(self, **_asked(dtype))
+
     def to_bytes(self) -> bytes:
         """The layout as msgpack; the inverse of `from_bytes`."""
         rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
-        head = (_VERSION, self.shape, self.dtype, self.key, self.axes, self.said)
+        head = (_VERSION, self.shape, self.dtype, self.key, self.axes, self.converts, self.said)
         packed: bytes = msgpack.packb((*head, self.regions.world_size, self.regions.parts, rows))
         return packed
 
@@ -191,12 +199,13 @@ class Layout:
             InvalidArgumentError: The bytes are no layout.
         """
         try:
-            version, shape, dtype, key, axes, said, world, parts, rows = msgpack.unpackb(data, use_list=False)
+            version, *head, world, parts, rows = msgpack.unpackb(data, use_list=False)
             if version != _VERSION:
                 raise ValueError(f"version {version}")
             found = tuple(Region(rank=rank, box=box, at=at, part=part) for rank, box, at, part in rows)
+            shape, dtype, key, axes, converts, said = head
             table = Regions(world, parts, found)
-            return cls(shape=shape, dtype=dtype, regions=table, key=key, axes=axes, said=said)
+            return cls(shape=shape, dtype=dtype, regions=table, key=key, axes=axes, converts=converts, said=said)
         except (TypeError, LookupError, msgpack.UnpackException) as exc:
             _refuse("layout", f"unreadable ({exc})", "what Layout.to_bytes wrote")
         except ValueError as exc:
@@ -249,7 +258,7 @@ def layout(
     mesh: Mapping[str, int],
     spec: Sequence[str | Sequence[str] | None] = (),
     partial: str | Sequence[str] = (),
-    dtype: Any = "float32",
+    dtype: Any = None,
 ) -> Layout:
     """Says how a global tensor lies on a mesh of ranks, with names of axes as in JAX and torch's device mesh.
 
@@ -263,7 +272,8 @@ def layout(
         spec: For each dimension the axis that cuts it, several axes (the first one slowest), or None; dimensions that
             are left out are whole. Along axes that are named nowhere the ranks have replicas.
         partial: Axes along which each rank holds an addend; the value is their sum. For sources only.
-        dtype: Of the elements: a name, or a numpy or torch dtype.
+        dtype: Of the elements: a name, or a numpy or torch dtype; by default float32. Where a target says it, sources
+            that have another one are converted: both are float64, float32, float16 or bfloat16.
 
     Returns:
         The layout, for any number of tensors of this shape.
@@ -287,7 +297,7 @@ def layout(
             _refuse("spec", f"axis {axis!r} twice", "each axis for one dimension, or for the partial sum")
     cuts += ((),) * (len(whole) - len(cuts))
     table = _of_mesh(whole, axes, cuts, sums)
-    return Layout(shape=whole, dtype=dtype_name(dtype), regions=table, said=_mesh_words(axes, cuts, sums))
+    return Layout(shape=whole, regions=table, said=_mesh_words(axes, cuts, sums), **_asked(dtype))
 
 
 def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict[str, Layout]:
@@ -376,6 +386,10 @@ def _shape(shape: Sequence[int]) -> Point:
     if any(type(size) is not int or size < 0 for size in found):
         _refuse("shape", found, "whole numbers from 0 on")
     return found
+
+
+def _asked(dtype: Any) -> dict[str, Any]:
+    return {"dtype": _DEFAULT if dtype is None else dtype_name(dtype), "converts": dtype is not None}
 
 
 def dtype_name(dtype: Any) -> str:

@@ -17,6 +17,8 @@ from raycollect.planner.reshard.request import local_tensors
 
 Layouts = Mapping[str, Layout]
 
+CONVERTED = ("float16", "float32", "float64")
+
 UNTOUCHED = 99
 """What targets hold where no region is."""
 
@@ -146,9 +148,10 @@ def scenes(draw: st.DrawFn, most: int = 5) -> tuple[Layouts, Layouts, tuple[int,
     for at in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
         dtype = draw(st.sampled_from(["float32", "int16", "float64", "uint8", "float16"]))
-        for side, world, partial in ((src, src_world, True), (dst, dst_world, False)):
+        wanted = draw(st.sampled_from([dtype, *(CONVERTED if dtype in CONVERTED else ())]))
+        for side, world, partial, held in ((src, src_world, True, dtype), (dst, dst_world, False, wanted)):
             kind = draw(st.sampled_from([meshes, meshes, boxes]))
-            side[f"t{at}"] = draw(kind(shape, dtype, world, partial=partial and dtype != "uint8"))
+            side[f"t{at}"] = draw(kind(shape, held, world, partial=partial and dtype != "uint8"))
     for side in (src, dst):
         first = side["t0"]
         alike = [one.dtype == first.dtype and len(one.shape) == len(first.shape) for one in side.values()]

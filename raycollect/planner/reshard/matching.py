@@ -70,10 +70,26 @@ def faults(reshard: Reshard) -> list[Violation]:
         if given is None:
             expected = f"a name of src: {listed(map(repr, src))}"
             found.append(wrong_layout("dst", f"of {name!r}, which src does not have", expected))
-        elif (given.shape, given.dtype) != (taken.shape, taken.dtype):
+        elif given.shape != taken.shape or (given.dtype != taken.dtype and not taken.converts):
             expected = f"{given.dtype}{list(given.shape)}, as in src"
+            if given.shape == taken.shape:
+                expected += "; or a layout that asks for it, by dtype= or astype()"
             found.append(wrong_layout(_of("dst", name), f"{taken.dtype}{list(taken.shape)}", expected))
+        elif given.dtype != taken.dtype and (expected := _objection(given, taken)):
+            found.append(wrong_layout(_of("dst", name), f"{taken.dtype}, made of {given.dtype} of src", expected))
     return found or list(_holes(reshard))
+
+
+_CONVERTED = ("float64", "float32", "float16", "bfloat16")
+
+
+def _objection(given: Layout, taken: Layout) -> str:
+    """Why a tensor can't be converted on its way: what there should be instead."""
+    if given.dtype not in _CONVERTED or taken.dtype not in _CONVERTED:
+        return f"its dtype; what is converted is {', '.join(_CONVERTED)}"
+    if given.regions.parts > 1 and given.itemsize == taken.itemsize:
+        return f"{given.dtype}, float32 or float64, as src is a partial sum"
+    return ""
 
 
 def _holes(reshard: Reshard) -> Iterator[Violation]:

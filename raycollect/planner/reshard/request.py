@@ -21,7 +21,7 @@ class Form:
 
     src: Regions
     dst: Regions
-    itemsize: int
+    itemsize: int  # of what travels
     first: int  # the place of the first of its names in `Reshard.names`
     count: int  # how many there are; they are consecutive
 
@@ -67,12 +67,19 @@ class Reshard:
         return self._sorted[1]
 
     @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The element type in which each of `names` travels."""
+        src, dst = dict(self.src), dict(self.dst)
+        return tuple(travelling(src[name], dst[name]) for name in self.names)
+
+    @cached_property
     def _sorted(self) -> tuple[tuple[str, ...], tuple[Form, ...]]:
         sources = dict(self.src)
         groups: dict[tuple[Regions, Regions, int], list[str]] = {}
         for name, taken in self.dst:
             if name in sources:
-                groups.setdefault((sources[name].regions, taken.regions, taken.itemsize), []).append(name)
+                itemsize = ITEMSIZES[travelling(sources[name], taken)]
+                groups.setdefault((sources[name].regions, taken.regions, itemsize), []).append(name)
         names: list[str] = []
         forms = []
         for (src, dst, itemsize), some in groups.items():
@@ -85,6 +92,14 @@ class Reshard:
 
     def __hash__(self) -> int:
         return hash(self.signature)
+
+
+def travelling(src: Layout, dst: Layout) -> str:
+    """The element type in which a tensor travels: the narrower of both; addends of sums as they are.
+
+    What has arrived is passed on as it travelled: no conversion there and back changes it.
+    """
+    return src.dtype if src.regions.parts > 1 or src.itemsize < dst.itemsize else dst.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

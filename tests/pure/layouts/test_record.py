@@ -152,7 +152,7 @@ def test_a_loader_of_an_engine(name: str) -> None:
     ranks = [check(used, engine(rank, used), local, wholes(used, FULL)) for rank in range(2)]
     joined = join_layouts(ranks)
     assert set(joined) == set(FULL) - {"unused"}
-    assert joined["norm"] == layout([6], mesh={"dp": 2})
+    assert joined["norm"] == layout([6], mesh={"dp": 2}, dtype="float32")  # which is the loader's to convert
     assert joined["q"].key == "qkv"
     assert len(joined["heads"].regions.rows) == 4
     assert joined["down"].axes == (((1, 0),), ((0, 0),))
