@@ -32,6 +32,8 @@ def reshard_refs(
     *,
     src: Layouts | None = None,
     dst: Layouts | None = None,
+    inplace: bool = True,
+    snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
@@ -55,11 +57,14 @@ def reshard_refs(
             in their order. With None, or where none of its patterns matches, DTensors of torch say it themselves.
         dst: The layout that the targets want, with the same shapes. Floats become those of a dtype that it asks for. If
             it has patterns, they say it of each tensor of `src`. DTensors to be written say it themselves likewise.
+        inplace: False: given targets stay as they are, and new tensors like them hold the result, and what the targets
+            have where no region is.
+        snapshot: True, in place: as of `allreduce_refs`; no target is overwritten before all ranks have what they need.
         async_op: True: returns a `Work` at once.
         timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
 
     Returns:
-        The targets' refs, in the order of `dst_refs`; or a `Work` of them.
+        The targets' refs, in the order of `dst_refs`: the given ones in place, new ones otherwise; or a `Work` of them.
 
     Raises:
         LayoutError: The layouts do not fit each other, or the tensors do not fit them; has all holes, overlaps,
@@ -68,7 +73,8 @@ def reshard_refs(
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
-    return ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs).start(src, dst, async_op=async_op)
+    call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
+    return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
 
 
 class ReshardCall(Call):
@@ -79,8 +85,9 @@ class ReshardCall(Call):
     def __init__(self, group_name: GroupLike, timeout_s: float | None, *, src_refs: Any, dst_refs: Any) -> None:
         super().__init__(OpKind.ALLTOALL, group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
 
-    def start(self, src: Any, dst: Any, *, async_op: bool) -> Any:
+    def start(self, src: Any, dst: Any, *, inplace: bool, snapshot: bool, async_op: bool) -> Any:
         """Sends the reshard, or records it."""
+        self._check_snapshot(snapshot)
         self._check_async(async_op)
         sides = self._layouts("src", src), self._layouts("dst", dst)
         self._raise()
@@ -93,10 +100,9 @@ class ReshardCall(Call):
             self._batch.outermost.held.hold(self._controller, membership)
         source = request_list.source
         operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
-        results = [self._ref(rank, one) for rank, one in taken.items()]
-        asked = RequestKey(
-            membership.roster, OpKind.ALLTOALL, operands, None, -1, -1, True, self._limit_s, reshard=reshard
-        )
+        results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]
+        call = (membership.roster, OpKind.ALLTOALL, operands, None, -1, -1)
+        asked = RequestKey(*call, inplace, self._limit_s, snapshot and inplace, reshard=reshard)
         request_list.add(asked, membership, results)
         return self._result(async_op)
 

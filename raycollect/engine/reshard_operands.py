@@ -9,11 +9,12 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.elements import convert
 from raycollect.core.model import Key, TensorInfo
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
 from raycollect.engine.packed_boxes import PackedBoxes, box_of, unfold
-from raycollect.planner import Share, Step
+from raycollect.planner import Local, Share, Step
 from raycollect.planner.reshard.halves import decode_half
 from raycollect.planner.reshard.held import Fault, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
@@ -41,11 +42,39 @@ class ReshardBuffers(TaskBuffers):
         return self._half.staging_nbytes
 
     def make(self, index: int) -> None:
-        """Makes the tensors of a target as its layout says; by the library of what this rank gives, if it does."""
+        """Makes the tensors of a target as its layout says: like the given ones, or by the library of what it gives."""
+        like = self._template.buffers[index].source
+        if like >= 0:
+            self._make_like(index, like)
+            return
         given = self.buffers[self._template.src] if self._template.src >= 0 else None
         library = arrays.library(given.container.tensors[0]) if given and given.container.tensors else "numpy"
         structure, infos = made_of(self._half.dst, library)
         self._allocate(index, structure, infos)
+
+    def _make_like(self, index: int, like: int) -> None:
+        held = self.buffers[like]
+        if held is None:
+            return
+        self._allocate(index, held.container.structure, [arrays.describe(one) for one in held.container.tensors])
+        made = self.buffers[index]
+        if made is not None:
+            for to, array, is_whole in zip(made.arrays, held.arrays, self._are_whole(held), strict=True):
+                if not is_whole:  # what is in no region
+                    convert(to, array)
+
+    def _are_whole(self, bound: Bound) -> list[bool]:
+        """For each tensor of a target whether its regions cover all of it."""
+        places = places_of(bound.container.structure, self._half.dst)
+        whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
+        return [place in whole for place in range(len(bound.arrays))]
+
+    def _touched(self) -> tuple[set[int], set[int]]:
+        read, written = super()._touched()
+        dst = self._template.dst
+        like = self._template.buffers[dst].source if dst >= 0 else -1
+        held = self.buffers[like] if like >= 0 else None
+        return (read | {like}, written) if held is not None and not all(self._are_whole(held)) else (read, written)
 
     def copies(self) -> tuple[tuple[Array, Array], ...]:
         """What this rank holds and needs itself: (to, from)."""
@@ -62,8 +91,11 @@ class ReshardBuffers(TaskBuffers):
         return [PackedBoxes(half, at, ranks, block.memory, self._local) for at in range(len(half.rounds))]
 
     def pairs(self, step: Step) -> list[tuple[Any, Any]]:
-        """Its kernels work in the staging alone (`rounds`)."""
-        return []
+        """Its kernels work in the staging alone (`rounds`); what is committed is copied whole."""
+        if step.kind is not Local.COPY:
+            return []
+        src, dst = self.buffers[step.src], self.buffers[step.dst]
+        return [] if src is None or dst is None else list(zip(src.arrays, dst.arrays, strict=True))
 
     def dense(self) -> list[Range]:
         """Without the tensors that have elements in no region."""
@@ -71,13 +103,13 @@ class ReshardBuffers(TaskBuffers):
         bound = self.buffers[index] if index >= 0 else None
         if bound is None:
             return []
-        places = places_of(bound.container.structure, self._half.dst)
-        whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
-        spans = zip(self.written, self.ranges, strict=True)
-        return [span for at, (array, span) in enumerate(spans) if at in whole and span[1] - span[0] == array.nbytes]
+        if self._template.buffers[index].source >= 0:  # what is in no region was copied there
+            return super().dense()
+        spans = zip(self.written, self.ranges, self._are_whole(bound), strict=True)
+        return [span for array, span, is_whole in spans if is_whole and span[1] - span[0] == array.nbytes]
 
     def _bound(self, index: int, container: Container) -> Bound | None:
-        is_dst = index == self._template.dst
+        is_dst = index != self._template.src
         found = super()._bound(index, container)
         if found is None:
             return None

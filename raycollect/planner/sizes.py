@@ -151,7 +151,7 @@ class Sizes:
         if buffer.role is Role.HOME:
             kind, gives = part.request.kind, buffer.source == template.src
             return carried(kind, held, len(part.ranks), gives=gives)[1]
-        return held if buffer.role is Role.LIKE else _piece(part, held, rank)
+        return held if buffer.role in (Role.LIKE, Role.LAID) else _piece(part, held, rank)
 
     def _held(self, number: int, rank: int, source: Source) -> Infos:
         if not isinstance(source, Made):

@@ -102,6 +102,38 @@ def test_a_captured_step_moves_in_each_run(actors):
     assert "reshard" in str(step.explain())
 
 
+def test_targets_stay_as_they_are_or_all_are_written_or_none(actors):
+    workers = actors(Worker, 5)
+    whole = whole_tensors(SRC, 5)
+    given, taken = keep(workers[:2], held_by(SRC, whole)), keep(workers[2:], empty_of(DST))
+    assert col.plan(col.reshard_refs, given, taken, src=SRC, dst=DST, inplace=False).memory.made > 0
+    made = col.reshard_refs(given, taken, src=SRC, dst=DST, inplace=False)
+    check(made, held_by(DST, whole))
+    check(taken, empty_of(DST))
+    assert "commit" in col.plan(col.reshard_refs, given, taken, src=SRC, dst=DST, snapshot=True).explain()
+    work = col.reshard_refs(given, taken, src=SRC, dst=DST, snapshot=True, async_op=True)
+    assert work.wait() == taken
+    check(taken, held_by(DST, whole))
+    with col.batch() as batch:
+        fresh = col.reshard_refs(given, taken, src=SRC, dst=DST, inplace=False)
+        with pytest.raises(errors.InvalidArgumentError, match="make the call by itself"):
+            col.reshard_refs(given, taken, src=SRC, dst=DST, snapshot=True)
+        col.reshard_refs(given, fresh, src=SRC, dst=DST)
+    check(batch.refs[0], held_by(DST, whole))
+
+
+def test_floats_are_converted_where_the_target_asks_for_it(actors):
+    workers = actors(Worker, 3)
+    given = [worker.make.remote(lambda self: np.full((2, 4), 1 / 3, np.float32)) for worker in workers[:2]]
+    src = col.layout([4, 4], mesh={"tp": 2}, spec=("tp",))
+    (made,) = col.get(
+        col.reshard_refs(given, workers[2:], src=src, dst=col.layout([4, 4], mesh={"tp": 1}, dtype="float16"))
+    )
+    np.testing.assert_array_equal(made, np.full((4, 4), 1 / 3, np.float16))
+    with pytest.raises(errors.LayoutError, match="asks for it"):
+        col.reshard_refs(given, workers[2:], src=src.astype("float64"), dst=col.layout([4, 4], mesh={"tp": 1}))
+
+
 def test_plan_tells_what_moves_and_refuses_what_the_call_would(actors):
     workers = actors(Worker, 5)
     given = keep(workers[:2], held_by(SRC, whole_tensors(SRC, 3)))

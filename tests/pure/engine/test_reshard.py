@@ -57,6 +57,7 @@ def run(
     src: Mapping[int, Any],
     dst: Mapping[int, Any] | None,
     hosts: Sequence[int] = (),
+    **arguments: Any,
 ) -> dict[int, Any]:
     """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
     known = convoy.rosters[0]
@@ -66,7 +67,7 @@ def run(
     for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
         for at, value in side.items():
             keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
-    asked = request_of(reshard, roster.spec, made=dst is None)
+    asked = request_of(reshard, roster.spec, made=dst is None, **arguments)
     operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
     return convoy.run([replace(asked, operands=operands)], [roster])
 
