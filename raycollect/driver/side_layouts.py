@@ -40,7 +40,7 @@ class SideLayouts:
     def __init__(self, side: str, given: Mapping[str, Layout] | None) -> None:
         self._side = side
         self._said = dict(given or {})
-        self.layouts = self._said
+        self.layouts = dict(self._said)
         self.is_open = given is None or naming.has_patterns(given)
         self.violations: list[Violation] = list(naming.pattern_faults(side, self._said))
 

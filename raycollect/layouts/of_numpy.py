@@ -32,6 +32,12 @@ class _Elements(np.ndarray[Any, Any]):
         """The same elements: the local tensor that they end in has the dtype."""
         return self.copy()
 
+    def view(self, *args: Any, **kwargs: Any) -> Any:
+        """The same elements as another class, not as another dtype."""
+        if kwargs or not all(isinstance(one, type) and issubclass(one, np.ndarray) for one in args):
+            raise NotRecordedError("numpy's view as another dtype")
+        return super().view(*args)
+
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotRecordedError(f"numpy.{ufunc.__name__}")
 

@@ -25,8 +25,8 @@ _MOVES = frozenset(
 _ERASES = frozenset(("zero_", "fill_"))
 """Those that overwrite a tensor with what comes from no full tensor."""
 
-_OF_KIND = ("dtype", "device", "layout", "pin_memory", "non_blocking")
-"""The options of an operation that say what kind of tensor it makes."""
+_OF_VALUES = ("dtype", "device", "layout", "pin_memory", "non_blocking", "value")
+"""The options of an operation that say of what kind and value new elements are."""
 
 
 class Recorder:
@@ -84,12 +84,13 @@ class Recorder:
         made = self._tensors(found)
         if name == "copy_":
             self._write(args[0], self._ids(args[1]))
-        elif name in _ERASES:
+        elif name in _ERASES and len(read) == 1:
             self._write(args[0], NOTHING)
         elif name in _MOVES:
-            options = {key: value for key, value in kwargs.items() if key not in _OF_KIND}
+            options = {key: value for key, value in kwargs.items() if key not in _OF_VALUES}
+            places = args[:2] if name == "constant_pad_nd" else args  # the third is the value
             (one,) = made
-            self._write(one, func(*self._as_ids(args), **self._as_ids(options)))
+            self._write(one, func(*self._as_ids(places), **self._as_ids(options)))
         elif func._schema.is_mutable or not all(map(self._is_known, made)):
             raise NotRecordedError(f"torch's {name}")
         elif any(one.dtype != read[0].dtype for one in made):

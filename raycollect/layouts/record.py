@@ -51,18 +51,14 @@ def record_layout(loader: Loader, local: Mapping[str, Any], names: Mapping[str, 
     wrong: list[Violation] = []
     for key, ids in filled.items():
         try:
-            laid = _laid(key, ids, list(recorded.fulls.values()))
+            laid = _laid(key, ids, list(recorded.fulls.values()), recorded.dtypes[key])
         except _UnfitError as exc:
             wrong.append(wrong_layout(f"local tensor {key!r}", exc.found, exc.expected))
             continue
-        for name, make in laid.items():
-            if name in found:
-                other = found[name].key or name
-                wrong.append(
-                    wrong_layout(f"{name!r}", f"in {other!r} and in {key!r}", "one local tensor for each full tensor")
-                )
-            else:
-                found[name] = make(recorded.dtypes[key])
+        for name in found.keys() & laid.keys():
+            what = f"in {found[name].key or name!r} and in {key!r}"
+            wrong.append(wrong_layout(repr(name), what, "one local tensor for each full tensor"))
+        found |= laid
     if wrong:
         raise refusal("record_layout", "", tuple(wrong))
     return {name: found[name] for name in recorded.fulls if name in found}
@@ -140,8 +136,8 @@ def _refused(what: str) -> Exception:
     return refusal("record_layout", "", (wrong_layout("loader", f"doing what can't be recorded: {what}", expected),))
 
 
-def _laid(key: str, ids: Array, fulls: list[Full]) -> dict[str, Callable[[str], Layout]]:
-    """Name of a full tensor -> what makes its layout, given the dtype; for those in one local tensor."""
+def _laid(key: str, ids: Array, fulls: list[Full], dtype: str) -> dict[str, Layout]:
+    """The layouts of the full tensors that lie in one local tensor, by name."""
     try:
         found = pieces(ids, fulls)
     except ValueError as exc:
@@ -163,15 +159,18 @@ def _laid(key: str, ids: Array, fulls: list[Full]) -> dict[str, Callable[[str], 
     ]
     end = unfolded(axes, ids.shape)
 
-    def maker(name: str) -> Callable[[str], Layout]:
-        rows = [Region(rank=0, box=tuple(zip(*box, strict=True)), at=at) for box, at in laid[name]]
-        said = f"recorded, {counted(len(rows), 'box')}"
-        if name == next(iter(laid)) and tuple(map(max, *ends, ends[0])) != end:
+    layouts: dict[str, Layout] = {}
+    for name, some in laid.items():
+        rows = [Region(rank=0, box=tuple(zip(*box, strict=True)), at=at) for box, at in some]
+        if not layouts and tuple(map(max, *ends, ends[0])) != end:
             rows.append(Region(rank=0, box=((0, 0),) * len(end), at=end))  # it says how large the local tensor is
-        table = Regions(1, 1, tuple(sorted(rows, key=lambda one: (one.box, one.at))))
-        shape, to = found[name][0].full.shape, "" if name == key else key
-        return lambda dtype: Layout(
-            shape=shape, dtype=dtype, regions=table, key=to, axes=axes, converts=True, said=said
+        layouts[name] = Layout(
+            shape=found[name][0].full.shape,
+            dtype=dtype,
+            regions=Regions(1, 1, tuple(sorted(rows, key=lambda one: (one.box, one.at)))),
+            key="" if name == key else key,
+            axes=axes,
+            converts=True,
+            said=f"recorded, {counted(len(some), 'box')}",
         )
-
-    return {name: maker(name) for name in found}
+    return layouts

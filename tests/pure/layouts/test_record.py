@@ -206,6 +206,8 @@ def test_what_numpy_alone_and_torch_alone_do_is_named() -> None:
     assert "ufunc 'multiply'" in refused("numpy", put(lambda full: np.asarray(full["a"]).view(np.ndarray) * 2))
     assert "torch's view as another dtype" in refused("torch", put(lambda full: full["a"].view(torch.int32)))
     assert "meta" in refused("torch", put(lambda full: full["a"].tolist()))
+    assert "numpy's view as another dtype" in refused("numpy", put(lambda full: full["a"].view(np.int16)))
+    assert "torch's fill_" in refused("torch", lambda full, local: local["w"].fill_(full["a"][0, 0]))
     assert "torch's add_" in refused("torch", lambda full, local: local["w"].copy_(full["a"]).add_(1))
     assert "torch's index_put_" in refused("torch", lambda full, local: local["w"].__setitem__([0], full["a"][0]))
 
@@ -242,7 +244,14 @@ def test_what_comes_from_no_full_tensor_is_in_no_region() -> None:
         local["w"][:2] = full["a"][:2]
         local["w"][1] = 7.0
 
+    torch = pytest.importorskip("torch")
+
+    def padded(full: Any, local: Any) -> None:
+        local["w"].copy_(torch.nn.functional.pad(full["a"][:1], (0, 0, 0, 3), value=1.0))
+
+    (padding,) = record_layout(padded, {"w": torch.zeros(4, 3, dtype=torch.float64)}, {"a": (4, 3)}).values()
     (one,) = record_layout(load, {"w": np.zeros((4, 3))}, {"a": (4, 3)}).values()
+    assert one == padding
     assert [row.box for row in one.regions.rows] == [((0, 0), (0, 0)), ((0, 1), (0, 3))]
     assert one.local_shape(0) == (4, 3)
     assert record_layout(lambda full, local: None, {"w": np.zeros(2)}, {"a": (2,)}) == {}
