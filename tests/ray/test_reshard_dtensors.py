@@ -21,15 +21,16 @@ def join(self, store, rank, world):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 
 
-def make(self, mesh, placements, ranks, fill):
-    """DTensors of all names, cut as torch cuts them; without a fill they are zeros."""
+def make(self, mesh, placements, fill, axis=None):
+    """DTensors of all names, cut as torch cuts them, over one axis of the mesh or all; without a fill they are zeros."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DeviceMesh, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
     from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
 
     kinds = {"S": Shard, "R": Replicate, "P": Partial, "SS": lambda dim: _StridedShard(dim, split_factor=mesh[-1])}
-    there = DeviceMesh("cpu", torch.tensor(ranks).reshape(mesh)) if ranks else init_device_mesh("cpu", tuple(mesh))
+    there = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp")[-len(mesh) :])
+    there = there[axis] if axis else there
     found = {}
     for name, whole in WHOLE.items():
         cuts = [kinds[kind](*arguments) for kind, *arguments in placements[name]]
@@ -66,8 +67,8 @@ def torch_workers(actors, tmp_path):
 
 def test_both_sides_say_their_layouts(torch_workers):
     workers = torch_workers(4, apart=2)
-    given = [w.make.remote(make, (2, 2), FSDP, None, True) for w in workers[:4]]
-    taken = [w.make.remote(make, (2,), COLUMNS, None, False) for w in workers[4:]]
+    given = [w.make.remote(make, (2, 2), FSDP, True) for w in workers[:4]]
+    taken = [w.make.remote(make, (2,), COLUMNS, False) for w in workers[4:]]
     assert col.plan(col.reshard_refs, given, taken).rows[0].op == "reshard"
     assert col.reshard_refs(given, taken) == taken
     for rank, found in enumerate(ray.get([w.call.remote(locals_of) for w in workers[4:]])):
@@ -79,7 +80,7 @@ def test_both_sides_say_their_layouts(torch_workers):
 
 def test_one_side_says_it_and_the_other_has_words_or_patterns(torch_workers):
     workers = torch_workers(2)
-    given = [w.make.remote(make, (2,), COLUMNS, None, True) for w in workers]
+    given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
     for src in (None, {"up": col.layout([8, 5], mesh={"tp": 2}, spec=(None, "tp")), "n?": HALVES["norm"]}):
         made = col.get(col.reshard_refs(given, workers, src=src, dst=HALVES))
         np.testing.assert_array_equal(made[1]["up"], WHOLE["up"][4:])
@@ -93,7 +94,7 @@ def test_one_side_says_it_and_the_other_has_words_or_patterns(torch_workers):
 
 def test_a_dtensor_on_another_mesh_is_refused_by_name(torch_workers):
     workers = torch_workers(4)
-    pairs = [w.make.remote(make, (2,), COLUMNS, [0, 1] if at < 2 else [2, 3], True) for at, w in enumerate(workers)]
+    pairs = [w.make.remote(make, (2, 2), COLUMNS, True, "tp") for w in workers]
     with pytest.raises(errors.LayoutError, match=r"src of 'up' is a DTensor on .* of ranks 2, 3") as caught:
         col.reshard_refs(pairs, workers, dst=HALVES)
     assert {one.field for one in caught.value.violations} == {"src of 'up'", "src of 'norm'"}
@@ -105,7 +106,7 @@ def test_a_dtensor_on_another_mesh_is_refused_by_name(torch_workers):
 
 def test_targets_without_tensors_and_other_verbs_are_told(torch_workers):
     workers = torch_workers(2)
-    given = [w.make.remote(make, (2,), COLUMNS, None, True) for w in workers]
+    given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
     with pytest.raises(errors.LayoutError, match="not known before the call what dst_refs"):
         col.reshard_refs(given, workers)
     with pytest.raises(errors.NotATensorError, match="reshard_refs takes DTensors"):
