@@ -22,7 +22,7 @@ def join(self, store, rank, world):
 
 
 def make(self, mesh, placements, fill, axis=None):
-    """DTensors of all names, cut as torch cuts them, over one axis of the mesh or all; without a fill they are zeros."""
+    """DTensors of all names, cut by torch over one axis of the mesh or all; without a fill they are zeros."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
