@@ -200,6 +200,8 @@ class Sizes:
             return sum(_nbytes(self.gives(number, one)) for one in self._plan.parts[number].ranks)
         if template.is_listed:
             return self._beside_lists(number, rank, template)
+        if template.boxes:
+            return _nbytes(made_of(decode_half(template.boxes).dst)[1])
         return _nbytes(self.gives(number, rank))
 
     def _beside_lists(self, number: int, rank: int, template: Template) -> int:

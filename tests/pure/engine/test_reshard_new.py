@@ -12,7 +12,10 @@ from hypothesis import strategies as st
 from raycollect.core.protocols import NoFaults
 from raycollect.errors import KernelError, RefusedError, TensorDirtyError
 from raycollect.planner import plan
+from raycollect.planner.explain import explain
 from raycollect.planner.layout import Layout, Region, layout
+from raycollect.planner.reshard.halves import decode_half
+from raycollect.planner.reshard.held import made_of
 from raycollect.planner.template import Local, Role
 from tests.pure.engine.test_reshard import CALM, convoy_of, must, run
 from tests.pure.fleet import FailAt
@@ -95,7 +98,8 @@ def test_what_is_in_no_region_of_a_half_written_target_is_not_taken_over(argumen
 def test_operands_are_written_behind_the_commit_alone() -> None:
     roster = roster_of(3)
     asked = request_of(bound({"": ROWS}, {"": layout([4, 2], mesh={"r": 1})}, (0, 1), (2,)), roster.spec, snapshot=True)
-    part = plan([asked], [roster]).parts[0]
+    planned = plan([asked], [roster])
+    part = planned.parts[0]
     for rank in range(3):
         template = part.template(rank)
         kinds = [step.kind for step in template.steps]
@@ -104,6 +108,10 @@ def test_operands_are_written_behind_the_commit_alone() -> None:
         assert not any(template.buffers[index].role is Role.OPERAND for index in early)
     assert part.template(2).result == 0
     assert part.outputs(2) == 0
+    halves = [decode_half(part.template(rank).boxes) for rank in range(3)]
+    held = {2 * rank: made_of(halves[rank].src)[1] for rank in (0, 1)} | {5: made_of(halves[2].dst)[1]}
+    told = explain(planned, held)
+    assert (told.memory.outputs, told.memory.scratch) == (0, 32)
 
 
 def test_other_refusals_stay() -> None:
