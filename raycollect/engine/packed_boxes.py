@@ -37,7 +37,7 @@ def unfold(array: Array, axes: Axes) -> Array:
 class PackedBoxes:
     """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
 
-    __slots__ = ("_half", "_loads", "_sums", "_unloads", "kernel")
+    __slots__ = ("_copy", "_dtypes", "_loads", "_sums", "_unloads", "kernel")
 
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
@@ -51,7 +51,8 @@ class PackedBoxes:
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
         self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
-        self._half = half
+        self._dtypes = tuple(map(np.dtype, half.dtypes))
+        self._copy: Callable[[Array, Array], None] = convert if _converts(half) else np.copyto
         self._loads: list[tuple[Array, Array]] = []
         self._unloads: list[tuple[Array, Array]] = []
         self._sums: list[tuple[Array, list[Array]]] = []
@@ -75,21 +76,30 @@ class PackedBoxes:
     def load(self) -> None:
         """Packs what this rank gives."""
         for part, array in self._loads:
-            convert(part, array)
+            self._copy(part, array)
 
     def unload(self) -> None:
         """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
         for array, part in self._unloads:
-            convert(array, part)
+            self._copy(array, part)
         for array, parts in self._sums:
             total = parts[0].reshape(-1)
             folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
-            convert(array, parts[0])
+            self._copy(array, parts[0])
 
-    def _boxes(self, one: Give | Take, find: Find, *, is_dst: bool) -> list[tuple[Array, str]]:
+    def _boxes(self, one: Give | Take, find: Find, *, is_dst: bool) -> list[tuple[Array, np.dtype[Any]]]:
         """The boxes of a transfer in the local tensors, and the element type in which each travels."""
         names = range(one.first, one.first + one.names)
-        return [(box_of(find(name, is_dst), one.at, one.size), self._half.dtypes[name]) for name in names]
+        return [(box_of(find(name, is_dst), one.at, one.size), self._dtypes[name]) for name in names]
+
+
+def _converts(half: Half) -> bool:
+    sides = ((half.src, half.src_of), (half.dst, half.dst_of))
+    return any(
+        at >= 0 and tensors[at].dtype != dtype
+        for tensors, places in sides
+        for at, dtype in zip(places, half.dtypes, strict=True)
+    )
 
 
 def _rows(memory: Array, sizes: Mapping[int, int], end: int) -> tuple[dict[int, Array], int]:
@@ -107,8 +117,8 @@ class _Cursors:
         self._rows = rows
         self._ends = dict.fromkeys(rows, 0)
 
-    def next(self, peer: int, shape: Point, name: str) -> Array:
-        dtype, begin = np.dtype(name), self._ends[peer]
+    def next(self, peer: int, shape: Point, dtype: np.dtype[Any]) -> Array:
+        begin = self._ends[peer]
         self._ends[peer] = begin + prod(shape) * dtype.itemsize
         found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(shape)
         return found
