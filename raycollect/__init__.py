@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
+    from raycollect.layouts.dtensors import layout_of as layout_of
+    from raycollect.layouts.record import record_layout as record_layout
     from raycollect.member.init import get_collective_group_size as get_collective_group_size
     from raycollect.member.init import get_group_handle as get_group_handle
     from raycollect.member.init import get_rank as get_rank
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
     from raycollect.planner.explain import Explanation as Explanation
+    from raycollect.planner.joined import join_layouts as join_layouts
     from raycollect.planner.layout import Layout as Layout
     from raycollect.planner.layout import Region as Region
     from raycollect.planner.layout import fused_layouts as fused_layouts
@@ -179,12 +182,15 @@ _HOMES: dict[str, str] = {
     "init_collective_group": "member.init",
     "is_backend_available": "member.init",
     "is_group_initialized": "member.init",
+    "join_layouts": "planner.joined",
     "layout": "planner.layout",
+    "layout_of": "layouts.dtensors",
     "mark_written": "member.runtime",
     "nccl_available": "member.init",
     "ones": "pos.tensors",
     "plan": "driver.dry_run",
     "progress": "driver.progress_bar",
+    "record_layout": "layouts.record",
     "recv": "member.verbs",
     "recv_multigpu": "member.multigpu_verbs",
     "recv_ref": "driver.verbs",

@@ -45,3 +45,12 @@ def name_of(dtype: np.dtype[Any]) -> str:
 def torch_name(dtype: Any) -> str:
     """Returns torch's name of one of its types, which is also numpy's."""
     return str(dtype).removeprefix("torch.")
+
+
+def convert(to: Array, array: Array) -> None:
+    """Copies elements, and converts them where the dtypes differ: rounded to the nearest, as numpy does it."""
+    if to.dtype == array.dtype:
+        np.copyto(to, array)
+        return
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # infinities and NaN are what there is to give
+        np.copyto(to, array, casting="unsafe")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 class Give(NamedTuple):
     """A box that another rank reads."""
 
-    part: Any  # its place in the staging: contiguous, of native elements
+    part: Any  # its place in the staging: contiguous, of native elements of the dtype in which it travels
     box: Any  # the box of this rank's tensor
 
 
@@ -21,6 +21,7 @@ class Take(NamedTuple):
     """Boxes that this rank writes."""
 
     boxes: Sequence[Any]  # of its tensors
+    dtypes: Sequence[Any]  # in which they travel; what is given is of the same
     peers: tuple[int, ...]  # whose next boxes they are; several: the sums of those of each, added up in this order
 
 
@@ -28,7 +29,7 @@ class Take(NamedTuple):
 class BoxRound:
     """What one rank does in a round, which all ranks end before any begins the next one.
 
-    All boxes that two ranks exchange are of one shape and type at both ends, and in one order.
+    All boxes that two ranks exchange are of one shape at both ends, and in one order.
     """
 
     gives: Mapping[int, Sequence[Give]]  # by rank of the group; those that get the same share one sequence

@@ -88,8 +88,7 @@ class Call:
 
     def run(self, *, root: Any = -1, async_op: bool, inplace: bool = True, snapshot: bool = False) -> Any:
         """Runs a collective over all ranks, or records it; `root` is -1 where there is none."""
-        if snapshot and self._batch is not None:
-            self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
+        self._check_snapshot(snapshot)
         expected = f"a rank from 0 to {self._membership.spec.world_size - 1}"
         root = self._number(root_parameter(self._kind), root, expected)
         self._check_async(async_op)
@@ -219,6 +218,10 @@ class Call:
         if self._kind is not OpKind.SEND or violation.kind != "duplicate":
             return violation
         return replace(violation, found="of the actor that sends", expected="of another actor than the source")
+
+    def _check_snapshot(self, snapshot: bool) -> None:
+        if snapshot and self._batch is not None:
+            self._wrong("snapshot", snapshot, "False in a batch and in a captured step: make the call by itself")
 
     def _check_async(self, async_op: Any) -> None:
         if async_op and self._batch is not None and self._batch.async_advice:

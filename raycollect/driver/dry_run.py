@@ -11,18 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import ray
 from ray.exceptions import RayError
 
-from raycollect.core import direct_transport
 from raycollect.core.model import PIECES, TENSOR, Structure, TensorInfo
+from raycollect.driver import held_values
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import Submission, explained, prepare
-from raycollect.driver.work import absence
 from raycollect.engine import agreement
 from raycollect.engine.agreement import Arrival, Side, Spec
-from raycollect.errors import BatchError, CollectiveTimeoutError, RefusedError, Violation, refusal
+from raycollect.errors import BatchError, RefusedError, Violation, refusal
 from raycollect.planner import Made, Part, Plan, Role, Source, gpu_lists
 from raycollect.planner.explain import Explanation, explain
 from raycollect.planner.reshard.halves import decode_half
@@ -74,32 +72,22 @@ def _numbered(violations: Sequence[Violation], number: int, plan: Plan) -> list[
 
 
 def _handles(recorded: Submission, plan: Plan) -> dict[Source, Handle]:
-    sources = {ref: source for source, ref in enumerate(recorded.refs.values())}
-    waiting = ray.wait(list(sources), num_returns=len(sources), timeout=plan.timeout_s)[1] if sources else []
-    if waiting:
-        number, rank = _user(plan, sources[waiting[0]])
-        raise CollectiveTimeoutError(
-            op=plan.name,
-            group_name=recorded.memberships[number].spec.name,
-            detail=f"the methods that make {len(waiting)} operands have not returned within {plan.timeout_s:g} s",
-            missing=(rank,) if len(waiting) == 1 else tuple(_user(plan, sources[ref])[1] for ref in waiting),
-            timeout_s=plan.timeout_s,
-        )
+    refs = dict(enumerate(recorded.refs.values()))
+    values, late = held_values.values_of(refs, plan.timeout_s)
+    if late:
+        number, rank = _user(plan, late[0])
+        ranks = (rank,) if len(late) == 1 else tuple(_user(plan, source)[1] for source in late)
+        name = recorded.memberships[number].spec.name
+        raise held_values.late_error(plan.name, name, len(late), ranks, plan.timeout_s)
     found: dict[Source, Handle] = {}
     violations: list[Violation] = []
     causes: list[BaseException] = []
-    for ref, source in sources.items():
+    for source, value in values.items():
         number, rank = _user(plan, source)
-        try:
-            value: Any = direct_transport.get(ref)
-        except RayError as exc:
-            value = exc.with_traceback(None)
         if isinstance(value, Handle):
             found[source] = value
         else:
-            kind, what, expected = absence(value)
-            violation = Violation(kind=kind, rank=rank, field="operand", found=what, expected=expected)
-            violations += _numbered([violation], number, plan)
+            violations += _numbered([held_values.without_tensors(value, rank)], number, plan)
             causes += [value] if isinstance(value, RayError) else []
     if violations:
         raise refusal(plan.name, "", tuple(violations)) from next(iter(causes), None)

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupLike, OpKind
-from raycollect.driver import operand_binding
+from raycollect.driver import held_values, operand_binding
 from raycollect.driver.call import Call
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand
+from raycollect.driver.pending import Pending
+from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
 from raycollect.errors import Violation
 from raycollect.group.membership import Membership
 from raycollect.planner import Reshard
@@ -20,7 +22,7 @@ from raycollect.planner.reshard.request import Named
 __all__ = ["reshard_refs"]
 
 Layouts = Layout | Mapping[str, Layout]
-"""The layout of a tensor, or of each tensor of a dict by its name."""
+"""The layout of a tensor, or of the tensors of a dict by name or pattern."""
 
 
 def reshard_refs(
@@ -28,8 +30,10 @@ def reshard_refs(
     dst_refs: Sequence[Any],
     group_name: GroupLike = "default",
     *,
-    src: Layouts,
-    dst: Layouts,
+    src: Layouts | None = None,
+    dst: Layouts | None = None,
+    inplace: bool = True,
+    snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
@@ -47,21 +51,30 @@ def reshard_refs(
             numpy arrays, or by the library of what the same actor gives. Elements in no region stay as they are.
         group_name: A declared group that has all of these actors; ``"default"`` is derived from the refs where it was
             not declared. Other ranks of the group have no part in it.
-        src: The layout of what the sources hold; with dicts, of each tensor by name. Names that only `src` has stay
-            where they are. Of a partial sum, the targets get the sum of the addends, added up in their order.
-        dst: The layout that the targets want, with the same shapes and dtypes.
+        src: The layout of what the sources hold; with dicts, of each tensor by name, or by a pattern as of `fnmatch`:
+            ``"layers.*.up"``. An exact name comes before patterns, and of those the first that matches counts. Names
+            that only `src` has stay where they are. Of a partial sum, the targets get the sum of the addends, added up
+            in their order. With None, or where none of its patterns matches, DTensors of torch say it themselves.
+        dst: The layout that the targets want, with the same shapes. Floats become those of a dtype that it asks for. If
+            it has patterns, they say it of each tensor of `src`. DTensors to be written say it themselves likewise.
+        inplace: False: given targets stay as they are, and new tensors like them hold the result, and what the targets
+            have where no region is.
+        snapshot: True, in place: as of `allreduce_refs`; no target is overwritten before all ranks have what they need.
         async_op: True: returns a `Work` at once.
         timeout_s: How long ranks wait for each other, in seconds; by default as the group was declared, or 60.
 
     Returns:
-        The targets' refs, in the order of `dst_refs`; or a `Work` of them.
+        The targets' refs, in the order of `dst_refs`: the given ones in place, new ones otherwise; or a `Work` of them.
 
     Raises:
-        LayoutError: The layouts do not fit each other, or the tensors do not fit them; has all holes, overlaps and
-            differences. Nothing has moved.
+        LayoutError: The layouts do not fit each other, or the tensors do not fit them; has all holes, overlaps,
+            differences and tensors without a layout. Nothing has moved.
+        CollectiveTimeoutError: A method has not returned in time, and what it makes had to be known, as there are
+            patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
-    return ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs).start(src, dst, async_op=async_op)
+    call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
+    return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
 
 
 class ReshardCall(Call):
@@ -72,31 +85,56 @@ class ReshardCall(Call):
     def __init__(self, group_name: GroupLike, timeout_s: float | None, *, src_refs: Any, dst_refs: Any) -> None:
         super().__init__(OpKind.ALLTOALL, group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
 
-    def start(self, src: Any, dst: Any, *, async_op: bool) -> Any:
+    def start(self, src: Any, dst: Any, *, inplace: bool, snapshot: bool, async_op: bool) -> Any:
         """Sends the reshard, or records it."""
+        self._check_snapshot(snapshot)
         self._check_async(async_op)
-        named = self._layouts("src", src), self._layouts("dst", dst)
+        sides = self._layouts("src", src), self._layouts("dst", dst)
+        self._raise()
+        held, wanted = self._named(*sides)
         self._raise()
         given, taken = self._bound["src_refs"], self._bound["dst_refs"]
-        reshard = Reshard(*named, tuple(given), tuple(taken))
+        reshard = Reshard(held, wanted, tuple(given), tuple(taken))
         request_list, membership = self._request_list, self._membership
         if self._batch is not None:
             self._batch.outermost.held.hold(self._controller, membership)
         source = request_list.source
         operands = tuple((rank, source(given.get(rank)), source(taken.get(rank))) for rank in reshard.ranks)
-        results = [self._ref(rank, one) for rank, one in taken.items()]
-        asked = RequestKey(
-            membership.roster, OpKind.ALLTOALL, operands, None, -1, -1, True, self._limit_s, reshard=reshard
-        )
+        results = [self._ref(rank, one if inplace else None) for rank, one in taken.items()]
+        call = (membership.roster, OpKind.ALLTOALL, operands, None, -1, -1)
+        asked = RequestKey(*call, inplace, self._limit_s, snapshot and inplace, reshard=reshard)
         request_list.add(asked, membership, results)
         return self._result(async_op)
 
-    def _layouts(self, name: str, given: Any) -> Named:
+    def _layouts(self, name: str, given: Any) -> SideLayouts:
         named = {"": given} if isinstance(given, Layout) else given
+        if named is None:
+            return SideLayouts(name, None)
         if not isinstance(named, Mapping) or not all(isinstance(one, Layout) for one in named.values()):
-            self._wrong(name, given, "a Layout (see raycollect.layout), or a dict of Layouts by name")
-            return ()
-        return tuple((str(key), one) for key, one in named.items())
+            expected = "a Layout (see raycollect.layout), a dict of Layouts by name or pattern, or None for DTensors"
+            self._wrong(name, given, expected)
+            return SideLayouts(name, {})
+        return SideLayouts(name, {str(key): one for key, one in named.items()})
+
+    def _named(self, src: SideLayouts, dst: SideLayouts) -> tuple[Named, Named]:
+        """The layouts by name alone."""
+        if src.is_open:
+            src.resolve_held(self._held("src_refs"), list(dst.layouts))
+        if dst.is_open:
+            dst.resolve(list(src.layouts), lambda: self._held("dst_refs"))
+        self._violations += (*src.violations, *dst.violations)
+        return tuple(src.layouts.items()), tuple(dst.layouts.items())
+
+    def _held(self, name: str) -> list[HeldTensors] | None:
+        """The names and placements of the tensors that the refs hold; None where they are still to be made."""
+        operands = self._bound[name]
+        if any(one.ref is None or type(one.ref) is Pending for one in operands.values()):
+            return None
+        refs = {rank: one.ref for rank, one in operands.items()}
+        handles, violations = held_values.handles_of(refs, self._limit_s, self.name, self._group_name)
+        self._violations += violations
+        self._raise()
+        return [held_tensors(handles[rank]) for rank in operands]
 
     def _is_left_out(self, name: str, value: Any) -> bool:
         return False

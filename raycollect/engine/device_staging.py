@@ -26,6 +26,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray, native
 from raycollect.backends.capabilities import TORCH_PREFIX
 from raycollect.backends.device_arrays import bits_view, device_id
+from raycollect.backends.elements import convert
 from raycollect.backends.experimental import warn_once
 from raycollect.backends.streams import GroupStream, on_device, on_stream, wait
 from raycollect.core.model import TensorInfo
@@ -160,6 +161,8 @@ def _stand_in(array: Array | DeviceArray, home: str) -> Any:
 def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Check) -> None:
     """Copies a tensor to another one of as many elements and the same dtype, wherever each lies.
 
+    In host memory the dtypes may differ.
+
     The copy comes after all that the caller has enqueued, and has ended when the call returns. `check` is called while
     a device is waited for.
 
@@ -169,7 +172,7 @@ def transfer(target: Array | DeviceArray, source: Array | DeviceArray, check: Ch
     """
     if type(target) is not DeviceArray and type(source) is not DeviceArray:
         there = cast("Array", source)
-        np.copyto(cast("Array", target), there.reshape(target.shape))
+        convert(cast("Array", target), there.reshape(target.shape))
         return
     if not target.size:
         return

@@ -122,7 +122,7 @@ class Scheduler:
             yield LaunchStep(*place, commits=True)
             return
         boxes = [one for one in together if isinstance(one, ReshardBuffers)]
-        if boxes:
+        if boxes and step.kind is not Local.COPY:
             for one in boxes:
                 yield from self._boxes(one, place)
             return

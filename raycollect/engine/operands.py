@@ -64,6 +64,8 @@ class TaskBuffers:
     the OPERAND buffers, in order, for messages; None for what has none.
     """
 
+    _takes_dtensors = False
+
     def __init__(
         self,
         share: Share,
@@ -124,6 +126,10 @@ class TaskBuffers:
 
     def _bound(self, index: int, container: Container) -> Bound | None:
         # In pieces, where the operation takes it so.
+        if container.placements and not self._takes_dtensors:
+            expected = "a plain tensor, such as x.to_local(); reshard_refs takes DTensors"
+            self.violate("not_tensor", "operand", "a DTensor, which is spread over a mesh", expected, index)
+            return None
         try:
             views = tuple(map(arrays.memory, container.tensors))
         except TypeError as exc:

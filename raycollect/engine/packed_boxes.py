@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 
 from raycollect.backends import folds
-from raycollect.backends.arrays import Array, native
+from raycollect.backends.arrays import Array
+from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxRound
 from raycollect.core.boxes import Give as GivenBox
 from raycollect.core.boxes import Take as TakenBoxes
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
+from raycollect.planner.layout import Axes, unfolded
 from raycollect.planner.reshard.halves import Give, Half, Take, aligned
 
 Find = Callable[[int, bool], Array]
@@ -32,10 +34,17 @@ def box_of(array: Array, at: Point, size: Point) -> Array:
     return found
 
 
+def unfold(array: Array, axes: Axes) -> Array:
+    """The local tensor with the dimensions of the global one: a view, or a copy where its memory has no such view."""
+    if not axes:
+        return array
+    return array.transpose([d for group in axes for d, _ in group]).reshape(unfolded(axes, array.shape))
+
+
 class PackedBoxes:
     """A kernel that is to be launched between `load` and `unload`, as `FusedKernel`."""
 
-    __slots__ = ("_loads", "_unloads", "kernel", "round")
+    __slots__ = ("_copy", "_loads", "_unloads", "kernel", "round")
 
     def __init__(self, half: Half, number: int, ranks: Sequence[int], memory: Array, find: Find) -> None:
         there, here = half.messages(number)
@@ -49,19 +58,24 @@ class PackedBoxes:
         taken, _ = _rows(memory, {rank: here.get(rank, 0) for rank in ranks}, end)
         src = tuple(packed[same[rank]] if rank in same else memory[:0] for rank in ranks)
         self.kernel: Kernel = Kernel(kind=OpKind.ALLTOALL, src=src, dst=tuple(taken.values()), most=one.most)
+        dtypes = tuple(map(np.dtype, half.dtypes))
+        self._copy: Callable[[Array, Array], None] = convert if _converts(half) else np.copyto
         outgoing, incoming = _Cursors(packed), _Cursors(taken)
         self._loads = {
             peer: [
-                GivenBox(outgoing.next(peer, box), box)
+                GivenBox(outgoing.next(peer, box.shape, dtypes[name]), box)
                 for give in gives[peer]
-                for box in _boxes(give, find, is_dst=give.passed_on)
+                for name, box in _boxes(give, find, is_dst=give.passed_on).items()
             ]
             for peer in firsts.values()
         }
-        takes = [TakenBoxes(_boxes(take, find, is_dst=True), take.peers) for take in one.takes]
+        takes = [_taken(take, find, dtypes) for take in one.takes]
         self._unloads: list[tuple[Array, list[Array]]] = []
-        for boxes, peers in takes:
-            parts = [[incoming.next(peer, box) for box in boxes] for peer in peers]
+        for boxes, travelling, peers in takes:
+            parts = [
+                [incoming.next(peer, box.shape, dtype) for box, dtype in zip(boxes, travelling, strict=True)]
+                for peer in peers
+            ]
             self._unloads += [(box, [some[at] for some in parts]) for at, box in enumerate(boxes)]
         self.round: BoxRound = BoxRound(
             gives={peer: self._loads[first] for peer, first in same.items()},
@@ -73,7 +87,7 @@ class PackedBoxes:
         """Packs what this rank gives."""
         for some in self._loads.values():
             for part, box in some:
-                np.copyto(part, box)
+                self._copy(part, box)
 
     def unload(self) -> None:
         """Unpacks what it has got; sums are folded in the order of their addends, so that all runs give one result."""
@@ -81,11 +95,26 @@ class PackedBoxes:
             if len(parts) > 1:
                 total = parts[0].reshape(-1)
                 folds.fold(ReduceOp.SUM, [part.reshape(-1) for part in parts], total)
-            np.copyto(box, parts[0])
+            self._copy(box, parts[0])
 
 
-def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> list[Array]:
-    return [box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)]
+def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> dict[int, Array]:
+    """The boxes of a transfer in the local tensors, by name."""
+    return {name: box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)}
+
+
+def _taken(take: Take, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
+    boxes = _boxes(take, find, is_dst=True)
+    return TakenBoxes(tuple(boxes.values()), tuple(dtypes[name] for name in boxes), take.peers)
+
+
+def _converts(half: Half) -> bool:
+    sides = ((half.src, half.src_of), (half.dst, half.dst_of))
+    return any(
+        at >= 0 and tensors[at].dtype != dtype
+        for tensors, places in sides
+        for at, dtype in zip(places, half.dtypes, strict=True)
+    )
 
 
 def _rows(memory: Array, sizes: Mapping[int, int], end: int) -> tuple[dict[int, Array], int]:
@@ -103,8 +132,8 @@ class _Cursors:
         self._rows = rows
         self._ends = dict.fromkeys(rows, 0)
 
-    def next(self, peer: int, like: Array) -> Array:
-        dtype, begin = native(like.dtype), self._ends[peer]
-        self._ends[peer] = begin + prod(like.shape) * dtype.itemsize
-        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(like.shape)
+    def next(self, peer: int, shape: Point, dtype: np.dtype[Any]) -> Array:
+        begin = self._ends[peer]
+        self._ends[peer] = begin + prod(shape) * dtype.itemsize
+        found: Array = self._rows[peer][begin : self._ends[peer]].view(dtype).reshape(shape)
         return found

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.elements import convert
 from raycollect.core.boxes import BoxExchange, table_nbytes
 from raycollect.core.model import Key, TensorInfo
 from raycollect.engine.fusion_buffer import FusionBuffer
 from raycollect.engine.operands import Bound, TaskBuffers
-from raycollect.engine.packed_boxes import PackedBoxes, box_of
-from raycollect.planner import Share, Step
+from raycollect.engine.packed_boxes import PackedBoxes, box_of, unfold
+from raycollect.planner import Local, Share, Step
 from raycollect.planner.reshard.halves import decode_half
-from raycollect.planner.reshard.held import faults_of, made_of, places_of
+from raycollect.planner.reshard.held import Fault, faults_of, made_of, places_of
 from raycollect.pos import Container, Range
 
 
 class ReshardBuffers(TaskBuffers):
     """As `TaskBuffers`; what it gives and takes is checked against the layouts, not against the other ranks."""
+
+    _takes_dtensors = True
 
     def __init__(
         self,
@@ -45,11 +50,39 @@ class ReshardBuffers(TaskBuffers):
         return table_nbytes(len(half.rounds), len(self.share.ranks), *counts)
 
     def make(self, index: int) -> None:
-        """Makes the tensors of a target as its layout says; by the library of what this rank gives, if it does."""
+        """Makes the tensors of a target as its layout says: like the given ones, or by the library of what it gives."""
+        like = self._template.buffers[index].source
+        if like >= 0:
+            self._make_like(index, like)
+            return
         given = self.buffers[self._template.src] if self._template.src >= 0 else None
         library = arrays.library(given.container.tensors[0]) if given and given.container.tensors else "numpy"
         structure, infos = made_of(self._half.dst, library)
         self._allocate(index, structure, infos)
+
+    def _make_like(self, index: int, like: int) -> None:
+        held = self.buffers[like]
+        if held is None:
+            return
+        self._allocate(index, held.container.structure, [arrays.describe(one) for one in held.container.tensors])
+        made = self.buffers[index]
+        if made is not None:
+            for to, array, is_whole in zip(made.arrays, held.arrays, self._are_whole(held), strict=True):
+                if not is_whole:  # what is in no region
+                    convert(to, array)
+
+    def _are_whole(self, bound: Bound) -> list[bool]:
+        """For each tensor of a target whether its regions cover all of it."""
+        places = places_of(bound.container.structure, self._half.dst)
+        whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
+        return [place in whole for place in range(len(bound.arrays))]
+
+    def _touched(self) -> tuple[set[int], set[int]]:
+        read, written = super()._touched()
+        dst = self._template.dst
+        like = self._template.buffers[dst].source if dst >= 0 else -1
+        held = self.buffers[like] if like >= 0 else None
+        return (read | {like}, written) if held is not None and not all(self._are_whole(held)) else (read, written)
 
     def copies(self) -> tuple[tuple[Array, Array], ...]:
         """What this rank holds and needs itself: (to, from)."""
@@ -68,8 +101,11 @@ class ReshardBuffers(TaskBuffers):
         return packed, BoxExchange(rounds=[one.round for one in packed], table=table)
 
     def pairs(self, step: Step) -> list[tuple[Any, Any]]:
-        """Its kernels work in the staging alone (`rounds`)."""
-        return []
+        """Its kernels work in the staging alone (`rounds`); what is committed is copied whole."""
+        if step.kind is not Local.COPY:
+            return []
+        src, dst = self.buffers[step.src], self.buffers[step.dst]
+        return [] if src is None or dst is None else list(zip(src.arrays, dst.arrays, strict=True))
 
     def dense(self) -> list[Range]:
         """Without the tensors that have elements in no region."""
@@ -77,13 +113,13 @@ class ReshardBuffers(TaskBuffers):
         bound = self.buffers[index] if index >= 0 else None
         if bound is None:
             return []
-        places = places_of(bound.container.structure, self._half.dst)
-        whole = {place for place, one in zip(places, self._half.dst, strict=True) if one.is_whole}
-        spans = zip(self.written, self.ranges, strict=True)
-        return [span for at, (array, span) in enumerate(spans) if at in whole and span[1] - span[0] == array.nbytes]
+        if self._template.buffers[index].source >= 0:  # what is in no region was copied there
+            return super().dense()
+        spans = zip(self.written, self.ranges, self._are_whole(bound), strict=True)
+        return [span for array, span, is_whole in spans if is_whole and span[1] - span[0] == array.nbytes]
 
     def _bound(self, index: int, container: Container) -> Bound | None:
-        is_dst = index == self._template.dst
+        is_dst = index != self._template.src
         found = super()._bound(index, container)
         if found is None:
             return None
@@ -92,9 +128,19 @@ class ReshardBuffers(TaskBuffers):
             return None
         infos = tuple(map(arrays.describe, container.tensors))
         faults = faults_of(container.structure, infos, self._half.dst if is_dst else self._half.src)
+        faults += [] if faults else self._gaps(found, is_dst=is_dst)
         for name, what, expected in faults:
             self.violate("layout", f"{name} of {'dst' if is_dst else 'src'}", what, expected, index)
         return None if faults else found
+
+    def _gaps(self, bound: Bound, *, is_dst: bool) -> Iterator[Fault]:
+        """Tensors whose memory has no view with the dimensions of the global tensor."""
+        tensors = self._half.dst if is_dst else self._half.src
+        for place, one in zip(places_of(bound.container.structure, tensors), tensors, strict=True):
+            array = bound.arrays[place]
+            if one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
+                found = f"with gaps, {array.strides} bytes apart"
+                yield f"tensor {one.key!r}", found, "without gaps, as its layout takes several of its dimensions as one"
 
     def _is_in_pieces(self, index: int) -> bool:
         return False
@@ -111,4 +157,4 @@ class ReshardBuffers(TaskBuffers):
         bound = self.buffers[template.dst if is_dst else template.src]
         assert bound is not None  # all have agreed
         found: Array = bound.arrays[places_of(bound.container.structure, tensors)[place]]
-        return found
+        return unfold(found, tensors[place].axes)

@@ -129,8 +129,8 @@ class RunShapes:
 
 
 def single(containers: Sequence[Container]) -> Any:
-    """The one tensor, of numpy or torch; None where there are several, or one of another library."""
-    if len(containers) != 1 or containers[0].structure is not TENSOR:
+    """The one tensor, of numpy or torch; None where there are several, a DTensor, or one of another library."""
+    if len(containers) != 1 or containers[0].structure is not TENSOR or containers[0].placements:
         return None
     (tensor,) = containers[0].tensors
     return tensor if type(tensor) is np.ndarray or arrays.is_plain_torch(tensor) else None

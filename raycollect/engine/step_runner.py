@@ -233,7 +233,7 @@ class _Known:
             self._kept[slot] = None
             return None
         if kept is not None and _is_same(kept, made):
-            made = Container(made.structure, made.tensors, value, kept.memo)
+            made = replace(made, memo=kept.memo)
         elif self._last[slot]() is not made.tensors[0]:
             self._kept[slot], self._last[slot] = None, weak(made.tensors[0])
             return made

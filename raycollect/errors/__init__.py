@@ -109,6 +109,7 @@ from raycollect.errors._refused import UnsupportedError as UnsupportedError
 from raycollect.errors._refused import Violation as Violation
 from raycollect.errors._refused import refusal as refusal
 from raycollect.errors._refused import wrong_argument as wrong_argument
+from raycollect.errors._refused import wrong_layout as wrong_layout
 
 _own = {name: one for name, one in vars().items() if getattr(one, "__module__", "").startswith(f"{__name__}._")}
 for _one in _own.values():

@@ -223,6 +223,11 @@ def wrong_argument(field: str, found: str, expected: str) -> Violation:
     return Violation(kind="argument", field=field, found=found, expected=expected)
 
 
+def wrong_layout(field: str, found: str, expected: str, rank: int = -1) -> Violation:
+    """A violation of a layout, or of a tensor that does not fit one."""
+    return Violation(kind="layout", rank=rank, field=field, found=found, expected=expected)
+
+
 def refusal(op: str, group_name: str, violations: tuple[Violation, ...]) -> RefusedError:
     """Builds the most specific error of the table `REFUSALS` for at least one violation."""
     kinds = {violation.kind for violation in violations}

@@ -181,6 +181,7 @@ class Runtime:
             structure=container.structure,
             infos=infos,
             incarnation=self.incarnation,
+            placements=container.placements,
             token=lent.token if lent is not None and self._lenders.note(lent.owner, key) else self._tokens.take(key),
         )
         self.store.put(key, container)

@@ -20,7 +20,7 @@ import msgpack
 from raycollect.errors import refusal, wrong_argument
 from raycollect.planner.boxes import Box, Point, extent, words
 
-__all__ = ["ITEMSIZES", "Layout", "Region", "Regions", "fused_layouts", "layout"]
+__all__ = ["ITEMSIZES", "Axes", "Layout", "Region", "Regions", "fused_layouts", "layout"]
 
 ITEMSIZES: dict[str, int] = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -31,7 +31,13 @@ ITEMSIZES: dict[str, int] = {
 }
 """The dtypes that a layout may have -> bytes per element."""
 
-_VERSION = 1
+Axes = tuple[tuple[tuple[int, int], ...], ...]
+"""For each dimension of a global tensor the dimensions of the local one that together make it, the slowest first: (the
+dimension, its size; 0: as large as it is). A transposed tensor, and a slot of each expert, lie so. Empty: dimension by
+dimension."""
+
+_VERSION = 2
+_DEFAULT = "float32"
 _SHOWN = 16  # how many regions a printed layout lists
 
 
@@ -116,6 +122,8 @@ class Layout:
         dtype: numpy's name of the element type: ``"float32"``.
         regions: Who holds what.
         key: The local tensor that it lies in, by its name in the dict of a rank's tensors; empty: that of the tensor.
+        axes: Which dimensions of the local tensor make those in which the regions lie.
+        converts: Whether a target asks for its dtype, so that sources of another one are converted.
         said: What it was made from, for people.
     """
 
@@ -123,18 +131,23 @@ class Layout:
     dtype: str
     regions: Regions
     key: str = ""
+    axes: Axes = ()
+    converts: bool = False
     said: str = ""
 
     def __post_init__(self) -> None:
+        if self.axes and len(self.axes) != len(self.shape):
+            _refuse("axes", self.axes, f"the local dimensions of each of {len(self.shape)}")
         if self.dtype not in ITEMSIZES:
             _refuse("dtype", repr(self.dtype), f"one of {', '.join(ITEMSIZES)}")
         _check_fit(self.shape, self.regions)
 
     @classmethod
-    def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = "float32") -> Layout:
+    def of_regions(cls, shape: Sequence[int], regions: Sequence[Region], *, dtype: Any = None) -> Layout:
         """The layout with these regions, for what no mesh says: strided heads, experts, uneven boxes.
 
-        The number of ranks is one more than the highest that is named, and that of addends likewise.
+        The number of ranks is one more than the highest that is named, and that of addends likewise. `dtype` is as in
+        `layout`.
 
         Raises:
             InvalidArgumentError: A region is not in the tensor, or there is none.
@@ -144,7 +157,7 @@ class Layout:
             _refuse("regions", "empty", "at least one region")
         parts = 1 + max(one.part for one in rows)
         table = Regions(1 + rows[-1].rank, parts, rows)
-        return cls(shape=_shape(shape), dtype=_dtype_name(dtype), regions=table, said=f"{len(rows)} regions")
+        return cls(shape=_shape(shape), regions=table, said=f"{len(rows)} regions", **_asked(dtype))
 
     @property
     def world_size(self) -> int:
@@ -159,17 +172,22 @@ class Layout:
     @cached_property
     def signature(self) -> bytes:
         """A digest of all that counts: equal for layouts that mean the same."""
-        head: bytes = msgpack.packb((self.shape, self.dtype, self.key))
+        head: bytes = msgpack.packb((self.shape, self.dtype, self.key, self.axes, self.converts))
         return blake2b(head + self.regions.signature, digest_size=16).digest()
 
     def local_shape(self, rank: int) -> tuple[int, ...] | None:
         """The shape of a rank's local tensor, if nothing else lies in it; None where the rank has none."""
-        return self.regions.local_shapes.get(rank)
+        shape = self.regions.local_shapes.get(rank)
+        return None if shape is None else folded(self.axes, shape)
+
+    def astype(self, dtype: Any) -> Layout:
+        """The same with another dtype, which a target asks for: as with `dtype` of `layout`."""
+        return replace(self, **_asked(dtype))
 
     def to_bytes(self) -> bytes:
         """The layout as msgpack; the inverse of `from_bytes`."""
         rows = [(one.rank, one.box, one.at, one.part) for one in self.regions.rows]
-        head = (_VERSION, self.shape, self.dtype, self.key, self.said)
+        head = (_VERSION, self.shape, self.dtype, self.key, self.axes, self.converts, self.said)
         packed: bytes = msgpack.packb((*head, self.regions.world_size, self.regions.parts, rows))
         return packed
 
@@ -181,11 +199,13 @@ class Layout:
             InvalidArgumentError: The bytes are no layout.
         """
         try:
-            version, shape, dtype, key, said, world, parts, rows = msgpack.unpackb(data, use_list=False)
+            version, *head, world, parts, rows = msgpack.unpackb(data, use_list=False)
             if version != _VERSION:
                 raise ValueError(f"version {version}")
             found = tuple(Region(rank=rank, box=box, at=at, part=part) for rank, box, at, part in rows)
-            return cls(shape=shape, dtype=dtype, regions=Regions(world, parts, found), key=key, said=said)
+            shape, dtype, key, axes, converts, said = head
+            table = Regions(world, parts, found)
+            return cls(shape=shape, dtype=dtype, regions=table, key=key, axes=axes, converts=converts, said=said)
         except (TypeError, LookupError, msgpack.UnpackException) as exc:
             _refuse("layout", f"unreadable ({exc})", "what Layout.to_bytes wrote")
         except ValueError as exc:
@@ -216,13 +236,29 @@ class Layout:
         return "\n".join(lines)
 
 
+def unfolded(axes: Axes, shape: Point) -> Point:
+    """The shape of a local tensor with the dimensions in which the regions lie."""
+    return tuple(prod(shape[d] for d, _ in group) for group in axes) if axes else shape
+
+
+def folded(axes: Axes, shape: Point) -> Point:
+    """The shape of a local tensor in which the regions need this one."""
+    if not axes:
+        return shape
+    sizes: dict[int, int] = {}
+    for group, size in zip(axes, shape, strict=True):
+        inner = prod(known for _, known in group[1:])
+        sizes |= {d: known or -(-size // inner) for d, known in group}
+    return tuple(sizes[d] for d in sorted(sizes))
+
+
 def layout(
     shape: Sequence[int],
     *,
     mesh: Mapping[str, int],
     spec: Sequence[str | Sequence[str] | None] = (),
     partial: str | Sequence[str] = (),
-    dtype: Any = "float32",
+    dtype: Any = None,
 ) -> Layout:
     """Says how a global tensor lies on a mesh of ranks, with names of axes as in JAX and torch's device mesh.
 
@@ -236,7 +272,8 @@ def layout(
         spec: For each dimension the axis that cuts it, several axes (the first one slowest), or None; dimensions that
             are left out are whole. Along axes that are named nowhere the ranks have replicas.
         partial: Axes along which each rank holds an addend; the value is their sum. For sources only.
-        dtype: Of the elements: a name, or a numpy or torch dtype.
+        dtype: Of the elements: a name, or a numpy or torch dtype; by default float32. Where a target says it, sources
+            that have another one are converted: both are float64, float32, float16 or bfloat16.
 
     Returns:
         The layout, for any number of tensors of this shape.
@@ -260,7 +297,7 @@ def layout(
             _refuse("spec", f"axis {axis!r} twice", "each axis for one dimension, or for the partial sum")
     cuts += ((),) * (len(whole) - len(cuts))
     table = _of_mesh(whole, axes, cuts, sums)
-    return Layout(shape=whole, dtype=_dtype_name(dtype), regions=table, said=_mesh_words(axes, cuts, sums))
+    return Layout(shape=whole, regions=table, said=_mesh_words(axes, cuts, sums), **_asked(dtype))
 
 
 def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict[str, Layout]:
@@ -281,7 +318,7 @@ def fused_layouts(key: str, layouts: Mapping[str, Layout], dim: int = 0) -> dict
     """
     every = list(layouts.values())
     kinds = {(one.dtype, one.world_size, len(one.shape)) for one in every}
-    if not key or len(kinds) != 1 or any(one.key for one in every):
+    if not key or len(kinds) != 1 or any(one.key or one.axes for one in every):
         _refuse("layouts", f"{len(every)} of {len(kinds)} kinds", "layouts of one dtype, rank count and dimensions")
     if not 0 <= dim < len(every[0].shape):
         _refuse("dim", dim, f"a dimension of the tensors, from 0 to {len(every[0].shape) - 1}")
@@ -351,7 +388,12 @@ def _shape(shape: Sequence[int]) -> Point:
     return found
 
 
-def _dtype_name(dtype: Any) -> str:
+def _asked(dtype: Any) -> dict[str, Any]:
+    return {"dtype": _DEFAULT if dtype is None else dtype_name(dtype), "converts": dtype is not None}
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name, by numpy, of a dtype of numpy or torch."""
     name = getattr(dtype, "__name__", None) or str(dtype)  # numpy's scalar types are classes
     return str(name).removeprefix("torch.")
 

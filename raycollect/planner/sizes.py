@@ -151,7 +151,7 @@ class Sizes:
         if buffer.role is Role.HOME:
             kind, gives = part.request.kind, buffer.source == template.src
             return carried(kind, held, len(part.ranks), gives=gives)[1]
-        return held if buffer.role is Role.LIKE else _piece(part, held, rank)
+        return held if buffer.role in (Role.LIKE, Role.LAID) else _piece(part, held, rank)
 
     def _held(self, number: int, rank: int, source: Source) -> Infos:
         if not isinstance(source, Made):
@@ -200,6 +200,8 @@ class Sizes:
             return sum(_nbytes(self.gives(number, one)) for one in self._plan.parts[number].ranks)
         if template.is_listed:
             return self._beside_lists(number, rank, template)
+        if template.boxes:
+            return _nbytes(made_of(decode_half(template.boxes).dst)[1])
         return _nbytes(self.gives(number, rank))
 
     def _beside_lists(self, number: int, rank: int, template: Template) -> int:

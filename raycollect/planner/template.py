@@ -33,7 +33,7 @@ class Buffer:
     """One operand, output or scratch; it may stand for a list or dict of tensors."""
 
     role: Role
-    source: int = -1  # LIKE, PIECE, HOME, LISTS: the index of the other buffer
+    source: int = -1  # LIKE, PIECE, HOME, LISTS: the index of the other buffer; LAID: of one that it is like, if any
     scratch: bool = False  # whether it is made for the steps only, and dropped when they have ended
 
     @property

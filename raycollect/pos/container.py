@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from numbers import Number
 from typing import Any
 
+from raycollect.backends import dtensors
 from raycollect.core.model import TENSOR, Structure
+from raycollect.core.placement import Placement
 from raycollect.errors.text import a_type
 
 DEEPEST = 32
@@ -26,19 +28,37 @@ class Container:
     value: Any  # the very object that the method returned
     # What programs found about these tensors; forgotten with them
     memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    # (place among `tensors`, placement) of those that are the local tensors of DTensors
+    placements: tuple[tuple[int, Placement], ...] = ()
 
     @staticmethod
     def of(value: Any, is_tensor: Callable[[Any], bool]) -> Container | None:
         """Takes a value apart; None for a value that is passed by value.
 
         That is anything but a tensor or a non-empty list, tuple or dict (with string or integer keys) that holds only
-        tensors and such containers, nested at most `DEEPEST` times.
+        tensors and such containers, nested at most `DEEPEST` times. A DTensor of torch stands for its local tensor.
         """
         if is_tensor(value):
             return Container(TENSOR, (value,), value)
         tensors: list[Any] = []
-        structure = _take_apart(value, is_tensor, tensors, 0)
-        return None if structure is None else Container(structure, tuple(tensors), value)
+        placements: list[tuple[int, Placement]] = []
+
+        def taken(leaf: Any) -> bool:
+            if is_tensor(leaf):
+                tensors.append(leaf)
+                return True
+            if not dtensors.is_dtensor(leaf) or not is_tensor(local := dtensors.local_of(leaf)):
+                return False
+            placement = dtensors.placement_of(leaf)
+            if placement is not None:
+                placements.append((len(tensors), placement))
+                tensors.append(local)
+            return placement is not None
+
+        structure = _take_apart(value, taken, 0)
+        if structure is None:
+            return None
+        return Container(structure, tuple(tensors), value, placements=tuple(placements))
 
     @staticmethod
     def build(structure: Structure, tensors: Sequence[Any]) -> Container:
@@ -46,9 +66,8 @@ class Container:
         return Container(structure, tuple(tensors), structure.build(tensors))
 
 
-def _take_apart(value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any], depth: int) -> Structure | None:
-    if is_tensor(value):
-        tensors.append(value)
+def _take_apart(value: Any, taken: Callable[[Any], bool], depth: int) -> Structure | None:
+    if taken(value):
         return TENSOR
     names: tuple[Any, ...] = ()
     if type(value) in (list, tuple):
@@ -61,7 +80,7 @@ def _take_apart(value: Any, is_tensor: Callable[[Any], bool], tensors: list[Any]
         return None
     items = []
     for child in children:
-        item = _take_apart(child, is_tensor, tensors, depth + 1)
+        item = _take_apart(child, taken, depth + 1)
         if item is None:
             return None
         items.append(item)
@@ -85,7 +104,9 @@ def obstacle(value: Any, is_tensor: Callable[[Any], bool], tell: Tell = a_type, 
     for name, child in value.items() if is_named else enumerate(value):
         if is_named and not _can_travel(name):
             return f"{here} has the key {name!r}, and keys are strings or integers"
-        if not is_tensor(child) and (found := obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1)):
+        if is_tensor(child) or dtensors.is_dtensor(child):
+            continue
+        if found := obstacle(child, is_tensor, tell, f"{path}[{name!r}]", depth + 1):
             return found
     return ""
 

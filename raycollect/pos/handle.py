@@ -15,6 +15,7 @@ from raycollect.backends.device_arrays import put_on_gpu
 from raycollect.core import html
 from raycollect.core.model import Address, Key, Structure, TensorInfo
 from raycollect.core.placeholder import Placeholder
+from raycollect.core.placement import Placement
 from raycollect.core.serialization import PackedRef, as_pickled
 from raycollect.errors import HandleAttributeError, HandleError
 from raycollect.planner.wording import counted, nbytes_words
@@ -45,6 +46,7 @@ class Handle(Placeholder):
         infos: Shape, dtype and device of each tensor.
         incarnation: Ray's id of the process that holds them: a restarted actor has a new one, and the tensors are lost.
         token: Keeps the value alive while any copy of this handle exists.
+        placements: Of the tensors that are the local ones of DTensors, the place in `infos`, and where they lie.
     """
 
     key: Key
@@ -55,6 +57,7 @@ class Handle(Placeholder):
     infos: tuple[TensorInfo, ...]
     incarnation: str = ""
     token: Any = None
+    placements: tuple[tuple[int, Placement], ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return self._reduced(self.token)
@@ -67,7 +70,8 @@ class Handle(Placeholder):
         return as_pickled(pickle.dumps([_Reduced(self._reduced(tuple(PackedRef.of(token))))], protocol=5), token)
 
     def _reduced(self, token: Any) -> tuple[Any, ...]:
-        where, what = (self.actor_id, self.actor, self.address, self.incarnation), (self.structure, self.infos)
+        where = (self.actor_id, self.actor, self.address, self.incarnation)
+        what = (self.structure, self.infos, self.placements)
         return _handle, (self.key, _packed(where), _packed(what), token)
 
     @property
@@ -190,7 +194,7 @@ _parts = lru_cache(maxsize=512)(pickle.loads)
 
 def _handle(key: Key, where: bytes, what: bytes, token: Any) -> Handle:
     actor_id, actor, address, incarnation = _parts(where)
-    structure, infos = _parts(what)
+    structure, infos, placements = _parts(what)
     return Handle(
         key=key,
         actor_id=actor_id,
@@ -200,4 +204,5 @@ def _handle(key: Key, where: bytes, what: bytes, token: Any) -> Handle:
         infos=infos,
         incarnation=incarnation,
         token=PackedRef(*token).ref() if type(token) is tuple else token,
+        placements=placements,
     )

@@ -10,11 +10,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from raycollect.core.model import GroupSpec, OpKind
+from raycollect.engine.packed_boxes import unfold
 from raycollect.planner import Request, Reshard, Roster, Topology
 from raycollect.planner.layout import Layout, Region, fused_layouts, layout
 from raycollect.planner.reshard.request import local_tensors
 
 Layouts = Mapping[str, Layout]
+
+CONVERTED = ("float16", "float32", "float64")
 
 UNTOUCHED = 99
 """What targets hold where no region is."""
@@ -60,7 +63,9 @@ def held_by(side: Layouts, whole: Mapping[str, Any], seed: int = 0) -> dict[int,
         parts = [rng.integers(0, 5, one.shape).astype(one.dtype) for _ in range(one.regions.parts - 1)]
         parts.append((whole[name] - sum(parts)).astype(one.dtype) if parts else whole[name])
         for region in one.regions.rows:
-            _local(held[region.rank][one.key or name], region)[...] = parts[region.part][_slices(region)]
+            _local(unfold(held[region.rank][one.key or name], one.axes), region)[...] = parts[region.part][
+                _slices(region)
+            ]
     return held
 
 
@@ -143,9 +148,10 @@ def scenes(draw: st.DrawFn, most: int = 5) -> tuple[Layouts, Layouts, tuple[int,
     for at in range(draw(st.integers(1, 3))):
         shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
         dtype = draw(st.sampled_from(["float32", "int16", "float64", "uint8", "float16"]))
-        for side, world, partial in ((src, src_world, True), (dst, dst_world, False)):
+        wanted = draw(st.sampled_from([dtype, *(CONVERTED if dtype in CONVERTED else ())]))
+        for side, world, partial, held in ((src, src_world, True, dtype), (dst, dst_world, False, wanted)):
             kind = draw(st.sampled_from([meshes, meshes, boxes]))
-            side[f"t{at}"] = draw(kind(shape, dtype, world, partial=partial and dtype != "uint8"))
+            side[f"t{at}"] = draw(kind(shape, held, world, partial=partial and dtype != "uint8"))
     for side in (src, dst):
         first = side["t0"]
         alike = [one.dtype == first.dtype and len(one.shape) == len(first.shape) for one in side.values()]

@@ -102,6 +102,38 @@ def test_a_captured_step_moves_in_each_run(actors):
     assert "reshard" in str(step.explain())
 
 
+def test_targets_stay_as_they_are_or_all_are_written_or_none(actors):
+    workers = actors(Worker, 5)
+    whole = whole_tensors(SRC, 5)
+    given, taken = keep(workers[:2], held_by(SRC, whole)), keep(workers[2:], empty_of(DST))
+    nbytes = sum(array.nbytes for array in empty_of(DST)[0].values())
+    assert col.plan(col.reshard_refs, given, taken, src=SRC, dst=DST, inplace=False).memory.outputs == nbytes
+    made = col.reshard_refs(given, taken, src=SRC, dst=DST, inplace=False)
+    check(made, held_by(DST, whole))
+    check(taken, empty_of(DST))
+    work = col.reshard_refs(given, taken, src=SRC, dst=DST, snapshot=True, async_op=True)
+    assert work.wait() == taken
+    check(taken, held_by(DST, whole))
+    with col.batch() as batch:
+        fresh = col.reshard_refs(given, taken, src=SRC, dst=DST, inplace=False)
+        with pytest.raises(errors.InvalidArgumentError, match="make the call by itself"):
+            col.reshard_refs(given, taken, src=SRC, dst=DST, snapshot=True)
+        col.reshard_refs(given, fresh, src=SRC, dst=DST)
+    check(batch.refs[0], held_by(DST, whole))
+
+
+def test_floats_are_converted_where_the_target_asks_for_it(actors):
+    workers = actors(Worker, 3)
+    given = [worker.make.remote(lambda self: np.full((2, 4), 1 / 3, np.float32)) for worker in workers[:2]]
+    src = col.layout([4, 4], mesh={"tp": 2}, spec=("tp",))
+    (made,) = col.get(
+        col.reshard_refs(given, workers[2:], src=src, dst=col.layout([4, 4], mesh={"tp": 1}, dtype="float16"))
+    )
+    np.testing.assert_array_equal(made, np.full((4, 4), 1 / 3, np.float16))
+    with pytest.raises(errors.LayoutError, match="asks for it"):
+        col.reshard_refs(given, workers[2:], src=src.astype("float64"), dst=col.layout([4, 4], mesh={"tp": 1}))
+
+
 def test_plan_tells_what_moves_and_refuses_what_the_call_would(actors):
     workers = actors(Worker, 5)
     given = keep(workers[:2], held_by(SRC, whole_tensors(SRC, 3)))
@@ -140,8 +172,10 @@ def test_wrong_arguments_are_named(actors):
     given, taken = keep(workers[:2], empty_of(SRC)), workers[2:]
     with pytest.raises(errors.LayoutError, match="number of ranks dst"):
         col.reshard_refs(given, taken, src=SRC, dst=DST)
-    with pytest.raises(errors.InvalidArgumentError, match="src is None"):
-        col.reshard_refs(given, taken, src=None, dst=DST)
+    with pytest.raises(errors.InvalidArgumentError, match="src is 3"):
+        col.reshard_refs(given, taken, src=3, dst=DST)
+    with pytest.raises(errors.LayoutError, match="src is without a layout of 'norm', 'up', 'qkv'"):
+        col.reshard_refs(given, taken, dst=DST)
     with pytest.raises(errors.DuplicateActorError):
         col.reshard_refs([given[0], given[0]], taken, src=SRC, dst=DST)
     with pytest.raises(errors.MissingMemberError, match="src_refs"):
@@ -165,3 +199,42 @@ def test_what_a_reshard_makes_is_an_operand_of_later_calls(actors):
         calls()
     for array in col.get(batch.refs[1]):
         np.testing.assert_array_equal(array, whole[:, :3] + whole[:, 3:])
+
+
+LAYERS = {f"{layer}.{name}": SRC["up"] for layer in range(2) for name in ("up", "down")}
+BY_PATTERN = {"*.up": DST["up"], "*": col.layout([6, 8], mesh={"dp": 3})}
+
+
+def test_layouts_go_by_patterns(actors):
+    workers = actors(Worker, 5)
+    spelt = {name: BY_PATTERN["*.up" if name.endswith("up") else "*"] for name in LAYERS}
+    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
+    expected = held_by(spelt, whole_tensors(LAYERS, 4))
+    check(col.reshard_refs(given, workers[2:], src=LAYERS, dst=BY_PATTERN), expected)
+    made = col.reshard_refs(given, workers[2:], src={"?.*": SRC["up"]}, dst=BY_PATTERN)  # the refs say the names
+    check(made, expected)
+    check(col.reshard_refs(given, made, src={"*": SRC["up"]}, dst=spelt), expected)
+    assert col.plan(col.reshard_refs, given, made, src={"*": SRC["up"]}, dst=BY_PATTERN).rows[0].op == "reshard"
+
+
+def test_tensors_that_no_pattern_matches_are_listed_and_nothing_moves(actors):
+    workers = actors(Worker, 5)
+    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
+    with pytest.raises(errors.LayoutError, match=r"without a layout of '0\.down', '1\.down'"):
+        col.reshard_refs(given, workers[2:], src=LAYERS, dst={"*.up": DST["up"]})
+    with pytest.raises(errors.LayoutError, match=r"without a layout of '0\.up', '1\.up'"):
+        col.reshard_refs(given, workers[2:], src={"*.down": SRC["up"]}, dst=BY_PATTERN)
+    with pytest.raises(errors.LayoutError, match="its wildcards"):
+        col.reshard_refs(given, workers[2:], src=LAYERS, dst=col.fused_layouts("w", {"*": DST["up"]}))
+
+
+def test_names_that_are_not_known_yet_have_to_be_spelt(actors):
+    workers = actors(Worker, 5)
+    given = keep(workers[:2], held_by(LAYERS, whole_tensors(LAYERS, 4)))
+    with col.batch() as batch:
+        first = col.reshard_refs(given, workers[2:4], src=LAYERS, dst={"*": SRC["up"]})
+        with pytest.raises(errors.LayoutError, match="not known before the call"):
+            col.reshard_refs(first, workers[4:], src={"*": SRC["up"]}, dst={"*": SRC["up"]})
+        dst = dict.fromkeys(LAYERS, col.layout([6, 8], mesh={"dp": 1}))
+        col.reshard_refs(first, workers[4:], src={"*": SRC["up"]}, dst=dst)
+    check(batch.refs[1], {0: whole_tensors(LAYERS, 4)})

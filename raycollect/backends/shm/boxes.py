@@ -2,8 +2,8 @@
 
 A rank tells the others by a table where the boxes that it gives lie in its shared memory: their first elements, and the
 strides. A box of a tensor in shared memory lies where it is, and is copied once, by its taker, from tensor to tensor. A
-box of any other tensor is copied by its giver to the staging, which is in shared memory, and from there by its taker.
-The takers neither know nor care.
+box of any other tensor, or of one of another dtype than it travels in, is copied by its giver to the staging, which is
+in shared memory, and from there by its taker. The takers neither know nor care.
 
 The table is a row of words. For each round: a word that tells whether the rank packs or passes on anything, and for
 each rank of the launch where the boxes for it begin in the table. Then the boxes in the order of the taker, each with
@@ -15,7 +15,7 @@ those that gave wait for those that took.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from raycollect.backends import folds
 from raycollect.backends.arrays import Array, byte_range, native
+from raycollect.backends.elements import convert
 from raycollect.backends.shm.directory import GIVES, Directory, Listing, Places
 from raycollect.backends.shm.in_place import COPY_NBYTES
 from raycollect.backends.shm.meeting import Meeting
@@ -52,6 +53,7 @@ class _Moves(NamedTuple):
     copies: _Copies
     sums: list[tuple[Array, list[Array]]]
     nbytes: int
+    copy: Callable[[Array, Array], None]
 
 
 class _Known(NamedTuple):
@@ -111,7 +113,7 @@ class Boxes:
     def _move(self, meeting: Meeting, launch: Launch, moves: _Moves, at: int, until_s: float) -> None:
         meter, done, looked = here(), 0, 0
         for target, source in moves.copies:
-            np.copyto(target, source)
+            moves.copy(target, source)
             done += target.nbytes
             if done - looked > COPY_NBYTES:
                 meeting.check(launch, launch.ranks, until_s)
@@ -169,7 +171,7 @@ class Boxes:
     def _place(self, give: Give) -> tuple[Array, int] | None:
         # Where others read it: where it is, if they can; else in the staging.
         for array in (give.box, give.part):
-            if array.dtype.isnative:
+            if array.dtype == give.part.dtype:
                 start, stop = byte_range(array)
                 ref = self._segments.locate(start, stop - start)
                 if ref is not None:
@@ -204,23 +206,25 @@ class Boxes:
                 copies += zip(take.boxes, parts[0], strict=True)
             else:
                 sums += [(box, [some[at] for some in parts]) for at, box in enumerate(take.boxes)]
-        return _Moves(copies, sums, sum(target.nbytes for target, _ in copies))
+        copy = np.copyto if all(target.dtype == source.dtype for target, source in copies) else convert
+        return _Moves(copies, sums, sum(target.nbytes for target, _ in copies), copy)
 
-    def _sources(self, rank: int, table: Array, at: int, targets: Sequence[Array]) -> Iterator[Array]:
+    def _sources(self, rank: int, table: Array, at: int, targets: Sequence[tuple[Array, Any]]) -> Iterator[Array]:
         memory: Any = self._directory.segment(rank) if targets else None
         words = table.tolist()
-        for target in targets:
+        for target, dtype in targets:
             ndim = target.ndim
             offset, strides = words[at], tuple(words[at + 1 : at + 1 + ndim])
             at += 1 + ndim
             try:
-                yield np.ndarray(target.shape, native(target.dtype), memory, offset, strides)
+                yield np.ndarray(target.shape, dtype, memory, offset, strides)
             except ValueError as exc:
                 raise InternalError(detail=f"rank {rank} names memory beyond the end of its segment: {exc}") from exc
 
 
-def _taken_from(rank: int, one: BoxRound) -> list[Array]:
-    return [box for take in one.takes for peer in take.peers if peer == rank for box in take.boxes]
+def _taken_from(rank: int, one: BoxRound) -> list[tuple[Array, Any]]:
+    takes = [take for take in one.takes for peer in take.peers if peer == rank]
+    return [each for take in takes for each in zip(take.boxes, take.dtypes, strict=True)]
 
 
 def _all_give(listings: Sequence[Listing]) -> bool:
@@ -229,7 +233,7 @@ def _all_give(listings: Sequence[Listing]) -> bool:
 
 def _copy(copies: _Copies) -> None:
     for target, source in copies:
-        np.copyto(target, source)
+        convert(target, source)
 
 
 def _add_up(target: Array, parts: Sequence[Array]) -> None:
@@ -237,4 +241,4 @@ def _add_up(target: Array, parts: Sequence[Array]) -> None:
     rows = [np.ascontiguousarray(part, native(part.dtype)).reshape(-1) for part in parts]
     total = np.empty_like(rows[0])
     folds.fold(ReduceOp.SUM, rows, total)
-    np.copyto(target, total.reshape(target.shape))
+    convert(target, total.reshape(target.shape))

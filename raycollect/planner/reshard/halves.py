@@ -69,7 +69,8 @@ class Half:
     dst: tuple[LocalTensor, ...]  # the same as a target
     src_of: tuple[int, ...]  # for each name, its local tensor in `src`; -1: none
     dst_of: tuple[int, ...]  # the same in `dst`
-    itemsizes: tuple[int, ...]  # for each name
+    itemsizes: tuple[int, ...]  # for each name, of what travels
+    dtypes: tuple[str, ...]  # the same, the element type
     copies: tuple[Copy, ...]
     rounds: tuple[Round, ...]
 
@@ -110,12 +111,12 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
         return known[id(value)][1]
 
     def tensors(some: Sequence[LocalTensor]) -> Any:
-        return [(one.key, one.shape, one.dtype, one.itemsize, one.is_whole) for one in some]
+        return [(one.key, one.shape, one.dtype, one.itemsize, one.is_whole, one.axes) for one in some]
 
     found = {}
     for rank, half in halves.items():
         tables = [packed(side, tensors) for side in (half.src, half.dst)]
-        lists = [packed(one, list) for one in (half.src_of, half.dst_of, half.itemsizes)]
+        lists = [packed(one, list) for one in (half.src_of, half.dst_of, half.itemsizes, half.dtypes)]
         found[rank] = msgpack.packb((*tables, *lists, half.copies, half.rounds))
     return found
 
@@ -124,14 +125,15 @@ def encode_halves(halves: Mapping[int, Half]) -> dict[int, bytes]:
 def decode_half(data: bytes) -> Half:
     """Reads what `encode_halves` wrote; ProtocolError: the bytes are no half."""
     try:
-        src, dst, src_of, dst_of, itemsizes, copies, rounds = msgpack.unpackb(data, use_list=False)
-        lists = [msgpack.unpackb(one, use_list=False) for one in (src_of, dst_of, itemsizes)]
+        src, dst, src_of, dst_of, itemsizes, dtypes, copies, rounds = msgpack.unpackb(data, use_list=False)
+        lists = [msgpack.unpackb(one, use_list=False) for one in (src_of, dst_of, itemsizes, dtypes)]
         return Half(
             src=_tensors(src),
             dst=_tensors(dst),
             src_of=lists[0],
             dst_of=lists[1],
             itemsizes=lists[2],
+            dtypes=lists[3],
             copies=tuple(Copy(*one) for one in copies),
             rounds=tuple(
                 Round(most, tuple(Give(*one) for one in gives), tuple(Take(*one) for one in takes))
@@ -144,6 +146,6 @@ def decode_half(data: bytes) -> Half:
 
 def _tensors(data: bytes) -> tuple[LocalTensor, ...]:
     return tuple(
-        LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole)
-        for key, shape, dtype, itemsize, is_whole in msgpack.unpackb(data, use_list=False)
+        LocalTensor(key=key, shape=shape, dtype=dtype, itemsize=itemsize, is_whole=is_whole, axes=axes)
+        for key, shape, dtype, itemsize, is_whole, axes in msgpack.unpackb(data, use_list=False)
     )

@@ -15,7 +15,7 @@ from raycollect.planner.reshard.proof import problem_of
 from raycollect.planner.reshard.request import Reshard
 from raycollect.planner.reshard.rounds import halves_of
 from raycollect.planner.reshard.routes import routes
-from raycollect.planner.template import Buffer, Role, Step, Template
+from raycollect.planner.template import Buffer, Local, Role, Step, Template
 from raycollect.planner.topology import Roster
 
 
@@ -54,7 +54,7 @@ def resharded(request: Request, reshard: Reshard, roster: Roster) -> Part:
     with _no_collection():
         packed = _packed(reshard, roster)
     targets = set(reshard.dst_ranks)
-    templates = [_template(one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
+    templates = [_template(request, one, packed[one[0]], takes=one[0] in targets) for one in request.operands]
     return Part(request=request, templates=(), parts=()).over(templates)
 
 
@@ -78,11 +78,20 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _template(operands: Operands, half: bytes, *, takes: bool) -> Template:
+def _template(request: Request, operands: Operands, half: bytes, *, takes: bool) -> Template:
+    """Where a given target is not to be written, or not before all ranks have theirs, a tensor like it is."""
     _, src, dst = operands
     buffers = [] if src is None else [Buffer(role=Role.OPERAND)]
-    if takes:
-        buffers.append(Buffer(role=Role.LAID if dst is None else Role.OPERAND))
-    given, taken = -1 if src is None else 0, len(buffers) - 1 if takes else -1
-    step = Step(kind=OpKind.ALLTOALL, src=given, dst=taken)
-    return Template(buffers=tuple(buffers), steps=(step,), src=given, dst=taken, result=taken, boxes=half)
+    given, held = -1 if src is None else 0, -1 if dst is None else len(buffers)
+    if held >= 0:
+        buffers.append(Buffer(role=Role.OPERAND))
+    if takes and (held < 0 or not request.inplace or request.snapshot):
+        buffers.append(Buffer(role=Role.LAID, source=held, scratch=request.snapshot and held >= 0))
+    taken = result = len(buffers) - 1 if takes else -1
+    steps = [Step(kind=OpKind.ALLTOALL, src=given, dst=taken)]
+    if request.snapshot:
+        steps.append(Step(kind=Local.COMMIT))
+        if held >= 0:
+            steps.append(Step(kind=Local.COPY, src=taken, dst=held))
+            result = held
+    return Template(buffers=tuple(buffers), steps=tuple(steps), src=given, dst=taken, result=result, boxes=half)

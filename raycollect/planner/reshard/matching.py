@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from raycollect.errors import Violation
+from raycollect.errors import Violation, wrong_layout
 from raycollect.errors.text import listed
 from raycollect.planner.boxes import Box, BoxIndex, atoms, common, moved, volume, without, words
 from raycollect.planner.layout import Layout, Region, Regions
@@ -69,11 +69,27 @@ def faults(reshard: Reshard) -> list[Violation]:
         given = src.get(name)
         if given is None:
             expected = f"a name of src: {listed(map(repr, src))}"
-            found.append(_layout_fault("dst", f"of {name!r}, which src does not have", expected))
-        elif (given.shape, given.dtype) != (taken.shape, taken.dtype):
+            found.append(wrong_layout("dst", f"of {name!r}, which src does not have", expected))
+        elif given.shape != taken.shape or (given.dtype != taken.dtype and not taken.converts):
             expected = f"{given.dtype}{list(given.shape)}, as in src"
-            found.append(_layout_fault(_of("dst", name), f"{taken.dtype}{list(taken.shape)}", expected))
+            if given.shape == taken.shape:
+                expected += "; or a layout that asks for it, by dtype= or astype()"
+            found.append(wrong_layout(_of("dst", name), f"{taken.dtype}{list(taken.shape)}", expected))
+        elif given.dtype != taken.dtype and (expected := _objection(given, taken)):
+            found.append(wrong_layout(_of("dst", name), f"{taken.dtype}, made of {given.dtype} of src", expected))
     return found or list(_holes(reshard))
+
+
+_CONVERTED = ("float64", "float32", "float16", "bfloat16")
+
+
+def _objection(given: Layout, taken: Layout) -> str:
+    """Why a tensor can't be converted on its way: what there should be instead."""
+    if given.dtype not in _CONVERTED or taken.dtype not in _CONVERTED:
+        return f"its dtype; what is converted is {', '.join(_CONVERTED)}"
+    if given.regions.parts > 1 and given.itemsize == taken.itemsize:
+        return f"{given.dtype}, float32 or float64, as src is a partial sum"
+    return ""
 
 
 def _holes(reshard: Reshard) -> Iterator[Violation]:
@@ -85,18 +101,18 @@ def _holes(reshard: Reshard) -> Iterator[Violation]:
             several = len(ranks) > 1
             who = f"rank{'s' * several} {listed(map(str, ranks))} of dst need{'s' * (not several)} it"
             for name in names:
-                yield _layout_fault(_of("src", name), f"without {which}", f"it on some rank, because {who}")
+                yield wrong_layout(_of("src", name), f"without {which}", f"it on some rank, because {who}")
 
 
 def _side_faults(side: str, given: Named, ranks: Sequence[int]) -> Iterator[Violation]:
     if not given:
-        yield _layout_fault(side, "empty", "the layout of at least one tensor")
+        yield wrong_layout(side, "empty", "the layout of at least one tensor")
     for name, one in given:
         if one.world_size != len(ranks):
             expected = f"{len(ranks)}, as many as there are {side}_refs"
-            yield _layout_fault(f"number of ranks {_of(side, name)}", str(one.world_size), expected)
+            yield wrong_layout(f"number of ranks {_of(side, name)}", str(one.world_size), expected)
         if side == "dst" and one.regions.parts > 1:
-            yield _layout_fault(_of(side, name), "a partial sum", "values: partial sums are for src only")
+            yield wrong_layout(_of(side, name), "a partial sum", "values: partial sums are for src only")
     yield from _fused_faults(side, given)
 
 
@@ -106,14 +122,14 @@ def _fused_faults(side: str, given: Named) -> Iterator[Violation]:
         keyed.setdefault(one.key or name, {})[name] = one
     checked = set[tuple[Regions, ...]]()
     for key, layouts in keyed.items():
-        if len({(one.dtype, len(one.shape)) for one in layouts.values()}) > 1:
-            expected = "tensors of one dtype and number of dimensions in one local tensor"
-            yield _layout_fault(_of(side, key), f"shared by {listed(map(repr, layouts))}", expected)
+        if len({(one.dtype, len(one.shape), one.axes) for one in layouts.values()}) > 1:
+            expected = "tensors of one dtype, number and order of dimensions in one local tensor"
+            yield wrong_layout(_of(side, key), f"shared by {listed(map(repr, layouts))}", expected)
         elif side == "dst" and (tables := tuple(one.regions for one in layouts.values())) not in checked:
             checked.add(tables)
             for rank, (a, b) in _local_clashes(layouts):
                 found = f"written twice on rank {rank} of dst: {a} and {b} overlap in the local tensor"
-                yield _layout_fault(_of(side, key), found, "a place of its own for each region")
+                yield wrong_layout(_of(side, key), found, "a place of its own for each region")
 
 
 def _local_clashes(layouts: Mapping[str, Layout]) -> Iterator[tuple[int, tuple[str, str]]]:
@@ -131,7 +147,3 @@ def _local_clashes(layouts: Mapping[str, Layout]) -> Iterator[tuple[int, tuple[s
 
 def _of(side: str, name: str) -> str:
     return f"{side} of {name!r}" if name else side
-
-
-def _layout_fault(field: str, found: str, expected: str) -> Violation:
-    return Violation(kind="layout", field=field, found=found, expected=expected)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
-from raycollect.planner.layout import Region
+from raycollect.planner.layout import ITEMSIZES, Region
 from raycollect.planner.reshard.halves import Copy, Half, Take
 from raycollect.planner.reshard.request import Form, Reshard
 from raycollect.planner.reshard.rounds import ROUND_NBYTES
@@ -62,6 +62,7 @@ class _Proof:
         for rank, half in self._halves.items():
             for copy in half.copies:
                 self._copy(rank, copy)
+        self._check_dtypes()
         counts = {len(half.rounds) for half in self._halves.values()}
         if len(counts) > 1:
             raise _WrongError(f"has between {min(counts)} and {max(counts)} rounds on its ranks")
@@ -75,6 +76,13 @@ class _Proof:
         wrong = [rank for (rank, _), boxes in self._arrived.items() if boxes and rank not in self._dst]
         if wrong:
             raise _WrongError(f"writes on ranks {wrong}, which are no targets")
+
+    def _check_dtypes(self) -> None:
+        dtypes = self._reshard.dtypes
+        itemsizes = tuple(ITEMSIZES[dtype] for dtype in dtypes)
+        for rank, half in self._halves.items():
+            if (half.dtypes, half.itemsizes) != (dtypes, itemsizes):
+                raise _WrongError(f"reads messages as {half.dtypes} on rank {rank}, not as {dtypes}")
 
     def _form(self, first: int, count: int) -> Form:
         form = self._forms[first] if 0 <= first < len(self._forms) else None

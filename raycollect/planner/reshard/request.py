@@ -9,7 +9,7 @@ from hashlib import blake2b
 from math import prod
 
 from raycollect.planner.boxes import Point
-from raycollect.planner.layout import ITEMSIZES, Layout, Regions
+from raycollect.planner.layout import ITEMSIZES, Axes, Layout, Regions, folded
 
 Named = tuple[tuple[str, Layout], ...]
 """Layouts by name of the global tensor, in order of the names."""
@@ -21,7 +21,7 @@ class Form:
 
     src: Regions
     dst: Regions
-    itemsize: int
+    itemsize: int  # of what travels
     first: int  # the place of the first of its names in `Reshard.names`
     count: int  # how many there are; they are consecutive
 
@@ -67,12 +67,19 @@ class Reshard:
         return self._sorted[1]
 
     @cached_property
+    def dtypes(self) -> tuple[str, ...]:
+        """The element type in which each of `names` travels."""
+        src, dst = dict(self.src), dict(self.dst)
+        return tuple(travelling(src[name], dst[name]) for name in self.names)
+
+    @cached_property
     def _sorted(self) -> tuple[tuple[str, ...], tuple[Form, ...]]:
         sources = dict(self.src)
         groups: dict[tuple[Regions, Regions, int], list[str]] = {}
         for name, taken in self.dst:
             if name in sources:
-                groups.setdefault((sources[name].regions, taken.regions, taken.itemsize), []).append(name)
+                itemsize = ITEMSIZES[travelling(sources[name], taken)]
+                groups.setdefault((sources[name].regions, taken.regions, itemsize), []).append(name)
         names: list[str] = []
         forms = []
         for (src, dst, itemsize), some in groups.items():
@@ -87,6 +94,14 @@ class Reshard:
         return hash(self.signature)
 
 
+def travelling(src: Layout, dst: Layout) -> str:
+    """The element type in which a tensor travels: the narrower of both; addends of sums as they are.
+
+    What has arrived is passed on as it travelled: no conversion there and back changes it.
+    """
+    return src.dtype if src.regions.parts > 1 or src.itemsize < dst.itemsize else dst.dtype
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
     """A tensor that a rank must hold."""
@@ -96,6 +111,7 @@ class LocalTensor:
     dtype: str
     itemsize: int
     is_whole: bool  # whether its regions cover all of it
+    axes: Axes = ()  # see `Layout.axes`
 
 
 def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
@@ -103,9 +119,9 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
     keyed: dict[str, list[Layout]] = {}
     for name, one in side:
         keyed.setdefault(one.key or name, []).append(one)
-    kinds: dict[tuple[tuple[Regions, str], ...], list[str]] = {}  # keys that lie alike
+    kinds: dict[tuple[_Lying, ...], list[str]] = {}  # keys that lie alike
     for key, layouts in keyed.items():
-        kinds.setdefault(tuple((one.regions, one.dtype) for one in layouts), []).append(key)
+        kinds.setdefault(tuple((one.regions, one.dtype, one.axes) for one in layouts), []).append(key)
     shared: dict[tuple[object, ...], tuple[LocalTensor, ...]] = {}
     found = {}
     for rank in sorted({rank for _, one in side for rank in one.regions.of_rank}):
@@ -113,7 +129,12 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
         if held not in shared:
             made = {
                 key: LocalTensor(
-                    key=key, shape=one[0], dtype=tables[0][1], itemsize=ITEMSIZES[tables[0][1]], is_whole=one[1]
+                    key=key,
+                    shape=one[0],
+                    dtype=tables[0][1],
+                    itemsize=ITEMSIZES[tables[0][1]],
+                    is_whole=one[1],
+                    axes=tables[0][2],
                 )
                 for (tables, keys), one in zip(kinds.items(), held, strict=True)
                 if one is not None
@@ -124,11 +145,14 @@ def local_tensors(side: Named) -> dict[int, tuple[LocalTensor, ...]]:
     return found
 
 
-def _local(tables: Sequence[tuple[Regions, str]], rank: int) -> tuple[Point, bool] | None:
+_Lying = tuple[Regions, str, Axes]
+
+
+def _local(tables: Sequence[_Lying], rank: int) -> tuple[Point, bool] | None:
     """The shape of a local tensor, and whether its regions cover all of it."""
-    shapes = [shape for regions, _ in tables if (shape := regions.local_shapes.get(rank)) is not None]
+    shapes = [shape for regions, *_ in tables if (shape := regions.local_shapes.get(rank)) is not None]
     if not shapes:
         return None
-    shape = tuple(max(sizes) for sizes in zip(*shapes, strict=True))
-    filled = sum(one.volume for regions, _ in tables for one in regions.of_rank.get(rank, ()))
+    shape = folded(tables[0][2], tuple(max(sizes) for sizes in zip(*shapes, strict=True)))
+    filled = sum(one.volume for regions, *_ in tables for one in regions.of_rank.get(rank, ()))
     return shape, filled == prod(shape)

@@ -38,6 +38,7 @@ def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
             src_of=src.places(rank),
             dst_of=dst.places(rank),
             itemsizes=itemsizes,
+            dtypes=reshard.dtypes,
             copies=tuple(copies.get(rank, ())),
             rounds=rounds[rank],
         )

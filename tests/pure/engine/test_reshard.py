@@ -60,6 +60,7 @@ def run(
     src: Mapping[int, Any],
     dst: Mapping[int, Any] | None,
     hosts: Sequence[int] = (),
+    **arguments: Any,
 ) -> dict[int, Any]:
     """Runs a reshard; sides are by their own ranks. Returns the outcomes by rank of the group."""
     known = convoy.rosters[0]
@@ -69,7 +70,7 @@ def run(
     for side, ranks, odd in ((src, reshard.src_ranks, 0), (dst or {}, reshard.dst_ranks, 1)):
         for at, value in side.items():
             keys[2 * ranks[at] + odd] = convoy.keep(ranks[at], value)
-    asked = request_of(reshard, roster.spec, made=dst is None)
+    asked = request_of(reshard, roster.spec, made=dst is None, **arguments)
     operands = tuple((rank, keys.get(a), keys.get(b)) for rank, a, b in asked.operands)
     return convoy.run([replace(asked, operands=operands)], [roster])
 
@@ -122,7 +123,7 @@ def least_of(reshard: Reshard, hosts: Sequence[int]) -> int:
                 for one in side.regions.rows:
                     if hosts[ranks[one.rank]] == host:
                         mask[(*(slice(lo, hi) for lo, hi in one.box), ...)] = True
-            total += int(np.count_nonzero(needed & ~held)) * taken.itemsize
+            total += int(np.count_nonzero(needed & ~held)) * min(taken.itemsize, given_.itemsize)
     return total
 
 
@@ -228,6 +229,37 @@ def test_tensors_of_no_dimensions_and_any_strides() -> None:
     for value in taken.values():
         assert value["s"] == 3.0
         np.testing.assert_array_equal(value["w"], wide)
+
+
+TURNED = replace(layout([4, 6], mesh={"r": 2}, spec=(None, "r")), axes=(((1, 0),), ((0, 0),)))  # [3, 4] on each rank
+SLOTS = replace(layout([6, 4], mesh={"r": 2}, spec=(None, "r")), axes=(((0, 0), (1, 2)), ((2, 0),)))  # [3, 2, 2]
+
+
+def test_local_tensors_lie_transposed_and_in_slots() -> None:
+    wholes = {"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "e": arrays((6, 4))[0]}
+    src = {"w": layout([4, 6], mesh={"r": 1}), "e": ONE}
+    there = {"w": TURNED, "e": SLOTS}
+    expected = {
+        rank: {
+            "w": wholes["w"][:, 3 * rank : 3 * rank + 3].T,
+            "e": wholes["e"].reshape(3, 2, 4)[..., 2 * rank :][..., :2],
+        }
+        for rank in range(2)
+    }
+    with convoy_of(3) as convoy:
+        made = must(run(convoy, bound(src, there, (2,), (0, 1)), {0: wholes}, None))
+        for rank, tensors in expected.items():
+            for name, array in tensors.items():
+                np.testing.assert_array_equal(made[rank][0][name], array)
+        back = must(run(convoy, bound(there, src, (0, 1), (2,)), {rank: made[rank][0] for rank in (0, 1)}, None))
+        for name, array in wholes.items():
+            np.testing.assert_array_equal(back[2][0][name], array)
+        with_gaps = {
+            rank: {"w": one["w"], "e": np.ones((2, 3, 2), np.float32).transpose(1, 0, 2)}
+            for rank, one in expected.items()
+        }
+        outcomes = run(convoy, bound(there, src, (0, 1), (2,)), with_gaps, None)
+        assert "dimensions as one" in outcomes[2].error.violations[0].expected
 
 
 def test_many_rounds_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,18 @@ def test_fused_tensors_lie_behind_each_other() -> None:
     assert [row.box for row in fused["k"].regions.rows] == [((0, 2), (0, 2)), ((2, 4), (0, 2))]
 
 
+def test_a_dtype_that_is_said_is_asked_for() -> None:
+    silent = layout([4], mesh={"tp": 2}, spec=("tp",))
+    asked = layout([4], mesh={"tp": 2}, spec=("tp",), dtype="float32")
+    assert (silent.dtype, silent.converts, asked.converts) == ("float32", False, True)
+    assert silent != asked == silent.astype(np.float32)
+    rows = list(silent.regions.rows)
+    assert Layout.of_regions([4], rows) == silent
+    assert Layout.of_regions([4], rows, dtype="float32") == asked
+    with pytest.raises(InvalidArgumentError, match="'float31', expected one of bool"):
+        silent.astype("float31")
+
+
 def test_equal_layouts_are_equal_however_they_were_made() -> None:
     by_mesh = layout([4], mesh={"tp": 2}, spec=("tp",))
     rows = [Region(rank=1, box=((2, 4),), at=(0,)), Region(rank=0, box=((0, 2),), at=(0,))]

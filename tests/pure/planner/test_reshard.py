@@ -118,6 +118,20 @@ def test_any_box_dropped_doubled_or_shifted_is_refused(scene: Any, count: int) -
         assert problem_of(reshard, wrong), what
 
 
+def test_tensors_travel_in_the_narrower_dtype_and_addends_as_they_are() -> None:
+    wide, narrow, sums = ROWS, ROWS.astype("float16"), layout([8, 6], mesh={"dp": 2}, partial="dp")
+    src, dst = {"a": wide, "b": narrow, "c": sums}, {"a": narrow, "b": wide.astype("float32"), "c": narrow}
+    reshard = bound(src, dst, (0, 1), (2, 3))
+    assert dict(zip(reshard.names, reshard.dtypes, strict=True)) == {"a": "float16", "b": "float16", "c": "float32"}
+    found = halves(reshard)
+    assert problem_of(reshard, found) == ""
+    told = moved(reshard, (0,) * 4)
+    assert sum(one.nbytes for one in told.links) == 2 * 48 + 2 * 48 + 2 * 4 * 48
+    wrong = {**found, 2: replace(found[2], dtypes=("bfloat16", *found[2].dtypes[1:]))}
+    assert "reads messages as ('bfloat16'" in problem_of(reshard, wrong)
+    assert "reads messages" in problem_of(reshard, {**found, 0: replace(found[0], itemsizes=(4, 2, 4))})
+
+
 def test_a_wrong_plan_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     def lossy(reshard: Reshard, found: Any) -> dict[int, Half]:
         return next(wrong for what, wrong in mutants(halves_of(reshard, found)) if what == "transfer dropped")
@@ -232,19 +246,32 @@ def test_overlaps_in_a_target_are_told() -> None:
 
 
 def test_all_differences_are_told_in_one_error() -> None:
-    src = {"a": ROWS, "b": ROWS, "c": ROWS, "d": layout([8, 6], mesh={"tp": 4})}
+    asked = layout([8, 6], mesh={"tp": 3}, dtype="int32")
+    half = layout([8, 6], mesh={"dp": 2}, partial="dp", dtype="float16")
+    src = {
+        "a": ROWS,
+        "b": ROWS.astype("bfloat16"),
+        "c": ROWS,
+        "d": layout([8, 6], mesh={"tp": 4}),
+        "f": ROWS,
+        "g": half,
+    }
     dst = {
         "a": layout([8, 7], mesh={"tp": 3}),
-        "b": layout([8, 6], mesh={"tp": 3}, dtype="bfloat16"),
+        "b": layout([8, 6], mesh={"tp": 3}),
         "c": layout([8, 6], mesh={"dp": 3}, partial="dp"),
         "e": WHOLE,
+        "f": asked,
+        "g": asked.astype("bfloat16"),
     }
     assert [(field, found) for field, found, _ in refused(src, dst)] == [
         ("number of ranks src of 'd'", "4"),
         ("dst of 'c'", "a partial sum"),
         ("dst of 'a'", "float32[8, 7]"),
-        ("dst of 'b'", "bfloat16[8, 6]"),
+        ("dst of 'b'", "float32[8, 6]"),
         ("dst", "of 'e', which src does not have"),
+        ("dst of 'f'", "int32, made of float32 of src"),
+        ("dst of 'g'", "bfloat16, made of float16 of src"),
     ]
 
 

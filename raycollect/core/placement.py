@@ -1,0 +1,42 @@
+"""Where the local tensor of a torch DTensor lies in the global one; plain values, which travel without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNKNOWN = -1
+"""The dimension of a `Cut` that nobody understands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What one axis of the mesh does to the tensor: ``Shard``, ``_StridedShard``, ``Replicate`` or ``Partial``."""
+
+    kind: str  # the name of torch's class; as torch prints it where it is not understood
+    dim: int = 0  # the dimension that is cut, of the first two; `UNKNOWN`: it is not understood
+    factor: int = 1  # into how many parts the dimension is cut first, of which each is cut over the axis
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The placement of a DTensor, and the place of who holds the local tensor.
+
+    Attributes:
+        shape: Of the global tensor.
+        dtype: numpy's name of the element type.
+        mesh: The size of each axis of the mesh.
+        ranks: torch's rank of each place of the mesh, the last axis fastest.
+        at: The place of this process in `ranks`.
+        cuts: What each axis does.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    mesh: tuple[int, ...]
+    ranks: tuple[int, ...]
+    at: int
+    cuts: tuple[Cut, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) != len(self.mesh) or not 0 <= self.at < len(self.ranks):
+            raise ValueError(f"no such placement: {self!r}")

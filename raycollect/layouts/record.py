@@ -1,0 +1,176 @@
+"""`record_layout`: a loader runs on stand-ins, and the layout of the tensors that it fills is read off them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from raycollect.backends.elements import Array
+from raycollect.errors import Violation, refusal, wrong_argument, wrong_layout
+from raycollect.errors.text import a_type, listed
+from raycollect.layouts import of_numpy, of_torch
+from raycollect.layouts.identities import MOST_BOXES, Full, NotRecordedError, axes_of, boxes, numbered, pieces
+from raycollect.planner.boxes import Point
+from raycollect.planner.layout import Layout, Region, Regions, dtype_name, unfolded
+from raycollect.planner.wording import counted
+
+__all__ = ["record_layout"]
+
+Loader = Callable[[Mapping[str, Any], Mapping[str, Any]], object]
+"""Fills local tensors, its second argument, from full ones, both by name."""
+
+
+def record_layout(loader: Loader, local: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Layout]:
+    """Reads the layout of one rank's tensors off the function that loads them.
+
+    The loader runs once, on stand-ins: ``loader(full, local)``. It may do to tensors whatever moves elements: slice,
+    narrow, chunk, split, view, reshape, transpose, cat, stack, copy, and convert dtypes. What computes with elements is
+    refused. With `local` of torch, the stand-ins are tensors on the device meta; tensors of `local` that are there
+    already are used themselves, so that the loader of a module on that device may fill the module. Else the stand-ins
+    are arrays of numpy of a type without values. It needs 8 bytes for each element of the local tensors, and as much
+    for the full tensors that are used at a time.
+
+    Args:
+        loader: Fills the tensors of `local` in place, or replaces them in the dict, from the full ones.
+        local: The tensors of this rank by name, of which shape and dtype count.
+        names: The full tensors by name: of each the shape, or anything with a shape and a dtype.
+
+    Returns:
+        Name of a full tensor -> its layout, of this one rank; those that it does not take are left out.
+        `join_layouts` puts those of all ranks together.
+
+    Raises:
+        LayoutError: The loader does what can't be recorded, with the operation; or what it fills is no boxes of the
+            full tensors, with all tensors of which that is so. Whatever else the loader raises is passed on.
+        InvalidArgumentError: An argument makes no sense.
+    """
+    recorded = _Recorded(local, names)
+    filled = recorded.run(loader)
+    found: dict[str, Layout] = {}
+    wrong: list[Violation] = []
+    for key, ids in filled.items():
+        try:
+            laid = _laid(key, ids, list(recorded.fulls.values()), recorded.dtypes[key])
+        except _UnfitError as exc:
+            wrong.append(wrong_layout(f"local tensor {key!r}", exc.found, exc.expected))
+            continue
+        for name in found.keys() & laid.keys():
+            what = f"in {found[name].key or name!r} and in {key!r}"
+            wrong.append(wrong_layout(repr(name), what, "one local tensor for each full tensor"))
+        found |= laid
+    if wrong:
+        raise refusal("record_layout", "", tuple(wrong))
+    return {name: found[name] for name in recorded.fulls if name in found}
+
+
+class _UnfitError(Exception):
+    def __init__(self, found: str, expected: str) -> None:
+        super().__init__(found, expected)
+        self.found = found
+        self.expected = expected
+
+
+class _Recorded:
+    """The stand-ins of a loader."""
+
+    def __init__(self, local: Mapping[str, Any], names: Mapping[str, Any]) -> None:
+        wrong = [
+            wrong_argument(f"local[{key!r}]", a_type(one), "a tensor, or anything with a shape and a dtype")
+            for key, one in local.items()
+            if not hasattr(one, "shape") or not hasattr(one, "dtype")
+        ]
+        if not local or not names:
+            wrong.append(wrong_argument("local and names", "empty", "at least one tensor each"))
+        shapes: dict[str, Point] = {}
+        for name, one in names.items():
+            try:
+                shapes[name] = tuple(map(int, getattr(one, "shape", one)))
+            except TypeError:
+                wrong.append(wrong_argument(f"names[{name!r}]", a_type(one), "a shape, or anything with one"))
+        if wrong:
+            raise refusal("record_layout", "", tuple(wrong))
+        self.fulls: dict[str, Full] = numbered(shapes)
+        self.dtypes = {key: dtype_name(one.dtype) for key, one in local.items()}
+        self._shapes = {key: tuple(map(int, one.shape)) for key, one in local.items()}
+        self._is_torch = any(type(one.dtype).__module__ == "torch" for one in local.values())
+        self._local = local
+        self._names = names
+
+    def run(self, loader: Loader) -> dict[str, Array]:
+        """Runs the loader: the identities in each local tensor."""
+        with ExitStack() as stack:
+            if self._is_torch:
+                any_dtype = next(iter(self.dtypes.values()))
+                dtypes = {name: dtype_name(getattr(one, "dtype", any_dtype)) for name, one in self._names.items()}
+                recorder = of_torch.Recorder(self.fulls, dtypes)
+                full: Mapping[str, Any] = recorder.full()
+                local = {key: recorder.local(one) for key, one in self._local.items()}
+                read, is_refusal = recorder.identities, of_torch.is_refusal
+                for one in recorder.contexts():
+                    stack.enter_context(one)
+            else:
+                full = of_numpy.FullArrays(self.fulls)
+                local = {key: of_numpy.local_array(shape) for key, shape in self._shapes.items()}
+                read, is_refusal = of_numpy.identities, of_numpy.is_refusal
+            try:
+                loader(full, local)
+            except NotRecordedError as exc:
+                raise _refused(str(exc)) from None
+            except Exception as exc:
+                if is_refusal(exc):
+                    raise _refused(f"{type(exc).__name__}: {exc}") from exc
+                raise
+        return {key: self._checked(key, read(local.get(key))) for key in self._shapes}
+
+    def _checked(self, key: str, ids: Array | None) -> Array:
+        if ids is None or ids.shape != self._shapes[key]:
+            what = "no stand-in any more" if ids is None else f"of shape {list(ids.shape)}"
+            expected = f"shape {list(self._shapes[key])}, filled in place or replaced by what is made of full tensors"
+            raise refusal("record_layout", "", (wrong_layout(f"local tensor {key!r}", what, expected),))
+        return ids
+
+
+def _refused(what: str) -> Exception:
+    expected = "what moves elements and changes none, such as views, copies, cat and stack"
+    return refusal("record_layout", "", (wrong_layout("loader", f"doing what can't be recorded: {what}", expected),))
+
+
+def _laid(key: str, ids: Array, fulls: list[Full], dtype: str) -> dict[str, Layout]:
+    """The layouts of the full tensors that lie in one local tensor, by name."""
+    try:
+        found = pieces(ids, fulls)
+    except ValueError as exc:
+        expected = f"boxes, at most {MOST_BOXES} of them: slices without steps, and no single elements"
+        raise _UnfitError(f"filled with scattered elements of {str(exc)!r}", expected) from None
+    if not found:
+        return {}
+    if len({len(some[0].full.shape) for some in found.values()}) > 1:
+        what = f"filled from tensors of different numbers of dimensions: {listed(map(repr, found))}"
+        raise _UnfitError(what, "those of one number")
+    axes = axes_of(ids.shape, [one for some in found.values() for one in some])
+    if axes is None:
+        what = f"filled with {listed(map(repr, found))} so that no view of it has their dimensions"
+        raise _UnfitError(what, "whole dimensions, in any order, and slots in front of them")
+
+    laid = {name: boxes(axes, some) for name, some in found.items()}
+    ends = [
+        tuple(a + hi - lo for a, lo, hi in zip(at, *box, strict=True)) for some in laid.values() for box, at in some
+    ]
+    end = unfolded(axes, ids.shape)
+
+    layouts: dict[str, Layout] = {}
+    for name, some in laid.items():
+        rows = [Region(rank=0, box=tuple(zip(*box, strict=True)), at=at) for box, at in some]
+        if not layouts and tuple(map(max, *ends, ends[0])) != end:
+            rows.append(Region(rank=0, box=((0, 0),) * len(end), at=end))  # it says how large the local tensor is
+        layouts[name] = Layout(
+            shape=found[name][0].full.shape,
+            dtype=dtype,
+            regions=Regions(1, 1, tuple(sorted(rows, key=lambda one: (one.box, one.at)))),
+            key="" if name == key else key,
+            axes=axes,
+            converts=True,
+            said=f"recorded, {counted(len(some), 'box')}",
+        )
+    return layouts

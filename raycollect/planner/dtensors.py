@@ -1,0 +1,158 @@
+"""The layouts of torch's DTensors, from their placements.
+
+As in torch, the axes of the mesh cut the tensor one after the other, each what the former have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from raycollect.core.placement import UNKNOWN, Cut, Placement
+from raycollect.errors import Violation, wrong_layout
+from raycollect.errors.text import listed
+from raycollect.planner.boxes import Point
+from raycollect.planner.layout import ITEMSIZES, Layout, Region, Regions
+
+_Run = tuple[int, int]
+
+_EXPECTED = "Shard, _StridedShard, Replicate or Partial('sum'); or a layout in words for this tensor"
+
+
+def fault_of(field: str, placement: Placement) -> Violation | None:
+    """Why a DTensor has no layout, whoever else holds parts of it."""
+    unknown = [one.kind for one in placement.cuts if one.dim == UNKNOWN]
+    if unknown:
+        return wrong_layout(field, f"a DTensor with the placement {listed(unknown)}", _EXPECTED)
+    if placement.dtype not in ITEMSIZES:
+        return wrong_layout(field, f"a DTensor of {placement.dtype}", f"one of {', '.join(ITEMSIZES)}")
+    return None
+
+
+def layout_of(placement: Placement, order: Sequence[int] = ()) -> Layout:
+    """The layout of a DTensor without faults.
+
+    Args:
+        placement: Its placement, on any rank.
+        order: For each rank of the layout its place in the mesh; by default ranks have the order of torch's.
+    """
+    ranks = placement.ranks
+    places = tuple(order) or tuple(sorted(range(len(ranks)), key=ranks.__getitem__))
+    table = _regions(placement.shape, placement.mesh, placement.cuts, places)
+    return Layout(shape=placement.shape, dtype=placement.dtype, regions=table, said=_words(placement))
+
+
+def layout_of_side(side: str, name: str, held: Sequence[Placement | None]) -> Layout | list[Violation]:
+    """The layout of the DTensor of which each rank of a side holds a part, or what is wrong with it.
+
+    Args:
+        side: ``"src"`` or ``"dst"``.
+        name: Of the tensor.
+        held: The placement of each rank's part; None where it has none.
+    """
+    field = f"{side} of {name!r}" if name else side
+    first = next(one for one in held if one is not None)
+    fault = fault_of(field, first)
+    if fault is not None:
+        return [fault]
+    found = []
+    for rank, one in enumerate(held):
+        if one is None:
+            found.append(
+                wrong_layout(field, f"no DTensor on rank {rank} of {side}", "one on all of its ranks, or on none")
+            )
+        elif replace(one, at=first.at) != first:
+            expected = f"{_words(first)}, as on rank {held.index(first)}; or a layout in words for this tensor"
+            found.append(wrong_layout(field, f"a DTensor on {_words(one)} on rank {rank} of {side}", expected))
+    places = [one.at for one in held if one is not None]
+    if not found and sorted(places) != list(range(len(first.ranks))):
+        expected = f"a mesh of the {len(held)} ranks that {side}_refs are, each once; or refs of all ranks of the mesh"
+        found.append(wrong_layout(field, f"a DTensor on {_words(first)}, of which there are places {places}", expected))
+    return found or layout_of(first, places)
+
+
+@lru_cache(maxsize=256)
+def _regions(shape: Point, mesh: Point, cuts: tuple[Cut, ...], places: Point) -> Regions:
+    sums = [axis for axis, cut in enumerate(cuts) if cut.kind == "Partial"]
+    coordinates = list(product(*map(range, mesh)))
+    rows = []
+    for rank, place in enumerate(places):
+        where = coordinates[place]
+        part = 0
+        for axis in sums:
+            part = part * mesh[axis] + where[axis]
+        lines = [
+            _runs(shape[dim], [_of(cuts[a], mesh[a], where[a]) for a in _cutting(cuts, dim)])
+            for dim in range(len(shape))
+        ]
+        for some in product(*lines):
+            box, at = tuple(run for run, _ in some), tuple(begin for _, begin in some)
+            rows.append(Region(rank=rank, box=box, at=at, part=part))
+    return Regions(len(places), prod(mesh[axis] for axis in sums), tuple(rows))
+
+
+def _cutting(cuts: Sequence[Cut], dim: int) -> list[int]:
+    return [axis for axis, cut in enumerate(cuts) if cut.kind in ("Shard", "_StridedShard") and cut.dim == dim]
+
+
+def _of(cut: Cut, count: int, at: int) -> tuple[int, int, int]:
+    return cut.factor, count, at
+
+
+def _runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[tuple[_Run, int]]:
+    """The runs of indices that are left of a dimension, each with where it begins in the local tensor."""
+    runs = [(0, size)]
+    for factor, count, at in cuts:
+        length = sum(hi - lo for lo, hi in runs)
+        picked = []
+        for number in range(factor):
+            lo, hi = _chunk(0, length, factor, number)
+            picked.append(_chunk(lo, hi, count, at))
+        runs = _joined([run for lo, hi in picked for run in _between(runs, lo, hi)])
+    begin, found = 0, []
+    for lo, hi in runs or [(0, 0)]:
+        found.append(((lo, hi), begin))
+        begin += hi - lo
+    return found
+
+
+def _chunk(lo: int, hi: int, count: int, at: int) -> _Run:
+    each = -(-(hi - lo) // count)
+    begin = min(lo + at * each, hi)
+    return begin, min(begin + each, hi)
+
+
+def _between(runs: Sequence[_Run], begin: int, end: int) -> list[_Run]:
+    """The indices from the `begin`-th to before the `end`-th."""
+    found, passed = [], 0
+    for lo, hi in runs:
+        first, last = max(begin - passed, 0), min(end - passed, hi - lo)
+        if first < last:
+            found.append((lo + first, lo + last))
+        passed += hi - lo
+    return found
+
+
+def _joined(runs: Sequence[_Run]) -> list[_Run]:
+    found: list[_Run] = []
+    for lo, hi in runs:
+        if found and found[-1][1] == lo:
+            found[-1] = found[-1][0], hi
+        else:
+            found.append((lo, hi))
+    return found
+
+
+def _words(placement: Placement) -> str:
+    cuts = ", ".join(_cut_words(one) for one in placement.cuts)
+    mesh = f"{list(placement.mesh)} of ranks {listed(placement.ranks)}"
+    return f"{placement.dtype}{list(placement.shape)} on mesh {mesh} as ({cuts})"
+
+
+def _cut_words(cut: Cut) -> str:
+    if cut.kind == "Shard":
+        return f"Shard({cut.dim})"
+    return f"_StridedShard({cut.dim}, split_factor={cut.factor})" if cut.kind == "_StridedShard" else f"{cut.kind}()"

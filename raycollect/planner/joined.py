@@ -1,0 +1,60 @@
+"""`join_layouts`: what the ranks of a side have said each for itself, as layouts of the side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from raycollect.errors import Violation, refusal, wrong_layout
+from raycollect.planner.layout import Layout, Regions
+
+__all__ = ["join_layouts"]
+
+
+def join_layouts(ranks: Sequence[Mapping[str, Layout]]) -> dict[str, Layout]:
+    """Joins layouts that each rank has recorded for itself (`record_layout`).
+
+    Args:
+        ranks: What each rank of a side has recorded, in their order. A rank may lack tensors that others have.
+
+    Returns:
+        Name -> its layout over all of these ranks.
+
+    Raises:
+        LayoutError: Ranks say different things of a tensor; lists all such tensors.
+    """
+    firsts: dict[str, tuple[int, Layout]] = {}
+    wrong: list[Violation] = []
+    for rank, some in enumerate(ranks):
+        for name, one in some.items():
+            first, like = firsts.setdefault(name, (rank, one))
+            if one.world_size != 1:
+                expected = "what a rank has recorded for itself"
+                wrong.append(wrong_layout(f"layout of {name!r}", f"over {one.world_size} ranks", expected, rank))
+            elif _kind(one) != _kind(like):
+                expected = f"{_words(like)}, as on rank {first}"
+                wrong.append(wrong_layout(f"layout of {name!r}", _words(one), expected, rank))
+    if wrong or not firsts:
+        wrong = wrong or [wrong_layout("ranks", "empty", "layouts of each rank")]
+        raise refusal("join_layouts", "", tuple(wrong))
+    found = {}
+    for name, (_, like) in firsts.items():
+        rows = tuple(
+            replace(row, rank=rank)
+            for rank, some in enumerate(ranks)
+            if name in some
+            for row in some[name].regions.rows
+        )
+        table = Regions(len(ranks), like.regions.parts, rows)
+        found[name] = replace(like, regions=table, said=f"{like.said} on each rank")
+    return found
+
+
+def _kind(one: Layout) -> tuple[object, ...]:
+    return one.shape, one.dtype, one.key, one.axes, one.regions.parts
+
+
+def _words(one: Layout) -> str:
+    where = f" in {one.key!r}" if one.key else ""
+    folds = f", with local dimensions {[[d for d, _ in group] for group in one.axes]}" if one.axes else ""
+    return f"{one.dtype}{list(one.shape)}{where}{folds}"

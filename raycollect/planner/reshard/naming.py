@@ -1,0 +1,111 @@
+"""Layouts by name or pattern: which layout a tensor has, where a dict of layouts may have patterns for keys.
+
+A key with ``*`` or ``?`` is a pattern, as `fnmatch` reads it. An exact name comes before all patterns, and the first
+pattern that matches counts. Where the layout of a pattern names the local tensor that it lies in (``"layers.*.qkv"``),
+the wildcards of that name are what those of the pattern have matched, in their order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from fnmatch import translate
+from functools import lru_cache
+
+from raycollect.errors import Violation, wrong_layout
+from raycollect.errors.text import listed
+from raycollect.planner.layout import Layout
+
+_TOKEN = re.compile(r"\*|\?|\[!?\]?[^\]]*\]|.", re.DOTALL)
+
+
+def is_pattern(key: str) -> bool:
+    """Whether a key of a dict of layouts stands for all names that match it."""
+    return "*" in key or "?" in key
+
+
+def has_patterns(layouts: Mapping[str, Layout]) -> bool:
+    """Whether any key is a pattern, so that the names have to come from elsewhere."""
+    return any(map(is_pattern, layouts))
+
+
+def of_names(layouts: Mapping[str, Layout], names: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
+    """The layouts of the exact names and of these, which are those of global tensors; and the names without any."""
+    found = {name: one for name, one in layouts.items() if not is_pattern(name)}
+    missing = []
+    for name in names:
+        if name in found:
+            continue
+        for pattern, one in layouts.items():
+            if is_pattern(pattern) and (matched := _compiled(pattern).fullmatch(name)) is not None:
+                found[name] = replace(one, key=_filled(one.key, matched.groups())) if one.key else one
+                break
+        else:
+            missing.append(name)
+    return found, missing
+
+
+def of_held(layouts: Mapping[str, Layout], keys: Iterable[str]) -> tuple[dict[str, Layout], list[str]]:
+    """The same where the names of the local tensors are known, each of which may hold several global ones."""
+    found = {name: one for name, one in layouts.items() if not is_pattern(name)}
+    told = {one.key or name for name, one in found.items()}
+    patterns = {name: one.key or name for name, one in layouts.items() if is_pattern(name)}
+    missing = []
+    for key in keys:
+        if key in told:
+            continue
+        for pattern in dict.fromkeys(patterns.values()):
+            if (matched := _compiled(pattern).fullmatch(key)) is not None:
+                names = {
+                    _filled(name, matched.groups()): layouts[name] for name, to in patterns.items() if to == pattern
+                }
+                found |= {name: replace(one, key=key) if one.key else one for name, one in names.items()}
+                break
+        else:
+            missing.append(key)
+    return found, missing
+
+
+def pattern_faults(side: str, layouts: Mapping[str, Layout]) -> Iterator[Violation]:
+    """Patterns whose local tensor has other wildcards, so that nobody knows what these would be."""
+    for name, one in layouts.items():
+        if one.key and _wildcards(one.key) != _wildcards(name):
+            found = f"in {one.key!r}"
+            yield wrong_layout(f"{side} of {name!r}", found, "a local tensor with its wildcards")
+
+
+def unmatched(side: str, missing: Iterable[str], layouts: Mapping[str, Layout]) -> Violation:
+    """Says that tensors have no layout."""
+    expected = "a name or pattern for each of them"
+    if layouts:
+        expected += f", beside {listed(map(repr, layouts))}"
+    return wrong_layout(side, f"without a layout of {listed(map(repr, missing))}", expected)
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """The pattern, with a group for each wildcard."""
+    return re.compile("".join(map(_as_regex, _TOKEN.findall(pattern))), re.DOTALL)
+
+
+def _as_regex(token: str) -> str:
+    inner = translate(token)[len("(?s:") : -len(r")\Z")]
+    return f"({inner})" if _is_wild(token) else inner
+
+
+def _is_wild(token: str) -> bool:
+    return token in "*?" or len(token) > 1
+
+
+def _wildcards(pattern: str) -> list[str]:
+    if not is_pattern(pattern):
+        return []
+    return list(filter(_is_wild, _TOKEN.findall(pattern)))
+
+
+def _filled(pattern: str, groups: Iterable[str]) -> str:
+    if not is_pattern(pattern):
+        return pattern
+    given = iter(groups)
+    return "".join(next(given) if _is_wild(token) else token for token in _TOKEN.findall(pattern))

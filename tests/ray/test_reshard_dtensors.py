@@ -1,0 +1,113 @@
+"""`reshard_refs` over torch's DTensors, which say their layouts themselves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect import errors
+from tests.ray.workers import Worker
+
+pytest.importorskip("torch.distributed.tensor")
+
+WHOLE = {"up": np.arange(40, dtype=np.float32).reshape(8, 5), "norm": np.arange(5, dtype=np.float32)}
+
+
+def join(self, store, rank, world):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+
+def make(self, mesh, placements, fill, axis=None):
+    """DTensors of all names, cut by torch over one axis of the mesh or all; without a fill they are zeros."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, _StridedShard
+
+    kinds = {"S": Shard, "R": Replicate, "P": Partial, "SS": lambda dim: _StridedShard(dim, split_factor=mesh[-1])}
+    there = init_device_mesh("cpu", mesh, mesh_dim_names=("dp", "tp")[-len(mesh) :])
+    there = there[axis] if axis else there
+    found = {}
+    for name, whole in WHOLE.items():
+        cuts = [kinds[kind](*arguments) for kind, *arguments in placements[name]]
+        value = torch.from_numpy(whole * bool(fill))
+        found[name] = distribute_tensor(value, there, cuts, src_data_rank=None)
+    self.held = found
+    return found
+
+
+def layouts(self):
+    return col.layout_of(self.held)
+
+
+def locals_of(self):
+    return {name: one.to_local().numpy() for name, one in self.held.items()}
+
+
+COLUMNS = {"up": [("S", 1)], "norm": [("R",)]}
+FSDP = {"up": [("SS", 0), ("S", 0)], "norm": [("R",), ("S", 0)]}  # FSDP2 over tensor parallel shards
+HALVES = {"up": col.layout([8, 5], mesh={"tp": 2}, spec=("tp",)), "norm": col.layout([5], mesh={"dp": 2})}
+
+
+@pytest.fixture
+def torch_workers(actors, tmp_path):
+    def started(world, apart=0):
+        """Workers; the first `world` are one job of torch, and the next `apart` another one."""
+        workers = actors(Worker, world + apart)
+        for name, some in (("one", workers[:world]), ("other", workers[world:])):
+            ray.get([w.call.remote(join, str(tmp_path / name), at, len(some)) for at, w in enumerate(some)])
+        return workers
+
+    return started
+
+
+def test_both_sides_say_their_layouts(torch_workers):
+    workers = torch_workers(4, apart=2)
+    given = [w.make.remote(make, (2, 2), FSDP, True) for w in workers[:4]]
+    taken = [w.make.remote(make, (2,), COLUMNS, False) for w in workers[4:]]
+    assert col.plan(col.reshard_refs, given, taken).rows[0].op == "reshard"
+    assert col.reshard_refs(given, taken) == taken
+    for rank, found in enumerate(ray.get([w.call.remote(locals_of) for w in workers[4:]])):
+        np.testing.assert_array_equal(found["up"], WHOLE["up"][:, :3] if rank == 0 else WHOLE["up"][:, 3:])
+        np.testing.assert_array_equal(found["norm"], WHOLE["norm"])
+    got = col.get(taken[0])  # elsewhere it is the local tensor
+    np.testing.assert_array_equal(got["up"], WHOLE["up"][:, :3])
+
+
+def test_one_side_says_it_and_the_other_has_words_or_patterns(torch_workers):
+    workers = torch_workers(2)
+    given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
+    for src in (None, {"up": col.layout([8, 5], mesh={"tp": 2}, spec=(None, "tp")), "n?": HALVES["norm"]}):
+        made = col.get(col.reshard_refs(given, workers, src=src, dst=HALVES))
+        np.testing.assert_array_equal(made[1]["up"], WHOLE["up"][4:])
+    said = ray.get(workers[0].call.remote(layouts))
+    assert said == ray.get(workers[1].call.remote(layouts))
+    made = col.get(col.reshard_refs(given[::-1], workers, dst={"u*": HALVES["up"], "*": HALVES["norm"]}))
+    np.testing.assert_array_equal(made[1]["up"], WHOLE["up"][4:])
+    back = col.reshard_refs([w.make.remote(lambda self: self.held) for w in workers], workers, src=said, dst=HALVES)
+    np.testing.assert_array_equal(col.get(back)[0]["up"], WHOLE["up"][:4])
+
+
+def test_a_dtensor_on_another_mesh_is_refused_by_name(torch_workers):
+    workers = torch_workers(4)
+    pairs = [w.make.remote(make, (2, 2), COLUMNS, True, "tp") for w in workers]
+    with pytest.raises(errors.LayoutError, match=r"src of 'up' is a DTensor on .* of ranks 2, 3") as caught:
+        col.reshard_refs(pairs, workers, dst=HALVES)
+    assert {one.field for one in caught.value.violations} == {"src of 'up'", "src of 'norm'"}
+    with pytest.raises(errors.LayoutError, match="mesh of the 1 ranks that src_refs are"):
+        col.reshard_refs(pairs[:1], workers[1:3], dst=HALVES)
+    made = col.get(col.reshard_refs(pairs[2:], workers[:2], dst=HALVES))
+    np.testing.assert_array_equal(made[0]["up"], WHOLE["up"][:4])
+
+
+def test_targets_without_tensors_and_other_verbs_are_told(torch_workers):
+    workers = torch_workers(2)
+    given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
+    with pytest.raises(errors.LayoutError, match="not known before the call what dst_refs"):
+        col.reshard_refs(given, workers)
+    with pytest.raises(errors.NotATensorError, match="reshard_refs takes DTensors"):
+        col.allreduce_refs(given)
