@@ -106,7 +106,7 @@ def test_a_sum_of_float16_is_rounded_once(team: ProcessTeam) -> None:
 
 def body_broadcast(communicator: Communicator, launch: Launch) -> tuple[bool, float]:
     """Whether a large broadcast goes by the library, and what came."""
-    array = np.full((MESH_UP_TO_NBYTES[-1][1] >> 3) + 1, communicator.rank, np.float64)
+    array = np.full((MESH_UP_TO_NBYTES[0][1] >> 3) + 1, communicator.rank, np.float64)
     kernel = Kernel(kind=OpKind.BROADCAST, src=array, dst=array, peer=3)
     assert isinstance(communicator, gloo.GlooCommunicator)
     communicator.launch(launch, kernel)
