@@ -13,7 +13,7 @@ from raycollect.backends import arrays
 from raycollect.core.kernel_progress import KernelProgress, here
 from raycollect.core.model import Kernel, Key, Launch
 from raycollect.core.protocols import Communicator, Exchange, NoFaults, Reaching, Together
-from raycollect.engine.batch_agreement import BatchAgreement
+from raycollect.engine.batch_agreement import BatchAgreement, is_batch
 from raycollect.engine.device_staging import Patience, transfer
 from raycollect.engine.instruments import Instruments
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle, Scheduler
@@ -205,7 +205,7 @@ class Execution:
     def _show_boxes(self, known: RunCache | None) -> None:
         """Tells the others where the boxes of a reshard lie, if the last run has found out."""
         opened, program = self._launches.opened, self._program
-        if opened is None or len(program.tasks) > 1 or not program.shares[0].template.boxes:
+        if opened is None or is_batch(program) or not program.shares[0].template.boxes:  # alike on all ranks
             return
         communicator, launch = opened
         if isinstance(communicator, Reaching):

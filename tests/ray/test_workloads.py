@@ -70,7 +70,7 @@ def test_engines_compute_what_the_trainer_does():
     pytest.importorskip("torch")
     from examples.workloads import megatron
 
-    report = megatron.main(tp=2, steps=2, runs=1, width=32)
+    report = megatron.main(tp=2, steps=5, runs=1, width=32)
 
     assert len(told(report)) == 4
 

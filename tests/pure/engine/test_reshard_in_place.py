@@ -12,10 +12,11 @@ import pytest
 
 from raycollect.backends.shm import boxes
 from raycollect.backends.shm.communicator import ShmCommunicator
+from raycollect.core.model import GroupSpec, OpKind
 from raycollect.core.protocols import NoFaults
 from raycollect.engine.packed_boxes import PackedBoxes
 from raycollect.errors import KernelError, PlanAbortedError
-from raycollect.planner import Reshard
+from raycollect.planner import Request, Reshard
 from raycollect.planner.layout import fused_layouts, layout
 from raycollect.planner.reshard import rounds
 from raycollect.pos import tensors
@@ -64,14 +65,19 @@ def keep(convoy: Convoy, reshard: Reshard, src: Mapping[int, Any], dst: Mapping[
     return {2 * ranks[at] + odd: convoy.keep(ranks[at], one) for side, ranks, odd in sides for at, one in side.items()}
 
 
-def start(convoy: Convoy, reshard: Reshard, keys: Mapping[int, Any]) -> dict[int, Any]:
-    """Runs it; the errors by rank."""
-    (roster,) = convoy.rosters
-    asked = request_of(reshard, roster.spec)
+def operands_of(reshard: Reshard, group: GroupSpec, keys: Mapping[int, Any]) -> Request:
+    """The request for it."""
+    asked = request_of(reshard, group)
     operands = tuple(
         (rank, None if a is None else keys[a], None if b is None else keys[b]) for rank, a, b in asked.operands
     )
-    outcomes = convoy.run([replace(asked, operands=operands)], [roster])
+    return replace(asked, operands=operands)
+
+
+def start(convoy: Convoy, reshard: Reshard, keys: Mapping[int, Any]) -> dict[int, Any]:
+    """Runs it; the errors by rank."""
+    (roster,) = convoy.rosters
+    outcomes = convoy.run([operands_of(reshard, roster.spec, keys)], [roster])
     return {rank: outcome.error for rank, outcome in outcomes.items() if outcome.error is not None}
 
 
@@ -147,6 +153,22 @@ def test_messages_serve_where_one_rank_has_no_shared_memory(convoy: Convoy) -> N
                 array.fill(UNTOUCHED)
         assert start(convoy, RESHARD, keys) == {}
         check(taken, whole)
+
+
+def test_ranks_that_do_nothing_else_in_a_batch_show_nothing_before_the_agreement(convoy: Convoy) -> None:
+    """The others, who send each other something, do not."""
+    whole = whole_tensors(SRC, 3)
+    given, taken = shared(held_by(SRC, whole)), empty_of(DST)
+    keys = keep(convoy, RESHARD, given, taken)
+    (roster,) = convoy.rosters
+    sent, received = np.arange(4.0), np.zeros(4)
+    ends = ((0, convoy.keep(0, sent), None), (1, None, convoy.keep(1, received)))
+    send = Request(kind=OpKind.SEND, group=roster.spec, operands=ends, root=0, peer=1)
+    for _ in range(3):
+        outcomes = convoy.run([operands_of(RESHARD, roster.spec, keys), send], [roster, roster])
+        assert [outcome.error for outcome in outcomes.values()] == [None] * WORLD
+        check(taken, whole)
+    np.testing.assert_array_equal(received, sent)
 
 
 @pytest.mark.parametrize("rank", [0, 4])
