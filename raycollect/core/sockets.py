@@ -29,7 +29,6 @@ _TCP_OPTIONS = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3))
 USER_TIMEOUT_S = 10.0
 
 _PROBE_S = 2.0  # How long the kernel waits after a keepalive probe, as in `_TCP_OPTIONS`
-_AGAIN_S = 0.2  # At least so long until it sends data again, and twice as long each further time
 _UNASKED_S = 3.0  # The most of a silence before the kernel asked that counts
 
 _BACKLOG = 1024
@@ -104,8 +103,10 @@ def count_silence(sock: socket.socket) -> bool:
     shorter until this is called again.
     """
     again, probes, quiet_s = _asked(sock)
-    asked_s = max(_PROBE_S * probes, _AGAIN_S * (2**again - 1))
-    option, quiet_s = getattr(socket, "TCP_USER_TIMEOUT", None), min(quiet_s, asked_s + _UNASKED_S) if asked_s else 0.0
+    if again:  # the kernel counts from when the data was first sent
+        return True
+    quiet_s = min(quiet_s, _PROBE_S * probes + _UNASKED_S) if probes else 0.0
+    option = getattr(socket, "TCP_USER_TIMEOUT", None)
     if option is not None:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, option, int(max(USER_TIMEOUT_S - quiet_s, 1.0) * 1000))

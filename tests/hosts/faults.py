@@ -120,16 +120,12 @@ def breaks(cut: Cut, workers, *, in_plan: bool = False, lasts_s: float = 0.0, ba
     again(group, workers)
 
 
-def heals(cut: Cut, workers, *, in_plan: bool) -> None:
-    """A cut of five seconds, in a kernel or between two calls: nobody hears of it."""
+def heals(cut: Cut, workers) -> None:
+    """A cut of five seconds in a kernel: nobody hears of it."""
     col.declare_collective_group(workers)
     refs, values = fill(workers, 8 * FAR)
-    if not in_plan:
-        same(col.allreduce_refs(refs, inplace=False), by_host(values))
-        outside(*cut.begin)
     work = col.allreduce_refs(refs, inplace=False, async_op=True, timeout_s=60)
-    if in_plan:
-        outside(*cut.begin)
+    outside(*cut.begin)
     time.sleep(5)  # the fault itself
     outside(*cut.end)
     same(work.wait(), by_host(values))
@@ -229,9 +225,8 @@ PROGRAMS: dict[str, Callable[..., None]] = {
     "host": partial(breaks, HOST, lasts_s=25.0),
     "host_in_plan": partial(breaks, HOST, in_plan=True, lasts_s=25.0),
     "host_for_a_minute": partial(breaks, HOST, lasts_s=60.0),
-    "heals": partial(heals, HOST, in_plan=False),
-    "heals_in_plan": partial(heals, HOST, in_plan=True),
-    "link_heals": partial(heals, LINK, in_plan=False),
-    "one_way_heals_in_plan": partial(heals, ONE_WAY, in_plan=True),
+    "host_heals": partial(heals, HOST),
+    "link_heals": partial(heals, LINK),
+    "one_way_heals": partial(heals, ONE_WAY),
     **{one.__name__: one for one in (after, silent, paused, raylet, head)},
 }

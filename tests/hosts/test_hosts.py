@@ -34,8 +34,8 @@ def test_every_call_of_members(play):
 
 
 @pytest.mark.full
-def test_cuts_of_five_seconds_are_not_noticed(play):
-    play("heals", "heals_in_plan", "link_heals", "one_way_heals_in_plan")
+def test_cuts_of_five_seconds_in_a_kernel_are_not_noticed(play):
+    play("host_heals", "link_heals", "one_way_heals")
 
 
 @pytest.mark.full

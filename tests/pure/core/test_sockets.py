@@ -57,8 +57,6 @@ def test_the_kernel_tells_it_of_a_real_connection():
         (50.0, {}, 10_000),
         (7.0, {"probes": 2}, 3_000),
         (11.0, {"probes": 3}, 1_000),
-        (2.0, {"again": 3}, 8_000),
-        (50.0, {"again": 20}, 1_000),
     ],
 )
 def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, asked, left_ms):
@@ -69,9 +67,16 @@ def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, aske
 
 def test_a_time_in_which_nobody_asked_hardly_counts():
     """Else a question shortly after a cut would leave it no time to heal."""
-    sock = Silent(silent_s=9.0, again=2)
+    sock = Silent(silent_s=9.0, probes=1)
     assert sockets.count_silence(sock)
-    assert sock.options == {socket.TCP_USER_TIMEOUT: 6_400}
+    assert sock.options == {socket.TCP_USER_TIMEOUT: 5_000}
+
+
+def test_the_time_of_what_is_under_way_is_not_counted_twice():
+    """The kernel counts from when it was first sent."""
+    sock = Silent(silent_s=4.0, again=4)
+    assert sockets.count_silence(sock)
+    assert sock.options == {}
 
 
 def test_links_without_acknowledgements_are_named_once(monkeypatch):
