@@ -111,6 +111,8 @@ class PlanQueue:
             # Ray may be pickling the result, or never begins the call: it was cancelled, or its arguments have failed.
             self._reporter.tell(Behind(seq=seq))
             finished_calls.wait_for(lambda: bool(finished_calls.is_over(task)) or goes_on(), None)
+        if self._reached >= seq:  # what is behind the call as well need not ask again
+            finished_calls.note(task, is_over=True)
 
     def between_methods(
         self, order: Order, seq: int, keys: Sequence[Key], timeout_s: float, *, is_ordered: bool
