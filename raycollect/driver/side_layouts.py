@@ -40,8 +40,8 @@ class SideLayouts:
     def __init__(self, side: str, given: Mapping[str, Layout] | None) -> None:
         self._side = side
         self._said = dict(given or {})
-        self.layouts = dict(self._said)
-        self.is_open = given is None or naming.has_patterns(given)
+        self.layouts: dict[str, Layout] = dict(self._said)
+        self.is_open: bool = given is None or naming.has_patterns(given)
         self.violations: list[Violation] = list(naming.pattern_faults(side, self._said))
 
     def resolve_held(self, held: Sequence[HeldTensors] | None, names: Iterable[str]) -> None:
