@@ -188,6 +188,55 @@ def test_a_question_does_not_begin_the_time_of_a_silent_host_anew():
     listening.wait(10)
 
 
+_SAY = """
+import socket, sys, time
+from raycollect.core import sockets
+until_s = time.monotonic() + 30
+while True:
+    try:
+        sock = socket.create_connection((sys.argv[1], 7000))
+        break
+    except OSError:
+        assert time.monotonic() < until_s, "nobody listens"
+sockets.tune(sock)
+print(sock.recv(5).decode(), flush=True)
+while not sockets._asked(sock)[1]:
+    pass  # a probe is lost, and the time since the last answer is at its longest
+assert sockets.count_silence(sock)
+sock.send(b"question")
+print("sent", flush=True)
+print(sock.recv(6).decode(), flush=True)
+"""
+_ANSWER = """
+import socket
+with socket.create_server(("", 7000)) as server:
+    sock = server.accept()[0]
+    sock.sendall(b"hello")
+    sock.recv(8)
+    sock.sendall(b"answer")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("_possible")
+def test_what_is_said_in_a_cut_of_five_seconds_arrives():
+    """The first keepalive probe is lost in it, and the kernel sends the words again later and later."""
+    with Namespaces(2, rate="") as hosts:
+        listening = subprocess.Popen(hosts.command(2, [sys.executable, "-c", _ANSWER]))
+        command = hosts.command(1, [sys.executable, "-c", _SAY, hosts.address(2)])
+        with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE) as saying:
+            assert saying.stdout is not None
+            assert saying.stdout.readline() == b"hello\n"
+            time.sleep(4.5)  # before the probe, which comes after five seconds
+            hosts.cut(2)
+            begun_s = time.monotonic()
+            assert saying.stdout.readline() == b"sent\n"
+            time.sleep(max(begun_s + 5 - time.monotonic(), 0))  # the fault itself
+            hosts.heal(2)
+            assert saying.stdout.readline() == b"answer\n"
+    listening.wait(10)
+
+
 _MAKE = """
 import sys
 from tests.hosts.namespaces import Namespaces

@@ -55,8 +55,8 @@ def test_the_kernel_tells_it_of_a_real_connection():
     [
         (0.0, {}, 10_000),
         (50.0, {}, 10_000),
-        (7.0, {"probes": 2}, 3_000),
-        (11.0, {"probes": 3}, 1_000),
+        (7.0, {"probes": 2}, 5_000),
+        (11.0, {"probes": 3}, 3_000),
     ],
 )
 def test_a_question_does_not_begin_the_time_of_a_silent_host_anew(silent_s, asked, left_ms):
@@ -69,7 +69,7 @@ def test_a_time_in_which_nobody_asked_hardly_counts():
     """Else a question shortly after a cut would leave it no time to heal."""
     sock = Silent(silent_s=9.0, probes=1)
     assert sockets.count_silence(sock)
-    assert sock.options == {socket.TCP_USER_TIMEOUT: 5_000}
+    assert sock.options == {socket.TCP_USER_TIMEOUT: 7_000}
 
 
 def test_the_time_of_what_is_under_way_is_not_counted_twice():
