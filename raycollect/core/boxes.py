@@ -37,7 +37,7 @@ class BoxRound:
     passes_on: bool  # whether it gives what an earlier round has written
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class BoxExchange:
     """All rounds of one rank.
 
