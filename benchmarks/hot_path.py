@@ -34,9 +34,9 @@ class Counting:
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         if self.is_on and event == "call" and frame.f_code.co_filename.startswith(_PACKAGE):
-            where = (
-                f"{Path(frame.f_code.co_filename).stem}.{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
-            )
+            code = frame.f_code
+            name = getattr(code, "co_qualname", code.co_name)  # the name alone before Python 3.11
+            where = f"{Path(code.co_filename).stem}.{name}"
             self.entered[threading.current_thread().name, where] += 1
 
     def switch(self, *, on: bool) -> Counter[tuple[str, str]]:
