@@ -156,14 +156,17 @@ def listen(host: str) -> socket.socket:
 
 
 def listen_locally() -> tuple[socket.socket, str] | None:
-    """Listens on a fresh name for processes of this machine, without a file; None where the system has no such names.
+    """Listens on a fresh name for processes of this machine, without a file; None where that is not possible.
 
     Any user of the machine can connect, as to a port.
     """
     if not sys.platform.startswith("linux"):
         return None
     name = f"raycollect-{secrets.token_hex(16)}"
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError:  # no descriptor is free
+        return None
     try:
         sock.bind(local_address(name))
         sock.listen(_BACKLOG)

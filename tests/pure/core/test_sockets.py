@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 
@@ -96,3 +97,11 @@ def test_the_error_of_a_cut_link_names_it_and_blames_no_rank():
         assert "may be healthy" in str(one)
         assert "raise timeout_s" not in str(one)
     assert "raise timeout_s" in str(CollectiveTimeoutError(missing=(2,)))
+
+
+def test_who_has_no_descriptor_for_a_name_does_without(monkeypatch):
+    def full(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(socket, "socket", full)
+    assert sockets.listen_locally() is None
