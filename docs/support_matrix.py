@@ -1,6 +1,6 @@
 """Writes the support matrix as Markdown, from the capability table, the planner's substitutes and the reduction rules.
 
-``python docs/support_matrix.py --write README.md docs/backends.md`` writes the tables between the markers there;
+``python docs/support_matrix.py --write docs/backends.md`` writes the tables between the markers there;
 ``--check`` only checks whether they are up to date.
 """
 
