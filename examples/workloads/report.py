@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import statistics
 import sys
 import time
@@ -109,7 +110,7 @@ def machine() -> dict[str, Any]:
 
 
 def compare(ways: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2) -> dict[str, float]:
-    """Times ways in turn, so that other load affects all of them alike.
+    """Times ways in turns, each in an order that is drawn, so that other load affects all of them alike.
 
     Args:
         ways: What each way does once, by its name.
@@ -120,10 +121,11 @@ def compare(ways: Mapping[str, Callable[[], object]], runs: int, warmup: int = 2
         The median of each way, in ms.
     """
     spent: dict[str, list[float]] = {name: [] for name in ways}
+    draw = random.Random(0)
     for turn in range(-warmup, runs):
-        for name, way in ways.items():
+        for name in draw.sample(list(ways), len(ways)):
             start_s = time.perf_counter()
-            way()
+            ways[name]()
             if turn >= 0:
                 spent[name].append((time.perf_counter() - start_s) * 1e3)
     return {name: statistics.median(times) for name, times in spent.items()}

@@ -18,6 +18,7 @@ same to the last bit: the parts' float32 sums are added in another order, and ea
 Then it times a step of a small and a larger perceptron in these ways:
 
 - `allreduce_refs`, by calls and captured;
+- `allreduce` inside the actors: one call of a `list` of all gradients, of an ordinary module;
 - `DistributedDataParallel` of torch over gloo, its loop inside the actors: the driver makes one call for many steps;
 - a parameter server in the driver: it gets all gradients, averages them, and puts the result.
 """
@@ -124,10 +125,19 @@ class Replica(col.CollectiveParticipant, Learner):
         np.copyto(self.gradients["float32"].numpy(), gradient)
         self.apply()
 
+    def train_by_own_calls(self, steps: int) -> None:
+        """Trains an ordinary copy of the module; all ranks have to be called."""
+        for _ in range(steps):
+            self.usual_optimizer.zero_grad()
+            self._loss(self.usual).backward()
+            col.allreduce([one.grad for one in self.usual.parameters()], GROUP, op=col.ReduceOp.AVG)
+            self.usual_optimizer.step()
+
     def join(self, store: str) -> None:
         """Makes a replica like this one under `DistributedDataParallel`; a file of this name is where all meet."""
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=self.rank, world_size=self.ranks)
-        usual = copy.deepcopy(self.module)  # parameters of its own, in ordinary memory
+        self.usual, usual = copy.deepcopy(self.module), copy.deepcopy(self.module)  # in ordinary memory
+        self.usual_optimizer = self._optimizer(self.usual)
         self.theirs = DistributedDataParallel(usual)
         self.their_optimizer = self._optimizer(usual)
 
@@ -242,6 +252,7 @@ def time_steps(replicas: list[Any], *, width: int, batch: int, runs: int) -> Tim
     ways: dict[str, Callable[[], object]] = {
         "allreduce_refs, captured": lambda: [step.run() for _ in several],
         "allreduce_refs, calls": calls,
+        "allreduce in the actors": lambda: ray.get([one.train_by_own_calls.remote(STEPS_PER_TURN) for one in replicas]),
         "DistributedDataParallel, gloo": lambda: ray.get([one.train.remote(STEPS_PER_TURN) for one in replicas]),
         "the driver as parameter server": lambda: [step_by_driver(replicas) for _ in several],
     }

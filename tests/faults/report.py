@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 
 
 def write_section(name: str, markdown: str, page: Path = PAGE) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from examples.workloads import embedding, parameter_server
+from examples.workloads import embedding, evaluation, parameter_server
 from examples.workloads.cartpole import CartPoles
 from examples.workloads.report import Check, Report, Timing, compare
 
@@ -45,6 +45,35 @@ def test_replicas_learn_the_same_as_one_process():
     from examples.workloads import torch_ddp
 
     report = torch_ddp.main(actors=2, steps=75, batch=51, runs=1, widths=[64])  # of each batch 26 and 25 images
+
+    assert len(told(report)) == 5
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tidy")
+def test_a_sharded_optimizer_learns_the_same_as_a_whole_one():
+    pytest.importorskip("torch")
+    from examples.workloads import zero1
+
+    report = zero1.main(actors=3, steps=20, runs=1, widths=[17])  # parts of unequal size
+
+    assert len(told(report)) == 3
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tidy")
+def test_pipelines_compute_what_one_process_does():
+    pytest.importorskip("torch")  # the gloo of ray.util.collective
+    from examples.workloads import pipeline
+
+    report = pipeline.main(stages=3, batches=5, runs=1, rows=[8])
+
+    assert len(told(report)) == 7
+
+
+@pytest.mark.usefixtures("tidy")
+def test_gathered_scores_give_the_metrics_of_one_process():
+    report = evaluation.main(actors=3, runs=1, rows=[100])
 
     assert len(told(report)) == 4
 
@@ -90,13 +119,15 @@ def test_report_shows_failed_checks():
     assert report.to_dict()["checks"] == [{"name": "loss", "found": "rises", "good": False}]
 
 
-def test_ways_are_timed_in_turn():
+def test_ways_are_timed_in_turns_of_drawn_order():
     calls = []
 
-    spent = compare({name: partial(calls.append, name) for name in "ab"}, runs=2, warmup=1)
+    spent = compare({name: partial(calls.append, name) for name in "abc"}, runs=9, warmup=1)
 
-    assert calls == ["a", "b"] * 3
-    assert set(spent) == {"a", "b"}
+    turns = ["".join(calls[at : at + 3]) for at in range(0, len(calls), 3)]
+    assert [sorted(turn) for turn in turns] == [["a", "b", "c"]] * 10
+    assert len(set(turns)) > 1
+    assert list(spent) == ["a", "b", "c"]
 
 
 def test_a_pushed_cart_moves_as_the_equations_say():
