@@ -155,7 +155,7 @@ class Worker(col.CollectiveParticipant):
             collective.recv(array, 0, group)
             collective.send(array, 0, group)
 
-    # ------------------------------------------------------------------------------------------ the door
+    # ------------------------------------------------------------------------------------------ the consistency check
 
     def set_door(self, there: bool) -> int:
         """Has collectives agree from now on, or not; see `benchmarks.doorless`.

@@ -1,10 +1,10 @@
-"""A collective without the agreement of its ranks, to learn what the door costs. For measurements only.
+"""A collective without the agreement of its ranks, to learn what the consistency check costs. For measurements only.
 
 What stays: the operands are looked up and compared with those of the last run, the launch is begun and ended, the
 kernel stages, waits at its barrier and folds. What goes: arrivals are neither written nor read nor compared, and
-nothing is staged ahead of them. With the door its barrier is the kernel's first one; without it the kernel has one of
-its own, so that both ways have as many. A collective that has not run before on operands like these goes through the
-door, to find out what to do. It is right for small tensors of a `shm` group that stay as they are.
+nothing is staged ahead of them. With the consistency check its barrier is the kernel's first one; without it the kernel
+has one of its own, so that both ways have as many. A collective that has not run before on operands like these goes
+through the door, to find out what to do. It is right for small tensors of a `shm` group that stay as they are.
 """
 
 from __future__ import annotations

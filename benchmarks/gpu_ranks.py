@@ -25,7 +25,7 @@ TIMEOUT_S = 15.0
 """The limit of one launch of ours."""
 
 OPS = ("allreduce", "allgather", "reducescatter", "broadcast")
-OURS, BARE, COPY, DOOR = "raycollect", "NCCL", "copy", "raycollect and its door"
+OURS, BARE, COPY, DOOR = "raycollect", "NCCL", "copy", "raycollect and its consistency check"
 GRAPH, BARE_GRAPH = "raycollect as a graph", "NCCL as a graph"
 
 SMALL_NBYTES = 1 << 10
@@ -273,7 +273,7 @@ def body_overhead(communicator: Communicator, launches: Sequence[Launch]) -> dic
 def body_graphs(communicator: Any, launches: Sequence[Launch], nbytes: int) -> dict[str, list[float]]:
     """Times a kernel that comes again, as in a captured step, and NCCL's call, each plain and as a graph, in turn.
 
-    Behind the door, which is the same for both ways of ours: contender -> milliseconds.
+    Behind the consistency check, which is the same for both ways of ours: contender -> milliseconds.
 
     Raises:
         AssertionError: A result is wrong, or no graph was launched.

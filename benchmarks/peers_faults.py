@@ -52,14 +52,14 @@ class Act:
     """What one rank does.
 
     Attributes:
-        verb: The call; ``"join"`` the group, or ``"nothing"``.
+        operation: The call; ``"join"`` the group, or ``"nothing"``.
         count: The elements of its array, each rank + 1.
         dtype: Their type.
         options: The call's other arguments.
         dies: ``"before"`` the call or ``"in"`` it; empty: it does not.
     """
 
-    verb: str
+    operation: str
     count: int = 4
     dtype: str = "float32"
     options: tuple[tuple[str, Any], ...] = ()
@@ -85,33 +85,35 @@ def _root(rank: int) -> tuple[tuple[str, Any], ...]:
     return (("src_rank", rank),)
 
 
-SUM, BROADCAST = Act(verb="allreduce"), Act(verb="broadcast", options=_root(0))
-LARGE_SUM = Act(verb="allreduce", count=LARGE)
+SUM, BROADCAST = Act(operation="allreduce"), Act(operation="broadcast", options=_root(0))
+LARGE_SUM = Act(operation="allreduce", count=LARGE)
 
 CASES = (
-    Case(name="killed before an allreduce", acts=(SUM, Act(verb="allreduce", dies="before"), SUM)),
+    Case(name="killed before an allreduce", acts=(SUM, Act(operation="allreduce", dies="before"), SUM)),
     Case(
         name="killed in an allreduce of 64 MB",
-        acts=(LARGE_SUM, Act(verb="allreduce", count=LARGE, dies="in"), LARGE_SUM),
+        acts=(LARGE_SUM, Act(operation="allreduce", count=LARGE, dies="in"), LARGE_SUM),
     ),
-    Case(name="allreduce of 4 against 8 elements", acts=(SUM, Act(verb="allreduce", count=8))),
+    Case(name="allreduce of 4 against 8 elements", acts=(SUM, Act(operation="allreduce", count=8))),
     Case(
         name="broadcast of 4 to 8 elements",
-        acts=(BROADCAST, Act(verb="broadcast", count=8, options=_root(0))),
+        acts=(BROADCAST, Act(operation="broadcast", count=8, options=_root(0))),
     ),
-    Case(name="float32 against int32", acts=(SUM, Act(verb="allreduce", dtype="int32"))),
-    Case(name="SUM against MAX", acts=(SUM, Act(verb="allreduce", options=(("op", "MAX"),)))),
-    Case(name="broadcast from rank 0 against from rank 1", acts=(BROADCAST, Act(verb="broadcast", options=_root(1)))),
+    Case(name="float32 against int32", acts=(SUM, Act(operation="allreduce", dtype="int32"))),
+    Case(name="SUM against MAX", acts=(SUM, Act(operation="allreduce", options=(("op", "MAX"),)))),
+    Case(
+        name="broadcast from rank 0 against from rank 1", acts=(BROADCAST, Act(operation="broadcast", options=_root(1)))
+    ),
     Case(name="allreduce against broadcast", acts=(SUM, BROADCAST)),
     Case(
         name="send of 4, recv of 8 elements",
         acts=(
-            Act(verb="send", options=(("dst_rank", 1),)),
-            Act(verb="recv", count=8, options=(("src_rank", 0),)),
+            Act(operation="send", options=(("dst_rank", 1),)),
+            Act(operation="recv", count=8, options=(("src_rank", 0),)),
         ),
     ),
-    Case(name="a rank never comes to the allreduce", acts=(SUM, Act(verb="nothing"))),
-    Case(name="a rank never joins the group", acts=(Act(verb="join"), Act(verb="nothing")), has_joined=False),
+    Case(name="a rank never comes to the allreduce", acts=(SUM, Act(operation="nothing"))),
+    Case(name="a rank never joins the group", acts=(Act(operation="join"), Act(operation="nothing")), has_joined=False),
 )
 
 

@@ -139,7 +139,7 @@ _MANY = 200 * 4 * KB
 _NEARLY_ONE = 1 / 1.3
 """How much faster many tensors have to be than one of the same bytes: at most 1.3 times slower."""
 _DOOR = 0.3
-"""The door's share of the time of the smallest collective."""
+"""The consistency check's share of the time of the smallest collective."""
 _RECORDED = 0.02
 """What recording a timeline may cost, as a share of the time of a collective."""
 _TRAINED_NBYTES = 650 * 8
@@ -170,7 +170,7 @@ TARGETS: tuple[Goal, ...] = (
     *_targets("captured", "allreduce", names.CAPTURED, names.GRAPH, {4: 40.0, MB: 40.0}),
     Share(
         suite="captured",
-        op="door",
+        op="check",
         ranks=2,
         nbytes=4,
         contender=names.CAPTURED,

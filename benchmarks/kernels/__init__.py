@@ -14,6 +14,6 @@ What makes it fair:
 - A burst of operations runs back to back, after one that is not timed and brings ranks and caches to where the
   contender itself leaves them.
 - One thread per rank for everyone (`OMP_NUM_THREADS=1`, `torch.set_num_threads(1)`), and no rank bound to a core.
-- raycollect runs as a program runs it: staging, the agreement (the door), the kernel, the end of the launch. gloo and
-  MPI have no such agreement.
+- raycollect runs as a program runs it: staging, the agreement (the consistency check), the kernel, the end of the
+  launch. gloo and MPI have no such agreement.
 """

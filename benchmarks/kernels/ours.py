@@ -1,4 +1,4 @@
-"""raycollect's backends as players: through the communicator contract, the door included."""
+"""raycollect's backends as players: through the communicator contract, the consistency check included."""
 
 from __future__ import annotations
 
@@ -117,6 +117,6 @@ def _kernel(operands: Operands) -> tuple[Kernel, int]:
 
 
 def _arrival(operands: Operands) -> bytes:
-    """What a rank brings to the door in such a plan; that it is the same on all ranks is all that is looked at here."""
+    """What a rank brings to the check in such a plan; only that all ranks bring the same is looked at here."""
     gives = Side(structure=TENSOR, tensors=(arrays.info(operands.src),))
     return encode_arrival(Arrival(spec=Spec(op=operands.op, reduce_op="SUM", gives=gives)))

@@ -83,7 +83,8 @@ class FileRendezvous:
 class UnixStar:
     """A `raycollect.core.protocols.Exchange` over Unix sockets, rank 0 in the middle.
 
-    Stands for the star over TCP that relays arrivals for backends without a door of their own; it is faster than that.
+    Stands for the star over TCP that relays arrivals for backends without a consistency check of their own; it is
+    faster than that.
     """
 
     def __init__(self, place: Place) -> None:

@@ -3,9 +3,9 @@
 Compiled Graphs has actors of its own, as it occupies those that it compiles. Its graph takes the tensor that an actor
 holds, reduces it over Ray's CPU communicator into a new one, and keeps that; the others work in place.
 
-Then the door's share of the smallest one: the captured allreduce beside the same without the agreement of the ranks,
-in the same actors; `benchmarks.doorless` says what is left out. Both tell their actors before each burst whether they
-agree, by a captured step, so that bursts begin alike and nothing of Ray is in their way.
+Then the consistency check's share of the smallest one: the captured allreduce beside the same without the agreement of
+the ranks, in the same actors; `benchmarks.doorless` says what is left out. Both tell their actors before each burst
+whether they agree, by a captured step, so that bursts begin alike and nothing of Ray is in their way.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def measure(choice: Choice) -> Iterator[Record]:
                 entry(names.DOORLESS, Agreeing, actors, agrees=False),
             ]
             runs = choice.runs_or(25 * BURST, 50 * BURST)
-            yield from _compared(choice, doors, ranks, "door", SIZES[:1], runs)
+            yield from _compared(choice, doors, ranks, "check", SIZES[:1], runs)
 
 
 def _compared(

@@ -26,7 +26,6 @@ import ray
 import torch
 from numpy.typing import NDArray
 from torch import distributed
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import raycollect as col
@@ -91,6 +90,8 @@ class Replica(col.CollectiveParticipant, Sharded):
 
     def join(self, store: str) -> None:
         """Makes a replica like this one for torch's way; a file of this name is where all meet."""
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # only here: it warns of something of torch's own
+
         distributed.init_process_group("gloo", init_method=f"file://{store}", rank=self.rank, world_size=self.ranks)
         self.theirs = DistributedDataParallel(copy.deepcopy(self.module))
         self.their_optimizer = ZeroRedundancyOptimizer(

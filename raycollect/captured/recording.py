@@ -30,7 +30,7 @@ _AS_RETURNED = "what a call gave, a ref, an argument, or a plain value; or a lis
 
 
 class Recording(Batch):
-    """What the block of a captured step records: a batch to the verbs, but one that is not sent."""
+    """What the block of a captured step records: a batch to the operations, but one that is not sent."""
 
     _ASYNC_ADVICE = "False in a captured step: run(async_op=True) is for the whole of it"
 

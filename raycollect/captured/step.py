@@ -40,8 +40,8 @@ _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained b
 
 SHOWN_S = 0.5  # how long a notebook waits for the infos of operands, in seconds
 
-_HEAD = ("stage", "what", "calls", "bytes per rank", "foreseen")
-_RIGHT = frozenset({"stage", "calls", "bytes per rank", "foreseen"})
+_HEAD = ("stage", "what", "calls", "bytes per rank", "estimated")
+_RIGHT = frozenset({"stage", "calls", "bytes per rank", "estimated"})
 
 _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured step: its runs are plans of their own"
 
@@ -49,7 +49,7 @@ _IN_BLOCK = "a captured step can't run inside a batch or the block of a captured
 class Capture:
     """What is recorded in a ``with capture() as step:`` block, and its runs.
 
-    `call`, `argument` and `returns` work in the block, besides the driver's verbs; `run` and `close` after it. Any
+    `call`, `argument` and `returns` work in the block, besides the driver's operations; `run` and `close` after it. Any
     thread may run it. It is closed when nobody refers to it any more.
     """
 
@@ -98,7 +98,7 @@ class Capture:
     def _install(self) -> None:
         block, request_list = self._block, self._block.request_list
         if not request_list.asked and not request_list.calls:
-            raise CaptureError(detail="nothing was recorded in the block: call verbs of the driver, or step.call")
+            raise CaptureError(detail="nothing was recorded in the block: call operations of the driver, or step.call")
         self._counts = len(request_list.asked), len(request_list.calls)
         request_list.end_plan()
         self._controller = controller = Controller.current()
@@ -132,7 +132,8 @@ class Capture:
             kwargs: The same, by name.
 
         Returns:
-            A placeholder of the value: for operands of verbs, arguments of later calls on this actor, and `returns`.
+            A placeholder of the value: for operands of operations, arguments of later calls on this actor, and
+            `returns`.
 
         Raises:
             CaptureError: Not in the block itself.
@@ -299,7 +300,7 @@ class Capture:
 
     @html.shown
     def _repr_html_(self) -> str:
-        verbs, calls = self._counts
+        collectives, calls = self._counts
         runs, stages = self._runs, self.stages
         known = self._known()
         failure = None if runs is None else runs.failure
@@ -313,7 +314,8 @@ class Capture:
         rows = [_row(at, stage, told[at] if told else None) for at, stage in enumerate(stages)]
         return html.block(
             "capture",
-            f"captured step of {counted(verbs, 'collective')} and {counted(calls, 'method call')}: {self._told_state}",
+            f"captured step of {counted(collectives, 'collective')} and "
+            f"{counted(calls, 'method call')}: {self._told_state}",
             html.pairs(facts),
             html.table(_HEAD, rows, right=_RIGHT, count=len(rows)) if rows else "",
             "" if known is None else html.folded("what each run does", step_html(known)),
@@ -328,8 +330,10 @@ class Capture:
             return None
 
     def __repr__(self) -> str:
-        verbs, calls = self._counts
-        return f"<Capture of {counted(verbs, 'collective')} and {counted(calls, 'method call')}: {self._told_state}>"
+        collectives, calls = self._counts
+        return (
+            f"<Capture of {counted(collectives, 'collective')} and {counted(calls, 'method call')}: {self._told_state}>"
+        )
 
 
 def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[object, ...]:
@@ -348,9 +352,9 @@ def _row(at: int, stage: Stage | Sequence[MethodCall], told: object) -> tuple[ob
 def capture(*, staging_nbytes: int = STAGING_NBYTES, timeout_s: float | None = None) -> Capture:
     """Records the calls of a block once, to run them again and again without Ray.
 
-    ``with capture() as step:`` records the driver's verbs, and method calls by ``step.call(actor, "method", ...)``. At
-    the end of the block every participant gets its part. ``step.run()`` then does all of it, at the cost of one small
-    message per participant. Collectives with no method call between them are one plan, like a batch.
+    ``with capture() as step:`` records the driver's operations, and method calls by ``step.call(actor, "method",
+    ...)``. At the end of the block every participant gets its part. ``step.run()`` then does all of it, at the cost of
+    one small message per participant. Collectives with no method call between them are one plan, like a batch.
 
     Args:
         staging_nbytes: As for `batch`.

@@ -110,7 +110,7 @@ def _picture(context: click.Context, parameter: click.Parameter, name: str | Non
     callback=_by(ways_of),
     default=",".join(WAYS),
     show_default=True,
-    help="A captured step, the driver's verb on refs, calls that members make.",
+    help="A captured step, the driver's operation on refs, calls that members make.",
 )
 @click.option("--plot", metavar="FILE", callback=_picture, help="Draw time over size there: .png or .svg.")
 @click.option("--address", metavar="HOST:PORT", help=f"{ADDRESS_HELP}, else one is started.")

@@ -103,7 +103,7 @@ class NamedGroup(Protocol):
 
 
 GroupLike = str | NamedGroup
-"""What a verb takes for a group."""
+"""What an operation takes for a group."""
 
 
 def name_of(group: Any) -> Any:

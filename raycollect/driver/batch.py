@@ -57,7 +57,7 @@ class Batch:
     Attributes:
         request_list: What is recorded.
         staging_nbytes: See `batch`.
-        timeout_s: The time limit of calls that name none, in seconds; None: the verbs' own.
+        timeout_s: The time limit of calls that name none, in seconds; None: the operations' own.
         is_rehearsal: Whether it is never sent.
         held: The groups of its calls, until all is sent.
     """
@@ -141,7 +141,7 @@ class Batch:
         self.held.release()
 
     def stand_in(self, value: Any) -> Any:
-        """What stands for something that a verb was given; here, itself."""
+        """What stands for something that an operation was given; here, itself."""
         return value
 
     @property

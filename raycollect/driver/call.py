@@ -1,4 +1,4 @@
-"""One call of a driver's verb: from its refs to a plan under way, or to its place in a batch."""
+"""One call of a driver's operation: from its refs to a plan under way, or to its place in a batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)  # the result replaces the opera
 
 
 class Call:
-    """One call of a verb: reads its refs, finds its group, and binds the operands to ranks.
+    """One call of an operation: reads its refs, finds its group, and binds the operands to ranks.
 
     Attributes:
         name: The operation in messages; empty: that of its kind.

@@ -29,30 +29,32 @@ from raycollect.pos.handle import Handle
 
 
 def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and foreseen time.
+    """Explains what a call would do: the algorithm and why, what travels together, bytes, memory and estimated time.
 
     Nothing is sent, and no tensor is touched; a group that has to be derived is formed. Waits for the methods whose
     refs are operands, as long as the call itself would. Calls of threads and asynchronous tasks that the function
     starts are made, not planned.
 
     Args:
-        fn: One of the driver's verbs, or a function that calls several, which are planned as one batch.
+        fn: One of the driver's operations, or a function that calls several, which are planned as one batch.
         args: Its arguments.
         kwargs: Its arguments by name.
 
     Raises:
-        BatchError: The function calls no verb of the driver.
+        BatchError: The function calls no operation of the driver.
         RefusedError: What the call itself would refuse for its arguments, or for its tensors' shapes, dtypes, devices.
         GroupError: As by the call itself.
         CollectiveTimeoutError: A method has not returned in time.
     """
     if not callable(fn) or inspect.iscoroutinefunction(fn):
         what = "a coroutine function" if callable(fn) else f"{type(fn).__name__}, which can't be called"
-        raise BatchError(detail=f"plan() takes a verb and its arguments, or a function that calls verbs, not {what}")
+        raise BatchError(
+            detail=f"plan() takes an operation and its arguments, or a function that calls operations, not {what}"
+        )
     recorded = record(fn, args, kwargs)
     if not recorded.asked:
-        detail = f"{getattr(fn, '__name__', fn)!r} called no verb: give plan() a verb and its arguments, or a function"
-        raise BatchError(detail=f"{detail} that calls verbs")
+        detail = f"{getattr(fn, '__name__', fn)!r} called no operation: give plan() one and its arguments, or a function"
+        raise BatchError(detail=f"{detail} that calls operations")
     Controller.current().check(recorded.memberships)
     try:
         found = prepare(recorded.asked, recorded.staging).plan

@@ -154,7 +154,7 @@ class Group:
         self._controller.groups.destroy(self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In another process it is its name, which the members' verbs take there."""
+        """In another process it is its name, which the members' operations take there."""
         return str, (self.name,)
 
     def _why(self) -> str:
@@ -208,7 +208,7 @@ def declare_collective_group(
         ranks: The rank of each actor, a permutation of 0 to n-1; by default their order.
         backend: ``"auto"`` takes `nccl` where Ray gave each of several members a GPU and they have cupy, else shared
             memory where all members share a host and sockets otherwise; others by name.
-        group_name: What to call it; the verbs use ``"default"`` unless told otherwise.
+        group_name: What to call it; the operations use ``"default"`` unless told otherwise.
         gloo_timeout: How long imperative calls of the members wait for each other where they do not say, in
             milliseconds; on every backend, for all its name. By default `timeout_s`, or 30,000 where that is not given.
         options: The same arguments as a dict, ``rank`` for ``ranks`` too.
@@ -270,9 +270,9 @@ def _with_options(asked: dict[str, Any], options: Mapping[str, Any] | None) -> d
 def destroy_collective_group(group_name: GroupLike = "default") -> None:
     """Ends a declared group; the actors live on. Collectives of it under way are aborted.
 
-    Inside a member it leaves that group. Where the driver declared it, the driver's verbs then raise GroupBrokenError;
-    once all members have left, its name is free there. In an actor or task that is no member (any more) it only logs a
-    warning, as in `ray.util.collective`, so that cleaning up twice does no harm.
+    Inside a member it leaves that group. Where the driver declared it, the driver's operations then raise
+    GroupBrokenError; once all members have left, its name is free there. In an actor or task that is no member (any
+    more) it only logs a warning, as in `ray.util.collective`, so that cleaning up twice does no harm.
 
     Raises:
         UnknownGroupError: On the driver: there is none of that name.

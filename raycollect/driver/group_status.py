@@ -43,9 +43,10 @@ class MemberStatus:
             between them. False (async and threaded actors): collectives run after their operands' methods and after
             earlier collectives, and may overlap other methods.
         plans: The collectives of this controller that it has not ended.
-        steps: For each of them how far it is: at the door, or in which bundle of calls, or in which call of a captured
-            step; empty where it has not begun it.
-        awaited_s: How long others have waited for it at a door where it has not arrived, in seconds; 0: nobody waits.
+        steps: For each of them how far it is: in the consistency check, or in which bundle of calls, or in which call
+            of a captured step; empty where it has not begun it.
+        awaited_s: How long others have waited for it in a consistency check where it has not arrived, in seconds; 0:
+            nobody waits.
         answers: Whether its process has answered. It does while methods run, but not where it is gone or stopped, or a
             call in it holds the interpreter's lock.
         doing: The user's outermost call that is under way: name, file and line; empty for none. Where its process could

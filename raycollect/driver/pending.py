@@ -24,7 +24,7 @@ class Pending(Placeholder):
     """Stands for a ref that a call of a batch will return: the call's output, which the plan makes.
 
     Inside the block it may be an operand of later calls. After the block, `ref` is the ObjectRef; `get`, `free` and all
-    verbs take the placeholder as well. It can't be passed to a Ray call: pass `ref`.
+    operations take the placeholder as well. It can't be passed to a Ray call: pass `ref`.
 
     In a captured step it stands for another value in each run, and never has a ref.
 

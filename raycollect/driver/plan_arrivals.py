@@ -57,7 +57,7 @@ class PlanArrivals:
             raise ProtocolError(detail=f"rank {message.rank} has no part in launch {message.seq} of ranks {ranks}")
         rounds = self.rounds_of(message.seq, message.group_id)
         if not 0 <= message.round < rounds:
-            raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} at its door")
+            raise ProtocolError(detail=f"launch {message.seq} has no round {message.round} in its consistency check")
         key = (message.seq, message.round, message.group_id, ranks)
         blobs = self._gathers.setdefault(key, ArrivalGather(ranks)).arrive(message.rank, message.blob)
         return None if blobs is None else Gathered(message, places, blobs, message.round == rounds - 1)

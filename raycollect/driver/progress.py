@@ -34,7 +34,7 @@ class RankProgress:
         rank: Its rank, in the group of its first call.
         actor: The actor's class, and name if it has one.
         done_nbytes: How many bytes of its tensors are done, by itself or by others.
-        total_nbytes: The bytes of all of them; 0: unknown, as not all ranks have arrived at the door.
+        total_nbytes: The bytes of all of them; 0: unknown, as not all ranks have arrived in the consistency check.
         has_begun: Whether it is known to have begun.
         has_ended: Whether it has ended, and nothing has failed.
         is_heard: Whether it has reported anything yet.
@@ -63,7 +63,7 @@ class RankProgress:
             (not self.answers, "gives no answer"),
             (not self.is_heard, "was not heard of yet"),
             (not self.has_begun, "has not begun"),
-            (not self.total_nbytes, "is at the door"),
+            (not self.total_nbytes, "is in the consistency check"),
         ):
             if holds:
                 return f"rank {self.rank} {words}"
@@ -79,9 +79,10 @@ class Progress:
     Attributes:
         done_nbytes: How many are done.
         total_nbytes: How many there are; participants that have not reported count like the others. 0: unknown, as not
-            all have arrived at the door. The first run of a captured step counts the plans that it has reached.
+            all have arrived in the consistency check. The first run of a captured step counts the plans that it has
+            reached.
         elapsed_s: For how long it has been under way, in seconds.
-        rate: Bytes per second of late, or at the end in all; the time before the door does not count.
+        rate: Bytes per second of late, or at the end in all; the time before the consistency check does not count.
         left_s: How long the rest takes at this rate, in seconds; None: nothing moves.
         ranks: How far each participant is.
     """

@@ -45,9 +45,9 @@ def progress(*, after_s: float = AFTER_S) -> ProgressBars:
     """Shows how far collectives are, for as long as they are waited for.
 
     Inside a block ``with progress():``, whatever waits for a collective shows a bar on stderr, if it lasts: the
-    driver's verbs, the ends of batches, `Work.wait`, runs of captured steps, `get` and `free`. ``await`` shows none,
-    nor do threads that the block starts. A bar counts the bytes of all participants together, and names who is far
-    behind.
+    driver's operations, the ends of batches, `Work.wait`, runs of captured steps, `get` and `free`. ``await`` shows
+    none, nor do threads that the block starts. A bar counts the bytes of all participants together, and names who is
+    far behind.
 
     Args:
         after_s: How long a wait has to last, in seconds.

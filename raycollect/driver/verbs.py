@@ -1,4 +1,4 @@
-"""The driver's verbs: the whole collective stated once, over ObjectRefs.
+"""The driver's operations: the whole collective stated once, over ObjectRefs.
 
 All of them may be called by the driver, or by an actor or task that drives participants other than itself; from any
 thread. Without ``async_op`` a call returns when the collective is done on every rank. In a ``with batch():`` block

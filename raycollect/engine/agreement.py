@@ -261,7 +261,9 @@ def _of_rank(rank: int, blob: bytes) -> Arrival:
     try:
         return decode_arrival(blob)
     except ProtocolError as exc:
-        raise ProtocolError(detail=f"what rank {rank} brought to the door can't be read: {exc.detail}") from exc
+        raise ProtocolError(
+            detail=f"what rank {rank} brought to the consistency check can't be read: {exc.detail}"
+        ) from exc
 
 
 def decide(ranks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[Violation, ...]:
@@ -347,6 +349,6 @@ class ArrivalGather:
         if rank not in self._ranks:
             raise ProtocolError(detail=f"rank {rank} has no part in this plan, whose ranks are {self._ranks}")
         if rank in self._blobs:
-            raise ProtocolError(detail=f"rank {rank} came to the door twice")
+            raise ProtocolError(detail=f"rank {rank} came to the consistency check twice")
         self._blobs[rank] = blob
         return None if len(self._blobs) < len(self._ranks) else tuple(self._blobs[one] for one in self._ranks)

@@ -169,7 +169,7 @@ class Execution:
         return self._byte_map.at(move, left, kernel_progress.part)
 
     def _agree(self) -> KernelSchedule:
-        self._step.at = "at the door"
+        self._step.at = "in the consistency check"
         clock, program, preparation = self._instruments.clock, self._program, self._preparation
         brought: tuple[bytes, ...] | None = None
         blobs: tuple[bytes, ...] = ()
@@ -177,7 +177,7 @@ class Execution:
         known = preparation.recalled
         self._show_boxes(known)
         if known is not None:
-            self._record("door")
+            self._record("check")
             arrival, brought = known.arrival, self._meet_again(known)
             if brought is None and preparation.recalled is not None:
                 return known.schedule
@@ -187,7 +187,7 @@ class Execution:
                 preparation.make_ready(round_index)
             if brought is None:
                 arrival = preparation.current_operands().arrival(round_index)
-                self._record("door")
+                self._record("check")
                 brought = self._launches.meet(arrival)
             blobs, brought = brought, None
             violations = agreement.meet(blobs)
@@ -216,7 +216,7 @@ class Execution:
         """Meets the others; None where all brought what they did in the last run, or nothing was brought yet."""
         if self._met is not None:
             return self._met[1]
-        self._record("door")
+        self._record("check")
         try:
             return self._launches.again(known.first, known.arrival, known.blobs)
         except RefusedError as exc:  # before anything was brought

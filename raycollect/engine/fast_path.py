@@ -143,7 +143,7 @@ class FastPath:
             reason = self._reason()  # an abort from here on finds the communicator
             if reason is not None:
                 raise PlanAbortedError(detail=reason)
-            step.at = "at the door"
+            step.at = "in the consistency check"
             full = self._met(communicator, launch, keys)
             if ring is not None:
                 agreed_s = ring.clock()

@@ -105,7 +105,7 @@ class Preparation:
             return self.operands
         operands = self._look()
         if self.recalled is not None and self.recalled.places != self._places:
-            raise KernelError(detail="an operand was changed while the plan waited at the door")
+            raise KernelError(detail="an operand was changed while the plan waited in the consistency check")
         return operands
 
     def refuse(self, violations: Sequence[Violation]) -> None:

@@ -53,7 +53,7 @@ class Timed:
 
     def door(self) -> AbstractContextManager[None]:
         """The agreement of all ranks."""
-        return _Noted(self._ring, DOOR, "door", self._seq, self._number())
+        return _Noted(self._ring, DOOR, "consistency check", self._seq, self._number())
 
     def calls(self, schedule: KernelSchedule) -> AbstractContextManager[None]:
         """All that is done after the agreement, recorded where there are several calls."""

@@ -69,8 +69,10 @@ class RankReport:
         actor: Its actor's name for people.
         answers: False where its process gave no answer: it is stopped, or a call in it holds the interpreter's lock.
         has_begun: Whether it had begun the collective in question.
-        step: Where in it the rank was: at the door, or in which bundle of calls or call of a captured step; or empty.
-        awaited_s: How long others had waited for it at the door, from the first arrival on, in seconds; 0: nobody did.
+        step: Where in it the rank was: in the consistency check, or in which bundle of calls or call of a captured
+            step; or empty.
+        awaited_s: How long others had waited for it in the consistency check, from the first arrival on, in seconds; 0:
+            nobody did.
         doing: The outermost call of the user's that was under way there: name, file and line; empty for none. Where its
             process could not say so: ``"could not look: "``, and the cause.
         stack: From there on a line per frame, the innermost last.
@@ -121,7 +123,8 @@ class CollectiveTimeoutError(FaultError):
         missing: The ranks that had not arrived; where all had, and a kernel did not end, those that gave no answer.
         timeout_s: The limit, in seconds.
         reports: What these ranks were doing just after.
-        within: In a kernel, the ranks that ran it with the one that reports this; empty: it waited at the door.
+        within: In a kernel, the ranks that ran it with the one that reports this; empty: it waited in the consistency
+            check.
         cut: The links between hosts over which nothing was acknowledged, by the hosts' addresses: ``"10.0.0.1 and
             10.0.0.2"``. Then the ranks in `missing` may be healthy.
     """

@@ -110,7 +110,7 @@ class CommunicatorExchange:
         seq, number = self._round
         number = number + 1 if seq == launch.seq else 0
         self._round = (launch.seq, number)
-        place = f"door {self._generation}/{launch.seq}/{number}"
+        place = f"check {self._generation}/{launch.seq}/{number}"
         hub = self._hub
         try:
             return hub.meet(place, arrival, launch.timeout_s, lambda: hub.is_off() or self._aborted >= launch.seq)
@@ -118,7 +118,7 @@ class CommunicatorExchange:
             exc.missing = tuple(map(hub.ranks.index, exc.missing))
             raise
         except RaycollectError as exc:
-            raise PlanAbortedError(detail="aborted at the door") from exc
+            raise PlanAbortedError(detail="aborted in the consistency check") from exc
 
     def abort(self, seq: int) -> None:
         """Wakes whoever waits in this launch, or will."""

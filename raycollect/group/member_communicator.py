@@ -224,7 +224,7 @@ class MemberCommunicator:
         with self._changed:
             self._seq += 1
             hub.agreed = hub.recalled = False
-            hub.place = "door"
+            hub.place = "check"
             if object_to is not None and (wrong := self._callers.contest) is not None:
                 self._objecting, attempt = wrong, object_to(wrong)
         try:

@@ -1,4 +1,4 @@
-"""One call of a member's verb, from its arguments to its run on a communicator."""
+"""One call of a member's operation, from its arguments to its run on a communicator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ME = object()
 
 
 class MemberCall:
-    """One call of a verb, whose faults are collected for the agreement."""
+    """One call of an operation, whose faults are collected for the agreement."""
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         self._kind = kind

@@ -41,9 +41,11 @@ class ChannelExchange:
             self._changed.wait_for(lambda: (seq, number) in self._answers or seq in self._aborted, launch.timeout_s)
             answer = self._answers.pop((seq, number), None)  # it counts, even if an abort came after it
             if answer is None and seq in self._aborted:
-                raise PlanAbortedError(detail="aborted at the door")
+                raise PlanAbortedError(detail="aborted in the consistency check")
             if answer is None:
-                raise CollectiveTimeoutError(detail="not everyone came to the door", timeout_s=launch.timeout_s)
+                raise CollectiveTimeoutError(
+                    detail="not everyone came to the consistency check", timeout_s=launch.timeout_s
+                )
             self._aborted = {other for other in self._aborted if other >= seq}
             return answer
 

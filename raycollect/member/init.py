@@ -190,7 +190,9 @@ def get_group_handle(group_name: Any = "default") -> ProcessGroup:
             return process_group
     detail = "this process is no member of it"
     if isinstance(name, str) and ProcessGroups.current().drives(name):
-        detail = "this process drives it and is no member of it: the driver's verbs take refs, as allreduce_refs(refs)"
+        detail = (
+            "this process drives it and is no member of it: the driver's operations take refs, as allreduce_refs(refs)"
+        )
     raise unknown(name, detail)
 
 

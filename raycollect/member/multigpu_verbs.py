@@ -1,4 +1,4 @@
-"""`ray.util.collective`'s verbs for processes with several GPUs: a rank gives a tensor of each of its GPUs.
+"""`ray.util.collective`'s operations for processes with several GPUs: a rank gives a tensor of each of its GPUs.
 
 Before the agreement, the call combines the rank's tensors on the GPU of the group (GPU 0, or the option ``device``).
 Then one collective of the group runs there, over the ranks; then the result is copied to the other GPUs. A tensor on
@@ -6,7 +6,7 @@ that GPU is used in place. Ranks send each other no more than with one GPU each;
 and as much again while they are made. AVG is over the tensors of all GPUs of all ranks.
 
 The group's backend is ``"nccl"``; a rank's tensors have one shape and dtype, each on another GPU; all ranks give as
-many. If not, the agreement refuses all ranks, and no tensor was touched. A verb returns when all its GPUs have
+many. If not, the agreement refuses all ranks, and no tensor was touched. An operation returns when all its GPUs have
 finished. For the other errors that it raises see `allreduce`.
 """
 
@@ -175,7 +175,7 @@ def synchronize(gpu_id: int) -> None:
 
 
 class _Call(MemberCall):
-    """One call of a verb. Faults are collected for the agreement; before that, nothing is written."""
+    """One call of an operation. Faults are collected for the agreement; before that, nothing is written."""
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         _need_gpu(OpKind.RECV.value if peer is ME else kind.value, group_name)
@@ -362,10 +362,10 @@ def _gpus() -> int:
         return 0
 
 
-def _need_gpu(verb: str, group_name: Any) -> None:
+def _need_gpu(operation: str, group_name: Any) -> None:
     if _gpus() <= 0:
-        expected = f"a GPU. For tensors in memory call {verb}(tensor, ...), without _multigpu"
-        _refuse(f"{verb}_multigpu", str(name_of(group_name)), _NO_GPU, expected)
+        expected = f"a GPU. For tensors in memory call {operation}(tensor, ...), without _multigpu"
+        _refuse(f"{operation}_multigpu", str(name_of(group_name)), _NO_GPU, expected)
 
 
 def _refuse(op: str, group_name: str, found: str, expected: str) -> NoReturn:

@@ -17,7 +17,7 @@ ARRIVALS = 64
 _EARLIER = "earlier plans"
 """What a plan waits for, in timelines."""
 
-_AGREEMENTS = ("door", "again")
+_AGREEMENTS = ("check", "again")
 """The recorder's events of ranks that come to an agreement."""
 
 

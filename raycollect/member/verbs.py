@@ -1,4 +1,4 @@
-"""The members' verbs: each member calls its part of a collective itself, as with `ray.util.collective`.
+"""The members' operations: each member calls its part of a collective itself, as with `ray.util.collective`.
 
 They work inside an actor or task, with or without the mixin; with ``rendezvous=`` in any process. The driver declares
 the group, or every member calls `init_collective_group`. All members of a collective must call it. Before any data
@@ -9,7 +9,7 @@ A tensor is a numpy array, a torch tensor, anything with DLPack or the array int
 them, which counts as one. Instead of a list with one tensor per rank, one contiguous tensor may be given that the
 number of ranks divides.
 
-A verb returns None, or a `MemberWork` with ``async_op=True``; ``| Any`` spares type checkers the question which.
+An operation returns None, or a `MemberWork` with ``async_op=True``; ``| Any`` spares type checkers the question which.
 """
 
 from __future__ import annotations

@@ -25,13 +25,13 @@ CALLS, NBYTES, SECONDS, DOOR_SECONDS = (
     "raycollect_calls",
     "raycollect_bytes",
     "raycollect_seconds",
-    "raycollect_door_seconds",
+    "raycollect_check_seconds",
 )
 METRICS = {
     CALLS: "Collectives that this rank has run.",
     NBYTES: "Bytes of these collectives, as nccl-tests count them.",
-    SECONDS: "Time of a collective on this rank, from leaving the door to the end of its kernels.",
-    DOOR_SECONDS: "Time at the door of a plan: how long this rank waited until all had agreed.",
+    SECONDS: "Time of a collective on this rank, from leaving the consistency check to the end of its kernels.",
+    DOOR_SECONDS: "Time in the consistency check of a plan: how long this rank waited until all had agreed.",
 }
 """Name -> description. Ray puts ``ray_`` before names, and ``_total`` behind those of counters."""
 

@@ -40,21 +40,21 @@ class SummaryRow:
     Attributes:
         group: The group.
         op: The operation; ``"batch"``: whole batches, and plans of captured steps that have several calls. The calls in
-            them have rows of their own, without times at the door.
+            them have rows of their own, without times in the consistency check.
         backend: The backend.
         ranks: The most ranks that took part.
         calls: How many calls there were.
         nbytes: The bytes of all of them, as nccl-tests count them.
-        median_s: The median time of one, in seconds: from leaving the door to the end of the kernels, on the slowest
-            rank.
+        median_s: The median time of one, in seconds: from leaving the consistency check to the end of the kernels, on
+            the slowest rank.
         p99_s: The 99th percentile of these.
         algorithm_bandwidth: In bytes per second; 0: nothing was moved.
         bus_bandwidth: In bytes per second.
-        waiting: The share of the ranks' time that they waited at the door, from 0 to 1.
-        skew_s: How much later than the first the last rank came to the door, in seconds: the median.
+        waiting: The share of the ranks' time that they waited in the consistency check, from 0 to 1.
+        skew_s: How much later than the first the last rank came to the consistency check, in seconds: the median.
         worst_skew_s: The largest such delay.
-        last_rank: The rank that came last most often; -1: no door had several ranks.
-        last_share: At what share of the doors it came last.
+        last_rank: The rank that came last most often; -1: no consistency check had several ranks.
+        last_share: At what share of the consistency checks it came last.
     """
 
     group: str

@@ -276,7 +276,7 @@ class _Bundle:
         if choice.name != NATIVE.name:
             return f"backend {request.group.backend} has no {request.kind.value}"
         used = {step.kind.value for template in self.part.templates for step in template.steps}
-        instead = " and ".join(sorted(used)) or "the door"
+        instead = " and ".join(sorted(used)) or "the consistency check"
         return f"backend {request.group.backend} has no {request.kind.value}: {instead} instead"
 
 

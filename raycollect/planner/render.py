@@ -174,7 +174,7 @@ def _line(rows: Sequence[Row], *, told: bool) -> tuple[str, ...]:
         ", ".join(row.dtypes) or "-",
         f"{each}{nbytes_words(row.nbytes)}",
         row.algorithm,
-        ", ".join(filter(None, ["door" if 0 in row.launches else "", launches])),
+        ", ".join(filter(None, ["check" if 0 in row.launches else "", launches])),
         nbytes_words(sum(one.way.nbytes_inside for one in rows)),
         nbytes_words(sum(one.way.nbytes_between for one in rows)),
         seconds_words(row.time_s) if told else '"',
@@ -247,7 +247,7 @@ def _acts(row: Row) -> list[str]:
     lines = _moved_lines(row)
     for act in row.acts[:MOST_ACTS]:
         who = f"rank{'s' if len(act.ranks) > 1 else ''} {clipped(ranks_words(act.ranks), MOST_RANKS)}"
-        first, *others = act.steps or ("nothing but the door",)
+        first, *others = act.steps or ("nothing but the consistency check",)
         lines += [f"{who}: {first}", *(f"{'':{len(who)}}  {step}" for step in others)]
     if len(row.acts) > MOST_ACTS:
         lines.append(f"and {len(row.acts) - MOST_ACTS} more parts of other ranks")
@@ -261,8 +261,8 @@ def _totals(report: Report) -> list[tuple[str, str]]:
 def _stage_totals(report: Report) -> list[tuple[str, str]]:
     memory = report.memory
     return [
-        ("door", f"{report.door}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
-        ("launches", f"{report.launches}, with that of the door"),
+        ("consistency check", f"{report.door}, {report.rounds} round{'s' if report.rounds > 1 else ''}"),
+        ("launches", f"{report.launches}, with that of the consistency check"),
         ("bytes inside hosts", nbytes_words(report.nbytes_inside)),
         ("bytes between hosts", nbytes_words(report.nbytes_between)),
         ("outputs on a rank", nbytes_words(memory.outputs)),
@@ -271,7 +271,7 @@ def _stage_totals(report: Report) -> list[tuple[str, str]]:
         *_stand_ins(memory),
         ("chunks, at most", _chunks(memory)),
         *((f"a link {one.place} hosts", _link(one)) for one in report.links),
-        ("time", f"{seconds_words(report.time_s)} after the door"),
+        ("time", f"{seconds_words(report.time_s)} after the consistency check"),
     ]
 
 
@@ -287,7 +287,7 @@ def _step_totals(report: StepReport) -> list[tuple[str, str]]:
         return [messages]
     return [
         messages,
-        ("launches", f"{report.launches}, with those of {counted(plans, 'door')}"),
+        ("launches", f"{report.launches}, with those of {counted(plans, 'consistency check')}"),
         ("bytes inside hosts", nbytes_words(report.nbytes_inside)),
         ("bytes between hosts", nbytes_words(report.nbytes_between)),
         ("outputs on a rank", f"{nbytes_words(memory.outputs)} at most, kept until the run that follows"),
@@ -295,7 +295,7 @@ def _step_totals(report: StepReport) -> list[tuple[str, str]]:
         ("packing on a rank", nbytes_words(memory.packing)),
         *_stand_ins(memory),
         ("chunks, at most", _chunks(memory)),
-        ("time", f"{seconds_words(report.time_s)} after the doors, without the methods"),
+        ("time", f"{seconds_words(report.time_s)} after the consistency checks, without the methods"),
     ]
 
 

@@ -46,7 +46,7 @@ def _participants_problem(plan: Plan) -> str:
         if strangers:
             return f"lacks the participants of ranks {strangers} of group {roster.spec.name!r}"
     if plan.door is not None and any(plan.door.rank_of(one) < 0 for one in plan.participants):
-        return f"has participants that are no members of the door's group {plan.door.spec.name!r}"
+        return f"has participants that are no members of the consistency check's group {plan.door.spec.name!r}"
     return ""
 
 
@@ -93,7 +93,7 @@ def _made_late(plan: Plan, number: int, maker: int, place: dict[int, int]) -> st
     if place[maker] >= place[number]:
         return f"has request {number} not after request {maker}, whose output it uses"
     if plan.brought[number] < plan.brought[maker] + plan.parts[maker].rounds - 1:
-        return f"brings request {number} to the door before the shapes of request {maker} are known"
+        return f"brings request {number} to the consistency check before the shapes of request {maker} are known"
     return ""
 
 
@@ -143,4 +143,4 @@ def _is_whole(part: Part, roster: Roster, participants: Sequence[str]) -> bool:
 
 def _rounds_problem(plan: Plan) -> str:
     needed = max((first + part.rounds for first, part in zip(plan.brought, plan.parts, strict=True)), default=1)
-    return f"needs {needed} rounds of the door and has {plan.rounds}" if needed > plan.rounds else ""
+    return f"needs {needed} rounds of the consistency check and has {plan.rounds}" if needed > plan.rounds else ""

@@ -44,8 +44,8 @@ class Fault:
         rank: The rank in which it strikes.
         point: One of `PHASES`, or another of the executor's points.
         nth: At which visit of the rank it strikes; 1 is the first.
-        way: A name in `DEATHS` for a death; for control bytes the backend whose door they belong to, or ``"link"``.
-        group: The group whose door it is.
+        way: A name in `DEATHS` for a death; for control bytes the backend whose check they belong to, or ``"link"``.
+        group: The group whose consistency check it is.
         folder: Where it writes down that it has struck; empty: nowhere.
     """
 
@@ -271,7 +271,7 @@ def _leave() -> None:
 
 
 def _exit_once_awaited() -> None:
-    """Exits once the others of a `shm` group have left the door: whoever is told of a death before that stops there."""
+    """Exits once the others of a `shm` group left the check: whoever is told of a death before that stops there."""
     meeting = _participation("default").communicator._parts.meeting
     words = meeting._words[::_WORD_STRIDE]
     while not all(word > words[meeting.rank] for rank, word in enumerate(words) if rank != meeting.rank):
@@ -326,7 +326,7 @@ def _silence_bells(injected: Injected) -> None:
     asleep = [rank * _WORD_STRIDE + _ASLEEP for rank in others]
     while not all(meeting._words[at] for at in asleep):
         os.sched_yield()
-    left = 2  # at the door, and as this rank leaves
+    left = 2  # in the consistency check, and as this rank leaves
 
     def wrap(ring: Any) -> Any:
         def silent(ranks: Any) -> None:
@@ -357,7 +357,7 @@ def _flip_in_shared_memory(injected: Injected) -> None:
 
 
 def _mesh(injected: Injected) -> dict[int, Any]:
-    """The connections of a `tcp` group, or of one whose library has its door there."""
+    """The connections of a `tcp` group, or of one whose library has its consistency check there."""
     communicator = _participation(injected.fault.group).communicator
     peers: dict[int, Any] = getattr(communicator, "_mesh", communicator)._link._peers
     return peers

@@ -107,7 +107,7 @@ ALL = (*MESH, "gloo")
 
 UNTOUCHED, DONE, DIRTY = ("before",), ("after",), ("dirty",)
 NOT_TORN = (*UNTOUCHED, *DONE, *DIRTY)
-"""Whoever is told while it leaves the door stops there; whoever needs no more of the others ends well, as what small
+"""Whoever is told while it leaves the check stops there; whoever needs no more of the others ends well, as what small
 arrays hold comes with the arrivals; the rest is dirty."""
 
 

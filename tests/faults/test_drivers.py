@@ -56,12 +56,12 @@ def interrupt_a_wait():
     return thread
 
 
-@pytest.mark.parametrize("form", ["verb", "batch"])
+@pytest.mark.parametrize("form", ["operation", "batch"])
 def test_ctrl_c_cancels_the_awaited_call(held, form):
     refs, gate = held
     thread = interrupt_a_wait()
     with pytest.raises(KeyboardInterrupt):
-        if form == "verb":
+        if form == "operation":
             col.allreduce_refs(refs)
         else:
             with col.batch():

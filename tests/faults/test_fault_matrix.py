@@ -79,13 +79,13 @@ def assert_right(row: Row, seen: Seen) -> None:
 
 
 BY_ALL = ("SIGKILL", "garbles its arrival")
-"""What is shown at the doors of gloo, too."""
+"""What is shown at the consistency checks of gloo, too."""
 
 
 def _marked(case: Case) -> object:
-    """What only who calls makes different is shown on one backend; so is what comes after the door, before a kernel.
+    """What only who calls makes different is shown on one backend; so is what comes after the check, before a kernel.
 
-    The doors of gloo are those of tcp: most of what happens there is shown on that one.
+    The consistency checks of gloo are those of tcp: most of what happens there is shown on that one.
     """
     row = case.row
     is_more = case.backend != row.backends[0] and (row.caller != "plan" or row.phase == "before_kernel")

@@ -119,10 +119,10 @@ def test_long_wait_is_logged_and_the_status_is_live(actors, gate, held, monkeypa
     assert_told(late, second.actor)
     assert caught.value.reports[0] is late, "whoever has not begun it comes first"
     assert first.plans == second.plans == (work._tracker.seq,)
-    assert (first.steps, second.steps) == (("at the door",), ("",))
+    assert (first.steps, second.steps) == (("in the consistency check",), ("",))
     assert first.awaited_s == 0
     assert second.awaited_s > late.awaited_s > 0
-    assert [report.step for report in caught.value.reports] == ["", "at the door"]
+    assert [report.step for report in caught.value.reports] == ["", "in the consistency check"]
     assert (second.answers, second.doing, second.stack) == (True, late.doing, late.stack)
     assert "call (" in repr(group.status())
     (record,) = [one for one in caplog.records if "still under way after 0.2 s" in one.getMessage()]
@@ -216,9 +216,9 @@ def test_the_status_names_the_step_of_a_captured_run(actors, gate, held, held_by
     run = step.run(async_op=True)
     if blocked is None:
         ray.get(gate[1].wait.remote())
-    expected = ("calls 0, 1 of the step, batch, at the door", "waits for a method to end")
+    expected = ("calls 0, 1 of the step, batch, in the consistency check", "waits for a method to end")
     if held_by == "method":
-        expected = ("call 1 of the step, method pause", "call 2 of the step, allreduce, at the door")
+        expected = ("call 1 of the step, method pause", "call 2 of the step, allreduce, in the consistency check")
     late = 0 if held_by == "method" else 1
 
     def is_told():

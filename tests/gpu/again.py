@@ -34,7 +34,7 @@ def again(
         launch: The launch.
         kernel: The kernel, the same object each time.
         expected: What this rank thinks that all bring.
-        came: The kernel as it is before the door, where that is another object; the same one each time, too.
+        came: The kernel as it is before the check, where that is another object; the same one each time, too.
     """
     ok = False
     try:

@@ -74,7 +74,7 @@ class MemoryExchange:
                 lambda: launch.seq in self._aborted or all(r in given for r in launch.ranks), launch.timeout_s
             )
             if launch.seq in self._aborted:
-                raise PlanAbortedError(detail="aborted at the door")
+                raise PlanAbortedError(detail="aborted in the consistency check")
             missing = tuple(r for r in launch.ranks if r not in given)
             if missing:
                 raise CollectiveTimeoutError(missing=missing, timeout_s=launch.timeout_s)

@@ -214,7 +214,7 @@ def run_launch(communicator: Communicator, launch: Launch, *kernels: Kernel, arr
 
 
 def run_staged(communicator: Communicator, launch: Launch, kernel: Kernel, most: int) -> None:
-    """The same with the first chunk brought before the door, where nobody knows the sizes of others."""
+    """The same with the first chunk brought before the consistency check, where nobody knows the sizes of others."""
     ok = False
     try:
         communicator.stage(launch, kernel)

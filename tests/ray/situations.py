@@ -20,14 +20,14 @@ class Part:
     """What one rank does.
 
     Attributes:
-        verb: The operation; ``"recv"`` for the taker of a send, ``""`` for a rank that has no part in it.
+        operation: The operation; ``"recv"`` for the taker of a send, ``""`` for a rank that has no part in it.
         tensor: The operand, or of an alltoall the pieces that are given.
         pieces: The `tensor_list`, or of an alltoall the pieces that are taken.
         op: The reduce op.
         root: The root; of a send or receive the other rank.
     """
 
-    verb: str
+    operation: str
     tensor: Any = None
     pieces: Any = None
     op: str = "sum"
@@ -93,7 +93,7 @@ class Situation:
             return self.odd()
         if rank == 0 and self.first is not None:
             return self.first()
-        return Part(verb="") if self.idle else self.most()
+        return Part(operation="") if self.idle else self.most()
 
     @property
     def ranks(self) -> list[int]:
@@ -101,242 +101,242 @@ class Situation:
         return [rank for rank in range(WORLD) if self.part(rank).verb]
 
 
-def pair(verb: str, first: Callable[[], Part], odd: Callable[[], Part], what: str, **others: Any) -> Situation:
+def pair(operation: str, first: Callable[[], Part], odd: Callable[[], Part], what: str, **others: Any) -> Situation:
     """A situation between rank 0 and the culprit alone."""
-    return Situation(most=lambda: Part(verb=verb), first=first, odd=odd, field=what, idle=True, **others)
+    return Situation(most=lambda: Part(operation=operation), first=first, odd=odd, field=what, idle=True, **others)
 
 
 ONE_CALL = "a call of the driver has one {} for all ranks"
 
 SITUATIONS = {
     "count": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some(4)),
-        odd=lambda: Part(verb="allreduce", tensor=some(8)),
+        most=lambda: Part(operation="allreduce", tensor=some(4)),
+        odd=lambda: Part(operation="allreduce", tensor=some(8)),
         field="shape",
     ),
     "shape": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some(4)),
-        odd=lambda: Part(verb="allreduce", tensor=some(4).reshape(2, 2)),
+        most=lambda: Part(operation="allreduce", tensor=some(4)),
+        odd=lambda: Part(operation="allreduce", tensor=some(4).reshape(2, 2)),
         field="shape",
     ),
     "dtype": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some(4, "float32")),
-        odd=lambda: Part(verb="allreduce", tensor=some(4, "int32")),
+        most=lambda: Part(operation="allreduce", tensor=some(4, "float32")),
+        odd=lambda: Part(operation="allreduce", tensor=some(4, "int32")),
         field="dtype",
     ),
     "count of a broadcast": Situation(
-        most=lambda: Part(verb="broadcast", tensor=some(4)),
-        odd=lambda: Part(verb="broadcast", tensor=some(8)),
+        most=lambda: Part(operation="broadcast", tensor=some(4)),
+        odd=lambda: Part(operation="broadcast", tensor=some(8)),
         field="shape",
     ),
     "dtype of a reduce": Situation(
-        most=lambda: Part(verb="reduce", tensor=some(4, "float32")),
-        odd=lambda: Part(verb="reduce", tensor=some(4, "float64")),
+        most=lambda: Part(operation="reduce", tensor=some(4, "float32")),
+        odd=lambda: Part(operation="reduce", tensor=some(4, "float64")),
         field="dtype",
     ),
     "dtype of an allgather": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(4), pieces=some_pieces()),
-        odd=lambda: Part(verb="allgather", tensor=some(4, "int32"), pieces=some_pieces()),
+        most=lambda: Part(operation="allgather", tensor=some(4), pieces=some_pieces()),
+        odd=lambda: Part(operation="allgather", tensor=some(4, "int32"), pieces=some_pieces()),
         field="dtype",
     ),
     "reduce op": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some(), op="sum"),
-        odd=lambda: Part(verb="allreduce", tensor=some(), op="max"),
+        most=lambda: Part(operation="allreduce", tensor=some(), op="sum"),
+        odd=lambda: Part(operation="allreduce", tensor=some(), op="max"),
         field="reduce op",
         no_plan=ONE_CALL.format("reduce op"),
     ),
     "root": Situation(
-        most=lambda: Part(verb="broadcast", tensor=some(), root=0),
-        odd=lambda: Part(verb="broadcast", tensor=some(), root=1),
+        most=lambda: Part(operation="broadcast", tensor=some(), root=0),
+        odd=lambda: Part(operation="broadcast", tensor=some(), root=1),
         field="root",
         no_plan=ONE_CALL.format("root"),
     ),
     "root of a reduce": Situation(
-        most=lambda: Part(verb="reduce", tensor=some(), root=2),
-        odd=lambda: Part(verb="reduce", tensor=some(), root=1),
+        most=lambda: Part(operation="reduce", tensor=some(), root=2),
+        odd=lambda: Part(operation="reduce", tensor=some(), root=1),
         field="root",
         no_plan=ONE_CALL.format("root"),
     ),
     "allreduce against broadcast": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some()),
-        odd=lambda: Part(verb="broadcast", tensor=some()),
+        most=lambda: Part(operation="allreduce", tensor=some()),
+        odd=lambda: Part(operation="broadcast", tensor=some()),
         field="op",
         no_plan=ONE_CALL.format("operation"),
     ),
     "allgather against barrier": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="barrier"),
+        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="barrier"),
         field="op",
         no_plan=ONE_CALL.format("operation"),
     ),
     "a list against a tensor": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some()),
-        odd=lambda: Part(verb="allreduce", tensor=[some()]),
+        most=lambda: Part(operation="allreduce", tensor=some()),
+        odd=lambda: Part(operation="allreduce", tensor=[some()]),
         field="structure",
     ),
     "a longer list": Situation(
-        most=lambda: Part(verb="allreduce", tensor=[some(), some()]),
-        odd=lambda: Part(verb="allreduce", tensor=[some(), some(), some()]),
+        most=lambda: Part(operation="allreduce", tensor=[some(), some()]),
+        odd=lambda: Part(operation="allreduce", tensor=[some(), some(), some()]),
         field="tensor count",
     ),
     "a tensor list that is too short": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces(4, 4)),
+        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces(4, 4)),
         field="output",
         error=errors.InvalidArgumentError,
     ),
     "an item of the wrong size": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces(4, 4, 5)),
+        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces(4, 4, 5)),
         field="shape of output 2",
     ),
     "an item of a reducescatter": Situation(
-        most=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces(4, 4, 5)),
+        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces(4, 4, 5)),
         field="shape of input 2",
     ),
     "a reducescatter of too few": Situation(
-        most=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces(4, 4)),
+        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces(4, 4)),
         field="input",
         error=errors.InvalidArgumentError,
     ),
     "a scatter into less": Situation(
-        first=lambda: Part(verb="scatter", tensor=some(), pieces=some_pieces()),
-        most=lambda: Part(verb="scatter", tensor=some()),
-        odd=lambda: Part(verb="scatter", tensor=some(3)),
+        first=lambda: Part(operation="scatter", tensor=some(), pieces=some_pieces()),
+        most=lambda: Part(operation="scatter", tensor=some()),
+        odd=lambda: Part(operation="scatter", tensor=some(3)),
         field="shape of output",
     ),
     "a gather into too few": Situation(
-        most=lambda: Part(verb="gather", tensor=some(), root=ODD),
-        odd=lambda: Part(verb="gather", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
+        most=lambda: Part(operation="gather", tensor=some(), root=ODD),
+        odd=lambda: Part(operation="gather", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
         field="output",
         error=errors.InvalidArgumentError,
     ),
     "a piece of an alltoall": Situation(
-        most=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces()),
-        odd=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4, 3)),
+        most=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces()),
+        odd=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4, 3)),
         field="shape of output 2",
     ),
     "shape of a reduce": Situation(
-        most=lambda: Part(verb="reduce", tensor=some(4), root=2),
-        odd=lambda: Part(verb="reduce", tensor=some(5), root=2),
+        most=lambda: Part(operation="reduce", tensor=some(4), root=2),
+        odd=lambda: Part(operation="reduce", tensor=some(5), root=2),
         field="shape",
     ),
     "dtype of a broadcast": Situation(
-        most=lambda: Part(verb="broadcast", tensor=some(4, "float32"), root=2),
-        odd=lambda: Part(verb="broadcast", tensor=some(4, "int32"), root=2),
+        most=lambda: Part(operation="broadcast", tensor=some(4, "float32"), root=2),
+        odd=lambda: Part(operation="broadcast", tensor=some(4, "int32"), root=2),
         field="dtype",
     ),
     "dtype of an item": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="allgather", tensor=some(), pieces=[some(), some(4, "int32"), some()]),
+        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="allgather", tensor=some(), pieces=[some(), some(4, "int32"), some()]),
         field="dtype of output 1",
     ),
     "dtype of a gather": Situation(
-        first=lambda: Part(verb="gather", tensor=some(), pieces=some_pieces()),
-        most=lambda: Part(verb="gather", tensor=some()),
-        odd=lambda: Part(verb="gather", tensor=some(4, "int32")),
+        first=lambda: Part(operation="gather", tensor=some(), pieces=some_pieces()),
+        most=lambda: Part(operation="gather", tensor=some()),
+        odd=lambda: Part(operation="gather", tensor=some(4, "int32")),
         field="dtype",
     ),
     "a gather into the wrong size": Situation(
-        most=lambda: Part(verb="gather", tensor=some(), root=ODD),
-        odd=lambda: Part(verb="gather", tensor=some(), pieces=some_pieces(4, 4, 5), root=ODD),
+        most=lambda: Part(operation="gather", tensor=some(), root=ODD),
+        odd=lambda: Part(operation="gather", tensor=some(), pieces=some_pieces(4, 4, 5), root=ODD),
         field="shape of output 2",
     ),
     "a scatter of too few": Situation(
-        most=lambda: Part(verb="scatter", tensor=some(), root=ODD),
-        odd=lambda: Part(verb="scatter", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
+        most=lambda: Part(operation="scatter", tensor=some(), root=ODD),
+        odd=lambda: Part(operation="scatter", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
         field="input",
         error=errors.InvalidArgumentError,
     ),
     "dtype of a scatter": Situation(
-        first=lambda: Part(verb="scatter", tensor=some(), pieces=some_pieces()),
-        most=lambda: Part(verb="scatter", tensor=some()),
-        odd=lambda: Part(verb="scatter", tensor=some(4, "int32")),
+        first=lambda: Part(operation="scatter", tensor=some(), pieces=some_pieces()),
+        most=lambda: Part(operation="scatter", tensor=some()),
+        odd=lambda: Part(operation="scatter", tensor=some(4, "int32")),
         field="dtype of output",
     ),
     "a reducescatter into more": Situation(
-        most=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="reducescatter", tensor=some(5), pieces=some_pieces()),
+        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="reducescatter", tensor=some(5), pieces=some_pieces()),
         field="shape of output",
     ),
     "a reducescatter into another dtype": Situation(
-        most=lambda: Part(verb="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="reducescatter", tensor=some(4, "float64"), pieces=some_pieces()),
+        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="reducescatter", tensor=some(4, "float64"), pieces=some_pieces()),
         field="dtype of output",
     ),
     "an alltoall of too few": Situation(
-        most=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces()),
-        odd=lambda: Part(verb="alltoall", tensor=some_pieces(4, 4), pieces=some_pieces()),
+        most=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces()),
+        odd=lambda: Part(operation="alltoall", tensor=some_pieces(4, 4), pieces=some_pieces()),
         field="input",
         error=errors.InvalidArgumentError,
     ),
     "an alltoall into too few": Situation(
-        most=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces()),
-        odd=lambda: Part(verb="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4)),
+        most=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces()),
+        odd=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4)),
         field="output",
         error=errors.InvalidArgumentError,
     ),
     "receive of more": pair(
         "send",
-        lambda: Part(verb="send", tensor=some(4), root=ODD),
-        lambda: Part(verb="recv", tensor=some(8), root=0),
+        lambda: Part(operation="send", tensor=some(4), root=ODD),
+        lambda: Part(operation="recv", tensor=some(8), root=0),
         "shape",
     ),
     "receive of less": pair(
         "send",
-        lambda: Part(verb="send", tensor=some(8), root=ODD),
-        lambda: Part(verb="recv", tensor=some(4), root=0),
+        lambda: Part(operation="send", tensor=some(8), root=ODD),
+        lambda: Part(operation="recv", tensor=some(4), root=0),
         "shape",
     ),
     "receive of another dtype": pair(
         "send",
-        lambda: Part(verb="send", tensor=some(4, "float32"), root=ODD),
-        lambda: Part(verb="recv", tensor=some(4, "int32"), root=0),
+        lambda: Part(operation="send", tensor=some(4, "float32"), root=ODD),
+        lambda: Part(operation="recv", tensor=some(4, "int32"), root=0),
         "dtype",
     ),
     "a read-only target": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some()),
-        odd=lambda: Part(verb="allreduce", tensor=read_only()),
+        most=lambda: Part(operation="allreduce", tensor=some()),
+        odd=lambda: Part(operation="allreduce", tensor=read_only()),
         field="operand",
         error=errors.ReadOnlyError,
     ),
     "receive into read-only memory": pair(
         "send",
-        lambda: Part(verb="send", tensor=some(), root=ODD),
-        lambda: Part(verb="recv", tensor=read_only(), root=0),
+        lambda: Part(operation="send", tensor=some(), root=ODD),
+        lambda: Part(operation="recv", tensor=read_only(), root=0),
         "operand",
         error=errors.ReadOnlyError,
     ),
     "targets that overlap": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="allgather", tensor=some(), pieces=overlapping()),
+        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="allgather", tensor=some(), pieces=overlapping()),
         field="operand",
         error=errors.AliasError,
     ),
     "one target twice": Situation(
-        most=lambda: Part(verb="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(verb="allgather", tensor=some(), pieces=[some()] * WORLD),
+        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
+        odd=lambda: Part(operation="allgather", tensor=some(), pieces=[some()] * WORLD),
         field="operand",
         error=errors.AliasError,
     ),
     "no tensor": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some()),
-        odd=lambda: Part(verb="allreduce", tensor="text"),
+        most=lambda: Part(operation="allreduce", tensor=some()),
+        odd=lambda: Part(operation="allreduce", tensor="text"),
         field="",  # of a plan the operand, of a call the argument
         error=errors.NotATensorError,
     ),
     "receive into no tensor": pair(
         "send",
-        lambda: Part(verb="send", tensor=some(), root=ODD),
-        lambda: Part(verb="recv", tensor="text", root=0),
+        lambda: Part(operation="send", tensor=some(), root=ODD),
+        lambda: Part(operation="recv", tensor="text", root=0),
         "",
         error=errors.NotATensorError,
     ),
     "a reduce op without a meaning": Situation(
-        most=lambda: Part(verb="allreduce", tensor=some(4, "complex64"), op="sum"),
-        odd=lambda: Part(verb="allreduce", tensor=some(4, "complex64"), op="max"),
+        most=lambda: Part(operation="allreduce", tensor=some(4, "complex64"), op="sum"),
+        odd=lambda: Part(operation="allreduce", tensor=some(4, "complex64"), op="max"),
         field="reduce op",
         error=errors.RefusedError,  # it is not what the others do, and numpy has no meaning for it
         no_plan=ONE_CALL.format("reduce op"),

@@ -1,4 +1,4 @@
-"""Tensors in shared memory, in real actors: every verb, one-sided reads, limits, and who may write what."""
+"""Tensors in shared memory, in real actors: every operation, one-sided reads, limits, and who may write what."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def one(value, function):
     return [function(item) for item in value] if isinstance(value, list) else function(value)
 
 
-# ---------------------------------------------------------------------------------------------- verbs
+# ---------------------------------------------------------------------------------------------- operations
 
 
 @pytest.fixture(

@@ -91,7 +91,7 @@ def test_outputs_of_a_batched_call_are_operands_of_later_ones(trio, submits):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_batches_over_overlapping_groups_are_program_order(actors, seed):
-    """Groups without a member in common, with one, and one in the other; the door may be nobody's."""
+    """Groups without a member in common, with one, and one in the other; the consistency check may be nobody's."""
     rng = random.Random(seed)
     workers = actors(Worker, 5)
     groups = {"left": (0, 1, 2), "right": (2, 3), "far": (4, 3), "all": (3, 1, 0, 2)}

@@ -160,7 +160,7 @@ def test_a_participant_of_calls_beside_those_of_a_plan(actors):
 
 
 def test_groups_without_a_member_in_common(actors):
-    """The controller keeps the door of the plan, by the places in it."""
+    """The controller keeps the consistency check of the plan, by the places in it."""
     workers = [actors(Learner, 1, seed)[0] for seed in range(5)]
     col.declare_collective_group(workers[1:3], group_name="left")
     col.declare_collective_group(workers[3:], group_name="right")

@@ -76,7 +76,7 @@ def test_a_shape_that_changes_is_refused_at_the_door(trio):
 
 
 def test_refusal_reaches_participants_of_other_plans(trio):
-    """The third actor waits in a plan that will not come. It was not at the door that refused."""
+    """The third actor waits in a plan that will not come. It was not in the consistency check that refused."""
     with col.capture() as step:
         col.allreduce_refs([step.call(trio[0], "grow"), step.call(trio[1], "steady")], "pair")
         col.allreduce_refs([step.call(worker, "steady") for worker in trio])
@@ -154,7 +154,7 @@ def test_a_destroyed_group_is_refused_before_anything_is_sent(trio, submits):
 
 @pytest.mark.parametrize("carrier", ["doorbell", "channel"])
 def test_a_participant_that_stalls_is_named(trio, request, pipe, carrier):
-    """Others who wait for it at a door tell of it. Where nobody does, the run's own limit ends the run."""
+    """Others who wait for it in a consistency check tell of it. Where nobody does, the run's own limit ends the run."""
     if carrier == "channel":
         request.getfixturevalue("by_channel")
     path, let_go = pipe
@@ -195,7 +195,7 @@ def test_cancel_and_waits_that_end(trio, pipe):
             work.wait()
     assert is_broken(step, "cancelled")
     (first,) = (one for one in Controller.current().trackers() if one.seq == works[0]._tracker.seq)
-    assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the door"
+    assert wait_until(lambda: not any(map(first.is_pending, (1, 2)))), "they have left the consistency check"
     let_go()
     assert all_landed()
     assert found(refs) == [[1]] * 3

@@ -102,7 +102,7 @@ def test_refused_calls_of_verbs(trio):
         "src_rank is 7",
         lambda step: (col.allreduce_refs(refs), step.call(trio[0], "loss"), col.broadcast_refs(refs, 7)),
     )
-    assert [violation.call for violation in error.violations] == [2], "among verbs and methods"
+    assert [violation.call for violation in error.violations] == [2], "among operations and methods"
     assert "call 2 of the step" in str(error)
     with pytest.raises(errors.ForeignRefError, match="ClassMethodNode"), col.batch():
         col.allreduce_refs([worker.gradient.bind() for worker in trio])

@@ -1,4 +1,4 @@
-"""Every verb of the driver, against numpy, over the backends."""
+"""Every operation of the driver, against numpy, over the backends."""
 
 from __future__ import annotations
 

@@ -340,7 +340,7 @@ def test_sccl_gets_the_devices_of_a_rank_table_as_chip_map():
 
 
 def test_barrier_and_destroy_are_the_members_own_inside_them(actors):
-    """One name for the driver's verb and the member's: what this process is in the group decides."""
+    """One name for the driver's operation and the member's: what this process is in the group decides."""
     workers = actors(Plain, 2)
 
     def meet(self, rank):

@@ -63,7 +63,7 @@ class Again:
 
 
 MORE = ("all_gather", "all_reduce", "reduce", "reduce_scatter")
-"""Programs that differ from the others in the verb alone; tests/ray/test_verbs.py has all verbs."""
+"""Programs that differ from the others in the operation alone; tests/ray/test_verbs.py has all operations."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE)) for name in PRINTED])

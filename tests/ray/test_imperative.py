@@ -1,4 +1,4 @@
-"""The members' verbs inside actors and tasks: with the mixin and without, in groups of either kind."""
+"""The members' operations inside actors and tasks: with the mixin and without, in groups of either kind."""
 
 from __future__ import annotations
 

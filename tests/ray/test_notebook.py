@@ -100,14 +100,14 @@ def test_display_shows_the_activity_of_a_group(patient, held, group):
 
     def is_held_up():
         first, second = group.status().members
-        return first.steps == ("at the door",) and "Buffers.call (" in second.doing
+        return first.steps == ("in the consistency check",) and "Buffers.call (" in second.doing
 
     assert wait_until(is_held_up)
     told, fragment = shown(group)
     number = re.search(r"plan (\d+)", repr(work))[1]
     assert f"allreduce (plan {number})" in told
     assert "<summary>in Buffers.call (" in fragment
-    assert f"{number} (at the door" in told
+    assert f"{number} (in the consistency check" in told
     told, _ = shown(group.status())
     assert "group of 2 ranks: alive" in told
 

@@ -123,7 +123,11 @@ WHO = ["rank", "actor", "host", "pid", "device"]
     ("state", "members", "expected"),
     [
         ("alive", [{}, {}], [*WHO, "state"]),
-        ("alive", [{}, {"plans": (7,), "steps": ("at the door",)}], [*WHO, "state", "collectives under way"]),
+        (
+            "alive",
+            [{}, {"plans": (7,), "steps": ("in the consistency check",)}],
+            [*WHO, "state", "collectives under way"],
+        ),
         ("alive", [{"plans": (7,), "steps": ("",), "awaited_s": 2.5}], [*WHO, "state", *LATE]),
         ("destroyed", [{"answers": False}], WHO),
     ],

@@ -79,7 +79,7 @@ def test_get_waits_for_the_calls_that_write_a_tensor_and_no_longer_than_it_may(c
 
 
 def test_a_call_never_runs_beside_a_method(crew, gate, occupy):
-    """The method sees one value, however long it runs; the other rank is at the door meanwhile."""
+    """The method sees one value, however long it runs; the other rank is in the consistency check meanwhile."""
     workers, refs = crew(2)
     running = occupy(workers[1])
     work = col.allreduce_refs(refs, async_op=True)

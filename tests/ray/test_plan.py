@@ -128,12 +128,12 @@ def test_sends_name_their_ends(pair):
 # ---------------------------------------------------------------------------------------------- refusals
 
 
-def as_the_call(error, verb, *args, **kwargs):
+def as_the_call(error, operation, *args, **kwargs):
     """What `plan` raises, which must be what the call itself raises: with the same ranks, fields and refs."""
     with pytest.raises(error) as planned:
-        col.plan(verb, *args, **kwargs)
+        col.plan(operation, *args, **kwargs)
     with pytest.raises(error) as called:
-        verb(*args, **kwargs)
+        operation(*args, **kwargs)
     ours, theirs = planned.value.violations, called.value.violations
     assert [(one.kind, one.rank, one.field, one.actor, one.ref) for one in ours] == [
         (one.kind, one.rank, one.field, one.actor, one.ref) for one in theirs
@@ -212,7 +212,7 @@ def test_a_group_that_can_not_communicate_is_an_error(actors):
 
 
 def test_a_function_without_calls_is_an_error(pair):
-    with pytest.raises(BatchError, match="'len' called no verb"):
+    with pytest.raises(BatchError, match="'len' called no operation"):
         col.plan(len, "")
 
 

@@ -120,7 +120,7 @@ def test_stopped_rank_counts_at_its_last_position(workers, gate, monkeypatch, ca
 
 
 def test_progress_block_shows_bars_that_end_full(workers, gate, capsys):
-    """A verb, a batch, and a run; the bars of a test are drawn as soon as there is something to say."""
+    """An operation, a batch, and a run; the bars of a test are drawn as soon as there is something to say."""
     col.declare_collective_group(workers, backend="shm")
     refs = made(workers)
     with col.capture() as step:
@@ -182,7 +182,7 @@ def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_verb(workers, gat
     blocked = workers[1].call.remote(wait_at, gate.path)
     work = col.allreduce_refs(refs, async_op=True)
     assert wait_until(lambda: str(work.progress().laggard) == "rank 1 has not begun")
-    assert str(work.progress().ranks[0]) == "rank 0 is at the door"
+    assert str(work.progress().ranks[0]) == "rank 0 is in the consistency check"
     assert work.progress().total_nbytes == 0
     refresh = tqdm.auto.tqdm.refresh
 

@@ -291,7 +291,7 @@ def test_participants_hand_their_numbers_to_rays_metrics(actors):
             setattr(cls, name, given)
 
     def heard(self):
-        return [one for one in self.given if one[0] != "raycollect_door_seconds"]
+        return [one for one in self.given if one[0] != "raycollect_check_seconds"]
 
     ray.get([one.call.remote(listen) for one in workers])
     with col.timeline(metrics=True):

@@ -1,4 +1,4 @@
-"""The verbs that move pieces, over the backends: outputs given or made, uneven sizes, declared and derived groups."""
+"""The operations that move pieces, over the backends: outputs given or made, uneven sizes, both kinds of groups."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def trio(request, actors):
     check(outs, [[part(rank) for rank in range(WORLD)]] * WORLD)
 
 
-# ---------------------------------------------------------------------------------------------- each verb
+# ---------------------------------------------------------------------------------------------- each operation
 
 
 def test_reduce_changes_only_the_root(trio):

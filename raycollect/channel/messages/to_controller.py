@@ -47,9 +47,9 @@ class Broken(Message):
 
 @message
 class Arrive(Message):
-    """A rank is at the door of launch `seq`, with what it brings to this round; it waits for all of `ranks`.
+    """A rank is in the check of launch `seq`, with what it brings to this round; it waits for all of `ranks`.
 
-    Without a group the door is that of a whole plan, and ranks are places among its participants.
+    Without a group the consistency check is that of a whole plan, and ranks are places among its participants.
     """
 
     group_id: str
@@ -130,8 +130,9 @@ class Surveyed(Message):
 class Seen(Message):
     """Answers `Look`: what runs (`stacks.Doing`), the plans under way, the last that ended, the tail of the story.
 
-    `steps` says of each of the plans in `running` where it is, in words; `doors` are the launches to whose doors the
-    participant came last, `doors_ms` for each of them how many milliseconds ago; `cut` is `sockets.cut_links`.
+    `steps` says of each of the plans in `running` where it is, in words; `doors` are the launches to whose consistency
+    checks the participant came last, `doors_ms` for each of them how many milliseconds ago; `cut` is
+    `sockets.cut_links`.
     """
 
     request: int

@@ -23,7 +23,7 @@ Refs = Sequence[Any]
 class Operation:
     """How to call an operation, and its expected result."""
 
-    # The driver's verb, of what the ranks give, what they take, and the group
+    # The driver's operation, of what the ranks give, what they take, and the group
     refs: Callable[[Refs, Refs, str], object]
     member: Callable[[Rank, int, str], object]  # a rank's half of it, of its tensors, its rank, and the group
     # A rank's result, from its rank, the number of ranks, and what each rank gives, in rank order; None where it has

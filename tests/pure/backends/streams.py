@@ -26,7 +26,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def patient(launch: Launch) -> Launch:
-    """The same at the door, where all come in the end; its own time limit is for what is behind it."""
+    """The same in the consistency check, where all come in the end; its own time limit is for what is behind it."""
     return replace(launch, timeout_s=WAIT_S)
 
 

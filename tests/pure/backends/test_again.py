@@ -1,4 +1,4 @@
-"""The short way to the door in shared memory: what is done again, and what holds the memory meanwhile."""
+"""The short way to the consistency check in shared memory: what is done again, and what holds the memory meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose arrays go where, and what is refused as wrong by then: the planner and the door should have seen it."""
+"""Whose arrays go where, and what is refused as wrong by then: the planner and the check should have seen it."""
 
 from __future__ import annotations
 

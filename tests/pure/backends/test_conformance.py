@@ -233,7 +233,7 @@ def test_several_agreements_and_kernels_in_one_launch(team_of: TeamOf, size: int
                 np.testing.assert_array_equal(array, expected)
 
 
-# ------------------------------------------------------------------------------- the door, and what is wrong
+# ------------------------------------------------------------------------------- the check, and what is wrong
 
 
 def test_a_refused_launch_gives_everyone_the_arrivals_and_the_next_one_works(team_of: TeamOf) -> None:

@@ -105,7 +105,7 @@ def test_small_arrays_are_staged(monkeypatch: pytest.MonkeyPatch, trio: ThreadTe
     "kind", [OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.GATHER, OpKind.SEND], ids=lambda kind: kind.value
 )
 def test_nobody_writes_into_an_array_before_its_owner_runs_the_kernel(kind: OpKind) -> None:
-    """Past the door, the owner may still wait for those who read the array."""
+    """Past the consistency check, the owner may still wait for those who read the array."""
     team = ThreadTeam("shm", 2)
     size = 20_001
     taken = [tensors.full(size, -1.0) for _ in range(2)]
@@ -244,7 +244,7 @@ def test_the_answer_to_a_new_segment_leaves_the_listing_alone() -> None:
 
 
 def test_a_segment_counts_as_shown_only_when_it_was_mapped() -> None:
-    """A launch that is refused at the door reads no listing: the next one says once more that the segment is new."""
+    """A launch that is refused in the check reads no listing: the next one says once more that the segment is new."""
     memory = bytearray(directory_nbytes(2))
     segments = (Segments.current(), Blind())
     first, second = (Directory(memoryview(memory), rank, 2, segments[rank]) for rank in (0, 1))

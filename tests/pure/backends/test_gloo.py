@@ -160,7 +160,7 @@ def test_extra_memory_is_bounded_by_chunks(team: ProcessTeam, kind: OpKind) -> N
 
 
 def body_kernel(communicator: Communicator, launch: Launch, kind: OpKind = OpKind.ALLREDUCE) -> None:
-    """A kernel without the door, as if the peer had died behind it; large, so that it is the library's if it may be."""
+    """A kernel without the check, as if the peer had died behind it; large enough to be the library's."""
     array = np.ones(MESH_UP_TO_NBYTES[0][1] // 4 + 1, np.float32)
     pieces = kind is OpKind.ALLTOALL
     side = (array, array.copy()) if pieces else array

@@ -385,5 +385,5 @@ def test_closing_while_a_rank_waits(three: tuple[Fake, SharingTeam]) -> None:
 
 
 def body_sum_at_once(communicator: Communicator, launch: Launch) -> None:
-    """No door: the others are not there."""
+    """No consistency check: the others are not there."""
     communicator.launch(launch, sums(pending(np.ones(3))))

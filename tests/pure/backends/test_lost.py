@@ -45,7 +45,7 @@ def kernel_of(kind: OpKind, array: np.ndarray) -> Kernel:
 
 
 def body(communicator: Communicator, launch: Launch, kernel: Kernel | None, go: threading.Event) -> None:
-    """Goes through the door, waits, and runs a kernel, or does not."""
+    """Goes through the consistency check, waits, and runs a kernel, or does not."""
     ok = False
     try:
         if kernel is not None and kernel.kind is OpKind.BROADCAST:

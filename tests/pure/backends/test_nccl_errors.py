@@ -189,7 +189,9 @@ def blocked(three: tuple[Fake, GpuTeam]) -> tuple[Fake, GpuTeam, Blocking]:
 def test_an_abort_while_a_rank_blocks_in_a_call_of_nccl(blocked: tuple[Fake, GpuTeam, Blocking]) -> None:
     fake, team, nccl_ = blocked
     launch = team.launch()
-    waits = [is_waiting(fake, team.communicators[rank]) for rank in (1, 2)]  # at the door it breaks nothing
+    waits = [
+        is_waiting(fake, team.communicators[rank]) for rank in (1, 2)
+    ]  # in the consistency check it breaks nothing
     running: list[Future[Any]] = [team.start(rank, body_sum, launch) for rank in team.everyone]
     assert nccl_.entered.wait(WAIT_S)
     until(lambda: all(one() for one in waits))

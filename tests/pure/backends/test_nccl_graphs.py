@@ -322,7 +322,7 @@ def test_nothing_of_a_kernel_is_left_when_it_is_gone(crew: MakeCrew) -> None:
 
 
 def test_calls_that_are_made_again_run_as_graphs() -> None:
-    """Whole plans, whose kernels of pieces learn at the door how large the others' are."""
+    """Whole plans, whose kernels of pieces learn in the consistency check how large the others' are."""
     with faked() as fake, mixing(fake) as make:
         one = make("nccl")
         ends: list[Any] = one.fleet.communicators

@@ -316,7 +316,7 @@ def test_the_first_operation_of_a_group_fails_where_nccl_can_not_connect(monkeyp
         assert fake.counts["nccl.abort"] == 1
 
 
-# ------------------------------------------------------------------------------- what is refused before the door
+# ------------------------------------------------------------------------------- what is refused before the check
 
 
 def stage(communicator: Communicator, **kernel: Any) -> Kernel:

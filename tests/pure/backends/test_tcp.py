@@ -183,7 +183,7 @@ def test_both_ends_may_leave_in_the_middle_of_frames(team: ThreadTeam) -> None:
 
 
 def body_kernel(communicator: Communicator, launch: Launch, kind: OpKind) -> None:
-    """A kernel without the door, as if the peer had died behind it."""
+    """A kernel without the consistency check, as if the peer had died behind it."""
     array = np.ones(1000, np.float32)
     side = tuple(array.copy() for _ in launch.ranks) if kind is OpKind.ALLTOALL else array
     communicator.launch(launch, Kernel(kind=kind, src=side, dst=side, op=ReduceOp.SUM, peer=1, most=1000))

@@ -68,7 +68,7 @@ class Bell:
 class Fleet:
     """A controller that has leased actors 5, 6, 7 in the group "left", and 8, 7 in "right", and runs on them.
 
-    The first stage is an allreduce of "left", the second a plan over both groups, whose door the controller keeps.
+    The first stage is an allreduce of "left", the second a plan over both groups, whose check the controller keeps.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Fleet:
         self.controller.messages.received(self.peers[at], message)
 
     def fail(self, at: int, tracker: RunTracker, error: Any) -> None:
-        self.tell(at, Done(seq=tracker.seq, ranks=[], error=to_wire(error), story=["door"]))
+        self.tell(at, Done(seq=tracker.seq, ranks=[], error=to_wire(error), story=["check"]))
 
     def land(self, tracker: RunTracker) -> None:
         """Those who were told to abort say that they have ended."""

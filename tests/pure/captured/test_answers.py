@@ -184,10 +184,10 @@ def _abort_at(*names: str) -> Callable[[Loop], None]:
 SPOILS: dict[str, Callable[[Loop], None]] = {
     "another shape": _resize,
     "read-only": lambda one: one.values[0].setflags(write=False),
-    "at the door": _fail_at("agree", "again"),
+    "in the consistency check": _fail_at("agree", "again"),
     "in the kernel": _fail_at("launch"),
     "aborted before": _abort,
-    "aborted at the door": _abort_at("agree", "again"),
+    "aborted in the consistency check": _abort_at("agree", "again"),
 }
 """What makes a run fail on rank 0."""
 

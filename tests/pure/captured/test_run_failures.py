@@ -43,7 +43,7 @@ def test_failure_breaks_the_step_and_ends_later_runs(fleet: Fleet) -> None:
     found = tracker.error
     assert isinstance(found, MethodError)
     assert (found.op, found.rank, found.actor, found.group_name) == ("step", 2, "Worker(7)", "left")
-    assert found.story == ("door",)
+    assert found.story == ("check",)
     for other in behind:
         assert isinstance(other.error, PlanAbortedError)
         assert "failed before (MethodError)" in other.error.detail
@@ -92,7 +92,7 @@ def test_refusal_reaches_participants_of_other_plans(fleet: Fleet) -> None:
     assert isinstance(error, MismatchError)
     assert error.violations[0].actor == "Worker(6)"
     assert error.violations[0].ref == key(1).hex()
-    assert [len(said(peer)) for peer in fleet.peers] == [0, 0, 0, 1], "the others were at that door"
+    assert [len(said(peer)) for peer in fleet.peers] == [0, 0, 0, 1], "the others were in that consistency check"
     for at in (1, 2):
         fleet.fail(at, tracker, refusal("allreduce", "", (violation,)))
     fleet.land(tracker)

@@ -69,7 +69,7 @@ BOOM = "TypeError: injected on"
 
 
 class Crew(Fleet):
-    """Three participants in two groups, of which none has all: the controller keeps the door of what takes both."""
+    """Three participants in two groups, of which none has all: the controller keeps the check of what takes both."""
 
     def __init__(self, ordering: str) -> None:
         super().__init__(3, [((0, 1), ordering), ((1, 2), ordering)])
@@ -221,9 +221,9 @@ def test_a_report_of_who_could_not_look_says_why(has_begun: bool) -> None:
         stack=(),
         ended=0,
         story=(),
-        step="at the door" if has_begun else "",
+        step="in the consistency check" if has_begun else "",
     )
-    known = " is in it (at the door), and" if has_begun else ""
+    known = " is in it (in the consistency check), and" if has_begun else ""
     assert str(told) == f"rank 1 (W){known} could not look: the cause"
 
 

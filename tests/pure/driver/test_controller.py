@@ -123,7 +123,7 @@ def test_a_meeting_of_members_that_is_too_long_ends_their_calls(
     peers = list(lease(controller, pair).values())
     controller.groups.coordinators.open(pair)
     for call, peer in enumerate(peers, start=3):
-        meet = Meet(group_id=pair.spec.group_id, lane=ALL, place="door", call=call, blob=bytes(nbytes))
+        meet = Meet(group_id=pair.spec.group_id, lane=ALL, place="check", call=call, blob=bytes(nbytes))
         controller.messages.received(peer, meet)
     told = [said(peer) for peer in peers]
     assert [[type(one) for one in mine] for mine in told] == [[Met if fits else Deny]] * 2
@@ -177,7 +177,7 @@ def test_early_publish_reaches_members_invited_later(controller):
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_signal_while_a_plan_is_sent_ends_it_for_all(controller, at):
-    """Those who may have it are told to abort, the interrupted one too; nobody waits at the door for the others."""
+    """Those who may have it are told to abort, the interrupted one too; nobody waits in the check for the others."""
     membership = group("team", (5, 6, 7))
     controller.groups.add(membership)
     peers = list(lease(controller, membership).values())

@@ -181,13 +181,19 @@ def status(rank, **more):
 @pytest.mark.parametrize("words", HOSTILE)
 def test_a_group_is_a_table_of_its_ranks(words):
     members = (
-        status(0, plans=(7, 9), steps=("at the door", "")),
+        status(0, plans=(7, 9), steps=("in the consistency check", "")),
         status(1, actor=words, doing=words, stack=(words, "t.py:3"), awaited_s=2.5, plans=(7,), steps=("",)),
         status(2, answers=False, device=words),
     )
     shown = GroupStatus(state="broken", detail=words, members=members)._repr_html_()
     told_of = read(shown)
-    for expected in ("group of 3 ranks: broken", "7 (at the door), 9", "2.5 s", "no answer", "10.0.0.1 (node 012345)"):
+    for expected in (
+        "group of 3 ranks: broken",
+        "7 (in the consistency check), 9",
+        "2.5 s",
+        "no answer",
+        "10.0.0.1 (node 012345)",
+    ):
         assert expected in told_of
     assert plain(words)[:150] in told_of
     assert plain(words)[:150] in read(members[1]._repr_html_())

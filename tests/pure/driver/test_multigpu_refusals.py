@@ -95,7 +95,7 @@ def test_violation_on_one_rank_is_raised_on_all(
     keys = gpus.fleet.keep_all(given)
     message = refused(gpus.fleet.run(OpKind.ALLREDUCE, keys, lists=LISTS), error)
     assert "rank 1" in message
-    assert keys[1].hex()[:8] in message or error is MismatchError  # the door's own words name no ref
+    assert keys[1].hex()[:8] in message or error is MismatchError  # the consistency check's own words name no ref
     same(lists, before)
     assert gpus.fleet.dirty == [0] * WORLD
     gpus.must(OpKind.ALLREDUCE, lists)

@@ -23,7 +23,7 @@ from tests.pure.driver.tracked_plans import SEQ, an_echo, flying, group_of, refs
 
 
 def _learning(world: int) -> PlanTracker:
-    """An allgather whose outputs are made: the ranks meet twice at its door."""
+    """An allgather whose outputs are made: the ranks meet twice in its consistency check."""
     membership = group_of(world)
     operands = tuple((rank, rank, None) for rank in range(world))
     request = Request(kind=OpKind.ALLGATHER, group=membership.spec, operands=operands)
@@ -33,7 +33,7 @@ def _learning(world: int) -> PlanTracker:
 
 
 def _come(tracker: PlanTracker, rank: int, turn: int, blob: bytes, *, seq: int = SEQ) -> list[tuple[int, Any]]:
-    """One of a group comes to the door of all who take part in the flight's first request."""
+    """One of a group comes to the consistency check of all who take part in the flight's first request."""
     ranks = [one for one, *_ in tracker.plan.requests[0].operands]
     message = Arrive(group_id="0123", seq=seq, round=turn, ranks=ranks, rank=rank, blob=blob)
     return tracker.arrive(tracker.plan.positions.get(f"{rank:032x}", -1), message)

@@ -78,7 +78,11 @@ def test_no_bytes_are_known_before_the_door(tracker: Flying) -> None:
     far = look(gauge_of(tracker, told))
     assert (far.done_nbytes, far.total_nbytes, far.rate, far.left_s, far.fraction) == (0, 0, 0.0, None, 0.0)
     assert str(far.laggard) == "rank 1 has not begun"
-    assert list(map(str, far.ranks)) == ["rank 0 is at the door", "rank 1 has not begun", "rank 2 is at the door"]
+    assert list(map(str, far.ranks)) == [
+        "rank 0 is in the consistency check",
+        "rank 1 has not begun",
+        "rank 2 is in the consistency check",
+    ]
     assert str(far) == "nobody has told of bytes, after 0 us"
 
 

@@ -42,7 +42,14 @@ class Asked:
         self.asked += [member.rank for member in members]
         self.clock.now_s += 0.25  # they take their time
         answers = {
-            0: seen(stack=["x"], running=[7], steps=["at the door"], doors=[6, 7], doors_ms=[9000, 2500], ended=6),
+            0: seen(
+                stack=["x"],
+                running=[7],
+                steps=["in the consistency check"],
+                doors=[6, 7],
+                doors_ms=[9000, 2500],
+                ended=6,
+            ),
             1: seen(doing="W.train (t.py:3)", stack=["t.py:3"], ended=5),
         }
         return [answers.get(member.rank) for member in members]
@@ -95,7 +102,10 @@ def test_long_wait_is_logged_once_without_delay(
     for text in warned:
         assert "allreduce on group 'g', plan 7, is still under way after 10 s" in text
         assert "W.train (t.py:3); the last that it has ended is 5; awaited for 2.5 s\n" in text
-        first, second = "rank 1 (W(1)) has not begun it, and is in", "rank 0 (W(0)) is in it (at the door); the last"
+        first, second = (
+            "rank 1 (W(1)) has not begun it, and is in",
+            "rank 0 (W(0)) is in it (in the consistency check); the last",
+        )
         assert 0 < text.index(first) < text.index(second)
         assert "rank 2" not in text, "it has ended it"
 
@@ -190,7 +200,7 @@ def test_timeout_error_reports_the_ranks_it_names(
         assert one.awaited_s == 2.5
     if 0 in by_rank:
         assert by_rank[0].has_begun
-        assert (by_rank[0].step, by_rank[0].awaited_s) == ("at the door", 0)
+        assert (by_rank[0].step, by_rank[0].awaited_s) == ("in the consistency check", 0)
     if 2 in by_rank:
         assert not by_rank[2].answers
         assert "rank 2 (W(2)) gives no answer" in str(error)

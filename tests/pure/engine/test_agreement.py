@@ -1,4 +1,4 @@
-"""The door: what ranks must agree on, who is named when they don't, and who may come when."""
+"""The consistency check: what ranks must agree on, who is named when they don't, and who may come when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door of every operation: which parts must be alike, what may be uneven, and which rank and piece is named."""
+"""The check of every operation: which parts must be alike, what may be uneven, and which rank and piece is named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The door where one process gathers the arrivals: who may come when, and what the last one gets."""
+"""The consistency check where one process gathers the arrivals: who may come when, and what the last one gets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_last_rank_completes_the_door_in_any_order(world: int, seed: int) ->
 def test_coming_twice_is_a_protocol_error_and_changes_nothing() -> None:
     door = ArrivalGather((0, 1))
     assert door.arrive(0, b"first") is None
-    with pytest.raises(ProtocolError, match="rank 0 came to the door twice"):
+    with pytest.raises(ProtocolError, match="rank 0 came to the consistency check twice"):
         door.arrive(0, b"second")
     assert door.missing == (1,)
     assert door.arrive(1, b"other") == (b"first", b"other")

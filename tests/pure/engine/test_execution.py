@@ -258,7 +258,7 @@ def test_ranks_meet_twice_only_where_one_learns_its_output(kind: OpKind, fleet: 
     root, peer = _roots(kind, 2)[0]
     for how, doors in (("made", 2), ("given", 1), ("call", 1)):
         _check(one, kind, how, root, peer)
-        assert [one.story(rank).count("door") for rank in range(2)] == [doors, doors]
+        assert [one.story(rank).count("check") for rank in range(2)] == [doors, doors]
 
 
 @pytest.mark.parametrize("kind", [OpKind.ALLGATHER, OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL])

@@ -1,4 +1,4 @@
-"""The executor before and at the door: what is refused, on all ranks and touching nothing, and what is waited for."""
+"""The executor before and in the check: what is refused, on all ranks and touching nothing, and what is waited for."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_a_producer_that_comes_later_is_waited_for(fleet: MakeFleet) -> None:
     assert [future.result(WAIT_S).error for future in futures] == [None, None]
     np.testing.assert_array_equal(first, np.full(3, 3.0))
     np.testing.assert_array_equal(second, np.full(3, 3.0))
-    assert one.story(1) == ["start", "waiting", "door", "agreed", "done"]
+    assert one.story(1) == ["start", "waiting", "check", "agreed", "done"]
 
 
 @pytest.mark.parametrize(

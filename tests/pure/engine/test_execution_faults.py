@@ -1,4 +1,4 @@
-"""The executor when things go wrong after the door, and the story it tells."""
+"""The executor when things go wrong after the consistency check, and the story it tells."""
 
 from __future__ import annotations
 
@@ -330,8 +330,8 @@ def test_the_story_is_told_in_order_with_times_of_the_injected_clock(fleet: Make
     one.must(OpKind.ALLREDUCE, keys)
     one.must(OpKind.SEND, {0: keys[0], 1: None}, root=0, peer=1)
     for rank in range(2):
-        assert one.story(rank, 1) == ["start", "door", "agreed", "done"]
-        assert one.story(rank, 2) == ["start", "door", "door", "agreed", "done"], "two rounds"
+        assert one.story(rank, 1) == ["start", "check", "agreed", "done"]
+        assert one.story(rank, 2) == ["start", "check", "check", "agreed", "done"], "two rounds"
         events = one.recorders[rank].story()
         assert [event.at_s for event in events] == [float(at + 1) for at in range(len(events))]
         assert events[0].detail == "allreduce"
@@ -341,11 +341,11 @@ def test_the_story_of_a_failure_names_it(fleet: MakeFleet) -> None:
     one = fleet(2)
     one.run(OpKind.ALLREDUCE, [one.keep(0, np.ones(2)), one.new_key()])
     for rank in range(2):
-        assert one.story(rank) == ["start", "door", "failed"]
+        assert one.story(rank) == ["start", "check", "failed"]
         assert one.recorders[rank].story()[-1].detail == "TensorLostError"
     one.faults = FailAt(point="before_kernel", rank=0)
     one.run(OpKind.ALLREDUCE, one.keep_all(numbers(0, 2)))
-    assert one.story(0) == ["start", "door", "agreed", "failed"]
+    assert one.story(0) == ["start", "check", "agreed", "failed"]
     assert one.recorders[0].story()[-1].detail == "KernelError"
     assert one.recorders[1].story()[-1].detail == "PlanAbortedError"
 

@@ -90,7 +90,7 @@ def test_memory_that_changed_before_a_second_look_is_an_error(pair: Convoy) -> N
 
 
 def test_dirt_is_excused_only_by_what_comes_before_in_the_batch(pair: Convoy) -> None:
-    """A call that is brought to a later round of the door reads what a later call will write whole."""
+    """A call that is brought to a later round of the consistency check reads what a later call will write whole."""
     dirty, whole, scratch = np.full(3, -999.0), np.array([7.0, 8.0, 9.0]), np.zeros(3)
     at, source, first = pair.keep(0, dirty), pair.keep(1, whole), pair.keep(0, scratch)
     pair.stores[0].mark_dirty([arrays.byte_range(dirty)], [dirty])

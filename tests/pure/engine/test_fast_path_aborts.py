@@ -23,8 +23,11 @@ __all__ = ["loop", "repeats"]  # fixtures
 @pytest.mark.parametrize(
     ("when", "backend"),
     [
-        *((when, "shm") for when in ("before", "looking up", "entering", "at the door", "in the kernel", "after")),
-        *((when, "local") for when in ("entering", "at the door", "in the kernel")),
+        *(
+            (when, "shm")
+            for when in ("before", "looking up", "entering", "in the consistency check", "in the kernel", "after")
+        ),
+        *((when, "local") for when in ("entering", "in the consistency check", "in the kernel")),
     ],
 )
 def test_an_abort_ends_the_run_whenever_it_comes(
@@ -52,7 +55,7 @@ def test_an_abort_ends_the_run_whenever_it_comes(
                     run = cls.run
                     patch.setattr(cls, "run", lambda self, *args, run=run: (self.abort(), run(self, *args))[1])
             elif when != "after":
-                for name in ("again", "agree") if when == "at the door" else ("launch",):
+                for name in ("again", "agree") if when == "in the consistency check" else ("launch",):
                     one.odd[0].hooks[name] = one.odd[1].hooks[name] = abort
             errors = [type(error) for error in one.run()]
         one.odd[0].hooks, one.odd[1].hooks, one.ends.looked_up = {}, {}, None

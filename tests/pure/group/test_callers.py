@@ -75,7 +75,7 @@ def _communicator(name, ranks="all"):
 
 
 def _is_at_door(name):
-    return lambda: _communicator(name).call and _communicator(name).hub.place.startswith("door")
+    return lambda: _communicator(name).call and _communicator(name).hub.place.startswith("check")
 
 
 def _summed(name, value, **options):
@@ -104,7 +104,7 @@ def _is_told(said):
 
 
 def _two_at_once(name, rank):
-    """On rank 0 a second thread comes while the first one's call is at the door, where rank 2 is missing."""
+    """On rank 0 a second thread comes while the first one's call is in the check, where rank 2 is missing."""
     col.barrier(name)
     if rank == 0:
         first = _in_thread(name, "first", _summed, 1)
@@ -298,7 +298,9 @@ def test_calls_between_other_ranks_are_no_concern(crew, backend):
 def _summed_or_failed(name, value):
     try:
         return _summed(name, value, timeout_s=2)
-    except FaultError as exc:  # luck decided otherwise as it was refused here: when it had passed the door elsewhere
+    except (
+        FaultError
+    ) as exc:  # luck decided otherwise as it was refused here: when it had passed the consistency check elsewhere
         return str(exc)
 
 

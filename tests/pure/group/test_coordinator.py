@@ -38,7 +38,7 @@ def test_last_arrival_delivers_all_blobs_to_all_ranks(gate):
 
 def test_ranks_at_different_places_do_not_meet(gate):
     gate.receive(0, meet("form"))
-    gate.receive(1, meet("door x/1/0"))
+    gate.receive(1, meet("check x/1/0"))
     assert gate.receive(2, meet("form")) == []
     assert [rank for rank, _ in gate.receive(1, meet("form", call=2))] == [0, 1, 2]
 

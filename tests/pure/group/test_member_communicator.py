@@ -30,7 +30,7 @@ WORLD = 3
 
 
 class Plain(Exchanged):
-    """A communicator that has its doors at the hub; it notes what it is told."""
+    """A communicator that has its consistency checks at the hub; it notes what it is told."""
 
     def __init__(self, spec: GroupSpec, rank: int, exchange: Any) -> None:
         super().__init__(spec, rank, exchange)
@@ -240,7 +240,7 @@ def assert_set(event: threading.Event) -> None:
 
 
 class Call:
-    """A call of one rank: it goes through the door, and then waits to be let go on."""
+    """A call of one rank: it goes through the consistency check, and then waits to be let go on."""
 
     def __init__(self, process_group: ProcessGroup, ends: Callable[[], Outcome] = Outcome) -> None:
         self.passed = threading.Event()

@@ -118,7 +118,7 @@ def _sum_and_tell(name, rank, folder):
     hub = ProcessGroups.current().find(name).communicator("all").hub
 
     def tell():
-        while hub.place != "door":
+        while hub.place != "check":
             time.sleep(0.001)  # polls for what another thread does
         (folder / str(rank)).touch()
 
@@ -189,7 +189,7 @@ def _broadcast_and_exit(name, rank, root):
 
 
 def _broadcast_late(name, rank, root):
-    """Goes through the door, and on when it has heard that the root is gone."""
+    """Goes through the consistency check, and on when it has heard that the root is gone."""
     process_groups = ProcessGroups.current()
     before = process_groups.instruments
     process_groups.instruments = replace(before, faults=_Late(init.get_group_handle(name), root))

@@ -1,4 +1,4 @@
-"""How members form a group, and why they can't; and the defects of Ray's verbs that must not come back."""
+"""How members form a group, and why they can't; and the defects of Ray's operations that must not come back."""
 
 from __future__ import annotations
 

@@ -66,22 +66,22 @@ def warnings_after(quiet_s: float, path: Path) -> Iterator[list[str]]:
         logging.getLogger("raycollect").removeHandler(handler)
 
 
-def warned(name: str, rank: int, verb: str, path: Path, quiet_s: float) -> list[str]:
+def warned(name: str, rank: int, operation: str, path: Path, quiet_s: float) -> list[str]:
     """Makes a call; gives what is logged meanwhile."""
     with warnings_after(quiet_s, path) as texts:
-        called(name, rank, verb)
+        called(name, rank, operation)
     return texts
 
 
-def called(name: str, rank: int, verb: str) -> None:
+def called(name: str, rank: int, operation: str) -> None:
     x = np.full(3, rank + 1.0)
-    if verb == "async":
+    if operation == "async":
         imperative.allreduce(x, name, async_op=True).wait()
-    elif verb == "send":
+    elif operation == "send":
         imperative.send(x, 1, name) if rank == 0 else imperative.recv(x, 0, name)
     else:
         imperative.allreduce(x, name)
-    if verb != "send":
+    if operation != "send":
         assert (x == sum(range(1, init.get_collective_group_size(name) + 1))).all()
 
 
@@ -90,24 +90,26 @@ def hold(name: str, rank: int, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verb", "backend"),
+    ("operation", "backend"),
     [("allreduce", "shm"), ("allreduce", "tcp"), ("allreduce", "gloo"), ("async", "shm"), ("send", "gloo")],
 )
-def test_a_members_call_that_lasts_is_warned_of_once(crew: Crew, pipes: list[Path], verb: str, backend: str) -> None:
+def test_a_members_call_that_lasts_is_warned_of_once(
+    crew: Crew, pipes: list[Path], operation: str, backend: str
+) -> None:
     """Rank 1 is held. Rank 2 has come; a send is none of its business."""
     group = crew.group(3, backend)
     group.must(called, "allreduce")
-    others = [] if verb == "send" else [group.processes[2].start(called, group.name, 2, "allreduce")]
+    others = [] if operation == "send" else [group.processes[2].start(called, group.name, 2, "allreduce")]
     held = group.processes[1].start(hold, group.name, 1, pipes[0])
-    waiting = group.processes[0].start(warned, group.name, 0, verb, pipes[1], 0.3)
+    waiting = group.processes[0].start(warned, group.name, 0, operation, pipes[1], 0.3)
     text = pipes[1].read_text()
     pipes[0].write_text("go on")
     held.result(60)
-    others.append(group.processes[1].start(called, group.name, 1, "send" if verb == "send" else "allreduce"))
+    others.append(group.processes[1].start(called, group.name, 1, "send" if operation == "send" else "allreduce"))
     texts = waiting.result(60)
     for one in others:
         one.result(60)
-    op = "send" if verb == "send" else "allreduce"
+    op = "send" if operation == "send" else "allreduce"
     assert texts == [text], "once"
     assert text.startswith(f"{op} on group {group.name!r}, here rank 0, is still under way after 0.3 s; these have not")
     late, *stack = text.splitlines()[1:]

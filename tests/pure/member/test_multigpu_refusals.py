@@ -1,4 +1,4 @@
-"""Calls of verbs for several GPUs that are refused: on each rank, with no tensor touched, and the group works on."""
+"""Calls for several GPUs that are refused: on each rank, with no tensor touched, and the group works on."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def test_all_ranks_give_as_many(ranks):
     ranks.must(2, _reduce(ranks, name, [[0, 1], [2, 3]]))  # the group works on
 
 
-@pytest.mark.parametrize("verb", ["allgather_multigpu", "reducescatter_multigpu"])
-def test_all_ranks_give_as_many_lists(ranks, verb):
+@pytest.mark.parametrize("operation", ["allgather_multigpu", "reducescatter_multigpu"])
+def test_all_ranks_give_as_many_lists(ranks, operation):
     name = ranks.group(2)
 
     def body(rank, counts):
         gpus = range(counts[rank])
         ones = [ranks.put(at, np.ones(3)) for at in gpus]
         lists = [[ranks.put(at, np.ones(3)) for _ in range(2 * counts[rank])] for at in gpus]
-        getattr(col, verb)(*((lists, ones) if verb == "allgather_multigpu" else (ones, lists)), name)
+        getattr(col, operation)(*((lists, ones) if operation == "allgather_multigpu" else (ones, lists)), name)
 
     _kinds(ranks.run(2, body, [2, 3]), MismatchError)
     ranks.must(2, body, [2, 2])
@@ -112,16 +112,16 @@ def test_another_backend_is_refused(ranks):
 def test_roots_and_indexes_have_to_be_there_and_the_same(ranks):
     name = ranks.group(2)
 
-    def call(verb, *indexes):
+    def call(operation, *indexes):
         def body(rank):
-            verb([ranks.put(at, np.ones(3)) for at in range(2)], 0, indexes[rank], name)
+            operation([ranks.put(at, np.ones(3)) for at in range(2)], 0, indexes[rank], name)
 
         return ranks.run(2, body)
 
-    for verb in (col.reduce_multigpu, col.broadcast_multigpu):
-        _kinds(call(verb, 2, 2), InvalidArgumentError)
-        _kinds(call(verb, 0, 1), MismatchError)
-        assert call(verb, 1, 1) == [None, None]
+    for operation in (col.reduce_multigpu, col.broadcast_multigpu):
+        _kinds(call(operation, 2, 2), InvalidArgumentError)
+        _kinds(call(operation, 0, 1), MismatchError)
+        assert call(operation, 1, 1) == [None, None]
 
 
 def test_both_ends_name_the_same_gpus(ranks):
@@ -217,7 +217,7 @@ def test_two_threads_at_once_are_refused_on_all_ranks(ranks):
 
         with ThreadPoolExecutor(2) as pool:
             calls = [pool.submit(beside, lambda: True), pool.submit(beside, lambda: communicator.call)]
-            while communicator._objecting is None:  # the call at the door has begun again
+            while communicator._objecting is None:  # the call in the consistency check has begun again
                 time.sleep(0.001)
             others.set()
             return [one.result(20) for one in calls]

@@ -1,4 +1,4 @@
-"""Verbs of ranks with several GPUs each, on a fake of cupy: the whole way, with ranks as threads of one process."""
+"""Operations of ranks with several GPUs each, on a fake of cupy: the whole way, ranks are threads of one process."""
 
 from __future__ import annotations
 

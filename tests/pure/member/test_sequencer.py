@@ -264,9 +264,9 @@ def test_aborts_at_any_moment_leave_no_thread_waiting(threads: ThreadPoolExecuto
 def test_story_records_arrivals_at_doors() -> None:
     now_s = iter(range(100))
     recorder = Recorder(lambda: float(next(now_s)))
-    for what, seq in [("start", 3), ("door", 3), ("door", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
+    for what, seq in [("start", 3), ("check", 3), ("check", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
         recorder.add(what, seq)
-    recorder.add("door", 3)  # the second round
+    recorder.add("check", 3)  # the second round
     assert arrivals(recorder.story(), 10.0) == {4: 6.0, 3: 3.0}
     assert arrivals(recorder.story(), 6.5) == {4: 2.5, 3: 0.0}, "what came since it was asked is no time in the future"
     assert arrivals((), 1.0) == {}

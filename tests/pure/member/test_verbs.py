@@ -1,4 +1,4 @@
-"""The members' verbs in plain processes: no Ray, a rendezvous in a directory, real shared memory and sockets."""
+"""The members' operations in plain processes: no Ray, a rendezvous in a directory, real shared memory and sockets."""
 
 from __future__ import annotations
 

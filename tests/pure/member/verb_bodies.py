@@ -1,4 +1,4 @@
-"""What ranks of a group do in processes of their own, for the tests of the members' verbs."""
+"""What ranks of a group do in processes of their own, for the tests of the members' operations."""
 
 from __future__ import annotations
 

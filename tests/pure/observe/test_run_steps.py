@@ -20,7 +20,7 @@ from tests.pure.teams import Script, Team, full, pinned
 
 
 class Asking(LocalCommunicator):
-    """Asks where plans are at each door and in each kernel."""
+    """Asks where plans are at each consistency check and in each kernel."""
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(world, rank)
@@ -57,7 +57,7 @@ def a_plan(fleet: Fleet, run: Callable[[Callable[[], Any]], Any]) -> list[dict[i
 
 def test_a_plan_is_at_its_door_and_then_in_its_kernels(fleet: MakeFleet) -> None:
     told = a_plan(fleet(2), lambda run: within(41, run))
-    assert told == [{41: "at the door"}, {41: "in its kernels (allreduce)"}]
+    assert told == [{41: "in the consistency check"}, {41: "in its kernels (allreduce)"}]
 
 
 def test_an_imperative_call_is_no_plan(fleet: MakeFleet) -> None:
@@ -95,10 +95,10 @@ def test_a_run_tells_its_actions_and_bundles() -> None:
     for seq, found in runs:
         batch, last = "calls 0, 1, 2 of the step, batch", "call 4 of the step, allreduce"
         expected = [
-            f"{batch}, at the door",
+            f"{batch}, in the consistency check",
             f"{batch}, in bundle 1 of 2: allreduce of calls 0, 2",
             f"{batch}, in bundle 2 of 2: allreduce of call 1",
-            f"{last}, at the door",
+            f"{last}, in the consistency check",
             f"{last}, in its kernels",
         ]
         words = [one[seq] for one in found if list(one) == [seq]]

@@ -118,7 +118,7 @@ def test_a_program_carries_the_ranks_half() -> None:
 
 
 def test_the_plan_of_one_call_runs_in_the_doors_launch() -> None:
-    """The door is the group's own, and there is nothing but its launch."""
+    """The consistency check is the group's own, and there is nothing but its launch."""
     for request in (allreduce(5), broadcast(3, 1), barrier(4), send(6, 4, 2)):
         whole = plan([request])
         assert (whole.width, whole.alone, whole.everyone) == (1, (0,), ())

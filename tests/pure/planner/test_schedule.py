@@ -56,15 +56,17 @@ def _names(whole: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _launches(program: Program, share: Share, base: int, way: int, names: dict[str, tuple[str, ...]]) -> list[_Launch]:
-    """What a participant begins for tasks of one share, by one of its ways; nothing where the door's launch does."""
+    """What a participant begins for tasks of one share, by one of its ways; nothing where the check's launch does."""
     found = []
     for step in share.template.ways[way]:
         if step.kind is Local.COPY:
             continue
         domain = share.domains[step.level]
         if base + step.at == 0:
-            assert (step.level, domain.group_id) == (0, program.door.group_id), "the door's communicator runs it"
-            assert (step.ranks or domain.ranks) == program.door.ranks, "exactly who is at the door"
+            assert (step.level, domain.group_id) == (0, program.door.group_id), (
+                "the consistency check's communicator runs it"
+            )
+            assert (step.ranks or domain.ranks) == program.door.ranks, "exactly who is in the consistency check"
             continue
         members = tuple(names[domain.group_id][rank] for rank in step.ranks or domain.ranks)
         found.append(_Launch(base + step.at, domain.group_id, members))

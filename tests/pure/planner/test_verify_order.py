@@ -74,9 +74,9 @@ BAD: dict[str, tuple[Plan, str]] = {
     "a reader before the last writer": (_reorder(GOOD, (0, 1), (3,), (2,), (4,), (5,)), "use the same memory"),
     "what is made is used before": (_reorder(GOOD, (0, 1), (2,), (4,), (3,), (5,)), "whose output it uses"),
     "a launch for each of the algorithms but one": (_rebased(GOOD, 0, (0,)), "1 places for the algorithms"),
-    "the door's launch, after others": (_rebased(GOOD, 1, (0, 99)), "has launch 0"),
-    "the door's launch, for an algorithm of several": (_rebased(GOOD, 0, (0, 0)), "has launch 0"),
-    "the door's launch, for some of those at the door": (
+    "the consistency check's launch, after others": (_rebased(GOOD, 1, (0, 99)), "has launch 0"),
+    "the consistency check's launch, for an algorithm of several": (_rebased(GOOD, 0, (0, 0)), "has launch 0"),
+    "the consistency check's launch, for some of those in the consistency check": (
         _rebased(_reorder(GOOD, (3,), (0, 1), (2,), (4,), (5,)), 0, (0,)),
         "use the same memory",
     ),
@@ -92,15 +92,18 @@ BAD: dict[str, tuple[Plan, str]] = {
         replace(GOOD, alone=(GOOD.alone[0], GOOD.alone[0] + 1, *GOOD.alone[2:])),
         "is the first one free",
     ),
-    "alone, in the door's launch": (replace(GOOD, alone=(0, *GOOD.alone[1:])), "is the first one free"),
+    "alone, in the consistency check's launch": (replace(GOOD, alone=(0, *GOOD.alone[1:])), "is the first one free"),
     "brought before shapes are known": (replace(GOOD, brought=(0,) * 6), "before the shapes"),
-    "too few rounds": (replace(GOOD, rounds=2), "rounds of the door"),
+    "too few rounds": (replace(GOOD, rounds=2), "rounds of the consistency check"),
     "a participant is missing": (replace(GOOD, participants=GOOD.participants[1:]), "lacks the participants"),
     "a participant is there twice": (
         replace(GOOD, participants=(*GOOD.participants, GOOD.participants[0])),
         "a participant twice",
     ),
-    "the door's group lacks participants": (replace(GOOD, door=_stranger(GOOD)), "no members of the door's"),
+    "the consistency check's group lacks participants": (
+        replace(GOOD, door=_stranger(GOOD)),
+        "no members of the consistency check's",
+    ),
     "a column is too short": (replace(GOOD, alone=GOOD.alone[1:]), "columns"),
     "it uses what comes later": (
         replace(

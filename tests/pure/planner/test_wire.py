@@ -134,7 +134,7 @@ def test_a_copy_survives_the_wire() -> None:
 
 
 def test_a_typical_program_takes_less_than_two_hundred_bytes_and_each_task_more_about_twenty() -> None:
-    """Two thirds of them name the group, at the door and in the share, and its ranks."""
+    """Two thirds of them name the group, in the consistency check and in the share, and its ranks."""
     one = encode_program(_typical())
     assert len(one) < 180
     task, bundle = _typical().tasks[0], _typical().bundles[0]
