@@ -59,8 +59,8 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     try:
         found = prepare(recorded.asked, recorded.staging).plan
         handles = _handles(recorded, found)
-        foreseen = _Foreseen(found, handles)
-        foreseen.judge()
+        estimated = _Estimated(found, handles)
+        estimated.judge()
     except RefusedError as exc:
         raise explained(exc, recorded.asked, recorded.memberships, tuple(recorded.refs)) from exc.__cause__
     return explain(found, {source: handle.infos for source, handle in handles.items()})
@@ -108,7 +108,7 @@ def _user(plan: Plan, source: Source) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------- the agreement
 
 
-class _Foreseen:
+class _Estimated:
     """The agreement as it would go."""
 
     def __init__(self, plan: Plan, handles: Mapping[Source, Handle]) -> None:

@@ -123,7 +123,7 @@ def _alike(rows: Sequence[Row]) -> list[list[Row]]:
 
 def _title(report: Report) -> str:
     calls, who = counted(len(report.rows), "call"), counted(report.participants, "participant")
-    return f"{report.name}: {calls}, {who}, {seconds_words(report.time_s)} foreseen"
+    return f"{report.name}: {calls}, {who}, {seconds_words(report.time_s)} estimated"
 
 
 def _step_title(report: StepReport) -> str:

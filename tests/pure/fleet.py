@@ -229,7 +229,7 @@ class _Star:
 class Convoy:
     """Participants in threads that are members of several groups, and run the programs of whole batches.
 
-    As a controller does, it aborts what is still under way when a program has failed after the door.
+    As a controller does, it aborts what is still under way when a program has failed after the check.
 
     Args:
         groups: For each group the participants, by rank.

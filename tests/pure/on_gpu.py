@@ -169,7 +169,7 @@ class GpuCase:
         case: What is done; its layout is one of `LAYOUTS`.
         library: Whose tensors they are.
         stream: On which stream the caller has them written.
-        staged: Whether the kernel is shown to the communicator before the door.
+        staged: Whether the kernel is shown to the communicator before the check.
     """
 
     case: Case

@@ -90,7 +90,7 @@ def test_a_rank_that_leaves_after_the_door_is_named_and_nothing_is_written(team:
 
 
 def body_without_one(communicator: Communicator, launch: Launch, case: Case, quitter: int) -> object:
-    """One rank leaves after the door."""
+    """One rank leaves after the check."""
     if communicator.rank != quitter:
         return body_cases(communicator, [launch], [case], True, False)
     communicator.agree(launch, b"")

@@ -64,7 +64,7 @@ def said(peer: ParticipantLink) -> list[Any]:
 
 
 def registered(controller: Controller) -> PlanTracker:
-    """Actors 5, 6, 7 in one group and 7, 8 in another: no group has all, so that the controller keeps the door."""
+    """Actors 5, 6, 7 in one group and 7, 8 in another: no group has all, so that the controller keeps the check."""
     left, right = group("left", (5, 6, 7)), group("right", (8, 7))
     lease(controller, left, right)
     tracker = flying((left, asked(left, (0, 1, 2))), (right, asked(right, (4, 3))))

@@ -13,7 +13,7 @@ import pytest
 
 from raycollect.backends import arrays
 from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp
-from raycollect.driver.dry_run import _Foreseen
+from raycollect.driver.dry_run import _Estimated
 from raycollect.errors import (
     AliasError,
     AllocationError,
@@ -346,7 +346,7 @@ def test_mismatches_are_predicted_from_handles(gpus: Gpus) -> None:
         handles: Any = {
             source: SimpleNamespace(structure=one.structure, infos=_infos(one.tensors)) for source, one in held.items()
         }
-        _Foreseen(planned, handles).judge()
+        _Estimated(planned, handles).judge()
 
     rows = gpus.lists([0, 1])
     planned = plan([replace(request_of(OpKind.ALLREDUCE), operands=tuple((r, r, None) for r in range(WORLD)))])

@@ -287,7 +287,7 @@ def test_a_peer_that_says_nothing_about_its_tensor_is_our_bug(fleet: MakeFleet) 
 
 
 class Garbling(LocalCommunicator):
-    """Flips bits of one byte of what it brings to the door."""
+    """Flips bits of one byte of what it brings to the check."""
 
     at, mask, length = 0, 0xFF, 0
 
