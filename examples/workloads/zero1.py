@@ -34,7 +34,7 @@ from examples.workloads.report import Check, Report, Timing, command_line, compa
 from examples.workloads.torch_ddp import Learner, begin
 
 LEARNING_RATE = 0.001
-MAX_DIFFERENCE = 1e-3
+MAX_DIFFERENCE = 1e-5
 BATCH = 50
 STEPS_PER_TURN = 10
 WIDTHS = (64, 4096)

@@ -10,7 +10,7 @@ import functools
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from raycollect.captured.calls import MethodCall
 from raycollect.captured.captured_run import CapturedRun
@@ -181,6 +181,16 @@ class Capture:
 
     # ------------------------------------------------------------------------------------------ running
 
+    @overload
+    def run(
+        self, *, async_op: Literal[True], fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
+    ) -> CapturedRun: ...
+
+    @overload
+    def run(
+        self, *, async_op: bool = ..., fence: bool = ..., timeout_s: float | None = ..., **arguments: Any
+    ) -> Any: ...
+
     def run(
         self, *, async_op: bool = False, fence: bool = False, timeout_s: float | None = None, **arguments: Any
     ) -> Any:
@@ -269,7 +279,11 @@ class Capture:
         found = {source: looks[at][slot] for source, (at, slot) in installed.operands.items()}
         return {source: None if one is None else tuple(one) for source, one in found.items()}
 
-    def explain(self) -> StepExplanation:
+    def explain(self) -> str:
+        """What each run does, as text: that of `plan`, which raises the same errors."""
+        return self.plan().explain()
+
+    def plan(self) -> StepExplanation:
         """Explains what each run does: its method calls and plans in order, each plan as `raycollect.plan` does.
 
         Raises:

@@ -53,8 +53,10 @@ def plan(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         )
     recorded = record(fn, args, kwargs)
     if not recorded.asked:
-        detail = f"{getattr(fn, '__name__', fn)!r} called no operation: give plan() one and its arguments, or a function"
-        raise BatchError(detail=f"{detail} that calls operations")
+        detail = (
+            f"{getattr(fn, '__name__', fn)!r} called no operation: plan() takes one and its arguments, or a function"
+        )
+        raise BatchError(detail=f"{detail} that calls some")
     Controller.current().check(recorded.memberships)
     try:
         found = prepare(recorded.asked, recorded.staging).plan

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import ray
+from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 
 from raycollect.core import direct_transport, ray_internals
@@ -20,7 +21,25 @@ from raycollect.group.membership import is_participant
 from raycollect.pos import fetch
 from raycollect.pos.handle import Handle
 
+_T = TypeVar("_T")
+
 _COPY_S = 5.0  # the least time for a copy, in seconds: the caller's limit is for what is still on its way
+
+
+@overload
+def get(refs: list[ObjectRef[_T]], timeout_s: float | None = ..., *, ordered: bool = ...) -> list[_T]: ...
+
+
+@overload
+def get(refs: ObjectRef[_T], timeout_s: float | None = ..., *, ordered: bool = ...) -> _T: ...
+
+
+@overload
+def get(refs: list[Any], timeout_s: float | None = ..., *, ordered: bool = ...) -> list[Any]: ...
+
+
+@overload
+def get(refs: Any, timeout_s: float | None = ..., *, ordered: bool = ...) -> Any: ...
 
 
 def get(refs: Any, timeout_s: float | None = None, *, ordered: bool = False) -> Any:

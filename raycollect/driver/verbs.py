@@ -8,21 +8,38 @@ In a declared group an actor's rank counts, whatever the order of a list; where 
 the list of tensors. A ref stands for a tensor, or for a list, tuple or dict of tensors. A *tensor list* is one ref to a
 list or tuple with one such value per rank, whose sizes may differ, or to one contiguous tensor, which is cut into equal
 pieces. In a list of outputs an actor handle has the output made there; None in its place has all of them made. What an
-earlier call of the same batch makes (`raycollect.Pending`) may stand wherever a ref may.
+earlier call of the same batch makes (`raycollect.Pending`) may stand wherever a ref may. Type checkers see refs, in a
+batch as well, where results are `Pending`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
+
+from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.driver.call import Call
+from raycollect.driver.work import Work
 from raycollect.errors import UnknownGroupError
 from raycollect.member import verbs as imperative
 from raycollect.member.init import get_group_handle
 
 
+# fmt: off
+@overload
+def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., snapshot: bool = ..., async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def allreduce_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., snapshot: bool = ..., async_op: bool,
+    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def allreduce_refs(
     tensor_refs: Sequence[Any],
     group_name: GroupLike = "default",
@@ -60,6 +77,19 @@ def allreduce_refs(
     return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
 
 
+# fmt: off
+@overload
+def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
+    *, inplace: bool = ..., snapshot: bool = ..., async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> ObjectRef[Any]: ...
+@overload
+def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
+    *, inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ...,
+    *, inplace: bool = ..., snapshot: bool = ..., async_op: bool,
+    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
+# fmt: on
 def reduce_refs(
     tensor_refs: Sequence[Any],
     dst_rank: int = 0,
@@ -80,6 +110,17 @@ def reduce_refs(
     return call.run(root=dst_rank, async_op=async_op, inplace=inplace, snapshot=snapshot)
 
 
+# fmt: off
+@overload
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def broadcast_refs(
     tensor_refs: Sequence[Any],
     src_rank: int = 0,
@@ -97,6 +138,17 @@ def broadcast_refs(
     return call.run(root=src_rank, async_op=async_op)
 
 
+# fmt: off
+@overload
+def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
+    async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def allgather_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any], group_name: GroupLike = ..., *,
+    async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def allgather_refs(
     tensor_list_refs: Sequence[Any] | None,
     tensor_refs: Sequence[Any],
@@ -115,6 +167,18 @@ def allgather_refs(
     return Call(OpKind.ALLGATHER, group_name, timeout_s, **lists).run(async_op=async_op)
 
 
+# fmt: off
+@overload
+def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
+    op: ReduceOp | str = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
+    op: ReduceOp | str = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def reducescatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any], group_name: GroupLike = ...,
+    op: ReduceOp | str = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def reducescatter_refs(
     tensor_refs: Sequence[Any] | None,
     tensor_list_refs: Sequence[Any],
@@ -134,6 +198,17 @@ def reducescatter_refs(
     return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, **lists).run(async_op=async_op)
 
 
+# fmt: off
+@overload
+def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> ObjectRef[Any]: ...
+@overload
+def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def gather_refs(tensor_list_ref: Any, tensor_refs: Sequence[Any], dst_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: bool, timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
+# fmt: on
 def gather_refs(
     tensor_list_ref: Any,
     tensor_refs: Sequence[Any],
@@ -153,6 +228,18 @@ def gather_refs(
     return call.run(root=dst_rank, async_op=async_op)
 
 
+# fmt: off
+@overload
+def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
+    group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
+    group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def scatter_refs(tensor_refs: Sequence[Any] | None, tensor_list_ref: Any, src_rank: int = ...,
+    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def scatter_refs(
     tensor_refs: Sequence[Any] | None,
     tensor_list_ref: Any,
@@ -172,6 +259,18 @@ def scatter_refs(
     return call.run(root=src_rank, async_op=async_op)
 
 
+# fmt: off
+@overload
+def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
+    group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
+    group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def alltoall_refs(tensor_list_out_refs: Sequence[Any] | None, tensor_list_in_refs: Sequence[Any],
+    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def alltoall_refs(
     tensor_list_out_refs: Sequence[Any] | None,
     tensor_list_in_refs: Sequence[Any],
@@ -190,6 +289,17 @@ def alltoall_refs(
     return Call(OpKind.ALLTOALL, group_name, timeout_s, **lists).run(async_op=async_op)
 
 
+# fmt: off
+@overload
+def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> ObjectRef[Any]: ...
+@overload
+def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> Work: ...
+@overload
+def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
+# fmt: on
 def send_ref(
     src_tensor_ref: Any,
     dst_tensor_ref: Any,
@@ -208,6 +318,17 @@ def send_ref(
     return call.send(async_op=async_op)
 
 
+# fmt: off
+@overload
+def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> ObjectRef[Any]: ...
+@overload
+def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> Work: ...
+@overload
+def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
+# fmt: on
 def recv_ref(
     dst_tensor_ref: Any,
     src_tensor_ref: Any,
@@ -220,6 +341,14 @@ def recv_ref(
     return send_ref(src_tensor_ref, dst_tensor_ref, group_name, async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def barrier(group_name: GroupLike = ..., *, async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
+@overload
+def barrier(group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def barrier(group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | None: ...
+# fmt: on
 def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None) -> Any:
     """Brings all ranks of a group together: on the driver each has ended what was submitted to it before.
 

@@ -9,18 +9,29 @@ A tensor is a numpy array, a torch tensor, anything with DLPack or the array int
 them, which counts as one. Instead of a list with one tensor per rank, one contiguous tensor may be given that the
 number of ranks divides.
 
-An operation returns None, or a `MemberWork` with ``async_op=True``; ``| Any`` spares type checkers the question which.
+An operation returns None, or a `MemberWork` with ``async_op=True``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.work import MemberWork
 
 
+# fmt: off
+@overload
+def allreduce(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def allreduce(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def allreduce(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def allreduce(
     tensor: Any,
     group_name: GroupLike = "default",
@@ -28,7 +39,7 @@ def allreduce(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Reduces a tensor elementwise over all ranks; afterwards all hold the result, in place.
 
     Args:
@@ -48,6 +59,17 @@ def allreduce(
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def reduce(tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
+@overload
+def reduce(tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def reduce(tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def reduce(
     tensor: Any,
     dst_rank: int = 0,
@@ -56,7 +78,7 @@ def reduce(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Reduces a tensor elementwise over all ranks into that of one rank; the others' stay as they are.
 
     See `allreduce`.
@@ -65,6 +87,17 @@ def reduce(
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def broadcast(tensor: Any, src_rank: int = ..., group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def broadcast(tensor: Any, src_rank: int = ..., group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def broadcast(tensor: Any, src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def broadcast(
     tensor: Any,
     src_rank: int = 0,
@@ -72,12 +105,23 @@ def broadcast(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
     call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def allgather(tensor_list: Any, tensor: Any, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def allgather(tensor_list: Any, tensor: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def allgather(tensor_list: Any, tensor: Any, group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def allgather(
     tensor_list: Any,
     tensor: Any,
@@ -85,7 +129,7 @@ def allgather(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Gives every rank the tensors of all ranks, whose sizes may differ.
 
     `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
@@ -95,6 +139,17 @@ def allgather(
     return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def reducescatter(tensor: Any, tensor_list: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
+@overload
+def reducescatter(tensor: Any, tensor_list: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def reducescatter(tensor: Any, tensor_list: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    async_op: bool, timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def reducescatter(
     tensor: Any,
     tensor_list: Any,
@@ -103,7 +158,7 @@ def reducescatter(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
 
     `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
@@ -113,6 +168,17 @@ def reducescatter(
     return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def gather(tensor_list: Any, tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
+@overload
+def gather(tensor_list: Any, tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def gather(tensor_list: Any, tensor: Any, dst_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def gather(
     tensor_list: Any,
     tensor: Any,
@@ -121,7 +187,7 @@ def gather(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Gives one rank the tensors of all ranks, whose sizes may differ.
 
     `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
@@ -132,6 +198,17 @@ def gather(
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def scatter(tensor: Any, tensor_list: Any = ..., src_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
+@overload
+def scatter(tensor: Any, tensor_list: Any = ..., src_rank: int = ..., group_name: GroupLike = ..., *,
+    async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def scatter(tensor: Any, tensor_list: Any = ..., src_rank: int = ..., group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def scatter(
     tensor: Any,
     tensor_list: Any = None,
@@ -140,7 +217,7 @@ def scatter(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Gives each rank its item of one rank's list, whose sizes may differ.
 
     `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
@@ -151,6 +228,17 @@ def scatter(
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def alltoall(tensor_list_out: Any, tensor_list_in: Any, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def alltoall(tensor_list_out: Any, tensor_list_in: Any, group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def alltoall(tensor_list_out: Any, tensor_list_in: Any, group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def alltoall(
     tensor_list_out: Any,
     tensor_list_in: Any,
@@ -158,7 +246,7 @@ def alltoall(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
 
     `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
@@ -169,6 +257,17 @@ def alltoall(
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def send(
     tensor: Any,
     dst_rank: int,
@@ -176,12 +275,23 @@ def send(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
     call = MemberCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
+# fmt: off
+@overload
+def recv(tensor: Any, src_rank: int, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def recv(tensor: Any, src_rank: int, group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def recv(tensor: Any, src_rank: int, group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
 def recv(
     tensor: Any,
     src_rank: int,
@@ -189,14 +299,20 @@ def recv(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> MemberWork | Any:
+) -> Any:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
     call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
-def barrier(
-    group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
-) -> MemberWork | Any:
+# fmt: off
+@overload
+def barrier(group_name: GroupLike = ..., *, async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
+@overload
+def barrier(group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def barrier(group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
+def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None) -> Any:
     """Waits until all ranks have called it. See `allreduce`."""
     return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

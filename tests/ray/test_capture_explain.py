@@ -1,4 +1,4 @@
-"""`step.explain()`: what each run of a captured step does, told without a run."""
+"""`step.plan()`: what each run of a captured step does, told without a run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_step_of_refs_is_explained_as_col_plan_explains_its_calls(actors):
 
     with col.capture() as step:
         calls()
-    found = step.explain()
+    found = step.plan()
 
     (stage,) = found.stages
     assert isinstance(stage, Explanation)
@@ -86,7 +86,7 @@ def test_stages_are_methods_and_plans_in_order(trainers):
     step = training(trainers)
     step.run()
 
-    found = step.explain()
+    found = step.plan()
 
     first, plan, last = found.stages
     assert isinstance(first, Methods)
@@ -105,9 +105,9 @@ def test_stages_are_methods_and_plans_in_order(trainers):
 def test_explain_needs_a_run_to_know_method_results(trainers):
     step = training(trainers)
     with pytest.raises(CaptureError, match="run it once"):
-        step.explain()
+        step.plan()
     step.run()
-    assert step.explain().stages[1].rows[0].nbytes == 800
+    assert step.plan().stages[1].rows[0].nbytes == 800
     step.close()
 
 
@@ -115,7 +115,7 @@ def test_explain_does_not_run_the_step(trainers):
     step = training(trainers)
     step.run()
     for _ in range(3):
-        step.explain()
+        step.plan()
     assert ray.get([one.count.remote() for one in trainers]) == [1, 1]
     step.run()
     assert ray.get([one.count.remote() for one in trainers]) == [2, 2]
@@ -131,7 +131,7 @@ def test_outputs_of_earlier_stages_are_operands_of_later_ones(trainers):
         col.allreduce_refs(pieces, group_name="digits")
     step.run()
 
-    found = step.explain()
+    found = step.plan()
 
     gathered, summed = (stage for stage in found.stages if isinstance(stage, Explanation))
     assert [(row.call, row.tensors, row.nbytes) for row in gathered.rows] == [(2, 2, 64)]
@@ -145,7 +145,7 @@ def test_a_step_of_methods_alone_is_explained_at_once(actors):
     with col.capture() as step:
         step.call(trainer, "gradient")
         step.call(trainer, "count")
-    found = step.explain()
+    found = step.plan()
     (stage,) = found.stages
     assert [one.method for one in stage.calls] == ["gradient", "count"]
     assert (found.participants, found.launches, found.time_s) == (1, 0, 0.0)
@@ -155,7 +155,7 @@ def test_a_step_of_methods_alone_is_explained_at_once(actors):
 def test_explanation_has_all_its_forms(trainers):
     step = training(trainers)
     step.run()
-    found = step.explain()
+    found = step.plan()
     assert json.loads(json.dumps(found.to_dict())) == found.to_dict()
     assert str(found) == found.explain()
     assert "gradient of" in found._repr_html_()
@@ -168,4 +168,4 @@ def test_a_closed_step_has_nothing_to_explain(trainers):
     step.run()
     step.close()
     with pytest.raises(CaptureError, match="closed"):
-        step.explain()
+        step.plan()

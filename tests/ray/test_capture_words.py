@@ -264,7 +264,7 @@ def test_explain_shows_refs_as_fixed(pair):
         step.call(pair[0], "echo", refs[0])
         col.allreduce_refs([step.call(one, "steady") for one in pair])
     step.run()
-    told = step.explain()
+    told = step.plan()
     assert told.fixed == (2, 1, 0)
     assert told.explain().count("fixed when captured") == 2
     assert "2 refs, each the same value" in str(told)

@@ -226,7 +226,7 @@ def test_a_captured_step_is_shown_in_each_of_its_states(patient, digits, learner
     assert "3 begun" in told
     assert "20 B" in told
     assert "what each run does" in told
-    assert step.explain()._repr_html_() in fragment
+    assert step.plan()._repr_html_() in fragment
     step.close()
     assert "it was closed" in shown(step)[0]
 

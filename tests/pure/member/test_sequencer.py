@@ -264,7 +264,15 @@ def test_aborts_at_any_moment_leave_no_thread_waiting(threads: ThreadPoolExecuto
 def test_story_records_arrivals_at_doors() -> None:
     now_s = iter(range(100))
     recorder = Recorder(lambda: float(next(now_s)))
-    for what, seq in [("start", 3), ("check", 3), ("check", 3), ("agreed", 3), ("again", 4), ("start", 5), ("failed", 5)]:
+    for what, seq in [
+        ("start", 3),
+        ("check", 3),
+        ("check", 3),
+        ("agreed", 3),
+        ("again", 4),
+        ("start", 5),
+        ("failed", 5),
+    ]:
         recorder.add(what, seq)
     recorder.add("check", 3)  # the second round
     assert arrivals(recorder.story(), 10.0) == {4: 6.0, 3: 3.0}

@@ -1,4 +1,4 @@
-"""What pyright sees: a user's programs are clean, and every public symbol has a known type."""
+"""What type checkers see: a user's programs are clean, every public symbol has a known type, results are not `Any`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,29 @@ pytestmark = [
     pytest.mark.timeout(300),  # it reads all of torch's and scikit-learn's types, too
 ]
 
+PROGRAM = """
+from typing import Any, assert_type
+
+import ray
+
+import raycollect as col
+
+
+def program(refs: list[ray.ObjectRef[float]], step: col.Capture, choice: bool) -> None:
+    assert_type(col.allreduce_refs(refs), list[ray.ObjectRef[Any]])
+    assert_type(col.allreduce_refs(refs, async_op=True), col.Work)
+    assert_type(col.allreduce_refs(refs, async_op=choice), list[ray.ObjectRef[Any]] | col.Work)
+    assert_type(col.send_ref(refs[0], refs[1]), ray.ObjectRef[Any])
+    assert_type(col.barrier(async_op=True), col.Work)
+    assert_type(col.allreduce(refs, async_op=True), col.MemberWork)
+    assert_type(col.get(refs), list[float])
+    assert_type(col.get(refs[0]), float)
+    assert_type(step.run(async_op=True, rate=0.1), col.CapturedRun)
+    assert_type(step.explain(), str)
+    assert_type(col.plan(col.allreduce_refs, refs).explain(), str)
+"""
+"""The last lines of a user's program, and what the results are."""
+
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": str(ROOT),
@@ -38,8 +61,9 @@ def reports(tmp_path_factory):
         pytest.skip(f"pyright does not run here: {(asked.stderr.strip() or asked.stdout.strip())[-300:]}")
     folder = tmp_path_factory.mktemp("pyright")
     examples = os.path.relpath(ROOT / "examples", folder)  # it takes no absolute paths there
+    (folder / "program.py").write_text(PROGRAM, encoding="utf-8")
     project = {
-        "include": [examples],
+        "include": [examples, "program.py"],
         "strict": [f"{examples}/quickstart.py"],
         "typeCheckingMode": "basic",
         "extraPaths": [os.path.relpath(ROOT, folder)],
@@ -70,6 +94,15 @@ def test_the_examples_are_clean(reports):
         f"{one['file']}:{one['range']['start']['line'] + 1}: {one['message']}" for one in report["generalDiagnostics"]
     ]
     assert not found, "\n".join(found)
+
+
+def test_results_are_not_any_to_mypy(tmp_path):
+    pytest.importorskip("mypy")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM, encoding="utf-8")
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", str(program)]
+    found = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 def test_every_public_symbol_has_a_known_type(reports):
