@@ -1,4 +1,4 @@
-"""Pictures of the rows: latency and bandwidth over size, latency over ranks, bars where there is only one case."""
+"""Pictures of the rows: latency over size or over ranks, bars where there is only one case."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _BLUE, _SKY, _GREEN, _ORANGE, _RED, _PINK, _BLACK = (
 _STYLES: dict[str, tuple[str, str, str]] = {
     names.ARENA: (_BLUE, "-", "o"),
     names.SHM_ARENA: (_BLUE, "-", "o"),
-    names.CAPTURED: (_BLUE, "-", "o"),
+    names.CAPTURED: (_GREEN, "-", "^"),
     names.DOORLESS: (_SKY, "-", "s"),
-    names.LOOP: (_GREEN, "-", "^"),
+    names.LOOP: (_BLUE, "-", "o"),
     names.BATCH: (_BLUE, "-", "o"),
     names.NAMED_ARENA: (_BLUE, "-", "o"),
     names.NAMED: (_SKY, "-", "s"),
@@ -50,6 +50,8 @@ _STYLES: dict[str, tuple[str, str, str]] = {
     names.GRAPH: (_ORANGE, "--", "X"),
     names.STORE: (_BLACK, "--", "*"),
     names.STORE_COPIED: ("#777777", "--", "P"),
+    names.RECORDED: (_BLUE, "-", "o"),
+    names.UNRECORDED: (_SKY, "-", "s"),
     names.LIMIT: ("#777777", ":", ""),
 }
 _FEW = 3
@@ -91,19 +93,16 @@ def _figures(rows: Sequence[Row]) -> Iterator[tuple[str, Figure]]:
 
 
 def _over_size(rows: Sequence[Row]) -> Figure:
-    """Latency and bandwidth over the bytes per rank."""
-    figure, (left, right) = _panels(2, f"{rows[0].suite}: {rows[0].op}, {rows[0].ranks} ranks")
+    """Latency over the bytes per rank."""
+    figure, (axes,) = _panels(1, f"{rows[0].suite}: {rows[0].op}, {rows[0].ranks} ranks")
     sizes = sorted({row.nbytes for row in rows})
     for line in _by_contender(rows):
         style = _style(line[0].contender)
-        left.plot([row.nbytes for row in line], [row.median_ms for row in line], **style)
-        right.plot([row.nbytes for row in line], [row.nbytes / row.median_ms / 1e6 for row in line], **style)
-    left.set_ylabel("median, ms (less is better)")
-    right.set_ylabel("bytes per rank / median, GB/s (more is better)")
-    for axes in (left, right):
-        axes.set_xlabel("bytes per rank")
-        _logarithmic(axes, sizes, [size(nbytes) for nbytes in sizes])
-    return _with_legend(figure, right)
+        axes.plot([row.nbytes for row in line], [row.median_ms for row in line], **style)
+    axes.set_ylabel("median, ms (less is better)")
+    axes.set_xlabel("bytes per rank")
+    _logarithmic(axes, sizes, [size(nbytes) for nbytes in sizes])
+    return _with_legend(figure, axes)
 
 
 def _over_ranks(rows: Sequence[Row]) -> Figure:

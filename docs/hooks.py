@@ -1,4 +1,4 @@
-"""Hooks of the site: copies of files outside of docs/, the tree of errors, and links of public names.
+"""Hooks of the site: copies of files outside of docs/, the tree of errors, links of public names, search offline.
 
 The pages can be read in the repository as well. On the site, a link that leads out of docs/ points to a copy of that
 file under ``repository/``, made during the build: pages and pictures unchanged, programs and notebooks as a page. A
@@ -36,6 +36,9 @@ SHOWN = (
     "examples/notebooks/*.ipynb",
 )
 """The files that the site has copies of; the programs of a folder are on one page."""
+
+SHIM, SHIM_HERE = "https://unpkg.com/iframe-worker/shim", "iframe-worker.js"
+"""What material's `offline` plugin loads for web workers on file://, and the copy in docs/."""
 
 ERRORS = "<!-- the tree of errors -->"
 """Marks where a page shows the tree from the docstring of `raycollect.errors`."""
@@ -86,6 +89,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links public names to their entries: `allreduce_refs`, `col.get`, `Group.status()`."""
     return _CODE.sub(_entry, html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Has the search load what it needs on file:// from the site itself; see `SHIM`."""
+    return output.replace(SHIM, posixpath.relpath(SHIM_HERE, posixpath.dirname(page.url) or "."))
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for pages that are made of templates alone, such as 404.html."""
+    return output_content.replace(SHIM, SHIM_HERE)
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,8 @@ from benchmarks import names, tables
 from benchmarks.kernels import roster
 from benchmarks.report import Peak, Report, Skip, rows_of, size, summarise
 from benchmarks.targets import MB, TARGETS, Ceiling, Share, Target, judge
+
+ROOT = Path(__file__).parents[3]
 
 # ---------------------------------------------------------------------------------------------- report
 
@@ -161,3 +164,16 @@ def test_every_case_is_drawn(tmp_path):
     drawn = plots.draw(report, tmp_path)
     assert [path.name for path in drawn] == ["kernel-allreduce-2.png", "kernel-grow.png", "kernel-all-of-64-2.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+
+
+def test_no_two_lines_of_a_plot_look_alike():
+    plots = pytest.importorskip("benchmarks.plots", reason="no matplotlib")
+    shown = {}
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            if row["suite"] not in plots._TABLES_ONLY:
+                shown.setdefault((row["suite"], row["op"]), set()).add(row["contender"])
+    assert len(shown) > 10
+    for case, contenders in shown.items():
+        styles = [plots._style(one) for one in contenders]
+        assert len({one["color"] for one in styles}) == len({one["marker"] for one in styles}) == len(styles), case
