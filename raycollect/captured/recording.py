@@ -54,6 +54,11 @@ class Recording(Batch):
         self.request_list.clear()
         self.leaves, self._nodes = [], {}
 
+    def seal(self) -> None:
+        """Ends the recording, of which only the requests and the structure of what runs return are kept."""
+        self.request_list.seal()
+        self._nodes = {}
+
     def stand_in(self, value: Any) -> Any:
         """Calls a bound method where it first appears; everything else stands for itself."""
         if type(value) is Pending:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,20 +22,36 @@ from raycollect.captured.run_tracker import RunTracker
 from raycollect.captured.runs import StepRuns
 from raycollect.captured.step_plan import Stage
 from raycollect.captured.step_values import MISSING
+from raycollect.captured.succession import Succession
 from raycollect.core import direct_transport, html
 from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
+from raycollect.driver.batch import HeldGroups
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
-from raycollect.errors import CaptureError, CollectiveTimeoutError, ProtocolError, anew
+from raycollect.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    CaptureMembersError,
+    CollectiveTimeoutError,
+    GroupError,
+    MethodError,
+    ProtocolError,
+    RaycollectError,
+    RefusedError,
+    anew,
+)
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
 from raycollect.planner.render import step_html
 from raycollect.planner.report import Report
 from raycollect.planner.wording import counted, nbytes_words, op_words, seconds_words
+
+Places = tuple[tuple[int, int], ...]
+"""For each value that runs return: (position, its place among what that participant returns)."""
 
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
 
@@ -61,9 +78,11 @@ class Capture:
         self._installed: Installed | None = None
         self._runs: StepRuns | None = None
         self._state = "its block was not entered"  # why it can't run; empty while it can
-        self._places: tuple[tuple[int, int], ...] = ()  # where the values that runs return come from
+        self._places: Places = ()  # where the values that runs return come from
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
+        self._following = threading.Lock()
+        self._is_moved = False  # whether its calls are those of other members than its participants know of
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -87,21 +106,25 @@ class Capture:
         if exc is not None:
             return
         try:
-            self._install()
+            self._record()
         except BaseException:
+            self._block.clear()
             self._block.held.release()
             raise
-        finally:
-            self._block.clear()
         self._state = ""
 
-    def _install(self) -> None:
-        block, request_list = self._block, self._block.request_list
+    def _record(self) -> None:
+        request_list = self._block.request_list
         if not request_list.asked and not request_list.calls:
             raise CaptureError(detail="nothing was recorded in the block: call verbs of the driver, or step.call")
         self._counts = len(request_list.asked), len(request_list.calls)
         request_list.end_plan()
-        self._controller = controller = Controller.current()
+        self._controller = Controller.current()
+        self._install(self._controller)
+        self._block.seal()
+
+    def _install(self, controller: Controller) -> None:
+        block, request_list = self._block, self._block.request_list
         installed = install(
             controller,
             self._id,
@@ -109,10 +132,51 @@ class Capture:
             block.leaves,
             block.held,
             staging=block.staging_nbytes,
-            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
+            timeout_s=self._timeout_s,
         )
         self._installed, self._runs, self._places = installed, installed.runs, installed.places
         self._parameters.place(installed.names)
+
+    @property
+    def _timeout_s(self) -> float:
+        return DEFAULT_TIMEOUT_S if self._block.timeout_s is None else self._block.timeout_s
+
+    def _follow(self, error: RaycollectError, runs: StepRuns) -> None:
+        """Plans the step anew if members of its groups have changed since it was planned for `runs`; else `error`."""
+        controller: Controller = self._controller  # type: ignore[assignment]  # there are runs
+        with self._following:
+            if self._runs is not runs:
+                return  # another thread has done it
+            is_own = isinstance(runs.failure, (MethodError, RefusedError))  # which no other member would mend
+            succession = None if is_own or self._state else self._succession(controller)
+            if succession is None:
+                raise error
+            block, capture = self._block, secrets.token_bytes(CAPTURE_NBYTES)
+            lost = succession.lost(block.request_list)
+            if lost:
+                raise CaptureMembersError(detail="this captured step needs what its groups have lost", lost=lost)
+            succession.apply(block.request_list, capture)
+            held, block.held, self._id = block.held, HeldGroups(), capture
+            for membership in block.request_list.memberships:
+                block.held.hold(controller, membership)
+            held.release()
+            self._is_moved = True
+            self._install(controller)
+            self._is_moved = False
+            runs.close()
+
+    def _succession(self, controller: Controller) -> Succession | None:
+        """What has become of the step's groups; None where nothing has."""
+        groups = dict.fromkeys(self._block.request_list.memberships)
+        found = {one: made for one in groups if (made := controller.groups.successor(one)) is not None}
+        heirs = {old: new for _, replaced in found.values() for old, new in replaced.items()}
+        now = {one: made for one, (made, _) in found.items()}
+        for one in groups:
+            actor_ids = tuple(member.actor_id for member in one.members)
+            if one.is_derived and not heirs.keys().isdisjoint(actor_ids):
+                actor_ids = tuple(heirs.get(actor_id, actor_id) for actor_id in actor_ids)
+                now[one] = controller.groups.derive(actor_ids, self._timeout_s)
+        return Succession(now=now, heirs=heirs) if found or self._is_moved else None
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -201,7 +265,8 @@ class Capture:
 
         Raises:
             CaptureError: It is closed, or not ready, or called in a block that records.
-            CaptureBrokenError: An earlier run failed.
+            CaptureBrokenError: An earlier run failed, and no member of its groups was replaced since.
+            CaptureMembersError: Members have left its groups, or came, so that its calls can't be made any more.
             InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel.
             UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
             MethodError: A method raised.
@@ -209,18 +274,24 @@ class Capture:
         """
         if self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
-        payloads = self._parameters.pack(arguments)
-        tracker = self._runs.begin(payloads, fence=fence, timeout_s=timeout_s)  # type: ignore[union-attr]  # or there would be a state
-        self._begun = tracker.place
+        runs: StepRuns = self._runs  # type: ignore[assignment]  # or there would be a state
+        try:
+            tracker = runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+        except (CaptureBrokenError, GroupError) as exc:
+            self._follow(exc, runs)
+            runs = self._runs  # type: ignore[assignment]
+            tracker = runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+        self._begun += 1
+        places = self._places
         returned = self._block.returned
         given = {} if returned is None else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
         if async_op:
-            return CapturedRun(controller, self, tracker, functools.partial(self._collect, given=given))
+            return CapturedRun(controller, self, tracker, functools.partial(self._collect, places=places, given=given))
         stall_report.wait(controller, tracker, None)
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(controller, tracker, tracker.error)
-        return self._collect(tracker, given)
+        return self._collect(tracker, places, given)
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
@@ -228,9 +299,10 @@ class Capture:
         if runs is not None:
             self._state, self._installed = "it was closed", None
             runs.close()
+            self._block.clear()
             self._block.held.release()
 
-    def _collect(self, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
+    def _collect(self, tracker: RunTracker, places: Places, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise anew(tracker.error)
         returned = self._block.returned
@@ -238,7 +310,7 @@ class Capture:
             return None
         values = [unpack_values(one or b"") for one in tracker.results]
         try:
-            found = [values[at][place] for at, place in self._places]
+            found = [values[at][place] for at, place in places]
         except LookupError:
             raise ProtocolError(detail=f"run {tracker.seq} came back without its results") from None
         return returned.fill(found, given)
