@@ -40,6 +40,7 @@ class Recording(Batch):
         self.parameters: Parameters = Parameters()
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
+        self.is_moved = False  # whether its calls are those of other members than the participants know of
         self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity
 
     # ------------------------------------------------------------------------------------------ as a batch

@@ -22,11 +22,10 @@ from raycollect.captured.run_tracker import RunTracker
 from raycollect.captured.runs import StepRuns
 from raycollect.captured.step_plan import Stage
 from raycollect.captured.step_values import MISSING
-from raycollect.captured.succession import Succession
+from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
 from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
-from raycollect.driver.batch import HeldGroups
 from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.engine.step_program import CAPTURE_NBYTES
@@ -34,7 +33,6 @@ from raycollect.engine.value_codec import unpack_values
 from raycollect.errors import (
     CaptureBrokenError,
     CaptureError,
-    CaptureMembersError,
     CollectiveTimeoutError,
     GroupError,
     MethodError,
@@ -82,7 +80,6 @@ class Capture:
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
         self._following = threading.Lock()
-        self._is_moved = False  # whether its calls are those of other members than its participants know of
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -132,51 +129,25 @@ class Capture:
             block.leaves,
             block.held,
             staging=block.staging_nbytes,
-            timeout_s=self._timeout_s,
+            timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
         self._installed, self._runs, self._places = installed, installed.runs, installed.places
         self._parameters.place(installed.names)
 
-    @property
-    def _timeout_s(self) -> float:
-        return DEFAULT_TIMEOUT_S if self._block.timeout_s is None else self._block.timeout_s
-
     def _follow(self, error: RaycollectError, runs: StepRuns) -> None:
         """Plans the step anew if members of its groups have changed since it was planned for `runs`; else `error`."""
-        controller: Controller = self._controller  # type: ignore[assignment]  # there are runs
         with self._following:
             if self._runs is not runs:
                 return  # another thread has done it
+            controller: Controller = self._controller  # type: ignore[assignment]  # there are runs
             is_own = isinstance(runs.failure, (MethodError, RefusedError))  # which no other member would mend
-            succession = None if is_own or self._state else self._succession(controller)
-            if succession is None:
+            capture = b"" if self._state or is_own else follow(self._block, controller)
+            if not capture:
                 raise error
-            block, capture = self._block, secrets.token_bytes(CAPTURE_NBYTES)
-            lost = succession.lost(block.request_list)
-            if lost:
-                raise CaptureMembersError(detail="this captured step needs what its groups have lost", lost=lost)
-            succession.apply(block.request_list, capture)
-            held, block.held, self._id = block.held, HeldGroups(), capture
-            for membership in block.request_list.memberships:
-                block.held.hold(controller, membership)
-            held.release()
-            self._is_moved = True
+            self._id = capture
             self._install(controller)
-            self._is_moved = False
+            self._block.is_moved = False
             runs.close()
-
-    def _succession(self, controller: Controller) -> Succession | None:
-        """What has become of the step's groups; None where nothing has."""
-        groups = dict.fromkeys(self._block.request_list.memberships)
-        found = {one: made for one in groups if (made := controller.groups.successor(one)) is not None}
-        heirs = {old: new for _, replaced in found.values() for old, new in replaced.items()}
-        now = {one: made for one, (made, _) in found.items()}
-        for one in groups:
-            actor_ids = tuple(member.actor_id for member in one.members)
-            if one.is_derived and not heirs.keys().isdisjoint(actor_ids):
-                actor_ids = tuple(heirs.get(actor_id, actor_id) for actor_id in actor_ids)
-                now[one] = controller.groups.derive(actor_ids, self._timeout_s)
-        return Succession(now=now, heirs=heirs) if found or self._is_moved else None
 
     # ------------------------------------------------------------------------------------------ recording
 

@@ -6,26 +6,61 @@ exchanged: a call that names one who left has lost it, and so has one that lacks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raycollect.captured.calls import StepRequests
+from raycollect.captured.recording import Recording
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
+from raycollect.driver.batch import HeldGroups
+from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
+from raycollect.driver.groups import Groups
 from raycollect.driver.pending import Pending
 from raycollect.driver.requests import Ref
-from raycollect.engine.step_program import captured_key
+from raycollect.engine.step_program import CAPTURE_NBYTES, captured_key
+from raycollect.errors import CaptureMembersError
 from raycollect.group.membership import Membership
+
+
+def follow(block: Recording, controller: Controller) -> bytes:
+    """Changes a recorded step to the members of its groups of now; returns its new id, empty where nothing has changed.
+
+    Raises:
+        CaptureMembersError: It needs what is not there any more; it is as it was.
+    """
+    request_list = block.request_list
+    succession = Succession.of(request_list.memberships, controller.groups)
+    if not succession.now and not block.is_moved:
+        return b""
+    lost = succession.lost(request_list)
+    if lost:
+        raise CaptureMembersError(detail="this captured step needs what its groups do not have any more", lost=lost)
+    capture = secrets.token_bytes(CAPTURE_NBYTES)
+    succession.apply(request_list, capture)
+    held, block.held, block.is_moved = block.held, HeldGroups(), True
+    for membership in request_list.memberships:
+        block.held.hold(controller, membership)
+    held.release()
+    return capture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Succession:
-    """The groups that have come in the place of those of a step, and the actors in the place of others, by their ids."""
+    """The groups in the place of those of a step, and the actors in the place of others, by their ids."""
 
     now: Mapping[Membership, Membership]
     heirs: Mapping[str, str]
+
+    @classmethod
+    def of(cls, memberships: Iterable[Membership], groups: Groups) -> Succession:
+        """What has become of groups that are held."""
+        found = {one: made for one in dict.fromkeys(memberships) if (made := groups.successor(one)) is not None}
+        heirs = {old: new for _, replaced in found.values() for old, new in replaced.items()}
+        return cls(now={one: made for one, (made, _) in found.items()}, heirs=heirs)
 
     def rank(self, group: Membership, rank: int) -> int:
         """The rank now of what had this rank in a group; -1 where it has left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from raycollect.core import ray_internals
 from raycollect.core.model import Member
 from raycollect.driver.participants import Participants
 from raycollect.errors import InvalidGroupError
-from raycollect.errors.text import a_type, listed
+from raycollect.errors.text import a_type, listed, shown
 from raycollect.group.membership import Membership, is_participant
 
 ANSWER_S = 2.0
@@ -106,12 +107,11 @@ def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[in
             rank = membership.rank_of(one._actor_id.hex())
             if rank < 0:
                 problems.append(f"{ray_internals.describe_actor(one)} is no member")
-        elif type(one) is int and 0 <= one < size:
-            rank = one
         else:
-            found = str(one) if type(one) is int else a_type(one)
-            problems.append(f"{found} is neither a rank from 0 to {size - 1} nor the handle of a member")
-            continue
+            rank = -1 if isinstance(one, bool) or not hasattr(one, "__index__") else operator.index(one)
+            if not 0 <= rank < size:
+                problems.append(f"{shown(one)} is neither a rank from 0 to {size - 1} nor the handle of a member")
+                continue
         if rank in ranks:
             problems.append(f"rank {rank} more than once")
         ranks.append(rank)

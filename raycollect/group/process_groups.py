@@ -90,7 +90,7 @@ class ProcessGroups:
             self._process_groups[process_group.name] = process_group
 
     def adopt(self, process_group: ProcessGroup, before: ProcessGroup | None = None) -> None:
-        """Adds a group that the driver declares, in the place of the one `before`; GroupExistsError: its name is taken."""
+        """Adds a group that the driver declares, in the place of `before`; GroupExistsError: its name is taken."""
         with self._lock:
             if before is not None and self._process_groups.get(process_group.name) is before:
                 self._process_groups[process_group.name] = process_group  # a call finds one of the two at any time
