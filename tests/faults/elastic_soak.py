@@ -30,7 +30,7 @@ import ray
 
 import raycollect as col
 from raycollect import errors
-from tests.faults.growth import Look, fill_memory, grown, look, rising
+from tests.faults.growth import Look, by_class, fill_memory, grown, look, rising
 from tests.ray.workers import Buffers
 
 SIZE = 4096
@@ -266,7 +266,7 @@ def run(seconds: float, every_s: float, ways: Sequence[tuple[str, bool]], tell: 
     for backend, is_captured in ways:
         outcome = soak(Loop(backend=backend, is_captured=is_captured), seconds=seconds / len(ways), every_s=every_s)
         tell(told(outcome))
-        for line in outcome.loop.wrong[:5]:
+        for line in (*outcome.loop.wrong[:5], *(by_class(outcome.looks[0], outcome.looks[-1]) if outcome.grew else ())):
             tell(line)
         well = well and not outcome.loop.wrong and not outcome.grew
     return well
