@@ -36,7 +36,7 @@ def is_own(value: Any) -> bool:
 def taken_in(value: Any, actor_id: str, copies: int = 0) -> Any:
     """The ref of such a value on a participant; of a list that has it so many times, where `copies` are asked for."""
     ref = value if isinstance(value, ray.ObjectRef) else ray.put(value)
-    return ray_internals.actor_handle(actor_id)._raycollect_take_in.remote(ref, copies)
+    return ray_internals.actor_handle(actor_id).__raycollect_take_in__.remote(ref, copies)
 
 
 class OwnSource(Call):

@@ -101,7 +101,9 @@ class Loop:
     good: int = 0
     made: int = 0
     wrong: list[str] = field(default_factory=list)
-    recovered_s: list[float] = field(default_factory=list)
+    recovered_s: list[float] = field(default_factory=list)  # from kill to the next right result
+    waited_s: list[float] = field(default_factory=list)  # for the new actor, which is made before where there was time
+    replaced_s: list[float] = field(default_factory=list)  # in `Group.replace`
     killed: tuple[float, int] | None = None  # when the last process was killed, and which, until it is replaced
 
     def start(self) -> None:
@@ -164,9 +166,13 @@ class Loop:
     def _mend(self) -> None:
         """Replaces who is dead, and gives the newcomers the model."""
         while dead := [rank for rank, (_, _, pid) in enumerate(self.members) if not _lives(pid)]:
+            began_s = time.perf_counter()
             newcomers = [self._spare() for _ in dead]
+            there_s = time.perf_counter()
             try:
                 self.group.replace(dead, [actor for actor, _, _ in newcomers])
+                self.waited_s.append(there_s - began_s)
+                self.replaced_s.append(time.perf_counter() - there_s)
                 for rank, one in zip(dead, newcomers, strict=True):
                     self.members[rank] = one
                 refs = [actor.settle.remote(self.good) for actor in self.group.actors]
@@ -251,13 +257,18 @@ def soak(loop: Loop, *, seconds: float, every_s: float, looks: int = 6, seed: in
 
 def told(outcome: Outcome) -> str:
     """A line for a person."""
-    took = sorted(outcome.loop.recovered_s)
-    way = "captured step" if outcome.loop.is_captured else "verbs"
+    loop = outcome.loop
+    way = "captured step" if loop.is_captured else "verbs"
     return (
-        f"{outcome.loop.backend}, {way}: {outcome.steps} steps, {outcome.kills} kills; from kill to the next right "
-        f"result median {1000 * median(took):.0f} ms, 90 % {1000 * took[len(took) * 9 // 10]:.0f} ms, worst "
-        f"{1000 * took[-1]:.0f} ms; wrong: {len(outcome.loop.wrong)}; grew: {', '.join(outcome.grew) or 'nothing'}"
+        f"{loop.backend}, {way}: {outcome.steps} steps, {outcome.kills} kills; from kill to the next right result "
+        f"{_spread(loop.recovered_s)}, of that for a new actor {_spread(loop.waited_s)}, in Group.replace "
+        f"{_spread(loop.replaced_s)}; wrong: {len(loop.wrong)}; grew: {', '.join(outcome.grew) or 'nothing'}"
     )
+
+
+def _spread(took: Sequence[float]) -> str:
+    ms = [1000 * one for one in sorted(took)]
+    return f"median {median(ms):.0f} ms, 90 % {ms[len(ms) * 9 // 10]:.0f} ms, worst {ms[-1]:.0f} ms"
 
 
 def run(seconds: float, every_s: float, ways: Sequence[tuple[str, bool]], tell: Callable[[str], None]) -> bool:

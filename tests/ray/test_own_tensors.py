@@ -95,8 +95,8 @@ def test_what_was_taken_in_is_freed(workers):
     refs = floats(workers)
     group = col.declare_collective_group(workers)
     col.broadcast_refs(refs, source=ROWS[0])
-    before = [member.held for member in group.statistics().members]
+    before = [member.store.held for member in group.statistics().members]
     for _ in range(3):
         col.broadcast_refs(refs, source=ROWS[0])
-    assert [member.held for member in group.statistics().members] == before
+    assert [member.store.held for member in group.statistics().members] == before
     assert not list(Controller.current().trackers())
