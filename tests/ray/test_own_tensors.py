@@ -9,7 +9,7 @@ import ray
 import raycollect as col
 from raycollect import errors
 from raycollect.driver.controller import Controller
-from tests.ray.workers import Worker, filled
+from tests.ray.workers import Worker, filled, wait_until
 
 ROWS = np.arange(14.0).reshape(2, 7)
 
@@ -95,8 +95,7 @@ def test_what_was_taken_in_is_freed(workers):
     refs = floats(workers)
     group = col.declare_collective_group(workers)
     col.broadcast_refs(refs, source=ROWS[0])
-    before = [member.store.held for member in group.statistics().members]
     for _ in range(3):
         col.broadcast_refs(refs, source=ROWS[0])
-    assert [member.store.held for member in group.statistics().members] == before
+    assert wait_until(lambda: [member.store.held for member in group.statistics().members] == [1, 1])
     assert not list(Controller.current().trackers())
