@@ -48,9 +48,6 @@ from raycollect.planner.render import step_html
 from raycollect.planner.report import Report
 from raycollect.planner.wording import counted, nbytes_words, op_words, seconds_words
 
-Places = tuple[tuple[int, int], ...]
-"""For each value that runs return: (position, its place among what that participant returns)."""
-
 _UNEXPLAINED = {"its block has not ended": "a captured step can't be explained before its block has ended"}
 
 SHOWN_S = 0.5  # how long a notebook waits for the infos of operands, in seconds
@@ -76,7 +73,6 @@ class Capture:
         self._installed: Installed | None = None
         self._runs: StepRuns | None = None
         self._state = "its block was not entered"  # why it can't run; empty while it can
-        self._places: Places = ()  # where the values that runs return come from
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
         self._following = threading.Lock()
@@ -131,14 +127,15 @@ class Capture:
             staging=block.staging_nbytes,
             timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
-        self._installed, self._runs, self._places = installed, installed.runs, installed.places
+        self._installed, self._runs = installed, installed.runs
         self._parameters.place(installed.names)
 
-    def _follow(self, error: RaycollectError, runs: StepRuns) -> None:
-        """Plans the step anew if members of its groups have changed since it was planned for `runs`; else `error`."""
+    def _follow(self, error: RaycollectError, before: Installed) -> Installed:
+        """Plans the step anew if members of its groups have changed since it was planned before; else `error`."""
         with self._following:
-            if self._runs is not runs:
-                return  # another thread has done it
+            if self._installed is not before and self._installed is not None:
+                return self._installed  # another thread has done it
+            runs = before.runs
             controller: Controller = self._controller  # type: ignore[assignment]  # there are runs
             is_own = isinstance(runs.failure, (MethodError, RefusedError))  # which no other member would mend
             capture = b"" if self._state or is_own else follow(self._block, controller)
@@ -148,6 +145,7 @@ class Capture:
             self._install(controller)
             self._block.is_moved = False
             runs.close()
+            return self._installed  # type: ignore[return-value]  # it was just installed
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -243,26 +241,25 @@ class Capture:
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
         """
-        if self._state or batch.current() is not None:
+        installed = self._installed
+        if installed is None or self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
-        runs: StepRuns = self._runs  # type: ignore[assignment]  # or there would be a state
         try:
-            tracker = runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         except (CaptureBrokenError, GroupError) as exc:
-            self._follow(exc, runs)
-            runs = self._runs  # type: ignore[assignment]
-            tracker = runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+            installed = self._follow(exc, installed)
+            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         self._begun += 1
-        places = self._places
+        places = installed.places
         returned = self._block.returned
         given = {} if returned is None else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
         if async_op:
-            return CapturedRun(controller, self, tracker, functools.partial(self._collect, places=places, given=given))
+            return CapturedRun(controller, self, tracker, functools.partial(self._collect, places, given=given))
         stall_report.wait(controller, tracker, None)
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(controller, tracker, tracker.error)
-        return self._collect(tracker, places, given)
+        return self._collect(places, tracker, given)
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
@@ -273,7 +270,7 @@ class Capture:
             self._block.clear()
             self._block.held.release()
 
-    def _collect(self, tracker: RunTracker, places: Places, given: Mapping[str, Any]) -> Any:
+    def _collect(self, places: Sequence[tuple[int, int]], tracker: RunTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise anew(tracker.error)
         returned = self._block.returned
