@@ -37,7 +37,6 @@ from raycollect.errors import (
     GroupError,
     MethodError,
     ProtocolError,
-    RaycollectError,
     RefusedError,
     anew,
 )
@@ -130,8 +129,8 @@ class Capture:
         self._installed, self._runs = installed, installed.runs
         self._parameters.place(installed.names)
 
-    def _follow(self, error: RaycollectError, before: Installed) -> Installed:
-        """Plans the step anew if members of its groups have changed since it was planned before; else `error`."""
+    def _follow(self, before: Installed) -> Installed | None:
+        """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
         with self._following:
             if self._installed is not before and self._installed is not None:
                 return self._installed  # another thread has done it
@@ -140,12 +139,12 @@ class Capture:
             is_own = isinstance(runs.failure, (MethodError, RefusedError))  # which no other member would mend
             capture = b"" if self._state or is_own else follow(self._block, controller)
             if not capture:
-                raise error
+                return None
             self._id = capture
             self._install(controller)
             self._block.is_moved = False
             runs.close()
-            return self._installed  # type: ignore[return-value]  # it was just installed
+            return self._installed
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -246,8 +245,11 @@ class Capture:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
         try:
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
-        except (CaptureBrokenError, GroupError) as exc:
-            installed = self._follow(exc, installed)
+        except (CaptureBrokenError, GroupError):
+            followed = self._follow(installed)
+            if followed is None:
+                raise
+            installed = followed
             tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
         self._begun += 1
         places = installed.places
