@@ -19,7 +19,7 @@ from tests.ray.capturing import Learner
 from tests.ray.workers import Gate, Plain, Worker, block, filled, wait_until
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"])
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))])
 def test_members_come_leave_and_are_replaced(actors, backend):
     workers = actors(Worker, 5)
     group = col.declare_collective_group(workers[:3], backend=backend)
@@ -183,7 +183,7 @@ def test_members_in_a_call_of_their_own_hear_that_the_group_has_changed(actors):
 
 
 def test_short_soak_of_a_captured_loop_with_a_kill_per_second(tidy):
-    outcome = elastic_soak.soak(Loop(backend="shm", size=3), seconds=3, every_s=1, looks=1)
+    outcome = elastic_soak.soak(Loop(backend="shm", size=2, lasting=1), seconds=2, every_s=1, looks=1)
     assert not outcome.loop.wrong
     assert outcome.kills >= 1
 
