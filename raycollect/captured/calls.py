@@ -80,6 +80,11 @@ class StepRequests(RequestList):
             pending.key = captured_key(self._capture, 0, pending.step)
         self._pending.clear()
 
+    def seal(self) -> None:
+        """Ends the recording: placeholders do not keep it any more."""
+        for pending in (*self.made.values(), *(call.made for call in self.calls)):
+            pending.settle(None, "its captured step has been recorded")
+
     def rewind(self, count: int, refs: int, why: str) -> None:
         """Drops all but the first collectives and refs, back to the last method call at most."""
         super().rewind(count, refs, why)

@@ -40,6 +40,7 @@ class Recording(Batch):
         self.parameters: Parameters = Parameters()
         self.returned: Returned | None = None
         self.leaves: list[Any] = []
+        self.is_moved = False  # whether its calls are those of other members than the participants know of
         self._nodes: dict[int, tuple[ClassMethodNode, Pending]] = {}  # bound methods, by their identity
 
     # ------------------------------------------------------------------------------------------ as a batch
@@ -53,6 +54,11 @@ class Recording(Batch):
         """Drops all that was recorded, except the parameters and the structure of what runs return."""
         self.request_list.clear()
         self.leaves, self._nodes = [], {}
+
+    def seal(self) -> None:
+        """Ends the recording, of which only the requests and the structure of what runs return are kept."""
+        self.request_list.seal()
+        self._nodes = {}
 
     def stand_in(self, value: Any) -> Any:
         """Calls a bound method where it first appears; everything else stands for itself."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload
@@ -21,6 +22,7 @@ from raycollect.captured.run_tracker import RunTracker
 from raycollect.captured.runs import StepRuns
 from raycollect.captured.step_plan import Stage
 from raycollect.captured.step_values import MISSING
+from raycollect.captured.succession import follow
 from raycollect.core import direct_transport, html
 from raycollect.core.model import TensorInfo
 from raycollect.driver import batch, stall_report
@@ -28,7 +30,16 @@ from raycollect.driver.controller import Controller
 from raycollect.driver.pending import Argument, Pending
 from raycollect.engine.step_program import CAPTURE_NBYTES
 from raycollect.engine.value_codec import unpack_values
-from raycollect.errors import CaptureError, CollectiveTimeoutError, ProtocolError, anew
+from raycollect.errors import (
+    CaptureBrokenError,
+    CaptureError,
+    CollectiveTimeoutError,
+    GroupError,
+    MethodError,
+    ProtocolError,
+    RefusedError,
+    anew,
+)
 from raycollect.group.membership import DEFAULT_TIMEOUT_S
 from raycollect.planner import STAGING_NBYTES, Source
 from raycollect.planner.explain import StepExplanation
@@ -61,9 +72,9 @@ class Capture:
         self._installed: Installed | None = None
         self._runs: StepRuns | None = None
         self._state = "its block was not entered"  # why it can't run; empty while it can
-        self._places: tuple[tuple[int, int], ...] = ()  # where the values that runs return come from
         self._counts = (0, 0)  # collectives, method calls
         self._begun = 0  # how many runs were begun
+        self._following = threading.Lock()
 
     # ------------------------------------------------------------------------------------------ the block
 
@@ -87,21 +98,25 @@ class Capture:
         if exc is not None:
             return
         try:
-            self._install()
+            self._record()
         except BaseException:
+            self._block.clear()
             self._block.held.release()
             raise
-        finally:
-            self._block.clear()
         self._state = ""
 
-    def _install(self) -> None:
-        block, request_list = self._block, self._block.request_list
+    def _record(self) -> None:
+        request_list = self._block.request_list
         if not request_list.asked and not request_list.calls:
             raise CaptureError(detail="nothing was recorded in the block: call operations of the driver, or step.call")
         self._counts = len(request_list.asked), len(request_list.calls)
         request_list.end_plan()
-        self._controller = controller = Controller.current()
+        self._controller = Controller.current()
+        self._install(self._controller)
+        self._block.seal()
+
+    def _install(self, controller: Controller) -> None:
+        block, request_list = self._block, self._block.request_list
         installed = install(
             controller,
             self._id,
@@ -111,8 +126,25 @@ class Capture:
             staging=block.staging_nbytes,
             timeout_s=DEFAULT_TIMEOUT_S if block.timeout_s is None else block.timeout_s,
         )
-        self._installed, self._runs, self._places = installed, installed.runs, installed.places
+        self._installed, self._runs = installed, installed.runs
         self._parameters.place(installed.names)
+
+    def _follow(self, before: Installed) -> Installed | None:
+        """Plans the step anew if members of its groups have changed since it was installed; None: they have not."""
+        with self._following:
+            if self._installed is not before and self._installed is not None:
+                return self._installed  # another thread has done it
+            runs = before.runs
+            controller: Controller = self._controller  # type: ignore[assignment]  # there are runs
+            is_own = isinstance(runs.failure, (MethodError, RefusedError))  # which no other member would mend
+            capture = b"" if self._state or is_own else follow(self._block, controller)
+            if not capture:
+                return None
+            self._id = capture
+            self._install(controller)
+            self._block.is_moved = False
+            runs.close()
+            return self._installed
 
     # ------------------------------------------------------------------------------------------ recording
 
@@ -212,26 +244,35 @@ class Capture:
 
         Raises:
             CaptureError: It is closed, or not ready, or called in a block that records.
-            CaptureBrokenError: An earlier run failed.
+            CaptureBrokenError: An earlier run failed, and no member of its groups was replaced since.
+            CaptureMembersError: Members have left its groups, or came, so that its calls can't be made any more.
             InvalidArgumentError: An argument is missing, unknown, too long or of a type that does not travel.
             UnknownGroupError, GroupBrokenError: A group was destroyed or a member is gone; nothing was sent.
             MethodError: A method raised.
             RefusedError, FaultError: As collectives do.
         """
-        if self._state or batch.current() is not None:
+        installed = self._installed
+        if installed is None or self._state or batch.current() is not None:
             raise CaptureError(detail=(self._state and f"this captured step can't run: {self._state}") or _IN_BLOCK)
-        payloads = self._parameters.pack(arguments)
-        tracker = self._runs.begin(payloads, fence=fence, timeout_s=timeout_s)  # type: ignore[union-attr]  # or there would be a state
-        self._begun = tracker.place
+        try:
+            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+        except (CaptureBrokenError, GroupError):
+            followed = self._follow(installed)
+            if followed is None:
+                raise
+            installed = followed
+            tracker = installed.runs.begin(self._parameters.pack(arguments), fence=fence, timeout_s=timeout_s)
+        self._begun += 1
+        places = installed.places
         returned = self._block.returned
         given = {} if returned is None else returned.given(arguments)
         controller: Controller = self._controller  # type: ignore[assignment]  # or there would be a state
         if async_op:
-            return CapturedRun(controller, self, tracker, functools.partial(self._collect, given=given))
+            return CapturedRun(controller, self, tracker, functools.partial(self._collect, places, given=given))
         stall_report.wait(controller, tracker, None)
         if isinstance(tracker.error, CollectiveTimeoutError):
             stall_report.explain_delay(controller, tracker, tracker.error)
-        return self._collect(tracker, given)
+        return self._collect(places, tracker, given)
 
     def close(self) -> None:
         """Releases the step and all that it holds; aborts runs under way. May be called twice."""
@@ -239,9 +280,10 @@ class Capture:
         if runs is not None:
             self._state, self._installed = "it was closed", None
             runs.close()
+            self._block.clear()
             self._block.held.release()
 
-    def _collect(self, tracker: RunTracker, given: Mapping[str, Any]) -> Any:
+    def _collect(self, places: Sequence[tuple[int, int]], tracker: RunTracker, given: Mapping[str, Any]) -> Any:
         if tracker.error is not None:
             raise anew(tracker.error)
         returned = self._block.returned
@@ -249,7 +291,7 @@ class Capture:
             return None
         values = [unpack_values(one or b"") for one in tracker.results]
         try:
-            found = [values[at][place] for at, place in self._places]
+            found = [values[at][place] for at, place in places]
         except LookupError:
             raise ProtocolError(detail=f"run {tracker.seq} came back without its results") from None
         return returned.fill(found, given)

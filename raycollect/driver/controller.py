@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
 from typing import TypeVar
 
 from raycollect.core import ray_internals
@@ -68,7 +69,7 @@ class Controller:
         self.revision: object = object()
         self.messages: ControllerMessages = ControllerMessages(self)
         self.participants: Participants = Participants(self.messages, secrets.token_hex(8))
-        self.groups: Groups = Groups(self.participants, self._group_ends)
+        self.groups: Groups = Groups(self.participants, self._group_ends, self._drained)
         self._is_closed = False
         self._seq = itertools.count(1)
         self._trackers: dict[int, PlanTracker] = {}
@@ -107,11 +108,18 @@ class Controller:
             raise UnknownGroupError(group_name="", detail="its controller was closed: ray was shut down meanwhile")
         self.groups.check(memberships)
 
-    def _group_ends(self, membership: Membership) -> None:
+    def _group_ends(self, membership: Membership, why: str) -> None:
         self.revision = object()
-        reason = PlanAbortedError(detail="its group was destroyed")
-        for tracker in [tracker for tracker in self.trackers() if membership in tracker.groups]:
-            self.send(tracker, tracker.fail(reason))
+        for tracker in self._plans_of(membership):
+            self.send(tracker, tracker.fail(PlanAbortedError(detail=why)))
+
+    def _drained(self, membership: Membership, deadline_s: float) -> bool:
+        with self.dispatching:  # after it no plan begins
+            under_way = self._plans_of(membership)
+        return all(tracker.wait(max(deadline_s - monotonic(), 0)) for tracker in under_way)
+
+    def _plans_of(self, membership: Membership) -> list[PlanTracker]:
+        return [tracker for tracker in self.trackers() if membership in tracker.groups]
 
     # ------------------------------------------------------------------------------------------ plans under way
 

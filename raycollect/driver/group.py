@@ -9,7 +9,9 @@ from typing import Any
 from raycollect.channel.messages import Surveyed, Unable
 from raycollect.core import html, ray_internals
 from raycollect.core.model import GroupLike, name_of
+from raycollect.driver import group_change
 from raycollect.driver.controller import Controller
+from raycollect.driver.group_change import GroupChange
 from raycollect.driver.group_status import GroupStatistics, GroupStatus, member_statistics, member_status
 from raycollect.driver.plan_tracker import PlanTracker
 from raycollect.errors import InvalidGroupError, UnknownGroupError
@@ -69,7 +71,7 @@ class Group:
 
     @property
     def epoch(self) -> int:
-        """How often it was rebuilt."""
+        """How often it was rebuilt, or its members changed."""
         return self._membership.epoch
 
     def rank_table(self) -> RankTable:
@@ -128,7 +130,7 @@ class Group:
         """Forms the group again under its name, after a member has died or a collective has broken it.
 
         It has a new epoch: whatever the old one still has under way is aborted, and its messages are nobody's any more.
-        Captured steps have to be recorded again, members' own calls go on in the new group.
+        Captured steps whose members are still there go on, and members' own calls do in the new group.
 
         Args:
             actors: The actor handles by rank: old members, in any order, and new ones. None: the members that live, in
@@ -147,6 +149,57 @@ class Group:
             RaycollectError: A member could not join. The group is broken, and may be rebuilt again.
         """
         self._hold(*self._controller.groups.rebuild(self._membership, actors, timeout_s))
+        return self
+
+    def add(self, actors: Any, *, timeout_s: float = 60.0) -> Group:
+        """Adds members: an actor handle, or a list of them. They get the ranks after those of now, in their order.
+
+        As `remove` and `replace` do, it waits for methods that were submitted to the members before, and for plans of
+        the group under way; plans of other threads that begin meanwhile wait for it. The group has a new epoch, and
+        ``backend="auto"`` is chosen anew. Refs of members that stay are valid. Captured steps go on with the ranks of
+        now; one whose collectives would lack an operand of a rank raises CaptureMembersError in its next run.
+
+        Args:
+            actors: Actors that are no members.
+            timeout_s: How long to wait for all of this, in seconds.
+
+        Returns:
+            This group.
+
+        Raises:
+            UnknownGroupError: It was destroyed. Nothing has changed, as with all errors but the last.
+            InvalidGroupError: The arguments can't be; with every reason.
+            ActorGoneError: A member is dead, or an actor that is added: replace or remove it.
+            CollectiveTimeoutError: A method or a plan has not ended in time; the error names it.
+            ControllerConflictError: Another process drives an actor that is added.
+            RaycollectError: A member could not join. The group is broken, and may be rebuilt.
+        """
+        return self._change(group_change.added(self._membership, self._actors, actors), timeout_s)
+
+    def remove(self, members: Any, *, timeout_s: float = 60.0) -> Group:
+        """Removes members, dead or alive: a rank or an actor handle, or a list of them. The actors themselves live on.
+
+        The ranks of the others close up, in their order. Captured steps that named one who has left raise
+        CaptureMembersError in their next run. Arguments, result and errors are as of `add`.
+        """
+        return self._change(group_change.removed(self._membership, self._actors, members), timeout_s)
+
+    def replace(self, dead: Any, new: Any, *, timeout_s: float = 60.0) -> Group:
+        """Puts another actor at the rank of a member that has died; or others, as lists of one length.
+
+        All other ranks stay. Captured steps go on, with the new actor in the place of the dead one: its methods are
+        called there, and its calls' values are made there. A step with a ref of a tensor of the dead actor raises
+        CaptureMembersError in its next run. Results and errors are as of `add`.
+
+        Args:
+            dead: A rank or an actor handle, or a list of them. That they live is an InvalidGroupError.
+            new: The actor handle, or a list of them, in the same order.
+            timeout_s: How long to wait, in seconds, as in `add`.
+        """
+        return self._change(group_change.replaced(self._membership, self._actors, dead, new), timeout_s)
+
+    def _change(self, change: GroupChange, timeout_s: float) -> Group:
+        self._hold(*self._controller.groups.change(self._membership, change, timeout_s))
         return self
 
     def destroy(self) -> None:
@@ -171,7 +224,7 @@ class Group:
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
             ("ordering", f"{self.ordering} order"),
-            ("epoch", f"{self.epoch}, how often it was rebuilt" if self.epoch else ""),
+            ("epoch", f"{self.epoch}, how often its members changed" if self.epoch else ""),
             ("under way", named(listed, MOST_NAMED) or "nothing"),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"

@@ -6,7 +6,7 @@ import logging
 import secrets
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -16,6 +16,7 @@ from raycollect.core import ray_internals, submitted_calls
 from raycollect.core.model import Member
 from raycollect.driver import member_discovery
 from raycollect.driver.coordinators import Coordinators
+from raycollect.driver.group_change import GroupChange, living
 from raycollect.driver.participant_link import ParticipantLink
 from raycollect.driver.participants import Participants
 from raycollect.errors import (
@@ -23,6 +24,7 @@ from raycollect.errors import (
     CollectiveTimeoutError,
     GroupBrokenError,
     GroupExistsError,
+    InvalidGroupError,
     RaycollectError,
     UnknownGroupError,
 )
@@ -38,10 +40,17 @@ DERIVED_LIMIT = 16  # how many derived groups are kept; the least recently used 
 class Groups:
     """All groups of one controller, declared and derived. Any thread may call it; one at a time forms or dissolves."""
 
-    def __init__(self, peers: Participants, ending: Callable[[Membership], None]) -> None:
+    def __init__(
+        self,
+        peers: Participants,
+        ending: Callable[[Membership, str], None],
+        drained: Callable[[Membership, float], bool],
+    ) -> None:
         self.coordinators: Coordinators = Coordinators(peers)
         self._peers = peers
-        self._ending = ending
+        self._ending = ending  # aborts the plans of a group under way, for this reason
+        self._drained = drained  # waits for the plans of a group under way; False: not all have ended in time
+        self._draining = ""  # the id of a group of which no plan begins, as its members change
         self._changing = threading.RLock()  # groups and leases
         self._named: dict[str, Membership] = {}
         self._derived: OrderedDict[tuple[str, ...], Membership] = OrderedDict()
@@ -50,12 +59,17 @@ class Groups:
         self._broken: dict[str, str] = {}  # group id -> why
         self._links = measured_links.MeasuredLinks()
         self._declarations: dict[str, Declaration] = {}  # name -> what was asked for; keeps the actors alive (P5)
+        # The id of a group that is held, and was formed again -> the group of now; actor id -> who took its place
+        self._successors: dict[str, tuple[Membership, dict[str, str]]] = {}
 
     # ------------------------------------------------------------------------------------------ looking them up
 
     def named(self, name: Any) -> Membership:
         """A declared group; raises UnknownGroupError where there is none of that name."""
         if self.is_declared(name):
+            if self._draining:
+                with self._changing:  # until its members are those that it will have
+                    pass
             return self._named[name]
         raise unknown(name, f"not declared; there are {sorted(self._named) or 'none'}")
 
@@ -73,6 +87,11 @@ class Groups:
             return self.derive(tuple(one.actor_id for one in membership.members), timeout_s)
         return self.named(membership.spec.name)
 
+    def successor(self, membership: Membership) -> tuple[Membership, Mapping[str, str]] | None:
+        """What a group that is held has become: it now, and by actor id who took whose place; None: it is the same."""
+        with self._changing:
+            return self._successors.get(membership.spec.group_id)
+
     @property
     def in_use(self) -> frozenset[str]:
         """The ids of the groups that are held, and not to be released."""
@@ -83,7 +102,10 @@ class Groups:
         for membership in dict.fromkeys(memberships):
             name = membership.spec.name
             if not self.exists(membership):
-                raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
+                detail = "it was destroyed, or its members have changed, before the call was sent"
+                raise UnknownGroupError(group_name=name, detail=detail)
+            if membership.spec.group_id == self._draining:
+                raise GroupBrokenError(group_name=name, detail="its members are changing right now: call again")
             broken = self.why_broken(membership)
             if broken:
                 raise GroupBrokenError(group_name=name, detail=broken)
@@ -102,7 +124,7 @@ class Groups:
 
     def lost(self, peer: ParticipantLink, reason: str) -> None:
         """A participant's process is gone, and with it all its groups; on the hub's thread."""
-        for group_id in peer.group_ids:
+        for group_id in [one for one in peer.group_ids if one in self.coordinators]:  # the others have ended
             self._broken[group_id] = f"{peer.info['actor']} died ({reason})"
             self.coordinators.lost(peer, group_id, reason)
 
@@ -133,27 +155,49 @@ class Groups:
 
         An error leaves the group as it was, unless members could not join: then it is broken, and may be rebuilt again.
         """
-        name = old.spec.name
         with self._changing:
-            if self._named.get(name) is not old:
-                raise UnknownGroupError(group_name=name, detail="it was destroyed, or rebuilt in another thread")
-            declaration = self._declarations[name].over(actors, timeout_s)
+            declaration = self._declaration(old).over(actors, timeout_s)
             deadline_s = monotonic() + timeout_s
-            membership = None
-            while membership is None:
-                alive = member_discovery.who_answers(declaration, deadline_s, all_must=actors is not None)
-                declaration = declaration.over(alive, timeout_s)
-                self._dissolve(old)
+            while True:
+                if actors is None:
+                    declaration = declaration.over(member_discovery.who_answers(declaration, deadline_s), timeout_s)
                 try:
-                    membership = self._form(declaration, epoch=old.epoch + 1)
-                except BaseException as exc:
-                    self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
-                    is_dying = isinstance(exc, ActorGoneError) and actors is None  # one that answered was about to die
-                    if not is_dying or monotonic() > deadline_s:
+                    return self._form_again(old, declaration, {}, drains=False)
+                except ActorGoneError:
+                    if actors is not None or monotonic() > deadline_s:  # else one that answered was about to die
                         raise
-            self.add(membership)
-            self._declarations[name] = declaration
-            return membership, declaration.actors
+
+    def change(self, old: Membership, change: GroupChange, timeout_s: float) -> tuple[Membership, tuple[Any, ...]]:
+        """Forms a declared group again over other members, once its plans under way have ended; errors as `rebuild`."""
+        with self._changing:
+            declaration = self._declaration(old).over(change.actors, timeout_s)
+            found = living(change.dead, self._peers)
+            if found:
+                raise InvalidGroupError(group_name=old.spec.name, detail=found)
+            return self._form_again(old, declaration, change.heirs, drains=True)
+
+    def _declaration(self, membership: Membership) -> Declaration:
+        name = membership.spec.name
+        if self._named.get(name) is not membership:
+            raise UnknownGroupError(group_name=name, detail="it was destroyed, or changed in another thread")
+        return self._declarations[name]
+
+    def _form_again(
+        self, old: Membership, declaration: Declaration, heirs: Mapping[str, str], *, drains: bool
+    ) -> tuple[Membership, tuple[Any, ...]]:
+        try:
+            membership = self._form(declaration, old=old, drains=drains)
+        finally:
+            self._draining = ""
+        for group_id, (now, known) in list(self._successors.items()):
+            if now is old:
+                known = {one: heirs.get(heir, heir) for one, heir in known.items()}
+                self._successors[group_id] = membership, {**heirs, **known}
+        if self._in_use[old.spec.group_id]:
+            self._successors[old.spec.group_id] = membership, dict(heirs)
+        self.add(membership)
+        self._declarations[membership.spec.name] = declaration
+        return membership, declaration.actors
 
     def close(self) -> None:
         """Removes the groups, which end with their controller, from the cluster's registry."""
@@ -166,6 +210,7 @@ class Groups:
             membership = self.named(name)
             del self._named[name]
             self._declarations.pop(name, None)
+            self._successors = {one: found for one, found in self._successors.items() if found[0] is not membership}
             self._dissolve(membership)
 
     # ------------------------------------------------------------------------------------------ derived ones
@@ -210,6 +255,8 @@ class Groups:
         with self._changing:
             self._in_use.subtract([membership.spec.group_id])
             self._in_use = +self._in_use
+            if not self._in_use[membership.spec.group_id]:
+                self._successors.pop(membership.spec.group_id, None)
 
     def release_later(self, memberships: Iterable[Membership]) -> None:
         """Releases groups when the next one is formed, held or dissolved; does not wait."""
@@ -221,7 +268,15 @@ class Groups:
 
     # ------------------------------------------------------------------------------------------ their beginning and end
 
-    def _form(self, declaration: Declaration, *, epoch: int = 0, is_derived: bool = False) -> Membership:
+    def _form(
+        self,
+        declaration: Declaration,
+        *,
+        is_derived: bool = False,
+        old: Membership | None = None,
+        drains: bool = False,
+    ) -> Membership:
+        """Forms a group, in the place of `old`, which is as it was where not all are ready to join."""
         self._settle()
         deadline_s = monotonic() + declaration.timeout_s
         member_discovery.check(declaration)
@@ -235,29 +290,52 @@ class Groups:
             spec=spec,
             members=members,
             is_derived=is_derived,
-            epoch=epoch,
+            epoch=0 if old is None else old.epoch + 1,
             costs=link_costs.current(),
             chosen=choice.why,
             timeout_s=declaration.plan_timeout_s,
         )
         actors = {actor._actor_id.hex(): actor for actor in declaration.actors}
         self.coordinators.open(membership)
+        is_retired = False
         try:
             for info in infos:
                 member = members[membership.rank_of(info["actor_id"])]
                 actor_id = member.actor_id
                 peer = self._peers.lease(member, actors[actor_id], info, calls[actor_id], deadline_s)
                 peer.group_ids.add(spec.group_id)
-            membership = self._with_inner(self._joined(membership, deadline_s), deadline_s)
-        except BaseException:
+            if old is not None:
+                self._retire(old, deadline_s, drains=drains)
+                is_retired = True
+            replaces = "" if old is None else old.spec.group_id
+            membership = self._with_inner(self._joined(membership, deadline_s, replaces), deadline_s)
+        except BaseException as exc:
             self._dissolve(membership)
+            if old is not None and is_retired:
+                self._broken[old.spec.group_id] = f"it could not be rebuilt: {exc}".splitlines()[0]
             raise
+        if old is not None:
+            self._part(old)
         return membership
 
-    def _joined(self, membership: Membership, deadline_s: float) -> Membership:
+    def _retire(self, old: Membership, deadline_s: float, *, drains: bool) -> None:
+        """Ends all that a group does; who is a member of the next one leaves it by joining that."""
+        if drains:
+            self._draining = old.spec.group_id
+            if not self._drained(old, deadline_s):
+                detail = "its plans under way have not ended in time, so that its members did not change"
+                raise CollectiveTimeoutError(op="change of the members", group_name=old.spec.name, detail=detail)
+        self._ending(old, "its group was formed again")
+        for one in reversed(old.inner):
+            self._part(one)
+        self.coordinators.close(old)
+        cluster_registry.remove(old)
+
+    def _joined(self, membership: Membership, deadline_s: float, replaces: str) -> Membership:
         """Has all members join, which measure what nobody knows of the links between their hosts."""
         known = {} if membership.epoch else self._links.of(membership)  # rebuilt: there was trouble
-        told = self._peers.join([membership], deadline_s, measured_links.turns(membership, known))
+        probe = measured_links.turns(membership, known)
+        told = self._peers.join([membership], deadline_s, probe, replaces)
         self._links.add(membership, told)
         return replace(membership, costs=replace(membership.costs, pairs=self._links.of(membership)))
 
@@ -283,7 +361,7 @@ class Groups:
 
     def _dissolve(self, membership: Membership) -> None:
         self._settle()
-        self._ending(membership)
+        self._ending(membership, "its group was destroyed")
         for one in reversed(membership.tree):
             self._part(one)
         cluster_registry.remove(membership)

@@ -61,12 +61,9 @@ def gpus(declaration: Declaration, members: Sequence[Member], deadline_s: float)
     return [None if isinstance(one, RayActorError) else one for one in told]
 
 
-def who_answers(declaration: Declaration, deadline_s: float, *, all_must: bool) -> list[Any]:
-    """The actors that live, in order; GroupBrokenError if none does. `all_must`: raises as `describe` does."""
+def who_answers(declaration: Declaration, deadline_s: float) -> list[Any]:
+    """The actors that live, in order; GroupBrokenError if none does."""
     check(declaration)
-    if all_must:
-        describe(declaration, deadline_s)
-        return list(declaration.actors)
     answers = _described(declaration, deadline_s)
     alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if isinstance(info, dict)]
     if not alive:

@@ -179,11 +179,16 @@ class Participants:
     # ------------------------------------------------------------------------------------------ joining
 
     def join(
-        self, memberships: Sequence[Membership], deadline_s: float, probe: Mapping[int, tuple[int, ...]] | None = None
+        self,
+        memberships: Sequence[Membership],
+        deadline_s: float,
+        probe: Mapping[int, tuple[int, ...]] | None = None,
+        replaces: str = "",
     ) -> dict[int, tuple[tuple[float, ...], ...]]:
         """Makes all members join groups, and waits until they have; `deadline_s` is by `time.monotonic`.
 
-        `probe` has by rank what a member of the one group shall measure, as in `Join`. Returns by rank what they found.
+        `probe` has by rank what a member of the one group shall measure, and `replaces` is the id of the group in whose
+        place it comes, as in `Join`. Returns by rank what they found.
         """
         waiting: dict[int, _Joining] = {}
         try:
@@ -200,6 +205,7 @@ class Participants:
                             group=asdict(membership.spec),
                             rank=rank,
                             members=members,
+                            replaces=replaces,
                             probe=(probe or {}).get(rank, ()),
                         )
                         self.leased(joining.member.actor_id, [membership]).send(join)
@@ -264,6 +270,12 @@ class Participants:
         """Asks members what they are doing; None for one that is gone, or has not answered in time."""
         said = self._ask(members, Look, timeout_s)
         return [Seen(request=one.request, doing=one.detail) if isinstance(one, Unable) else one for one in said]
+
+    def has_ended(self, member: Member, timeout_s: float) -> bool:
+        """Whether a member's process is known to be gone; one that does not answer in time is not."""
+        peer = self._peer_of(member)
+        asked = None if peer is None else peer.ask(Look)
+        return asked is None or (asked in wait_for([asked], timeout_s).done and asked.result() is None)
 
     def measure(self, member: Member, seq: int) -> Future[Measured | Unable | None] | None:
         """Asks a member how far it is in a plan, without waiting; None for one that is gone."""

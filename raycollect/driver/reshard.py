@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from raycollect.core.model import GroupLike, OpKind
-from raycollect.driver import held_values, operand_binding
+from raycollect.driver import held_values, operand_binding, own_tensors
 from raycollect.driver.call import Call
 from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand
@@ -46,7 +46,8 @@ def reshard_refs(
 
     Args:
         src_refs: One ref per rank of the sources, in the order of their layouts' ranks. Each stands for a tensor, or
-            for a dict of tensors by name, in host memory. They are only read.
+            for a dict of tensors by name, in host memory. They are only read. A tensor or dict of this process may
+            stand in place of a ref, and so may a ref of `ray.put` or of a task: an actor of `dst_refs` takes it in.
         dst_refs: The same of the targets, which are written in place; or actor handles, where the tensors are made: as
             numpy arrays, or by the library of what the same actor gives. Elements in no region stay as they are.
         group_name: A declared group that has all of these actors; ``"default"`` is derived from the refs where it was
@@ -73,6 +74,7 @@ def reshard_refs(
             patterns, or no layouts.
         RefusedError, GroupError, FaultError: As `allreduce_refs`.
     """
+    src_refs = own_tensors.sources_on(dst_refs, src_refs)
     call = ReshardCall(group_name, timeout_s, src_refs=src_refs, dst_refs=dst_refs)
     return call.start(src, dst, inplace=bool(inplace), snapshot=bool(snapshot), async_op=async_op)
 

@@ -19,10 +19,13 @@ from typing import Any, Literal, overload
 
 from ray import ObjectRef
 
-from raycollect.core.model import GroupLike, OpKind, ReduceOp
+from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
+from raycollect.driver import own_tensors
 from raycollect.driver.call import Call
+from raycollect.driver.own_tensors import OwnSource
 from raycollect.driver.work import Work
-from raycollect.errors import UnknownGroupError
+from raycollect.errors import UnknownGroupError, refusal, wrong_argument
+from raycollect.errors.text import a_type
 from raycollect.member import verbs as imperative
 from raycollect.member.init import get_group_handle
 
@@ -126,14 +129,23 @@ def broadcast_refs(
     src_rank: int = 0,
     group_name: GroupLike = "default",
     *,
+    source: Any = None,
     async_op: bool = False,
     timeout_s: float | None = None,
 ) -> Any:
     """Overwrites every rank's tensor with that of `src_rank`.
 
-    `tensor_refs` are one per rank, all of one shape and dtype. What is not said here is as in `allreduce_refs`, errors
-    too. Returns the given refs in rank order; or a `Work` of them.
+    `tensor_refs` are one per rank, all of one shape and dtype. With `source`, which is a tensor (or a list, tuple or
+    dict of them) of this process, or a ref of `ray.put` or of a task to one, all tensors are overwritten with that:
+    `src_rank` takes it in, and gives it to the others as in a scatter. What is not said here is as in `allreduce_refs`,
+    errors too. Returns the given refs in rank order; or a `Work` of them.
     """
+    if source is not None:
+        if not own_tensors.is_own(source):
+            expected = "a tensor of this process, or a ref of ray.put or of a task to one; others are given by src_rank"
+            raise refusal("broadcast", name_of(group_name), (wrong_argument("source", a_type(source), expected),))
+        own = OwnSource(OpKind.BROADCAST, group_name, timeout_s, tensor_refs)
+        return own.start(source, src_rank, async_op=async_op)
     call = Call(OpKind.BROADCAST, group_name, timeout_s, tensor_refs=tensor_refs)
     return call.run(root=src_rank, async_op=async_op)
 
@@ -251,10 +263,14 @@ def scatter_refs(
 ) -> Any:
     """Gives each rank its piece of the tensor list of `src_rank`.
 
-    `tensor_list_ref` is that list; sizes may differ. `tensor_refs` are one per rank, to be overwritten; None, in a
-    declared group: tensors are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs of
-    the outputs in rank order; or a `Work` of them.
+    `tensor_list_ref` is that list; sizes may differ. It may also be a tensor list of this process, or a ref of
+    `ray.put` or of a task to one, which `src_rank` takes in. `tensor_refs` are one per rank, to be overwritten; None,
+    in a declared group: tensors are made. What is not said here is as in `allreduce_refs`, errors too. Returns the refs
+    of the outputs in rank order; or a `Work` of them.
     """
+    if own_tensors.is_own(tensor_list_ref):
+        own = OwnSource(OpKind.SCATTER, group_name, timeout_s, tensor_refs)
+        return own.start(tensor_list_ref, src_rank, async_op=async_op)
     call = Call(OpKind.SCATTER, group_name, timeout_s, tensor_refs=tensor_refs, tensor_list_ref=tensor_list_ref)
     return call.run(root=src_rank, async_op=async_op)
 

@@ -24,7 +24,8 @@
     │   └── HandleAttributeError      it was asked for an attribute that it does not have
     ├── BatchError                a batch, or what one of its calls gave, was used where it can't be
     ├── CaptureError              a captured step was used where it can't be
-    │   └── CaptureBrokenError        one of its runs failed: there will be no others
+    │   ├── CaptureBrokenError        one of its runs failed: there will be no others
+    │   └── CaptureMembersError       it needs a member that has left its group
     ├── RetryError                a collective can't be run again as it was
     ├── TimelineError             a timeline was asked for where there can't be one
     ├── ProgressError             a progress bar was asked for, and tqdm is not installed
@@ -79,6 +80,7 @@ from raycollect.errors._others import ArenaFullError as ArenaFullError
 from raycollect.errors._others import BatchError as BatchError
 from raycollect.errors._others import CaptureBrokenError as CaptureBrokenError
 from raycollect.errors._others import CaptureError as CaptureError
+from raycollect.errors._others import CaptureMembersError as CaptureMembersError
 from raycollect.errors._others import HandleAttributeError as HandleAttributeError
 from raycollect.errors._others import HandleError as HandleError
 from raycollect.errors._others import InternalError as InternalError

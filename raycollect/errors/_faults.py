@@ -51,7 +51,7 @@ class FaultError(RaycollectError):
 class ParticipantDiedError(FaultError):
     """The process of a participant ended."""
 
-    cure = "group.rebuild(), or declare the group again, over the members that live; these are unharmed"
+    cure = "group.replace(dead, new), or group.rebuild() over the members that live; these are unharmed"
 
 
 class ActorGoneError(FaultError):

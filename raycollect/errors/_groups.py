@@ -44,7 +44,7 @@ class GroupBrokenError(GroupError):
     """A member died or a collective failed in mid-kernel, so this group can't communicate any more."""
 
     cure = (
-        "group.rebuild() forms it again over the members that live, group.rebuild(actors=[...]) with others in their "
+        "group.rebuild() forms it again over the members that live, group.replace(dead, new) with others in their "
         "place; a group that members made themselves: destroy_collective_group(name) and init_collective_group again"
     )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from raycollect.errors._base import RaycollectError
+from raycollect.errors.text import listed
 
 
 @dataclass(eq=False, kw_only=True)
@@ -51,6 +52,21 @@ class CaptureBrokenError(CaptureError):
 
     def __str__(self) -> str:
         return f"{self.detail}: {self.why}\nWhat to do: {self.cure}."
+
+
+@dataclass(eq=False, kw_only=True)
+class CaptureMembersError(CaptureError):
+    """The members of a group have changed, and a captured step needs what is not there any more; nothing ran.
+
+    Attributes:
+        lost: What it has lost: the calls, with the ranks, actors and refs that they name.
+    """
+
+    lost: tuple[str, ...] = ()
+    cure: ClassVar[str] = "close the step and capture it again, with the members of now"
+
+    def __str__(self) -> str:
+        return f"{self.detail}: {listed(self.lost, '; ')}\nWhat to do: {self.cure}."
 
 
 @dataclass(eq=False, kw_only=True)

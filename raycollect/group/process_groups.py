@@ -89,8 +89,12 @@ class ProcessGroups:
         with self._lock:
             self._process_groups[process_group.name] = process_group
 
-    def adopt(self, process_group: ProcessGroup) -> None:
-        """Adds a group that the driver declares; GroupExistsError: its name is taken."""
+    def adopt(self, process_group: ProcessGroup, before: ProcessGroup | None = None) -> None:
+        """Adds a group that the driver declares, in the place of `before`; GroupExistsError: its name is taken."""
+        with self._lock:
+            if before is not None and self._process_groups.get(process_group.name) is before:
+                self._process_groups[process_group.name] = process_group  # a call finds one of the two at any time
+                return
         with self.request(process_group.name):
             self.add(process_group)
 

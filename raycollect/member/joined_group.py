@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from raycollect.member.runtime import Runtime
 
 
+CHANGED = "the members of the group have changed: call again, with the rank and the world size of now"
+
+
 class JoinedGroup:
     """This process's part in one group. Any thread may call it.
 
@@ -42,6 +45,7 @@ class JoinedGroup:
         rank: This process's rank.
         members: What `Join` says of all, in rank order.
         process_groups: The groups of this process.
+        before: The group of this name in whose place it comes, if there is one.
         reporter: Tells the controller that declared the group; also of imperative calls that block.
 
     Attributes:
@@ -61,6 +65,7 @@ class JoinedGroup:
         members: Sequence[Mapping[str, Any]],
         process_groups: ProcessGroups,
         reporter: Reporter,
+        before: ProcessGroup | None = None,
     ) -> None:
         def watch(communicator: MemberCommunicator, op: str) -> AbstractContextManager[None]:
             name, ranks = communicator.name, communicator.ranks
@@ -89,7 +94,7 @@ class JoinedGroup:
                 declared=True,
                 watch=watch,
             )
-            process_groups.adopt(self.process_group)
+            process_groups.adopt(self.process_group, before)
 
     @property
     def communicator(self) -> Communicator:
@@ -185,12 +190,16 @@ class JoinedGroups:
         spec = _read_spec(message)
         if spec.group_id in self.by_id:  # nothing would ever release what the first one holds
             raise ProtocolError(detail="a group is joined once")
+        before = self.by_id.get(message.replaces)
+        process_groups, took = self._runtime.process_groups, None if before is None else before.process_group
         try:
-            made = JoinedGroup(spec, message.rank, message.members, self._runtime.process_groups, self._reporter)
+            made = JoinedGroup(spec, message.rank, message.members, process_groups, self._reporter, took)
         except GroupExistsError as exc:
             self._reporter.tell(Joined(request=message.request, error=to_wire(exc)))
             return
         self.by_id[spec.group_id] = made
+        if before is not None:
+            self._end(message.replaces, CHANGED)
         threads.start("raycollect-join", self._connect, made, message)
 
     def _connect(self, joined_group: JoinedGroup, message: Join) -> None:
@@ -210,12 +219,15 @@ class JoinedGroups:
 
     def leave(self, message: Leave) -> None:
         """Forgets a group; plans of it that still come fail."""
-        joined_group = self.by_id.pop(message.group_id, None)
+        self._end(message.group_id, "the group was destroyed")
+
+    def _end(self, group_id: str, reason: str) -> None:
+        joined_group = self.by_id.pop(group_id, None)
         if joined_group is not None:
             ring = Tracer.current().of(self._controller)
             if ring is not None:
-                ring.groups[message.group_id] = Place.of(joined_group.spec, joined_group.rank)
-            joined_group.close("the group was destroyed")
+                ring.groups[group_id] = Place.of(joined_group.spec, joined_group.rank)
+            joined_group.close(reason)
 
     def received(self, message: Any) -> None:
         """A message of the hub of a group."""

@@ -233,6 +233,15 @@ def _first_index(method: Callable[..., Any], frame: FrameType) -> int:
     return 1 if declared else _UNKNOWN
 
 
+def _take_in(self: CollectiveParticipant, value: Any, copies: int = 0) -> Any:
+    """Keeps a value of the driver, as if this method had made it; in a list that has it so many times."""
+    return [value] * copies if copies else value
+
+
+# Not `_raycollect_...`: plans are behind it, as behind the methods of users.
+CollectiveParticipant.__raycollect_take_in__ = _hold(_take_in, "__raycollect_take_in__")  # type: ignore[attr-defined]
+
+
 # ---------------------------------------------------------------------------------------------- captured steps
 
 

@@ -155,8 +155,12 @@ def fill_memory(actor: Any) -> None:
 
 def figures_of_driver() -> tuple[Figures, Counter[str]]:
     """What the driver holds, and what its controller knows."""
-    give_back()
     controller = Controller.current()
+    for peer in controller.participants.all():
+        tokens = peer._lent_tokens and peer._lent_tokens._tokens
+        if tokens is not None:
+            tokens._let_go()  # up to some for each participant are ready to be lent
+    give_back()
     groups = controller.groups
     found = figures_of_process()
     found["groups"] = sum(len(one) for one in vars(groups).values() if isinstance(one, (dict, deque)))

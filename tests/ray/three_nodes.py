@@ -55,6 +55,10 @@ def across_nodes():
     assert near.backend == "shm", near.backend
     with pytest.raises(col.errors.BackendUnavailableError, match="one machine"):
         col.declare_collective_group([a, c], group_name="far", backend="shm")
+    assert near.add(c).backend == "tcp", near.backend
+    col.allreduce_refs(buffers(near.actors), "near")
+    assert near.remove(2).backend == "shm", near.backend
+    col.allreduce_refs(buffers(near.actors), "near")
 
 
 SIZES = (4, 0, 300_001)

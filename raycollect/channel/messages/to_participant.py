@@ -11,6 +11,7 @@ from raycollect.channel.messages.codec import Message, message
 class Join(Message):
     """Become `rank` of a group; answered by `Joined` with the same `request`.
 
+    `replaces` is the id of the group of this name in whose place it comes, as its members have changed; "": none.
     `probe` asks for the links to other ranks: by turn, a rank or -1 (`Probing`).
     """
 
@@ -18,6 +19,7 @@ class Join(Message):
     group: dict[str, Any]
     rank: int
     members: list[dict[str, Any]]
+    replaces: str = ""
     probe: tuple[int, ...] = ()
 
 

@@ -126,7 +126,7 @@ class Heard:
 def _join(**changes: Any) -> Join:
     spec = asdict(GroupSpec(name="g", group_id="id of g", backend="shm", world_size=2))
     members = [{"actor": f"W{rank}", "ordered": True} for rank in range(2)]
-    fields: dict[str, Any] = {"group": spec, "rank": 0, "members": members}
+    fields: dict[str, Any] = {"group": spec, "rank": 0, "members": members, "replaces": ""}
     for name, value in changes.items():
         if name in fields:
             fields[name] = value
@@ -207,6 +207,24 @@ def test_an_invitation_that_makes_no_sense_is_refused(premises: Any, changes: di
     assert heard.messages == []
     assert premises.process_groups._process_groups == {}
     made.end("the test is over")
+
+
+def test_a_group_takes_the_place_of_another_in_one_step(monkeypatch: pytest.MonkeyPatch, premises: Any) -> None:
+    """A call of the member's own finds one of the two at any time; one that is in the old one is told."""
+    monkeypatch.setattr(backends, "load", lambda *_: lambda *_, **__: SimpleNamespace(close=lambda: None))
+    made, heard = _leased(premises)
+    found, groups = [], premises.process_groups
+    monkeypatch.setattr(groups, "add", lambda one, add=groups.add: (add(one), found.append(one.name)))
+    made.received(_join())
+    old = groups.find("g")
+    made.received(_join(group_id="the next", world_size=2, rank=1, replaces="id of g"))
+    new = groups.find("g")
+    assert (new.spec.group_id, new.rank, found) == ("the next", 1, ["g"])
+    assert "members of the group have changed" in str(old.why_not([1]))
+    assert set(made._groups.by_id) == {"the next"}
+    assert not [one for one in heard.messages if getattr(one, "error", None)]
+    made.end("the test is over")
+    assert groups.find("g") is None
 
 
 def test_a_group_that_was_left_is_forgotten_and_its_plans_take_their_turn(

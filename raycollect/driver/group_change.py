@@ -1,0 +1,125 @@
+"""What `Group.add`, `Group.remove` and `Group.replace` make of a group's members. Asks nobody but for `living`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from raycollect.core import ray_internals
+from raycollect.core.model import Member
+from raycollect.driver.participants import Participants
+from raycollect.errors import InvalidGroupError
+from raycollect.errors.text import a_type, listed, shown
+from raycollect.group.membership import Membership, is_participant
+
+ANSWER_S = 2.0
+"""How long a member that is said to be dead may take to show that it lives, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupChange:
+    """The members that a group shall have.
+
+    Attributes:
+        actors: The actor handles by rank.
+        heirs: Actor id -> the id of the actor that takes its place.
+        dead: Those that have to be dead.
+    """
+
+    actors: tuple[Any, ...]
+    heirs: Mapping[str, str] = field(default_factory=dict)
+    dead: tuple[Member, ...] = ()
+
+
+def added(membership: Membership, actors: Sequence[Any], new: Any) -> GroupChange:
+    """More members, with the ranks after those of now; InvalidGroupError has every reason."""
+    found = _several(new)
+    _refuse(membership, _newcomer_problems(membership, found))
+    return GroupChange(actors=(*actors, *found))
+
+
+def removed(membership: Membership, actors: Sequence[Any], members: Any) -> GroupChange:
+    """Fewer members, whose ranks close up in their order; raises as `added`."""
+    problems: list[str] = []
+    ranks = _ranks(membership, members, problems)
+    if not problems and len(set(ranks)) == membership.spec.world_size:
+        problems.append("no member would be left: destroy the group instead")
+    _refuse(membership, problems)
+    return GroupChange(actors=tuple(actor for rank, actor in enumerate(actors) if rank not in ranks))
+
+
+def replaced(membership: Membership, actors: Sequence[Any], dead: Any, new: Any) -> GroupChange:
+    """Other actors at the ranks of members that are dead; raises as `added`."""
+    problems: list[str] = []
+    ranks, found = _ranks(membership, dead, problems), _several(new)
+    problems += _newcomer_problems(membership, found)
+    if not problems and len(ranks) != len(found):
+        problems.append(f"{len(ranks)} members to replace, but {len(found)} actors in their place")
+    _refuse(membership, problems)
+    by_rank = dict(zip(ranks, found, strict=True))
+    gone = tuple(membership.members[rank] for rank in ranks)
+    return GroupChange(
+        actors=tuple(by_rank.get(rank, actor) for rank, actor in enumerate(actors)),
+        heirs={membership.members[rank].actor_id: actor._actor_id.hex() for rank, actor in by_rank.items()},
+        dead=gone,
+    )
+
+
+def living(members: Sequence[Member], peers: Participants) -> str:
+    """Why members can't be replaced, as they are not known to be dead; empty where all are."""
+    found = [f"rank {one.rank} ({one.actor})" for one in members if not peers.has_ended(one, ANSWER_S)]
+    if not found:
+        return ""
+    return (
+        f"alive, or not known to be dead: {listed(found)}. End it with ray.kill(actor), or remove it and add the other"
+    )
+
+
+def _several(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _newcomer_problems(membership: Membership, actors: Sequence[Any]) -> list[str]:
+    problems = [] if actors else ["no actor is given"]
+    everybody = all(member.participant for member in membership.members)
+    for actor in actors:
+        if not isinstance(actor, ray.actor.ActorHandle):
+            problems.append(f"not an actor handle: {a_type(actor)} (call Class.remote(...) first)")
+            continue
+        rank, who = membership.rank_of(actor._actor_id.hex()), ray_internals.describe_actor(actor)
+        if rank >= 0:
+            problems.append(f"{who} is a member already: rank {rank}")
+        elif everybody and not is_participant(actor):
+            problems.append(
+                f"{who} lacks the mixin that all members have: its class has to inherit CollectiveParticipant"
+            )
+    return problems
+
+
+def _ranks(membership: Membership, members: Any, problems: list[str]) -> list[int]:
+    ranks, size = [], membership.spec.world_size
+    for one in _several(members):
+        if isinstance(one, ray.actor.ActorHandle):
+            rank = membership.rank_of(one._actor_id.hex())
+            if rank < 0:
+                problems.append(f"{ray_internals.describe_actor(one)} is no member")
+        else:
+            rank = -1 if isinstance(one, bool) or not hasattr(one, "__index__") else operator.index(one)
+            if not 0 <= rank < size:
+                problems.append(f"{shown(one)} is neither a rank from 0 to {size - 1} nor the handle of a member")
+                continue
+        if rank in ranks:
+            problems.append(f"rank {rank} more than once")
+        ranks.append(rank)
+    if not ranks and not problems:
+        problems.append("no member is given")
+    return ranks
+
+
+def _refuse(membership: Membership, problems: Sequence[str]) -> None:
+    if problems:
+        raise InvalidGroupError(group_name=membership.spec.name, detail=listed(problems, "; "))

@@ -1,0 +1,87 @@
+"""Tensors that no participant holds, as sources: those of the calling process, and of refs of `ray.put` or of tasks.
+
+One participant takes such a value in, by an actor task: it gets it from Ray's object store, and returns a handle as any
+method does that returns tensors. From then on it is an operand like others. It is freed with the plan that reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from raycollect.backends import arrays
+from raycollect.core import direct_transport, ray_internals
+from raycollect.core.model import GroupLike, OpKind
+from raycollect.driver import operand_binding
+from raycollect.driver.call import Call
+from raycollect.driver.operand_binding import Operand
+from raycollect.driver.pending import Pending
+from raycollect.errors import Violation, refusal
+from raycollect.pos import Container
+from raycollect.pos.handle import Handle
+
+
+def is_own(value: Any) -> bool:
+    """Whether a value, or that of a ref, is tensors that no participant holds; waits for the task that makes it."""
+    if isinstance(value, (Pending, ray.actor.ActorHandle)):
+        return False
+    if isinstance(value, ray.ObjectRef):
+        if ray_internals.read_ref(value)[1]:
+            return False
+        value = direct_transport.get(value)
+    return not isinstance(value, Handle) and Container.of(value, arrays.is_tensor) is not None
+
+
+def taken_in(value: Any, actor_id: str, copies: int = 0) -> Any:
+    """The ref of such a value on a participant; of a list that has it so many times, where `copies` are asked for."""
+    ref = value if isinstance(value, ray.ObjectRef) else ray.put(value)
+    return ray_internals.actor_handle(actor_id).__raycollect_take_in__.remote(ref, copies)
+
+
+class OwnSource(Call):
+    """A scatter of such a value from a rank that takes it in; or a broadcast, which is one of equal pieces."""
+
+    def __init__(self, kind: OpKind, group_name: GroupLike, timeout_s: float | None, tensor_refs: Any) -> None:
+        self.name = kind.value
+        super().__init__(OpKind.SCATTER, group_name, timeout_s, tensor_refs=tensor_refs)
+
+    def start(self, value: Any, root: Any, *, async_op: bool) -> Any:
+        """Sends the call, or records it; `root` is the rank that takes the value in."""
+        spec, members = self._membership.spec, self._membership.members
+        rank = self._number("src_rank", root, f"a rank from 0 to {spec.world_size - 1}")
+        self._check_async(async_op)
+        self._raise()
+        if 0 <= rank < spec.world_size:
+            self._bind("tensor_list_ref", [Operand(ref=None, key=None, actor_id=members[rank].actor_id)], alone=True)
+            self._raise()
+            copies = spec.world_size if self.name == OpKind.BROADCAST.value else 0
+            ref = taken_in(value, members[rank].actor_id, copies)
+            key, actor_id = ray_internals.read_ref(ref)
+            self._bound["tensor_list_ref"] = {rank: Operand(ref=ref, key=key, actor_id=actor_id)}
+        return self.run(root=rank, async_op=async_op)
+
+
+def sources_on(targets: Any, sources: Any) -> Any:
+    """The sources of a reshard, of which such values are taken in by actors of the targets that give nothing else."""
+    if not isinstance(sources, (list, tuple)) or not isinstance(targets, (list, tuple)):
+        return sources  # the call says what is wrong with them
+    own = [at for at, one in enumerate(sources) if is_own(one)]
+    if not own:
+        return sources
+    taken = {actor_id for at, one in enumerate(sources) if at not in own and (actor_id := _actor_of(one))}
+    free = [actor_id for one in targets if (actor_id := _actor_of(one)) and actor_id not in taken]
+    if len(free) < len(own):
+        found, expected = f"{len(own)} tensors of this process", f"at most one for each target's actor: {len(free)}"
+        raise refusal("reshard", "", (Violation(kind="argument", field="src_refs", found=found, expected=expected),))
+    found_on = dict(zip(own, free, strict=False))
+    return [taken_in(one, found_on[at]) if at in found_on else one for at, one in enumerate(sources)]
+
+
+def _actor_of(target: Any) -> str:
+    if isinstance(target, ray.actor.ActorHandle):
+        return str(target._actor_id.hex())
+    if isinstance(target, Pending):
+        return target.actor_id
+    read = operand_binding.operand(target, 0)
+    return read.actor_id if isinstance(read, Operand) else ""
