@@ -190,6 +190,41 @@ def alltoall_refs(
     return Call(OpKind.ALLTOALL, group_name, timeout_s, **lists).run(async_op=async_op)
 
 
+def scan_refs(
+    tensor_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    inplace: bool = True,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the reduction of the tensors of ranks 0 to its own, as MPI_Scan.
+
+    What is not said here is as in `allreduce_refs`, errors too.
+    """
+    call = Call(OpKind.SCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
+    return call.run(async_op=async_op, inplace=inplace)
+
+
+def exscan_refs(
+    tensor_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    inplace: bool = True,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the reduction of the tensors of the ranks before it, as MPI_Exscan.
+
+    The result of rank 0, which MPI leaves undefined, is what it gives. What is not said here is as in `allreduce_refs`,
+    errors too.
+    """
+    call = Call(OpKind.EXSCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
+    return call.run(async_op=async_op, inplace=inplace)
+
+
 def send_ref(
     src_tensor_ref: Any,
     dst_tensor_ref: Any,

@@ -15,11 +15,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any
-
-import torch
-from torch import distributed
-from torch.distributed import distributed_c10d as c10d
 
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
@@ -30,9 +27,13 @@ from raycollect.group.coordinator import ALL, name_of_ranks
 from raycollect.member.call import ME, MemberCall
 from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
 
+torch: Any = import_module("torch")
+distributed: Any = import_module("torch.distributed")
+
 NAME = "raycollect"
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Any]
+"""Tensors of torch."""
 
 Call = Callable[[], None]
 """Makes one call of the member, and waits for its end."""
@@ -114,10 +115,10 @@ def _own_address(store: Any) -> str:
         return str(route.getsockname()[0])
 
 
-class TorchWork(distributed.Work):
+class TorchWork(distributed.Work):  # type: ignore[misc]
     """A call under way, as torch sees it."""
 
-    def __init__(self, future: Future[Any], result: list[torch.Tensor], source: int = -1) -> None:
+    def __init__(self, future: Future[Any], result: list[Any], source: int = -1) -> None:
         super().__init__()
         self._future = future
         self._result = result
@@ -135,9 +136,9 @@ class TorchWork(distributed.Work):
             raise anew(error) if isinstance(error, RaycollectError) else error
         return True
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+    def get_future(self) -> Any:
         """Its end as a future of torch, with the tensors that the call was given."""
-        made: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        made: Any = torch.futures.Future()
         result = self._result
 
         def settle(future: Future[Any]) -> None:
@@ -145,7 +146,7 @@ class TorchWork(distributed.Work):
             if error is None:
                 made.set_result(result)
             else:
-                made.set_exception(anew(error) if isinstance(error, RaycollectError) else error)  # type: ignore[arg-type]
+                made.set_exception(anew(error) if isinstance(error, RaycollectError) else error)
 
         self._future.add_done_callback(settle)
         return made
@@ -162,7 +163,7 @@ class TorchWork(distributed.Work):
         """Why it failed; None if it did not, or has not ended."""
         return self._future.exception() if self._future.done() else None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Any]:
         """The tensors that the call was given."""
         return self._result
 
@@ -170,7 +171,7 @@ class TorchWork(distributed.Work):
         return self._source
 
 
-class TorchProcessGroup(distributed.ProcessGroup):
+class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
     """A process group of torch whose calls are those of a member of a group.
 
     Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
@@ -212,7 +213,7 @@ class TorchProcessGroup(distributed.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """torch's name of the group."""
+        """Torch's name of the group."""
         return self._group_name
 
     @property
@@ -221,7 +222,7 @@ class TorchProcessGroup(distributed.ProcessGroup):
         return self._group_desc
 
     @property
-    def _device_types(self) -> list[torch.device]:
+    def _device_types(self) -> list[Any]:
         return [torch.device("cpu")]
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -266,14 +267,12 @@ class TorchProcessGroup(distributed.ProcessGroup):
         outputs = list(output_tensors[0])
         return self._allgather([(outputs, input_tensors[0])], outputs, opts)
 
-    def allgather_coalesced(
-        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
-    ) -> TorchWork:
+    def allgather_coalesced(self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None) -> TorchWork:
         """Gives every rank the lists of tensors of all ranks, by rank."""
         outputs = [list(one) for one in output_lists]
         return self._allgather([(outputs, list(input_list))], [one for some in outputs for one in some], opts)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+    def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
         """Gives every rank the tensors of all ranks, one behind the other in one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
@@ -282,13 +281,11 @@ class TorchProcessGroup(distributed.ProcessGroup):
         pairs = [(_flat(output), one) for output, one in zip(outputs, inputs, strict=True)]
         return self._allgather(pairs, list(outputs), opts)
 
-    def reduce_scatter(
-        self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None
-    ) -> TorchWork:
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> TorchWork:
         """Reduces lists of tensors over all ranks, and gives each rank its item of the result."""
         return self._reduce_scatter([(output_tensors[0], list(input_tensors[0]))], opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> TorchWork:
+    def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> TorchWork:
         """Reduces a tensor over all ranks, and gives each rank its part of the result."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
@@ -316,8 +313,8 @@ class TorchProcessGroup(distributed.ProcessGroup):
 
     def all_to_all_single(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Any,
+        input: Any,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
@@ -353,13 +350,13 @@ class TorchProcessGroup(distributed.ProcessGroup):
 
     # ------------------------------------------------------------------------------------------ one call
 
-    def _allgather(self, pairs: Sequence[tuple[Any, Any]], result: list[torch.Tensor], opts: Any) -> TorchWork:
+    def _allgather(self, pairs: Sequence[tuple[Any, Any]], result: list[Any], opts: Any) -> TorchWork:
         calls = [
             self._call(OpKind.ALLGATHER, [("tensor", given), ("tensor_list", taken)], opts) for taken, given in pairs
         ]
         return self._start(ALL, calls, result, opts)
 
-    def _reduce_scatter(self, pairs: Sequence[tuple[torch.Tensor, Any]], opts: Any) -> TorchWork:
+    def _reduce_scatter(self, pairs: Sequence[tuple[Any, Any]], opts: Any) -> TorchWork:
         opts = opts or distributed.ReduceScatterOptions()
         calls = [
             self._call(OpKind.REDUCESCATTER, [("tensor_list", given), ("tensor", taken)], opts, op=_op(opts))
@@ -367,7 +364,7 @@ class TorchProcessGroup(distributed.ProcessGroup):
         ]
         return self._start(ALL, calls, [taken for taken, _ in pairs], opts)
 
-    def _alltoall(self, taken: Any, given: Any, result: list[torch.Tensor], opts: Any) -> TorchWork:
+    def _alltoall(self, taken: Any, given: Any, result: list[Any], opts: Any) -> TorchWork:
         values = [("tensor_list_in", given), ("tensor_list_out", taken)]
         return self._start(ALL, [self._call(OpKind.ALLTOALL, values, opts)], result, opts)
 
@@ -390,7 +387,7 @@ class TorchProcessGroup(distributed.ProcessGroup):
         return run
 
     def _start(
-        self, communicator: str, calls: Sequence[Call], result: list[torch.Tensor], opts: Any, source: int = -1
+        self, communicator: str, calls: Sequence[Call], result: list[Any], opts: Any, source: int = -1
     ) -> TorchWork:
         """Runs calls one after the other: in this thread if the caller is going to wait, and none is under way."""
         queue = self._queues.get(communicator)
@@ -419,10 +416,10 @@ def _op(opts: Any) -> str:
     return str(opts.reduceOp.op.name)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: Any) -> Any:
     """One dimension, which the ranks can divide whatever its shape; what is not contiguous is refused by the call."""
     return tensor.view(-1) if tensor.is_contiguous() else tensor
 
 
-def _cut(tensor: torch.Tensor, sizes: Sequence[int]) -> Any:
+def _cut(tensor: Any, sizes: Sequence[int]) -> Any:
     return list(tensor.split(list(sizes))) if sizes else _flat(tensor)

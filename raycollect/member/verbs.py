@@ -169,6 +169,35 @@ def alltoall(
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
 
+def scan(
+    tensor: Any,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Gives every rank the reduction of the tensors of ranks 0 to its own, in place, as MPI_Scan. See `allreduce`."""
+    call = MemberCall(OpKind.SCAN, group_name, op=op)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+def exscan(
+    tensor: Any,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> MemberWork | Any:
+    """Gives every rank the reduction of the tensors of the ranks before it, in place, as MPI_Exscan.
+
+    Rank 0's tensor, which MPI leaves undefined, stays as it is. See `allreduce`.
+    """
+    call = MemberCall(OpKind.EXSCAN, group_name, op=op)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
 def send(
     tensor: Any,
     dst_rank: int,

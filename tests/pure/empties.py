@@ -123,7 +123,7 @@ class Part:
         """Lets what is written be what is read, where that is allowed."""
         if self._gives is None or (self._takes is None and self._taken is None):
             return
-        if self.call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+        if self.call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.SCAN, OpKind.EXSCAN):
             self._takes, self._shared = self._gives, in_order(self._gives)
             return
         if self._takes is None:
@@ -183,7 +183,12 @@ def _planned(scene: Scene, spec: GroupSpec) -> Plan:
             )
             for rank in ranks
         )
-        is_inplace = call.into == "in place" and call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE)
+        is_inplace = call.into == "in place" and call.kind in (
+            OpKind.ALLREDUCE,
+            OpKind.REDUCE,
+            OpKind.SCAN,
+            OpKind.EXSCAN,
+        )
         requests.append(
             Request(
                 kind=call.kind,

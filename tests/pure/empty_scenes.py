@@ -125,7 +125,7 @@ def _calls(draw: st.DrawFn, kind: OpKind, world: int, dtypes: Sequence[str]) -> 
 def _places_of(kind: OpKind, structure: str) -> list[str]:
     if kind is OpKind.BROADCAST:
         return ["given"]
-    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.SCAN, OpKind.EXSCAN):
         return ["in place", "made"]
     if kind is OpKind.SEND:
         return ["given", "made"]

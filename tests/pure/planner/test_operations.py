@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raycollect.core.model import GroupSpec, Key, OpKind, ReduceOp, task_key
+from raycollect.core.model import PREFIXES, GroupSpec, Key, OpKind, ReduceOp, task_key
 from raycollect.errors import InternalError, RefusedError, UnsupportedError
 from raycollect.planner import (
     STAND_INS,
@@ -80,7 +80,8 @@ def _asks(request: Request, rank: int, dst: Key | None) -> bool:
     if request.kind in MADE:
         return dst is None and rank in takers(request.kind, request.group.world_size, request.root, request.peer)
     return not request.inplace and (
-        request.kind is OpKind.ALLREDUCE or (request.kind is OpKind.REDUCE and rank == request.root)
+        request.kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN)
+        or (request.kind is OpKind.REDUCE and rank == request.root)
     )
 
 
@@ -114,7 +115,8 @@ def test_every_operation_is_planned_for_every_root_and_survives_the_wire(kind: O
         uses = plan([request]).uses()
         for rank, src, dst in request.operands:
             in_place = request.inplace and (
-                kind is OpKind.ALLREDUCE or (kind is OpKind.REDUCE and rank == request.root)
+                kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN)
+                or (kind is OpKind.REDUCE and rank == request.root)
             )
             assert {key: uses.pop(key) for key in (src, dst) if key} == {
                 key: key is dst or in_place for key in (src, dst) if key
@@ -330,7 +332,8 @@ def _broken_steps(made: Part, rank: int) -> Iterator[tuple[str, Part]]:
             yield f"rank {rank} reduces otherwise", _with(made, rank, _change(template, at, op=ReduceOp.MAX))
         if step.src >= 0:
             yield f"rank {rank} reads nothing", _with(made, rank, _change(template, at, src=-1))
-        if step.dst >= 0 and not template.buffers[step.dst].scratch:
+        keeps = rank == 0 and step.src == step.dst and step.kind in PREFIXES  # which is right: it has its result
+        if step.dst >= 0 and not template.buffers[step.dst].scratch and not keeps:
             yield f"rank {rank} writes nothing", _with(made, rank, _change(template, at, dst=-1))
         if step.dst == 1 and template.result == 1:
             yield f"rank {rank} overwrites what it gives", _with(made, rank, _change(template, at, dst=0))
