@@ -64,7 +64,7 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
         given.group_rank,
         passed.pop("backend", "auto"),
         name,
-        timeout_s * 1000,  # type: ignore[arg-type]  # a fraction of a millisecond is none too few
+        timeout_s * 1000,
         pg_options=passed,
         rendezvous=TorchStore(given.store),
     )

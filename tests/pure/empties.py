@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 
 from raycollect.backends import arrays
-from raycollect.core.model import GroupSpec, Key, OpKind, task_key
+from raycollect.core.model import PREFIXES, GroupSpec, Key, OpKind, task_key
 from raycollect.core.protocols import Communicator
 from raycollect.engine import device_staging
 from raycollect.engine.device_staging import memory_of
@@ -340,7 +340,7 @@ def check_draws(found: Teams, examples: int, worlds: Sequence[int]) -> None:
 
     @seed(zlib.crc32(found.backend.encode()))
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate])
-    @given(scene=scenes(worlds))
+    @given(scene=scenes(worlds, PREFIXES if "nccl" in found.backend else ()))
     def holds(scene: Scene) -> None:
         check(found, scene)
 

@@ -66,6 +66,7 @@ CUT = (OpKind.SCATTER, OpKind.REDUCESCATTER, OpKind.ALLTOALL)
 # Kernels in which a rank sends the same data to all others
 _WHOLE = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.ALLGATHER, *PREFIXES)
 _SLOTS = 2
+OWN = True
 _VIEWS_KEPT = 64
 _LINE_NBYTES = 64
 
@@ -194,6 +195,8 @@ class Staged:
                 if dst is not None:
                     dst.write(lo, hi, parts[0])
             elif dst is not None:
+                if OWN and me < 2 and not isinstance(src, Joined):
+                    parts[me] = src.read(lo, hi)
                 for first, last, array, start, stop in dst.spans(lo, hi):
                     out = array.target(start, stop)
                     fold(op, [part[first - lo : last - lo] for part in parts[:count]], out)

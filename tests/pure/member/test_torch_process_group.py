@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch.distributed")
 
+from raycollect.errors import GroupBrokenError
 from tests.pure.member import torch_bodies as bodies
 from tests.pure.processes import outcome
 
@@ -21,9 +22,9 @@ def ranks(crew, tmp_path):
         store = f"file://{tmp_path}/store"
         begun = [one.start(bodies.begun, body, rank, world, store, options, *args) for rank, one in enumerate(taken)]
         results = [outcome(one) for one in begun]
-        for one in results:
-            if isinstance(one, BaseException):
-                raise one
+        failures = [one for one in results if isinstance(one, BaseException)]
+        if failures:  # that a rank has left follows from its own
+            raise min(failures, key=lambda one: isinstance(one, GroupBrokenError))
         return results
 
     return run
