@@ -2,30 +2,24 @@
 
 torch's classes for backends can't be derived from in Python, only `ProcessGroup`; the group that
 `torch.distributed.init_process_group` makes is therefore replaced by the one here, as torch does it for such classes.
-Each call of torch is one call of a member (`member.call`), with the same agreement and the same errors. torch calls
-from several threads, and its calls are asynchronous by default: those run one by one in a thread per communicator, in
-the order in which they were made.
+Each call of torch is one call of a member, with the same agreement and the same errors (`torch_calls`).
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from importlib import import_module
 from typing import Any
 
 from raycollect.core import ray_internals
 from raycollect.core.model import OpKind
-from raycollect.engine.execution import Outcome
-from raycollect.errors import RaycollectError, Violation, anew, refusal
-from raycollect.group.call_queue import Callers, CallQueue
-from raycollect.group.coordinator import ALL, name_of_ranks
-from raycollect.member.call import ME, MemberCall
-from raycollect.member.init import destroy_collective_group, get_group_handle, init_collective_group
+from raycollect.group.coordinator import ALL
+from raycollect.member.call import ME
+from raycollect.member.init import init_collective_group
+from raycollect.member.torch_calls import TorchCalls, TorchWork
 
 torch: Any = import_module("torch")
 distributed: Any = import_module("torch.distributed")
@@ -34,9 +28,6 @@ NAME = "raycollect"
 
 Tensors = Sequence[Any]
 """Tensors of torch."""
-
-Call = Callable[[], None]
-"""Makes one call of the member, and waits for its end."""
 
 
 def register() -> None:
@@ -68,7 +59,7 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
         pg_options=passed,
         rendezvous=TorchStore(given.store),
     )
-    return TorchProcessGroup(given.group_rank, given.group_size, name)
+    return TorchProcessGroup(given.group_rank, given.group_size, TorchCalls(name))
 
 
 class TorchStore:
@@ -115,79 +106,15 @@ def _own_address(store: Any) -> str:
         return str(route.getsockname()[0])
 
 
-class TorchWork(distributed.Work):  # type: ignore[misc]
-    """A call under way, as torch sees it."""
+class _Named(distributed.ProcessGroup):  # type: ignore[misc]
+    """What torch asks of a process group besides calls."""
 
-    def __init__(self, future: Future[Any], result: list[Any], source: int = -1) -> None:
-        super().__init__()
-        self._future = future
-        self._result = result
-        self._source = source
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Waits for the end; a timeout of zero means as long as the call itself may last.
-
-        Raises:
-            TimeoutError: It had not ended in time; it goes on.
-            RaycollectError: It failed.
-        """
-        error = self._future.exception(timeout.total_seconds() or None)
-        if error is not None:
-            raise anew(error) if isinstance(error, RaycollectError) else error
-        return True
-
-    def get_future(self) -> Any:
-        """Its end as a future of torch, with the tensors that the call was given."""
-        made: Any = torch.futures.Future()
-        result = self._result
-
-        def settle(future: Future[Any]) -> None:
-            error = future.exception()
-            if error is None:
-                made.set_result(result)
-            else:
-                made.set_exception(anew(error) if isinstance(error, RaycollectError) else error)
-
-        self._future.add_done_callback(settle)
-        return made
-
-    def is_completed(self) -> bool:
-        """Whether it has ended; never waits."""
-        return self._future.done()
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return self._future.done() and self._future.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """Why it failed; None if it did not, or has not ended."""
-        return self._future.exception() if self._future.done() else None
-
-    def result(self) -> list[Any]:
-        """The tensors that the call was given."""
-        return self._result
-
-    def _source_rank(self) -> int:
-        return self._source
-
-
-class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
-    """A process group of torch whose calls are those of a member of a group.
-
-    Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
-    a receive from any rank.
-    """
-
-    def __init__(self, rank: int, size: int, name: str) -> None:
+    def __init__(self, rank: int, size: int, calls: TorchCalls) -> None:
         super().__init__(rank, size)
         self._rank = rank
         self._size = size
-        self._name = name
-        self._process_group = get_group_handle(name)
-        self._queues: dict[str, CallQueue] = {}
+        self._calls = calls
         self._group_name = self._group_desc = ""
-
-    # ------------------------------------------------------------------------------------------ what torch asks
 
     def size(self) -> int:
         """The number of ranks."""
@@ -201,66 +128,67 @@ class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
         """The name by which it is registered."""
         return NAME
 
-    def name(self) -> str:
-        """The name by which it is registered."""
-        return NAME
-
-    def _set_group_name(self, name: str) -> None:
-        self._group_name = name
-
-    def _set_group_desc(self, text: str) -> None:
-        self._group_desc = text
+    name = getBackendName
 
     @property
     def group_name(self) -> str:
         """Torch's name of the group."""
         return self._group_name
 
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
     @property
     def group_desc(self) -> str:
         """What torch says of the group."""
         return self._group_desc
+
+    def _set_group_desc(self, text: str) -> None:
+        self._group_desc = text
 
     @property
     def _device_types(self) -> list[Any]:
         return [torch.device("cpu")]
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long later calls wait for each other."""
-        self._process_group.timeout_s = timeout.total_seconds()
+        """Sets how long later calls wait for the other ranks."""
+        self._calls.set_timeout(timeout)
 
     def shutdown(self) -> None:
         """Leaves the group; may be called twice."""
-        if self._process_group is not None:
-            for queue in self._queues.values():
-                queue.close()
-            process_group, self._process_group = self._process_group, None  # type: ignore[assignment]
-            with suppress(RaycollectError):  # the user has left it by its name
-                destroy_collective_group(process_group)
+        self._calls.close()
 
     abort = shutdown
+
+
+class TorchProcessGroup(_Named):
+    """A process group of torch whose calls are those of a member of a group.
+
+    Tensors lie in the memory of the host. Point-to-point calls match by their order alone: tags are refused, and so is
+    a receive from any rank.
+    """
 
     # ------------------------------------------------------------------------------------------ collectives
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Reduces tensors over all ranks, in place."""
         opts = opts or distributed.AllreduceOptions()
-        call = self._call(OpKind.ALLREDUCE, [("tensor", _one(tensors))], opts, op=_op(opts))
-        return self._start(ALL, [call], list(tensors), opts)
+        call = self._calls.call(OpKind.ALLREDUCE, [("tensor", _one(tensors))], opts, op=_op(opts))
+        return self._calls.start("allreduce", ALL, [call], list(tensors), opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Reduces a tensor over all ranks into that of one rank."""
         opts = opts or distributed.ReduceOptions()
-        call = self._call(OpKind.REDUCE, [("tensor", _one(tensors))], opts, op=_op(opts), root=opts.rootRank)
-        return self._start(ALL, [call], list(tensors), opts)
+        call = self._calls.call(OpKind.REDUCE, [("tensor", _one(tensors))], opts, op=_op(opts), root=opts.rootRank)
+        return self._calls.start("reduce", ALL, [call], list(tensors), opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> TorchWork:
         """Overwrites every rank's tensor with that of one rank."""
         opts = opts or distributed.BroadcastOptions()
-        call = self._call(OpKind.BROADCAST, [("tensor", _one(tensors))], opts, root=opts.rootRank)
-        return self._start(ALL, [call], list(tensors), opts)
+        call = self._calls.call(OpKind.BROADCAST, [("tensor", _one(tensors))], opts, root=opts.rootRank)
+        return self._calls.start("broadcast", ALL, [call], list(tensors), opts)
 
     def allgather(self, output_tensors: Sequence[Tensors], input_tensors: Tensors, opts: Any = None) -> TorchWork:
         """Gives every rank the tensors of all ranks, whose sizes may differ."""
@@ -298,14 +226,15 @@ class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
         opts = opts or distributed.GatherOptions()
         outputs = list(output_tensors[0]) if self._rank == opts.rootRank else []
         values = [("tensor", input_tensors[0]), *([("tensor_list", outputs)] if outputs else [])]
-        return self._start(ALL, [self._call(OpKind.GATHER, values, opts, root=opts.rootRank)], outputs, opts)
+        call = self._calls.call(OpKind.GATHER, values, opts, root=opts.rootRank)
+        return self._calls.start("gather", ALL, [call], outputs, opts)
 
     def scatter(self, output_tensors: Tensors, input_tensors: Sequence[Tensors], opts: Any = None) -> TorchWork:
         """Gives each rank its item of one rank's list."""
         opts = opts or distributed.ScatterOptions()
         given = [("tensor_list", list(input_tensors[0]))] if self._rank == opts.rootRank else []
-        call = self._call(OpKind.SCATTER, [*given, ("tensor", output_tensors[0])], opts, root=opts.rootRank)
-        return self._start(ALL, [call], list(output_tensors), opts)
+        call = self._calls.call(OpKind.SCATTER, [*given, ("tensor", output_tensors[0])], opts, root=opts.rootRank)
+        return self._calls.start("scatter", ALL, [call], list(output_tensors), opts)
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> TorchWork:
         """Gives each rank its item of every rank's list."""
@@ -325,21 +254,23 @@ class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> TorchWork:
         """Sends a tensor to one rank."""
-        call = self._call(OpKind.SEND, [("tensor", _one(tensors))], None, root=ME, peer=dst_rank)
-        return self._start(self._pair("send", self._rank, dst_rank, tag), [call], list(tensors), None)
+        call = self._calls.call(OpKind.SEND, [("tensor", _one(tensors))], root=ME, peer=dst_rank)
+        communicator = self._calls.pair("send", self._rank, dst_rank, tag)
+        return self._calls.start("send", communicator, [call], list(tensors))
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> TorchWork:
         """Overwrites a tensor with what one rank sends."""
-        call = self._call(OpKind.SEND, [("tensor", _one(tensors))], None, root=src_rank, peer=ME)
-        return self._start(self._pair("recv", src_rank, self._rank, tag), [call], list(tensors), None, src_rank)
+        call = self._calls.call(OpKind.SEND, [("tensor", _one(tensors))], root=src_rank, peer=ME)
+        communicator = self._calls.pair("recv", src_rank, self._rank, tag)
+        return self._calls.start("recv", communicator, [call], list(tensors), source=src_rank)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         """Refuses: a rank receives from a rank that it names."""
-        raise self._unsupported("recv", "source rank", "any", "a rank")
+        raise self._calls.unsupported("recv", "source rank", "any", "a rank")
 
     def barrier(self, opts: Any = None) -> TorchWork:
         """Waits until all ranks have called it."""
-        return self._start(ALL, [self._call(OpKind.BARRIER, [], opts)], [], opts)
+        return self._calls.start("barrier", ALL, [self._calls.call(OpKind.BARRIER, [], opts)], [], opts)
 
     # what torch called them before 2.10
     _allgather_base = all_gather_single
@@ -352,60 +283,22 @@ class TorchProcessGroup(distributed.ProcessGroup):  # type: ignore[misc]
 
     def _allgather(self, pairs: Sequence[tuple[Any, Any]], result: list[Any], opts: Any) -> TorchWork:
         calls = [
-            self._call(OpKind.ALLGATHER, [("tensor", given), ("tensor_list", taken)], opts) for taken, given in pairs
+            self._calls.call(OpKind.ALLGATHER, [("tensor", given), ("tensor_list", taken)], opts)
+            for taken, given in pairs
         ]
-        return self._start(ALL, calls, result, opts)
+        return self._calls.start("all_gather", ALL, calls, result, opts)
 
     def _reduce_scatter(self, pairs: Sequence[tuple[Any, Any]], opts: Any) -> TorchWork:
         opts = opts or distributed.ReduceScatterOptions()
         calls = [
-            self._call(OpKind.REDUCESCATTER, [("tensor_list", given), ("tensor", taken)], opts, op=_op(opts))
+            self._calls.call(OpKind.REDUCESCATTER, [("tensor_list", given), ("tensor", taken)], opts, op=_op(opts))
             for taken, given in pairs
         ]
-        return self._start(ALL, calls, [taken for taken, _ in pairs], opts)
+        return self._calls.start("reduce_scatter", ALL, calls, [taken for taken, _ in pairs], opts)
 
     def _alltoall(self, taken: Any, given: Any, result: list[Any], opts: Any) -> TorchWork:
         values = [("tensor_list_in", given), ("tensor_list_out", taken)]
-        return self._start(ALL, [self._call(OpKind.ALLTOALL, values, opts)], result, opts)
-
-    def _pair(self, op: str, source: int, target: int, tag: int) -> str:
-        if tag:
-            raise self._unsupported(op, "tag", str(tag), "0: calls between two ranks match by their order")
-        return name_of_ranks(source, target)
-
-    def _unsupported(self, op: str, field: str, found: str, expected: str) -> RaycollectError:
-        wrong = Violation(kind="unsupported", rank=self._rank, field=field, found=found, expected=expected)
-        return refusal(op, self._name, (wrong,))
-
-    def _call(self, kind: OpKind, values: Sequence[tuple[str, Any]], opts: Any, **arguments: Any) -> Call:
-        given_s = opts.timeout.total_seconds() if opts is not None else 0.0
-        timeout_s = given_s if given_s > 0 else None
-
-        def run() -> None:
-            MemberCall(kind, self._name, **arguments).run(values, async_op=False, timeout_s=timeout_s)
-
-        return run
-
-    def _start(
-        self, communicator: str, calls: Sequence[Call], result: list[Any], opts: Any, source: int = -1
-    ) -> TorchWork:
-        """Runs calls one after the other: in this thread if the caller is going to wait, and none is under way."""
-        queue = self._queues.get(communicator)
-        if opts is not None and not getattr(opts, "asyncOp", True) and (queue is None or not queue.pending):
-            ended: Future[Any] = Future()
-            ended.set_result(_run(calls))
-            return TorchWork(ended, result, source)
-        if queue is None:
-            callers, process_group = Callers(self._rank), self._process_group
-            name = f"{self._name}-{communicator}"
-            queue = self._queues[communicator] = CallQueue(name, callers, lambda: process_group.why_not(()))
-        return TorchWork(queue.submit(partial(_run, calls), 0), result, source)
-
-
-def _run(calls: Sequence[Call]) -> Outcome:
-    for call in calls:
-        call()
-    return Outcome()
+        return self._calls.start("all_to_all", ALL, [self._calls.call(OpKind.ALLTOALL, values, opts)], result, opts)
 
 
 def _one(tensors: Tensors) -> Any:

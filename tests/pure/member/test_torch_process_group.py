@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,8 @@ pytest.importorskip("torch.distributed")
 from raycollect.errors import GroupBrokenError
 from tests.pure.member import torch_bodies as bodies
 from tests.pure.processes import outcome
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -85,6 +90,22 @@ def test_the_stores_of_torch(crew, tmp_path):
         port = bodies.free_port()
         begun = [one.start(bodies.by_server, kind, port, rank, 2) for rank, one in enumerate(taken)]
         assert [one.result(60) for one in begun] == [3.0] * 2
+
+
+@pytest.mark.full
+def test_under_torchrun(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, raycollect.torch\n"
+        "torch.distributed.init_process_group('raycollect')\n"
+        "x = torch.ones(3)\n"
+        "torch.distributed.all_reduce(x)\n"
+        "assert x.tolist() == [2.0] * 3\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 # ---------------------------------------------------------------------------------------------- autograd

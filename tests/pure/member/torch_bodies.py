@@ -272,7 +272,7 @@ def absent(rank, world):
 
 
 def time_limit(rank, world):
-    place = dist.group.WORLD._process_group
+    place = dist.group.WORLD._calls._process_group
     before = place.timeout_s
     dist.group.WORLD.set_timeout(timedelta(seconds=5))
     return before, place.timeout_s
