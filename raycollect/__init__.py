@@ -58,10 +58,12 @@ if TYPE_CHECKING:
     from raycollect.driver.verbs import alltoall_refs as alltoall_refs
     from raycollect.driver.verbs import barrier as barrier
     from raycollect.driver.verbs import broadcast_refs as broadcast_refs
+    from raycollect.driver.verbs import exscan_refs as exscan_refs
     from raycollect.driver.verbs import gather_refs as gather_refs
     from raycollect.driver.verbs import recv_ref as recv_ref
     from raycollect.driver.verbs import reduce_refs as reduce_refs
     from raycollect.driver.verbs import reducescatter_refs as reducescatter_refs
+    from raycollect.driver.verbs import scan_refs as scan_refs
     from raycollect.driver.verbs import scatter_refs as scatter_refs
     from raycollect.driver.verbs import send_ref as send_ref
     from raycollect.driver.work import Work as Work
@@ -85,6 +87,10 @@ if TYPE_CHECKING:
     from raycollect.member.multigpu_verbs import reducescatter_multigpu as reducescatter_multigpu
     from raycollect.member.multigpu_verbs import send_multigpu as send_multigpu
     from raycollect.member.multigpu_verbs import synchronize as synchronize
+    from raycollect.member.objects import allgather_object as allgather_object
+    from raycollect.member.objects import broadcast_object as broadcast_object
+    from raycollect.member.objects import gather_object as gather_object
+    from raycollect.member.objects import scatter_object as scatter_object
     from raycollect.member.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.member.participant import by_value as by_value
     from raycollect.member.runtime import mark_written as mark_written
@@ -92,10 +98,12 @@ if TYPE_CHECKING:
     from raycollect.member.verbs import allreduce as allreduce
     from raycollect.member.verbs import alltoall as alltoall
     from raycollect.member.verbs import broadcast as broadcast
+    from raycollect.member.verbs import exscan as exscan
     from raycollect.member.verbs import gather as gather
     from raycollect.member.verbs import recv as recv
     from raycollect.member.verbs import reduce as reduce
     from raycollect.member.verbs import reducescatter as reducescatter
+    from raycollect.member.verbs import scan as scan
     from raycollect.member.verbs import scatter as scatter
     from raycollect.member.verbs import send as send
     from raycollect.observe.summary import Summary as Summary
@@ -146,6 +154,7 @@ _HOMES: dict[str, str] = {
     "allgather": "member.verbs",
     "allgather_multigpu": "member.multigpu_verbs",
     "allgather_multigpu_refs": "driver.multigpu_verbs",
+    "allgather_object": "member.objects",
     "allgather_refs": "driver.verbs",
     "allreduce": "member.verbs",
     "allreduce_multigpu": "member.multigpu_verbs",
@@ -160,6 +169,7 @@ _HOMES: dict[str, str] = {
     "broadcast": "member.verbs",
     "broadcast_multigpu": "member.multigpu_verbs",
     "broadcast_multigpu_refs": "driver.multigpu_verbs",
+    "broadcast_object": "member.objects",
     "broadcast_refs": "driver.verbs",
     "by_value": "member.participant",
     "capture": "captured.step",
@@ -169,10 +179,13 @@ _HOMES: dict[str, str] = {
     "destroy_group": "driver.group",
     "empty": "pos.tensors",
     "errors": "errors",
+    "exscan": "member.verbs",
+    "exscan_refs": "driver.verbs",
     "free": "driver.values",
     "fused_layouts": "planner.layout",
     "full": "pos.tensors",
     "gather": "member.verbs",
+    "gather_object": "member.objects",
     "gather_refs": "driver.verbs",
     "get": "driver.values",
     "get_collective_group_size": "member.init",
@@ -204,7 +217,10 @@ _HOMES: dict[str, str] = {
     "reducescatter_refs": "driver.verbs",
     "register_collective_backend": "backends.adopted",
     "reshard_refs": "driver.reshard",
+    "scan": "member.verbs",
+    "scan_refs": "driver.verbs",
     "scatter": "member.verbs",
+    "scatter_object": "member.objects",
     "scatter_refs": "driver.verbs",
     "send": "member.verbs",
     "send_multigpu": "member.multigpu_verbs",

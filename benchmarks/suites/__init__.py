@@ -6,6 +6,7 @@ SUITES = {
     name: f"benchmarks.suites.{name}"
     for name in (
         "kernel",
+        "ddp",
         "plan",
         "driver",
         "iteration",

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
-from raycollect.core.model import OpKind, ReduceOp
+from raycollect.core.model import PREFIXES, OpKind, ReduceOp
 from raycollect.core.protocols import CommunicatorFactory
 
 TORCH_PREFIX = "torch:"  # The prefix of `torch.distributed` backends
+USUAL = frozenset(OpKind) - frozenset(PREFIXES)
+"""The operations that a backend runs which does not say."""
 _NAME = re.compile(r"(torch:)?[a-z0-9][a-z0-9_.-]*")
 
 
@@ -25,7 +27,7 @@ class Capabilities:
         libraries: Modules of which it needs one; empty if it needs none.
         install: The command that installs what is missing, or what to install.
         probe: Says what else is missing on this machine, or "".
-        ops: The operations it runs itself; the planner builds some others from these.
+        ops: The operations it runs itself; the planner builds some others from these. SCAN and EXSCAN have to be named.
         reduce_ops: The reduce ops it runs.
         devices: Where its tensors may live, as torch calls it: ``"cpu"``, ``"cuda"``; ``"any"`` if unknown.
         interruptible: Whether an abort wakes a rank inside a kernel.
@@ -44,7 +46,7 @@ class Capabilities:
     libraries: tuple[str, ...] = ()
     install: str = ""
     probe: Callable[[], str] | None = field(default=None, compare=False)
-    ops: frozenset[OpKind] = frozenset(OpKind)
+    ops: frozenset[OpKind] = USUAL
     reduce_ops: frozenset[ReduceOp] = frozenset(ReduceOp)
     devices: frozenset[str] = frozenset({"cpu"})
     interruptible: bool
@@ -80,7 +82,7 @@ def _torch(
     install: str,
     devices: frozenset[str],
     library: str = "torch",
-    lacks: frozenset[OpKind] = frozenset(),
+    ops: frozenset[OpKind] = USUAL,
     interruptible: bool = False,
     tested: bool = False,
 ) -> Capabilities:
@@ -90,7 +92,7 @@ def _torch(
         libraries=(library,),
         install=install,
         probe=lambda: _not_in_torch(name, on_gpu=devices == _CUDA),
-        ops=frozenset(OpKind) - lacks,
+        ops=ops,
         devices=devices,
         interruptible=interruptible,
         bitwise=False,
@@ -129,12 +131,14 @@ def no_gpu() -> str:
     return "" if count else "a GPU: this process sees none"
 
 
+_ALL = frozenset(OpKind)
 _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
 
 _LINES = (
     Capabilities(
         name="local",
         module="raycollect.backends.local",
+        ops=_ALL,
         interruptible=True,
         bitwise=True,
         cross_host=False,
@@ -144,6 +148,7 @@ _LINES = (
     Capabilities(
         name="shm",
         module="raycollect.backends.shm.communicator",
+        ops=_ALL,
         interruptible=True,
         bitwise=True,
         cross_host=False,
@@ -152,6 +157,7 @@ _LINES = (
     Capabilities(
         name="tcp",
         module="raycollect.backends.tcp.communicator",
+        ops=_ALL,
         interruptible=True,
         bitwise=True,
         cross_host=True,
@@ -160,6 +166,7 @@ _LINES = (
     Capabilities(
         name="gloo",
         module="raycollect.backends.gloo.communicator",
+        ops=_ALL,
         libraries=("pygloo", "xoscar.collective.xoscar_pygloo", "torch"),
         # pygloo's last wheels are for Python 3.10; xoscar's fork has them for 3.10 and later.
         install="pip install 'raycollect[gloo]'",
@@ -180,12 +187,12 @@ _LINES = (
         bitwise=False,
         cross_host=True,
     ),
-    _torch("gloo", install="pip install torch", devices=_CPU, interruptible=True, tested=True),
+    _torch("gloo", install="pip install torch", devices=_CPU, ops=_ALL, interruptible=True, tested=True),
     _torch(
         "mpi",
         install="a torch that was built from source with MPI; the wheels have none",
         devices=_CPU,
-        lacks=frozenset({OpKind.REDUCESCATTER}),
+        ops=USUAL - {OpKind.REDUCESCATTER},
     ),
     _torch("nccl", install="a CUDA build of torch (pip install torch, on Linux)", devices=_CUDA),
     _torch(
@@ -204,7 +211,7 @@ _LINES = (
         library="torch_tpu",
         install="the torch_tpu wheel of SOPHGO's SDK",
         devices=frozenset({"tpu"}),
-        lacks=frozenset({OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER}),
+        ops=USUAL - {OpKind.SEND, OpKind.RECV, OpKind.REDUCESCATTER},
     ),
 )
 

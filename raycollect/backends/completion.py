@@ -11,7 +11,7 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, Flat
 from raycollect.core.kernel_progress import here
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import PREFIXES, Kernel, Launch, OpKind, ReduceOp
 from raycollect.errors import (
     CollectiveTimeoutError,
     InternalError,
@@ -222,7 +222,7 @@ def _check_fit(kernel: Kernel, src: Flat, dst: Flat) -> None:
         raise InternalError(detail=f"{kernel.kind.value} of {src.size} x {src.dtype} into {dst.size} x {dst.dtype}")
 
 
-_FOLDING = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+_FOLDING = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, *PREFIXES)
 
 
 class translated:  # noqa: N801 - used like a function

@@ -15,7 +15,7 @@ import numpy as np
 from raycollect.backends.arrays import Array, Flat
 from raycollect.backends.completion import DONE, absent, movement, reduce_op, translated
 from raycollect.backends.folds import fold
-from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, folded_ranks
 from raycollect.core.protocols import Communicator, Completion, Exchange, Rendezvous, SegmentSource
 from raycollect.errors import (
     BackendUnavailableError,
@@ -221,6 +221,10 @@ class LocalCommunicator:
         mine = launch.ranks.index(self.rank)
         _write(kernel.dst, _folded(kernel, [given[mine] for given in self._give(launch, kernel.src)]))
 
+    def _scan(self, launch: Launch, kernel: Kernel) -> None:
+        parts, place = self._give(launch, kernel.src), launch.ranks.index(self.rank)
+        _write(kernel.dst, _folded(kernel, parts[: folded_ranks(kernel.kind, place, len(parts))]))
+
     def _alltoall(self, launch: Launch, kernel: Kernel) -> None:
         mine = launch.ranks.index(self.rank)
         _write_each(kernel.dst, [given[mine] for given in self._give(launch, kernel.src)])
@@ -235,6 +239,8 @@ _KERNELS: dict[OpKind, Callable[[LocalCommunicator, Launch, Kernel], None]] = {
     OpKind.SCATTER: LocalCommunicator._scatter,
     OpKind.REDUCESCATTER: LocalCommunicator._reducescatter,
     OpKind.ALLTOALL: LocalCommunicator._alltoall,
+    OpKind.SCAN: LocalCommunicator._scan,
+    OpKind.EXSCAN: LocalCommunicator._scan,
     OpKind.SEND: LocalCommunicator._copy,
     OpKind.RECV: LocalCommunicator._copy,
     OpKind.BARRIER: LocalCommunicator._barrier,

@@ -36,6 +36,8 @@ class OpKind(enum.Enum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALLTOALL = "alltoall"
+    SCAN = "scan"
+    EXSCAN = "exscan"
     SEND = "send"
     RECV = "recv"
     BARRIER = "barrier"
@@ -55,6 +57,20 @@ PIECES: dict[OpKind, tuple[bool, bool]] = {
     OpKind.ALLTOALL: (True, True),
 }
 """Operation -> whether what a rank gives, and what it takes, is one piece per rank; the others have no pieces."""
+
+
+PREFIXES = (OpKind.SCAN, OpKind.EXSCAN)
+"""The operations that give each rank the fold of the ranks before it, as MPI_Scan and MPI_Exscan."""
+
+
+def folded_ranks(kind: OpKind, place: int, count: int) -> int:
+    """How many of `count` ranks, from the first on, are folded for the one at a place.
+
+    MPI leaves the result of an exscan on its first rank undefined; here that is what the rank gives.
+    """
+    if kind is OpKind.SCAN:
+        return place + 1
+    return max(place, 1) if kind is OpKind.EXSCAN else count
 
 
 class ReduceOp(enum.Enum):
@@ -355,14 +371,16 @@ class Kernel:
     SCATTER        root: pieces            array                   dst: the root's src[own rank]
     REDUCESCATTER  pieces                  array                   dst: the fold of all ranks' src[own rank]
     ALLTOALL       pieces                  pieces                  dst[r]: src[own rank] of rank r
+    SCAN           array                   array                   dst: the fold of src of ranks 0 to own rank
+    EXSCAN         array                   array                   the same without own rank; rank 0's dst: its src
     SEND, RECV     SEND: array             RECV: array             dst: src of the sender
     BARRIER
     =============  ======================  ======================  ==========================================
 
-    In place: `dst` may be the memory of `src` in ALLREDUCE and REDUCE, of ``src[own rank]`` in SCATTER and
-    REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for all r
-    in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own, or
-    one array in both places.
+    In place: `dst` may be the memory of `src` in ALLREDUCE, REDUCE, SCAN and EXSCAN, of ``src[own rank]`` in SCATTER
+    and REDUCESCATTER, ``dst[own rank]`` that of `src` in ALLGATHER and GATHER, and ``dst[r]`` that of ``src[r]`` for
+    all r in ALLTOALL. No array that is written overlaps any other. The root of a BROADCAST may have a `dst` of its own,
+    or one array in both places.
 
     Attributes:
         kind: What to do.

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from raycollect.core import ray_internals
-from raycollect.core.model import GroupLike, OpKind, ReduceOp, name_of
+from raycollect.core.model import PREFIXES, GroupLike, OpKind, ReduceOp, name_of
 from raycollect.driver import batch, operand_binding
 from raycollect.driver.controller import Controller
 from raycollect.driver.dispatch import RequestKey
@@ -33,6 +33,8 @@ _PARTS: dict[OpKind, tuple[str, str]] = {
     OpKind.GATHER: ("tensor_refs", "tensor_list_ref"),
     OpKind.SCATTER: ("tensor_list_ref", "tensor_refs"),
     OpKind.ALLTOALL: ("tensor_list_in_refs", "tensor_list_out_refs"),
+    OpKind.SCAN: ("tensor_refs", ""),
+    OpKind.EXSCAN: ("tensor_refs", ""),
     OpKind.SEND: ("refs", ""),
     OpKind.BARRIER: ("", ""),
 }
@@ -42,7 +44,11 @@ _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the
 
 _AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)  # only the root has a result
 
-_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)  # the result replaces the operand unless a new one is asked for
+_REDUCTIONS = (
+    OpKind.ALLREDUCE,
+    OpKind.REDUCE,
+    *PREFIXES,
+)  # the result replaces the operand unless a new one is asked for
 
 
 class Call:

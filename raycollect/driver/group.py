@@ -69,6 +69,20 @@ class Group:
         """The actor handles by rank."""
         return self._actors
 
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method of every actor, as ``actor.method.remote(*args, **kwargs)``; all get the same arguments.
+
+        For arguments that differ from rank to rank, call the methods of `actors`.
+
+        Returns:
+            One ref per rank, in rank order: what the driver's verbs take.
+
+        Raises:
+            AttributeError: The actors have no such method. None was called.
+        """
+        methods = [getattr(actor, method) for actor in self._actors]
+        return [one.remote(*args, **kwargs) for one in methods]
+
     @property
     def epoch(self) -> int:
         """How often it was rebuilt, or its members changed."""

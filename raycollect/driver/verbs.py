@@ -307,6 +307,63 @@ def alltoall_refs(
 
 # fmt: off
 @overload
+def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def scan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
+def scan_refs(
+    tensor_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    inplace: bool = True,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the reduction of the tensors of ranks 0 to its own, as MPI_Scan.
+
+    What is not said here is as in `allreduce_refs`, errors too.
+    """
+    call = Call(OpKind.SCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
+    return call.run(async_op=async_op, inplace=inplace)
+
+
+# fmt: off
+@overload
+def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def exscan_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
+def exscan_refs(
+    tensor_refs: Sequence[Any],
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    inplace: bool = True,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the reduction of the tensors of the ranks before it, as MPI_Exscan.
+
+    The result of rank 0, which MPI leaves undefined, is what it gives. What is not said here is as in `allreduce_refs`,
+    errors too.
+    """
+    call = Call(OpKind.EXSCAN, group_name, timeout_s, op=op, tensor_refs=tensor_refs)
+    return call.run(async_op=async_op, inplace=inplace)
+
+
+# fmt: off
+@overload
 def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
     timeout_s: float | None = ...) -> ObjectRef[Any]: ...
 @overload

@@ -259,6 +259,57 @@ def alltoall(
 
 # fmt: off
 @overload
+def scan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def scan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def scan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
+def scan(
+    tensor: Any,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the reduction of the tensors of ranks 0 to its own, in place, as MPI_Scan. See `allreduce`."""
+    call = MemberCall(OpKind.SCAN, group_name, op=op)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+# fmt: off
+@overload
+def exscan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> None: ...
+@overload
+def exscan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> MemberWork: ...
+@overload
+def exscan(tensor: Any, group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> MemberWork | None: ...
+# fmt: on
+def exscan(
+    tensor: Any,
+    group_name: GroupLike = "default",
+    op: ReduceOp | str = ReduceOp.SUM,
+    *,
+    async_op: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the reduction of the tensors of the ranks before it, in place, as MPI_Exscan.
+
+    Rank 0's tensor, which MPI leaves undefined, stays as it is. See `allreduce`.
+    """
+    call = MemberCall(OpKind.EXSCAN, group_name, op=op)
+    return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
+
+
+# fmt: off
+@overload
 def send(tensor: Any, dst_rank: int, group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
     timeout_s: float | None = ...) -> None: ...
 @overload

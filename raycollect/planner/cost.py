@@ -12,6 +12,7 @@ ALLREDUCE       each rank folds a slice     each its slice, then to all [1]     
 REDUCE          the same, into one          the same, to the root                  reduce-scatter [2], then to the root
 BROADCAST       all copy from the root      scatter + allgather [1]                binomial tree [1]
 ALLGATHER       all copy from all           all to all                             ring [1]
+SCAN, EXSCAN    each folds from all before  each to all behind it                  the same
 others          the receiver copies         directly from sender to receiver       the same
 ==============  ==========================  =====================================  =====================================
 
@@ -254,6 +255,12 @@ def _all_to_all(share: float, layout: Layout) -> Cost:
     return Cost(line=line, inside=layout.inside_pairs * share, between=layout.between_pairs * share)
 
 
+def _to_all_behind(layout: Layout) -> Cost:
+    """Every rank sends all to each rank behind it: the first one as much as in `_all_to_all`, all together half."""
+    whole = _all_to_all(1, layout)
+    return replace(whole, inside=whole.inside / 2, between=whole.between / 2)
+
+
 def _at_root(share: float, layout: Layout) -> Cost:
     """The root sends a share to every other rank, or gets one from each."""
     world = layout.world
@@ -347,6 +354,8 @@ _DIRECT: dict[OpKind, _Price] = {
     OpKind.ALLTOALL: lambda at: _all_to_all(1 / at.world, at),
     OpKind.GATHER: partial(_at_root, 1),
     OpKind.SCATTER: lambda at: _at_root(1 / at.world, at),
+    OpKind.SCAN: _to_all_behind,
+    OpKind.EXSCAN: _to_all_behind,
     OpKind.SEND: _point_to_point,
     OpKind.BARRIER: partial(_all_to_all, 0),
 }
@@ -361,6 +370,8 @@ _SHARED: dict[OpKind, _Price] = {
     OpKind.SCATTER: partial(_shared_memory, lambda w: 1 / w, lambda w: (w - 1) / w),
     OpKind.REDUCESCATTER: partial(_shared_memory, lambda w: (w - 1) / w, lambda w: w - 1),
     OpKind.ALLTOALL: partial(_shared_memory, lambda w: (w - 1) / w, lambda w: w - 1),
+    OpKind.SCAN: partial(_shared_memory, lambda w: w - 1, lambda w: w * (w - 1) / 2),
+    OpKind.EXSCAN: partial(_shared_memory, lambda w: w - 1, lambda w: w * (w - 1) / 2),
     OpKind.SEND: partial(_shared_memory, lambda w: 1, lambda w: 1),
     OpKind.BARRIER: partial(_shared_memory, lambda w: 0, lambda w: 0),
 }

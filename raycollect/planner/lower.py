@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from raycollect.core.model import PIECES, OpKind
+from raycollect.core.model import PIECES, PREFIXES, OpKind
 from raycollect.errors import Violation, refusal
 from raycollect.planner.algorithms import STAND_INS, stand_in
 from raycollect.planner.ir import Operands, Part, Request
@@ -15,7 +15,7 @@ from raycollect.planner.topology import Roster
 _OPERAND = Buffer(role=Role.OPERAND)
 _LEARNED = Buffer(role=Role.LEARNED)
 _PIECE = Buffer(role=Role.PIECE, source=0)
-_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE)
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES)
 
 _Part = Callable[[Request, Operands], Template]
 """Writes the template of one rank."""

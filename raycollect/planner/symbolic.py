@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raycollect.core.model import PIECES, OpKind
+from raycollect.core.model import PIECES, PREFIXES, OpKind, folded_ranks
 from raycollect.planner.template import CROSSINGS, Local, Step
 
 Symbol = tuple[Any, ...]
@@ -220,6 +220,12 @@ def _transposed(read: list[Cell]) -> list[Cell]:
     return [tuple(cell[i] for cell in read) for i in range(count)]
 
 
+def _prefix(kind: OpKind) -> Callable[[Folds, list[Cell], int], list[Cell]]:
+    return lambda folds, read, root: [
+        folds.cells(read[: folded_ranks(kind, place, len(read))]) for place in range(len(read))
+    ]
+
+
 _EFFECTS: dict[OpKind, Callable[[Folds, list[Cell], int], list[Cell]]] = {
     OpKind.ALLREDUCE: lambda folds, read, root: _everywhere(folds.cells(read), read),
     OpKind.REDUCE: lambda folds, read, root: _at(root, folds.cells(read), read),
@@ -231,6 +237,7 @@ _EFFECTS: dict[OpKind, Callable[[Folds, list[Cell], int], list[Cell]]] = {
     ),
     OpKind.REDUCESCATTER: lambda folds, read, root: [(folds.symbol(cell),) for cell in _transposed(read)],
     OpKind.ALLTOALL: lambda folds, read, root: _transposed(read),
+    **{kind: _prefix(kind) for kind in PREFIXES},
     OpKind.BARRIER: lambda folds, read, root: _everywhere((), read),
 }
 """A kernel in which all ranks take part: (how to fold, what each reads, the root's place) -> what each writes."""

@@ -33,6 +33,8 @@ _NEEDS: dict[OpKind, _Needs] = {
     OpKind.GATHER: _Needs("all", "root", made=True, root="dst_rank"),
     OpKind.SCATTER: _Needs("root", "all", made=True, root="src_rank"),
     OpKind.ALLTOALL: _Needs("all", "all", made=True),
+    OpKind.SCAN: _Needs("all", reduces=True),
+    OpKind.EXSCAN: _Needs("all", reduces=True),
     OpKind.SEND: _Needs("root", "peer", made=True, root="source rank"),
     OpKind.BARRIER: _Needs(),
 }

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
-from raycollect.core.model import PIECES, OpKind, ReduceOp
+from raycollect.core.model import PIECES, PREFIXES, OpKind, ReduceOp
 from raycollect.errors import InternalError
 from raycollect.planner.ir import Part, Request
 from raycollect.planner.listed import crossing_of
@@ -164,7 +164,7 @@ def _given(kind: OpKind, rank: int, count: int) -> Cell:
     return tuple(((rank, piece),) for piece in range(count)) if in_pieces else (((rank, -1),),)
 
 
-_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, *PREFIXES)
 
 _Post = Callable[[int, tuple[int, ...], int], Cell | None]
 
@@ -187,6 +187,8 @@ _POSTCONDITIONS: dict[OpKind, _Post] = {
     OpKind.SCATTER: lambda i, ranks, root: (((root, i),),),
     OpKind.REDUCESCATTER: lambda i, ranks, root: (_whole(ranks, i),),
     OpKind.ALLTOALL: lambda i, ranks, root: tuple(((rank, i),) for rank in ranks),
+    OpKind.SCAN: lambda i, ranks, root: (_whole(ranks[: i + 1]),),
+    OpKind.EXSCAN: lambda i, ranks, root: (_whole(ranks[: max(i, 1)]),),
     OpKind.SEND: lambda i, ranks, root: (((root, -1),),),
     OpKind.BARRIER: lambda i, ranks, root: None,
 }

@@ -114,7 +114,7 @@ def test_every_kernel(team_of: TeamOf, world: int, dtype: str, library: str) -> 
     _need(library, dtype)
     turns = {kind: cycle(layouts_of(library)) for kind in KINDS}
     sizes = (105,) if devices.FAKE else (0, 1, 7, 1024, 4099)
-    cases = [replace(case, layout=next(turns[case.kind])) for case in every_case(dtype, world, sizes)]
+    cases = [replace(case, layout=next(turns[case.kind])) for case in every_case(dtype, world, sizes, KINDS)]
     check(team_of(world), library, cases)
 
 

@@ -46,9 +46,12 @@ DTYPES = (
 SPREADS = ("even", "uneven", "one has all")
 LAYOUTS = ("plain", "shared", "read-only", "every other", "reversed", "transposed", "column", "big-endian", "unaligned")
 
+PREFIXES = (OpKind.SCAN, OpKind.EXSCAN)
 REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER, OpKind.SEND)
 KINDS = (*REDUCTIONS, OpKind.BROADCAST, OpKind.ALLGATHER, OpKind.GATHER, OpKind.SCATTER, OpKind.ALLTOALL, OpKind.SEND)
+FOLDING, ALL_KINDS = (*REDUCTIONS, *PREFIXES), (*KINDS, *PREFIXES)
+"""The same with the kinds that no library for GPUs has."""
 
 TOLERANCE = {"float16": 2e-2, "float32": 1e-5, "float64": 1e-12, "complex64": 1e-5, "complex128": 1e-12}
 """How far a backend that does not promise the left fold may be from it; whatever is not here is exact everywhere."""
@@ -127,10 +130,10 @@ def sides(case: Case, rank: int, world: int) -> tuple[Any, Any, int]:  # noqa: C
     def whole(of: int) -> np.ndarray:
         return operand(of, case.dtype, case.size, case.seed)
 
-    def fold() -> np.ndarray:
+    def fold(ranks: int = world) -> np.ndarray:
         assert case.op is not None
         with LOCK:
-            return _folded(case.op, case.dtype, case.size, world, case.seed)
+            return _folded(case.op, case.dtype, case.size, ranks, case.seed)
 
     def exchanged(giver: int) -> tuple[np.ndarray, ...]:
         # What i gives j has the size of what j gives i, so that all of it can be in place.
@@ -143,6 +146,10 @@ def sides(case: Case, rank: int, world: int) -> tuple[Any, Any, int]:  # noqa: C
             return whole(rank), fold() if is_root else None, 0
         case OpKind.REDUCESCATTER:
             return cut(whole(rank), sizes), cut(fold(), sizes)[rank], largest
+        case OpKind.SCAN:
+            return whole(rank), fold(rank + 1), 0
+        case OpKind.EXSCAN:
+            return whole(rank), fold(rank) if rank else whole(0), 0
         case OpKind.BROADCAST:
             return whole(case.root) if is_root else None, whole(case.root), 0
         case OpKind.ALLGATHER:
@@ -289,7 +296,7 @@ def put_in_place(kind: OpKind, rank: int, src: Any, dst: Any) -> tuple[Any, tupl
     """What is written becomes what is read wherever the kernel allows it; second, the arrays in both places."""
     if dst is None:
         return None, ()
-    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES):
         return src, (src,)
     if kind is OpKind.BROADCAST:  # one array for the root, which need not be written
         return dst if src is None else None, ()
@@ -387,7 +394,9 @@ def check_allreduce(team: Team, op: ReduceOp, dtype: str, size: int, how: str, i
     check_cases(team, [case])
 
 
-def every_case(dtype: str, world: int, sizes: Sequence[int] = SIZES) -> Iterator[Case]:
+def every_case(
+    dtype: str, world: int, sizes: Sequence[int] = SIZES, kinds: Sequence[OpKind] = ALL_KINDS
+) -> Iterator[Case]:
     """The full product for one dtype and world size: every kind, root, size, in place or not.
 
     An allreduce and a reduce-scatter run with every reduce op that the dtype has; in a reduce they take turns from root
@@ -395,10 +404,10 @@ def every_case(dtype: str, world: int, sizes: Sequence[int] = SIZES) -> Iterator
     """
     ops = [op for op in ReduceOp if allowed(op, dtype)]
     turn = 0
-    for size, kind in product(sizes, KINDS):
+    for size, kind in product(sizes, kinds):
         roots = range(world) if kind in ROOTED else (0,)
         peers = range(world) if kind is OpKind.SEND else (-1,)
-        chosen: Sequence[ReduceOp | None] = ops if kind in REDUCTIONS and kind not in ROOTED else (None,)
+        chosen: Sequence[ReduceOp | None] = ops if kind in FOLDING and kind not in ROOTED else (None,)
         for root, peer, op, inplace in product(roots, peers, chosen, (False, True)):
             if kind is OpKind.SEND and (inplace or root == peer):
                 continue

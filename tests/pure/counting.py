@@ -42,6 +42,9 @@ def _spread(world: int, root: int) -> list[Flow]:
 _DIRECT: dict[OpKind, Callable[[int, int], list[Flow]]] = {
     OpKind.REDUCESCATTER: lambda w, root: _everybody(w, 1 / w),
     OpKind.ALLTOALL: lambda w, root: _everybody(w, 1 / w),
+    **dict.fromkeys(
+        (OpKind.SCAN, OpKind.EXSCAN), lambda w, root: [(a, b, 1) for a in range(w) for b in range(a + 1, w)]
+    ),
     OpKind.GATHER: lambda w, root: _to_root(w, root, 1),
     OpKind.SCATTER: lambda w, root: _from_root(w, root, 1 / w),
     OpKind.BARRIER: lambda w, root: [],

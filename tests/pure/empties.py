@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 
 from raycollect.backends import arrays
-from raycollect.core.model import GroupSpec, Key, OpKind, task_key
+from raycollect.core.model import PREFIXES, GroupSpec, Key, OpKind, task_key
 from raycollect.core.protocols import Communicator
 from raycollect.engine import device_staging
 from raycollect.engine.device_staging import memory_of
@@ -123,7 +123,7 @@ class Part:
         """Lets what is written be what is read, where that is allowed."""
         if self._gives is None or (self._takes is None and self._taken is None):
             return
-        if self.call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+        if self.call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.SCAN, OpKind.EXSCAN):
             self._takes, self._shared = self._gives, in_order(self._gives)
             return
         if self._takes is None:
@@ -183,7 +183,12 @@ def _planned(scene: Scene, spec: GroupSpec) -> Plan:
             )
             for rank in ranks
         )
-        is_inplace = call.into == "in place" and call.kind in (OpKind.ALLREDUCE, OpKind.REDUCE)
+        is_inplace = call.into == "in place" and call.kind in (
+            OpKind.ALLREDUCE,
+            OpKind.REDUCE,
+            OpKind.SCAN,
+            OpKind.EXSCAN,
+        )
         requests.append(
             Request(
                 kind=call.kind,
@@ -335,7 +340,7 @@ def check_draws(found: Teams, examples: int, worlds: Sequence[int]) -> None:
 
     @seed(zlib.crc32(found.backend.encode()))
     @settings(max_examples=examples, deadline=None, database=None, phases=[Phase.generate])
-    @given(scene=scenes(worlds))
+    @given(scene=scenes(worlds, PREFIXES if "nccl" in found.backend else ()))
     def holds(scene: Scene) -> None:
         check(found, scene)
 

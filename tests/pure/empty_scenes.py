@@ -84,10 +84,11 @@ class Scene:
 
 
 @st.composite
-def scenes(draw: st.DrawFn, worlds: Sequence[int]) -> Scene:
-    """Draws scenes of these world sizes."""
+def scenes(draw: st.DrawFn, worlds: Sequence[int], lacking: Sequence[OpKind] = ()) -> Scene:
+    """Draws scenes of these world sizes, without operations that a backend lacks."""
     world = draw(st.sampled_from(worlds))
-    possible = [kind for kind in KINDS if kind is not OpKind.BARRIER and (kind is not OpKind.SEND or world > 1)]
+    absent = {OpKind.BARRIER, *lacking, *([OpKind.SEND] if world == 1 else [])}
+    possible = [kind for kind in KINDS if kind not in absent]
     kinds = draw(st.lists(st.sampled_from(possible), min_size=1, max_size=2))
     if draw(st.booleans()):
         kinds += kinds[:1] * 2
@@ -125,7 +126,7 @@ def _calls(draw: st.DrawFn, kind: OpKind, world: int, dtypes: Sequence[str]) -> 
 def _places_of(kind: OpKind, structure: str) -> list[str]:
     if kind is OpKind.BROADCAST:
         return ["given"]
-    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE):
+    if kind in (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.SCAN, OpKind.EXSCAN):
         return ["in place", "made"]
     if kind is OpKind.SEND:
         return ["given", "made"]

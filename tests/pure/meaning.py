@@ -14,7 +14,7 @@ import numpy as np
 from raycollect.core.model import PIECES, OpKind, ReduceOp
 
 KINDS = tuple(kind for kind in OpKind if kind is not OpKind.RECV)
-REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER)
+REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, OpKind.SCAN, OpKind.EXSCAN)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
 
 _TWO: dict[ReduceOp, Callable[[Any, Any], Any]] = {
@@ -54,6 +54,8 @@ def meaning(kind: OpKind, gives: Sequence[Any], *, root: int = -1, peer: int = -
         OpKind.GATHER: lambda r: list(gives) if r == root else None,
         OpKind.SCATTER: lambda r: gives[root][r],
         OpKind.ALLTOALL: lambda r: [give[r] for give in gives],
+        OpKind.SCAN: lambda r: folded(op, gives[: r + 1]),
+        OpKind.EXSCAN: lambda r: folded(op, gives[:r]) if r else gives[0],
         OpKind.SEND: lambda r: gives[root] if r in (root, peer) else None,
         OpKind.BARRIER: lambda r: None,
     }

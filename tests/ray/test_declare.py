@@ -19,7 +19,7 @@ from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
 from tests.ray.refusing import refused
-from tests.ray.workers import Plain, Worker, wait_until
+from tests.ray.workers import Plain, Worker, filled, wait_until
 
 
 @ray.remote
@@ -324,6 +324,17 @@ def test_a_rank_table_says_the_ranks(actors, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK_TABLE_FILE", str(tmp_path / "none.json"))
     with refused(errors.InvalidGroupError, "none.json", "RANK_TABLE_FILE"):
         col.declare_collective_group([a, b, c], group_name="h")
+
+
+def test_a_group_calls_a_method_of_each_actor_in_rank_order(actors):
+    a, b = actors(Worker, 2)
+    group = col.declare_collective_group([a, b], ranks=[1, 0])
+    filled([a, b], [1.0, 2.0])
+    assert [found[0] for found in ray.get(group.call("read"))] == [2.0, 1.0]
+    ray.get(group.call("set_buffer", value=np.full(3, 5.0)))
+    assert [found.tolist() for found in col.get(col.allreduce_refs(group.call("get_buffer")))] == [[10.0] * 3] * 2
+    with pytest.raises(AttributeError, match="get_bufer"):
+        group.call("get_bufer")
 
 
 def test_sccl_gets_the_devices_of_a_rank_table_as_chip_map():

@@ -128,6 +128,15 @@ def test_reducescatter(trio):
     check(col.reducescatter_refs(None, whole), [np.full(2, 6.0)] * WORLD)
 
 
+def test_scan_and_exscan(trio):
+    each = [part(rank, 0) for rank in range(WORLD)]
+    sums = [sum(each[: rank + 1]) for rank in range(WORLD)]
+    refs = make(trio, lambda rank: each[rank])
+    check(col.scan_refs(refs, inplace=False), sums)
+    check(col.exscan_refs(refs, inplace=False), [each[0], *sums[:-1]])
+    check(col.scan_refs(refs), sums, refs)
+
+
 def test_alltoall(trio):
     def sizes(giver, taker):
         return (giver + 2 * taker) % 4

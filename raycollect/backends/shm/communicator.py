@@ -26,7 +26,7 @@ from raycollect.backends.shm.segment import client_segment, server_segment
 from raycollect.backends.shm.staged import Staged, slots_nbytes
 from raycollect.core.boxes import BoxExchange
 from raycollect.core.kernel_progress import here
-from raycollect.core.model import PIECES, GroupSpec, Kernel, Launch, OpKind
+from raycollect.core.model import PIECES, PREFIXES, GroupSpec, Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Exchange, NoSegments, Rendezvous, SegmentSource
 from raycollect.errors import GroupBrokenError
 
@@ -99,7 +99,7 @@ class ShmCommunicator:
         with translated(kernel.kind, self._group_name, self.rank, folds=False):
             parts.meeting.enter(launch, until_s)
             self._begin(parts, launch)
-            may_be_direct = kernel.kind in PIECES or parts.direct.is_worth(_nbytes(kernel))
+            may_be_direct = kernel.kind in PIECES or _is_for_direct(kernel)
             is_direct = may_be_direct and parts.direct.can_give(kernel)
             if not is_direct:
                 parts.staged.stage(launch, kernel)
@@ -148,7 +148,7 @@ class ShmCommunicator:
             is_first, self._staged = self._staged == launch.seq, 0
             if is_first and staged.fold_again(launch, kernel):
                 return
-            if direct.is_worth(_nbytes(kernel)):
+            if _is_for_direct(kernel):
                 has_run, is_first = direct.run(meeting, launch, (kernel,), listed=is_first, until_s=until_s)
                 if has_run:
                     return
@@ -248,6 +248,11 @@ class ShmCommunicator:
             self._begun = launch.seq
             parts.staged.restart()
             parts.direct.restart()
+
+
+def _is_for_direct(kernel: Kernel) -> bool:
+    # In place, a scan would overwrite what the ranks behind have yet to read.
+    return kernel.kind not in PREFIXES and Direct.is_worth(_nbytes(kernel))
 
 
 def _nbytes(kernel: Kernel) -> int:

@@ -23,7 +23,7 @@ from raycollect.backends.completion import (
 from raycollect.backends.folds import fold
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import FRAME_NBYTES, Batch
-from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
+from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp, folded_ranks
 
 CHUNK_NBYTES = 2 << 20  # The size of all that a rank sends or stages at a time
 # (world size, bytes): the size up to which groups of at most so many ranks send arrays whole, as measured. Two ranks
@@ -183,6 +183,40 @@ class Run:
         if dst is not None and out is not None:
             dst.commit(lo, hi, out)
 
+    def _scan(self, kernel: Kernel) -> None:
+        src, dst = reduction(kernel)
+        place, count = self._ranks.index(self._me), len(self._ranks)
+        counts = {rank: folded_ranks(kernel.kind, at, count) for at, rank in enumerate(self._ranks)}
+        givers = self._ranks[: counts[self._me]]
+        takers = [rank for rank in self._others if place < counts[rank]]
+        op, step = reduce_op(kernel), self._step(src.dtype, len(self._others))
+        spans = enumerate(metered(src.size, step))
+        self._go(self._prefix(op, src, dst, givers, takers, turn, lo, hi) for turn, (lo, hi) in spans)
+
+    def _prefix(
+        self,
+        op: ReduceOp,
+        src: Flat,
+        dst: Flat,
+        givers: Sequence[int],
+        takers: Sequence[int],
+        turn: int,
+        lo: int,
+        hi: int,
+    ) -> Steps:
+        # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
+        own = src.read(lo, hi)
+        batch = self._send_whole(own, takers, self._link.send)
+        others = [rank for rank in givers if rank != self._me]
+        parts = self._receive(turn, own, batch, others)
+        yield batch
+        out = dst.target(lo, hi)
+        if self._me in givers:
+            self._fold(op, own, parts, out)
+        else:
+            fold(op, parts, out)
+        dst.commit(lo, hi, out)
+
     def _reducescatter(self, kernel: Kernel) -> None:
         src, dst = scattered_reduction(kernel, self._ranks, self._me)
         op, give, step = reduce_op(kernel), dict(zip(self._ranks, src, strict=True)), self._step(dst.dtype, len(src))
@@ -201,11 +235,12 @@ class Run:
         self._fold(op, own, parts, out)
         dst.commit(*span, out)
 
-    def _receive(self, turn: int, like: Array, batch: Batch) -> list[Array]:
-        # Stages one array from each other rank, in rank order.
-        slot = self._staging.slot(turn, len(self._others) * like.nbytes)
-        parts = [slot[at * like.nbytes :][: like.nbytes].view(like.dtype) for at in range(len(self._others))]
-        for rank, part in zip(self._others, parts, strict=True):
+    def _receive(self, turn: int, like: Array, batch: Batch, givers: Sequence[int] | None = None) -> list[Array]:
+        # Stages one array from each other rank, or from some, in rank order.
+        givers = self._others if givers is None else givers
+        slot = self._staging.slot(turn, len(givers) * like.nbytes)
+        parts = [slot[at * like.nbytes :][: like.nbytes].view(like.dtype) for at in range(len(givers))]
+        for rank, part in zip(givers, parts, strict=True):
             self._link.receive(rank, part, batch)
         return parts
 
@@ -316,6 +351,8 @@ _KERNELS: dict[OpKind, Callable[[Run, Kernel], None]] = {
     OpKind.GATHER: Run._transfer,
     OpKind.SCATTER: Run._transfer,
     OpKind.ALLTOALL: Run._transfer,
+    OpKind.SCAN: Run._scan,
+    OpKind.EXSCAN: Run._scan,
     OpKind.SEND: Run._send,
     OpKind.RECV: Run._recv,
     OpKind.BARRIER: Run._barrier,

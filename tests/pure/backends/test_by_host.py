@@ -25,7 +25,18 @@ from raycollect.planner import Topology
 from raycollect.planner.cost import priced
 from tests.pure import conformance
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, Team
-from tests.pure.conformance import KINDS, REDUCTIONS, ROOTED, SPREADS, Case, allowed, check_cases, left_fold, operand
+from tests.pure.conformance import (
+    FOLDING,
+    KINDS,
+    REDUCTIONS,
+    ROOTED,
+    SPREADS,
+    Case,
+    allowed,
+    check_cases,
+    left_fold,
+    operand,
+)
 from tests.pure.covering import pairwise
 
 PLACES = {
@@ -132,7 +143,7 @@ def test_rank_order_is_kept_on_request(team_of, place):
     team = team_of(place, RANK_ORDER)
     cases = [
         Case(kind=kind, dtype="float32", size=size, op=ReduceOp.SUM, inplace=inplace)
-        for kind in REDUCTIONS
+        for kind in FOLDING
         for size in (7, 40_001)
         for inplace in (False, True)
     ]
@@ -143,7 +154,7 @@ def test_beside_a_library_only_what_is_not_folded_goes_by_host(team_of):
     """As `meshed` says: reductions are in rank order there."""
     team = team_of("3 x 2", backend="gloo")
     assert team.spec.in_rank_order
-    check_cases(team, [Case(kind=kind, dtype="float32", size=40_001, op=ReduceOp.SUM) for kind in REDUCTIONS])
+    check_cases(team, [Case(kind=kind, dtype="float32", size=40_001, op=ReduceOp.SUM) for kind in FOLDING])
 
 
 def test_bits_depend_on_the_members_only(team_of):
@@ -186,7 +197,7 @@ def test_a_host_sends_the_minimum(team_of, monkeypatch, backend, kind, place, ho
 
     monkeypatch.setattr(Link, "send", counted)
     size = 60_000
-    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    op = ReduceOp.SUM if kind in FOLDING else None
     check_cases(team, [Case(kind=kind, dtype="float32", size=size, op=op)])
     assert max(sent.values()) <= 1.001 * MINIMUM[kind](hosts, ranks) * 4 * size
     given = size * 4 // (team.world_size if kind is OpKind.ALLGATHER else 1)

@@ -19,12 +19,12 @@ from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
 from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Worker
 from tests.pure.conformance import (
+    ALL_KINDS,
     BACKENDS,
     DTYPES,
+    FOLDING,
     IN_THREADS,
-    KINDS,
     LAYOUTS,
-    REDUCTIONS,
     ROOTED,
     SIZES,
     SPREADS,
@@ -42,7 +42,7 @@ from tests.pure.operands import NARROW, left_fold, operand
 TeamOf = Callable[[int], Team]
 
 PARAMETERS = {
-    "kind": KINDS,
+    "kind": ALL_KINDS,
     "dtype": (*DTYPES, "longdouble", "clongdouble"),
     "op": (None, *ReduceOp),
     "world": WORLDS,
@@ -54,7 +54,7 @@ PARAMETERS = {
     "staged": (False, True),
 }
 RULES = {
-    ("kind", "op"): lambda kind, op: (kind in REDUCTIONS) == (op is not None),
+    ("kind", "op"): lambda kind, op: (kind in FOLDING) == (op is not None),
     ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
     ("kind", "world"): lambda kind, world: kind is not OpKind.SEND or world > 1,
     ("kind", "inplace"): lambda kind, inplace: kind is not OpKind.SEND or not inplace,

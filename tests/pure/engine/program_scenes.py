@@ -237,7 +237,9 @@ def check(scene: Scene, stage: Stage, before: list[Any], outcomes: Sequence[Any]
     for rank, outcome in zip(scene.ranks, outcomes, strict=True):
         if outcome.error is not None:
             raise outcome.error
-        reduced = scene.kind is OpKind.ALLREDUCE or (scene.kind is OpKind.REDUCE and rank == scene.root)
+        reduced = scene.kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN) or (
+            scene.kind is OpKind.REDUCE and rank == scene.root
+        )
         made = scene.outputs == "made" and (reduced or rank in scene.takers) and rank not in stage.takes
         assert len(outcome.outputs) == made, "no scratch is given back"
         if stage.expected[rank] is not None:

@@ -217,7 +217,7 @@ def _check(one: Fleet, kind: OpKind, how: str, root: int, peer: int) -> None:
     ranks = sorted((root, peer)) if kind is OpKind.SEND else range(one.world)
     for rank, outcome in zip(ranks, outcomes, strict=True):
         assert outcome.error is None
-        in_place = kind is OpKind.ALLREDUCE or (kind is OpKind.REDUCE and rank == root)
+        in_place = kind in (OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN) or (kind is OpKind.REDUCE and rank == root)
         makes = how == "made" and (in_place or rank in takers(kind, one.world, root, peer)) and rank not in takes
         assert len(outcome.outputs) == makes, "what the user gets, and no scratch"
         if expected[rank] is not None:

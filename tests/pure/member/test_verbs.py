@@ -322,3 +322,22 @@ def test_a_rank_without_its_tensors_tells_all(crew, backend):
     errors = group.run(_mismatch, [("scatter", np.ones(2), None, 0), ("scatter", np.ones(2), None, 0)])
     assert [type(one) for one in errors] == [NotATensorError] * 2
     assert [one.violations[0].rank for one in errors] == [0, 0]
+
+
+def _prefixes(name, rank):
+    x = np.array([rank + 1.0, 2.0])
+    col.scan(x, name)
+    y = np.array([rank + 1, 2])
+    work = col.exscan(y, name, "product", async_op=True)
+    work.wait()
+    z = np.full((2, 2), float(-rank), np.float16)
+    col.exscan(z, name, "max")
+    return x.tolist(), y.tolist(), z.tolist()
+
+
+def test_scan_and_exscan(crew, backend):
+    assert crew.group(3, backend).must(_prefixes) == [
+        ([1.0, 2.0], [1, 2], [[0.0, 0.0]] * 2),
+        ([3.0, 4.0], [1, 2], [[0.0, 0.0]] * 2),
+        ([6.0, 6.0], [2, 4], [[0.0, 0.0]] * 2),
+    ]

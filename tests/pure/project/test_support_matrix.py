@@ -49,6 +49,8 @@ def test_what_a_vendor_lacks_is_made_or_refused() -> None:
         "Device": "TPU",
         "Status": "experimental",
         "reducescatter": "✔ (1)",
+        "scan": "✘",
+        "exscan": "✘",
         "send": "✘",
         "recv": "✘",
     }

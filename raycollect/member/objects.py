@@ -1,0 +1,155 @@
+"""Objects between members: values that are no tensors, packed to bytes that the members' verbs move.
+
+By default only plain values travel, in msgpack (`engine.value_codec`): reading them runs no code. ``pickle=True``, the
+same on all ranks, takes any object: who can write to the group can then run code in its members.
+"""
+
+from __future__ import annotations
+
+import pickle as pickler
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from raycollect.core.model import GroupLike
+from raycollect.engine.value_codec import pack_value, unpack_value
+from raycollect.errors import Violation, refusal
+from raycollect.member import verbs
+from raycollect.member.init import get_group_handle
+
+_FAILED = -1  # instead of a length: this rank has nothing that can travel
+
+
+def broadcast_object(
+    value: Any = None,
+    src_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    pickle: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives every rank the value of one rank.
+
+    Args:
+        value: None, a bool, number, string or bytes, a numpy array or a tensor in CPU memory; a list, tuple or dict of
+            these. Of ranks other than `src_rank` it is not looked at.
+        src_rank: The rank that gives.
+        group_name: The group.
+        pickle: True: any object that can be pickled; only where all members are trusted.
+        timeout_s: How long to wait for the others, in seconds; by default what the group was made with.
+
+    Returns:
+        The value; on `src_rank` the very object.
+
+    Raises:
+        NotATensorError: It can't travel; raised on all ranks.
+        RaycollectError: As `raycollect.allreduce`.
+    """
+    mine = [value] if get_group_handle(group_name).rank == src_rank else []
+    exchange = _Exchange("broadcast_object", mine, group_name, pickle, timeout_s)
+    length = np.array(exchange.lengths[0] if mine else 0, np.int64)
+    verbs.broadcast(length, src_rank, group_name, timeout_s=timeout_s)
+    exchange.check({src_rank: int(length)})
+    data = exchange.packed if mine else np.empty(int(length), np.uint8)
+    verbs.broadcast(data, src_rank, group_name, timeout_s=timeout_s)
+    return value if mine else exchange.read(data)
+
+
+def allgather_object(
+    value: Any, group_name: GroupLike = "default", *, pickle: bool = False, timeout_s: float | None = None
+) -> list[Any]:
+    """Gives every rank the values of all ranks, by rank. See `broadcast_object`."""
+    exchange = _Exchange("allgather_object", [value], group_name, pickle, timeout_s)
+    rooms = exchange.rooms()
+    verbs.allgather(rooms, exchange.packed, group_name, timeout_s=timeout_s)
+    return [exchange.read(one) for one in rooms]
+
+
+def gather_object(
+    value: Any,
+    dst_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    pickle: bool = False,
+    timeout_s: float | None = None,
+) -> list[Any] | None:
+    """Gives one rank the values of all ranks, by rank; the others get None. See `broadcast_object`."""
+    exchange = _Exchange("gather_object", [value], group_name, pickle, timeout_s)
+    rooms = exchange.rooms()
+    verbs.gather(rooms, exchange.packed, dst_rank, group_name, timeout_s=timeout_s)
+    if get_group_handle(group_name).rank != dst_rank:
+        return None
+    return [exchange.read(one) for one in rooms]
+
+
+def scatter_object(
+    values: Sequence[Any] | None = None,
+    src_rank: int = 0,
+    group_name: GroupLike = "default",
+    *,
+    pickle: bool = False,
+    timeout_s: float | None = None,
+) -> Any:
+    """Gives each rank its item of one rank's list, which other ranks leave out. See `broadcast_object`."""
+    process_group = get_group_handle(group_name)
+    mine = process_group.rank == src_rank
+    exchange = _Exchange("scatter_object", values or [] if mine else [], group_name, pickle, timeout_s)
+    count = process_group.world_size
+    if mine and len(exchange.lengths) != count:
+        exchange.lengths = [_FAILED] * count
+        exchange.why = f"{len(values or ())} values for {count} ranks"
+    length = np.zeros(1, np.int64)
+    lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
+    verbs.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
+    exchange.check({src_rank: int(length[0])})
+    data = np.empty(int(length[0]), np.uint8)
+    parts = np.split(exchange.packed, np.cumsum(exchange.lengths)[:-1]) if mine else None
+    verbs.scatter(data, parts, src_rank, group_name, timeout_s=timeout_s)
+    return exchange.read(data)
+
+
+class _Exchange:
+    """What one rank packs and reads in one call; `lengths` are those of its values, in bytes."""
+
+    def __init__(
+        self, op: str, values: Sequence[Any], group_name: GroupLike, pickle: bool, timeout_s: float | None
+    ) -> None:
+        self.why = ""
+        self._op = op
+        self._group_name = group_name
+        self._pickle = pickle
+        self._timeout_s = timeout_s
+        parts: list[bytes] = []
+        try:
+            parts = [pickler.dumps(one) if pickle else pack_value(one) for one in values]
+            self.lengths = [len(one) for one in parts]
+        except Exception as exc:  # noqa: BLE001 - foreign code may be asked to pickle; all ranks hear of it
+            self.why = f"{type(exc).__name__}: {exc}"
+            self.lengths = [_FAILED] * len(values)
+        self.packed = np.frombuffer(bytearray(b"".join(parts)), np.uint8)
+
+    def rooms(self) -> list[Any]:
+        """Memory for what each rank gives, by rank."""
+        process_group = get_group_handle(self._group_name)
+        lengths = np.zeros(process_group.world_size, np.int64)
+        verbs.allgather(lengths, np.array(self.lengths, np.int64), self._group_name, timeout_s=self._timeout_s)
+        self.check(dict(enumerate(lengths.tolist())))
+        return [np.empty(length, np.uint8) for length in lengths.tolist()]
+
+    def check(self, lengths: dict[int, int]) -> None:
+        """Raises on all ranks where one of them has nothing that can travel."""
+        process_group = get_group_handle(self._group_name)
+        expected = "a value that can be pickled" if self._pickle else "plain values, or pickle=True on all ranks"
+        told = self.why or "one that can't travel, as that rank says"
+        wrong = tuple(
+            Violation(kind="not_tensor", rank=rank, field="value", found=told, expected=expected)
+            for rank, length in lengths.items()
+            if length < 0
+        )
+        if wrong:
+            raise refusal(self._op, process_group.name, wrong)
+
+    def read(self, data: Any) -> Any:
+        """Reads a value."""
+        return pickler.loads(data) if self._pickle else unpack_value(data.tobytes())

@@ -1,0 +1,129 @@
+"""Collectives of members that autograd differentiates, for torch tensors, with the names of torch.distributed.nn.
+
+Each makes new tensors, and takes part in the backward pass by another collective: all ranks have to run the backward
+pass, too, over the same graph. The gradients are those of the sum of all ranks' losses. They can be differentiated
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from raycollect.core.model import GroupLike, ReduceOp
+from raycollect.errors import refusal, wrong_argument
+from raycollect.member import verbs
+from raycollect.member.init import get_group_handle
+
+torch: Any = import_module("torch")
+
+_LINEAR = (ReduceOp.SUM, ReduceOp.AVG)
+
+
+def all_reduce(tensor: Any, op: ReduceOp | str = ReduceOp.SUM, group_name: GroupLike = "default") -> Any:
+    """Reduces a tensor elementwise over all ranks; returns a new one on each.
+
+    Args:
+        tensor: This rank's torch tensor, of one shape and dtype on all.
+        op: SUM or AVG: the others have no gradient here.
+        group_name: The group.
+
+    Raises:
+        InvalidArgumentError: Another reduce op.
+        RaycollectError: As `raycollect.allreduce`; from the backward pass, too.
+    """
+    return _AllReduce.apply(tensor, _linear("all_reduce", op), group_name)
+
+
+def all_gather(tensor: Any, group_name: GroupLike = "default") -> tuple[Any, ...]:
+    """Gives every rank the tensors of all ranks, of one shape, by rank. See `all_reduce`."""
+    return tuple(_AllGather.apply(tensor, group_name))
+
+
+def reduce_scatter(tensors: Sequence[Any], op: ReduceOp | str = ReduceOp.SUM, group_name: GroupLike = "default") -> Any:
+    """Reduces lists of tensors, one for each rank, over all ranks; returns this rank's item. See `all_reduce`."""
+    return _ReduceScatter.apply(_linear("reduce_scatter", op), group_name, *tensors)
+
+
+def all_to_all(
+    tensors: Sequence[Any], group_name: GroupLike = "default", *, like: Sequence[Any] | None = None
+) -> tuple[Any, ...]:
+    """Gives each rank its item of every rank's list; returns what each rank gives to this one, by rank.
+
+    `like` are tensors of the shapes of what comes; by default they are those of what goes. See `all_reduce`.
+    """
+    shapes = tuple(one.shape for one in (tensors if like is None else like))
+    return tuple(_AllToAll.apply(group_name, shapes, *tensors))
+
+
+def _linear(name: str, op: Any) -> ReduceOp:
+    try:
+        found = ReduceOp.coerce(op)
+    except ValueError:
+        found = None
+    if found not in _LINEAR:
+        raise refusal(name, "", (wrong_argument("op", repr(op), "SUM or AVG, which can be differentiated"),))
+    return found
+
+
+def _dense(tensor: Any) -> Any:
+    return tensor.detach().contiguous()
+
+
+class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, op: ReduceOp, group_name: GroupLike) -> Any:
+        ctx.op, ctx.group_name = op, group_name
+        made = tensor.detach().clone(memory_format=torch.contiguous_format)
+        verbs.allreduce(made, group_name, op)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return _AllReduce.apply(gradient, ctx.op, ctx.group_name), None, None
+
+
+class _AllGather(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, group_name: GroupLike) -> Any:
+        ctx.group_name = group_name
+        given = _dense(tensor)
+        made = [torch.empty_like(given) for _ in range(get_group_handle(group_name).world_size)]
+        verbs.allgather(made, given, group_name)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return _ReduceScatter.apply(ReduceOp.SUM, ctx.group_name, *gradients), None
+
+
+class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, op: ReduceOp, group_name: GroupLike, *tensors: Any) -> Any:
+        ctx.op, ctx.group_name = op, group_name
+        given = [_dense(one) for one in tensors]
+        mine = get_group_handle(group_name).rank
+        made = torch.empty_like(given[mine] if mine < len(given) else given[0])
+        verbs.reducescatter(made, given, group_name, op)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        count = get_group_handle(ctx.group_name).world_size
+        scaled = gradient / count if ctx.op is ReduceOp.AVG else gradient
+        return None, None, *_AllGather.apply(scaled, ctx.group_name)
+
+
+class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, group_name: GroupLike, shapes: Sequence[Any], *tensors: Any) -> Any:
+        ctx.group_name, ctx.shapes = group_name, tuple(one.shape for one in tensors)
+        given = [_dense(one) for one in tensors]
+        made = [given[0].new_empty(shape) for shape in shapes]
+        verbs.alltoall(made, given, group_name)
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *_AllToAll.apply(ctx.group_name, ctx.shapes, *gradients)

@@ -1,0 +1,17 @@
+"""raycollect for torch: a backend of torch.distributed, and collectives that autograd differentiates.
+
+::
+
+    import raycollect.torch  # which registers it
+
+    torch.distributed.init_process_group("raycollect")
+"""
+
+from __future__ import annotations
+
+from raycollect.member.torch_autograd import all_gather, all_reduce, all_to_all, reduce_scatter
+from raycollect.member.torch_process_group import TorchProcessGroup, register
+
+__all__ = ["TorchProcessGroup", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "register"]
+
+register()

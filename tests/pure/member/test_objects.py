@@ -1,0 +1,69 @@
+"""Objects between members."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from raycollect.errors import NotATensorError
+from raycollect.member import objects, verbs
+from tests.pure.member.verb_bodies import backend
+
+__all__ = ["backend"]  # fixtures
+
+
+def _plain(name, rank):
+    told = {"rank": rank, "words": ("a" * 100 * rank, None, b"\0"), "array": np.arange(rank, dtype=np.int16)}
+    everybody = objects.allgather_object(told, name)
+    assert [one["rank"] for one in everybody] == [0, 1, 2]
+    assert everybody[2]["words"] == ("a" * 200, None, b"\0")
+    assert everybody[2]["array"].tolist() == [0, 1]
+    said = objects.broadcast_object(told if rank == 1 else None, 1, name)
+    assert said["rank"] == 1
+    assert (said is told) == (rank == 1)
+    gathered = objects.gather_object(rank * 1.5, 2, name)
+    assert gathered == ([0.0, 1.5, 3.0] if rank == 2 else None)
+    return objects.scatter_object([0, "one", [2]] if rank == 0 else None, 0, name)
+
+
+def test_plain_values_travel(crew, backend):
+    assert crew.group(3, backend).must(_plain) == [0, "one", [2]]
+
+
+def _pickled(name, rank):
+    said = objects.allgather_object(Fraction(1, rank + 2), name, pickle=True)
+    return said, objects.scatter_object([Fraction(1), {2}] if rank else None, 1, name, pickle=True)
+
+
+def test_any_object_travels_where_pickle_is_asked_for(crew):
+    both = [Fraction(1, 2), Fraction(1, 3)]
+    assert crew.group(2).must(_pickled) == [(both, Fraction(1)), (both, {2})]
+
+
+def _strange(name, rank):
+    strange = Fraction(1, 3) if rank else 1
+    errors = []
+    for call in (
+        lambda: objects.allgather_object(strange, name),
+        lambda: objects.gather_object(strange, 0, name),
+        lambda: objects.broadcast_object(strange, 1, name),
+        lambda: objects.scatter_object([1, strange], 1, name),
+        lambda: objects.scatter_object([1, 2, 3], 1, name),
+        lambda: objects.allgather_object((lambda: rank) if rank else 1, name, pickle=True),
+    ):
+        with pytest.raises(NotATensorError) as caught:
+            call()
+        errors.append(str(caught.value))
+    x = np.ones(1)
+    verbs.allreduce(x, name)  # the group works on
+    assert x == 2
+    return errors
+
+
+def test_what_can_not_travel_is_refused_on_all_ranks(crew):
+    here, there = crew.group(2).must(_strange)
+    assert all("rank 1" in one for one in (*here, *there))
+    assert "Fraction" in there[0]
+    assert "3 values for 2 ranks" in there[4]

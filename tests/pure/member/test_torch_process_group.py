@@ -1,0 +1,144 @@
+"""raycollect under torch.distributed, in plain processes: beside gloo, in the same processes on the same tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.distributed")
+
+from raycollect.errors import GroupBrokenError
+from tests.pure.member import torch_bodies as bodies
+from tests.pure.processes import outcome
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def ranks(crew, tmp_path):
+    """Runs a body as ``body(rank, world)`` in processes with both groups."""
+
+    def run(body, world=2, *args, **options):
+        taken = crew.take(world)
+        store = f"file://{tmp_path}/store"
+        begun = [one.start(bodies.begun, body, rank, world, store, options, *args) for rank, one in enumerate(taken)]
+        results = [outcome(one) for one in begun]
+        failures = [one for one in results if isinstance(one, BaseException)]
+        if failures:  # that a rank has left follows from its own
+            raise min(failures, key=lambda one: isinstance(one, GroupBrokenError))
+        return results
+
+    return run
+
+
+def test_every_operation_does_what_it_does_on_gloo(ranks):
+    ranks(bodies.every_operation, 3)
+
+
+def test_between_hosts_it_runs_on_sockets(ranks):
+    ranks(bodies.every_operation, 2, pg_options={"backend": "tcp"})
+
+
+def test_objects_travel(ranks):
+    ranks(bodies.objects, 3)
+
+
+def test_ranks_send_and_receive_in_rings(ranks):
+    ranks(bodies.rings, 3)
+
+
+def test_calls_under_way_have_futures_and_keep_their_order(ranks):
+    ranks(bodies.many_under_way)
+
+
+def test_subgroups_of_each_size(ranks):
+    ranks(bodies.subgroups, 3)
+
+
+def test_what_ranks_disagree_about_raises_on_all_and_the_group_works_on(ranks):
+    for error in ranks(bodies.mismatch):
+        assert "shape" in error
+    for error in ranks(bodies.mismatch_under_way):
+        assert "shape" in error
+
+
+def test_what_it_can_not_do_is_refused(ranks):
+    ranks(bodies.refused)
+
+
+def test_a_barrier_names_the_rank_that_does_not_come(ranks):
+    said = ranks(bodies.absent)
+    assert "rank 1" in said[0]
+
+
+def test_groups_come_and_go(crew, tmp_path):
+    taken = crew.take(2)
+    for turn in range(2):
+        store = f"file://{tmp_path}/store"  # the same again
+        begun = [one.start(bodies.begun, bodies.summed, rank, 2, store, {}, turn) for rank, one in enumerate(taken)]
+        assert [one.result(60) for one in begun] == [3.0 + turn] * 2
+
+
+def test_the_stores_of_torch(crew, tmp_path):
+    """``tcp://`` and ``env://``, as torchrun sets it."""
+    taken = crew.take(2)
+    for kind in ("tcp", "env"):
+        port = bodies.free_port()
+        begun = [one.start(bodies.by_server, kind, port, rank, 2) for rank, one in enumerate(taken)]
+        assert [one.result(60) for one in begun] == [3.0] * 2
+
+
+@pytest.mark.full
+def test_under_torchrun(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch, raycollect.torch\n"
+        "torch.distributed.init_process_group('raycollect')\n"
+        "x = torch.ones(3)\n"
+        "torch.distributed.all_reduce(x)\n"
+        "assert x.tolist() == [2.0] * 3\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "average", "all_gather", "reduce_scatter", "all_to_all"])
+def test_gradients_are_those_of_one_process(crew, name):
+    crew.group(3).must(bodies.differentiated, name)
+
+
+def test_what_has_no_gradient_is_refused(crew):
+    crew.group(2).must(bodies.no_gradient)
+
+
+# ---------------------------------------------------------------------------------------------- what trains on it
+
+
+@pytest.mark.parametrize("how", ["plain", "views", "unused", "accumulated"])
+def test_ddp_has_the_gradients_that_it_has_on_gloo(ranks, how):
+    ranks(bodies.data_parallel, 2, how)
+
+
+def test_fsdp_has_the_parameters_that_it_has_on_gloo(ranks):
+    ranks(bodies.fully_sharded)
+
+
+def test_fully_shard_has_the_parameters_that_it_has_on_gloo(ranks):
+    ranks(bodies.fully_sharded_in_place)
+
+
+def test_dtensors_are_distributed_and_gathered(ranks):
+    ranks(bodies.dtensors)
+
+
+def test_the_time_limit_of_the_group_is_that_of_its_calls(ranks):
+    assert ranks(bodies.time_limit, timeout=timedelta(seconds=77)) == [(77.0, 5.0)] * 2

@@ -1,0 +1,423 @@
+"""What the ranks of `test_torch_process_group` run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import raycollect.torch
+from raycollect.errors import (
+    CollectiveTimeoutError,
+    InvalidArgumentError,
+    MismatchError,
+    NotATensorError,
+    UnsupportedError,
+)
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int8, torch.bool)
+
+
+def begun(body, rank, world, store, options, *args):
+    """Runs a body in a process with both groups, and ends them."""
+    torch.set_num_threads(1)
+    options = {"timeout": timedelta(seconds=30), **options}
+    dist.init_process_group("raycollect", init_method=store, rank=rank, world_size=world, **options)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # names that torch has changed
+            return body(rank, world, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def summed(rank, world, more=0):
+    x = torch.full((5,), rank + 1.0 + more / world)
+    dist.all_reduce(x)
+    return float(x[0])
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def by_server(kind, port, rank, world):
+    method = f"tcp://127.0.0.1:{port}"
+    if kind == "env":
+        method = "env://"
+        os.environ |= {
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(port),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+        }
+    return begun(summed, rank, world, method, {})
+
+
+# ---------------------------------------------------------------------------------------------- operations
+
+
+def _operand(rank, dtype, size):
+    made = torch.Generator().manual_seed(rank)
+    values = torch.randint(-50, 50, (size,), generator=made)
+    return (values / 7).to(dtype) if dtype.is_floating_point else values.to(dtype)
+
+
+def every_operation(rank, world):
+    """Each operation on both groups, from equal tensors: to equal ones, sums of floats within rounding."""
+    gloo = dist.new_group(backend="gloo")
+    for dtype in DTYPES:
+        for size in (0, 1, 7, 20_000):
+            for name, operation in OPERATIONS.items():
+                ours = operation(None, rank, world, dtype, size)
+                theirs = operation(gloo, rank, world, dtype, size)
+                exact = not dtype.is_floating_point or name not in ROUNDED
+                _alike(ours, theirs, exact, f"{name}, {dtype}, {size}")
+
+
+def _alike(ours, theirs, exact, what):
+    limits = {"rtol": 0, "atol": 0} if exact else {}
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, **limits, msg=lambda told: f"{what}: {told}")
+
+
+def _reduced(op):
+    def run(group, rank, world, dtype, size):
+        if op is dist.ReduceOp.PRODUCT and dtype is torch.bfloat16:
+            return []  # gloo rounds behind each step
+        x = _operand(rank, dtype, size)
+        dist.all_reduce(x, op, group)
+        y = _operand(rank, dtype, size)
+        dist.reduce(y, 1, op, group)
+        return [x, *([y] if rank == 1 else [])]
+
+    return run
+
+
+def _allgather(group, rank, world, dtype, size):
+    out = [torch.zeros(size, dtype=dtype) for _ in range(world)]
+    dist.all_gather(out, _operand(rank, dtype, size), group)
+    whole = torch.zeros(world * size, dtype=dtype)
+    dist.all_gather_into_tensor(whole, _operand(rank, dtype, size), group)
+    rows = whole.view(world, size)
+    if group is None:  # gloo takes no rows
+        rows = torch.zeros(world, size, dtype=dtype)
+        dist.all_gather_into_tensor(rows, _operand(rank, dtype, size))
+    return [*out, whole, rows]
+
+
+def _broadcast(group, rank, world, dtype, size):
+    x = _operand(rank, dtype, size)
+    dist.broadcast(x, 1, group)
+    return [x]
+
+
+def _rooted(group, rank, world, dtype, size):
+    out = [torch.zeros(size, dtype=dtype) for _ in range(world)] if rank == 1 else None
+    dist.gather(_operand(rank, dtype, size), out, 1, group)
+    x = torch.zeros(size, dtype=dtype)
+    given = [_operand(to, dtype, size) for to in range(world)] if rank == 0 else None
+    dist.scatter(x, given, 0, group)
+    return [*(out or []), x]
+
+
+def _sum_scattered(group, rank, world, dtype, size):
+    if dtype is torch.bool:
+        return []
+    out = torch.zeros(size, dtype=dtype)
+    dist.reduce_scatter(out, [_operand(rank + to, dtype, size) for to in range(world)], group=group)
+    whole = torch.zeros(size, dtype=dtype)
+    dist.reduce_scatter_tensor(whole, _operand(rank, dtype, world * size), group=group)
+    return [out, whole]
+
+
+def _alltoall(group, rank, world, dtype, size):
+    out = torch.zeros(world * size, dtype=dtype)
+    dist.all_to_all_single(out, _operand(rank, dtype, world * size), group=group)
+    give, take = [rank + to for to in range(world)], [rank + of for of in range(world)]
+    uneven = torch.zeros(sum(take), 2, dtype=dtype)
+    dist.all_to_all_single(uneven, _operand(rank, dtype, 2 * sum(give)).view(-1, 2), take, give, group)
+    return [out, uneven]
+
+
+ROUNDED = ("sum", "product", "sum, scattered")
+OPERATIONS = {
+    "sum": _reduced(dist.ReduceOp.SUM),
+    "max": _reduced(dist.ReduceOp.MAX),
+    "product": _reduced(dist.ReduceOp.PRODUCT),
+    "all_gather": _allgather,
+    "broadcast": _broadcast,
+    "gather and scatter": _rooted,
+    "sum, scattered": _sum_scattered,
+    "all_to_all": _alltoall,
+}
+
+
+def objects(rank, world):
+    gathered = [None] * world
+    dist.all_gather_object(gathered, {"rank": rank, "more": "x" * 10 * rank})
+    assert [one["rank"] for one in gathered] == list(range(world))
+    said = [("from", rank), None]
+    dist.broadcast_object_list(said, 1)
+    assert said[0] == ("from", 1)
+    mine = [None]
+    dist.scatter_object_list(mine, [f"for {to}" for to in range(world)] if rank == 0 else None, 0)
+    assert mine == [f"for {rank}"]
+    there = [None] * world if rank == 1 else None
+    dist.gather_object(rank, there, 1)
+    assert there in (None, list(range(world)))
+
+
+def rings(rank, world):
+    after, before = (rank + 1) % world, (rank - 1) % world
+    given = torch.arange(1000.0) + rank
+    back, forth = torch.zeros(1000), torch.zeros(1000)
+    batch = [
+        dist.P2POp(dist.isend, given, after),
+        dist.P2POp(dist.isend, given, before),
+        dist.P2POp(dist.irecv, forth, before),
+        dist.P2POp(dist.irecv, back, after),
+    ]
+    for work in dist.batch_isend_irecv(batch):
+        work.wait()
+    assert float(forth[0]) == before
+    assert float(back[0]) == after
+    if rank == 0:
+        dist.send(given, 1)
+    elif rank == 1:
+        assert dist.recv(back, 0) == 0
+        assert torch.equal(back, torch.arange(1000.0))
+
+
+def many_under_way(rank, world):
+    tensors = [torch.full((100,), rank + at + 0.0) for at in range(20)]
+    works = [dist.all_reduce(one, async_op=True) for one in tensors]
+    futures = [work.get_future() for work in works[::2]]
+    last = torch.ones(3)
+    dist.all_reduce(last)  # behind them
+    assert all(work.is_completed() and work.is_success() for work in works)
+    for at, one in enumerate(tensors):
+        assert float(one[0]) == 1 + 2 * at
+    assert [found.wait()[0] is one for found, one in zip(futures, tensors[::2], strict=True)] == [True] * 10
+    chained = dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda done: done.value()[0] * 10)
+    assert float(chained.wait()) == 20
+
+
+def subgroups(rank, world):
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 2]), dist.new_group([2])]
+    for group in pairs:
+        members = dist.get_process_group_ranks(group) if group is not dist.GroupMember.NON_GROUP_MEMBER else []
+        if rank in members:
+            x = torch.full((4,), float(rank))
+            dist.all_reduce(x, group=group)
+            dist.broadcast(x, members[0], group)
+            assert float(x[0]) == sum(members)
+            dist.destroy_process_group(group)
+    some = dist.new_group([0, 1], use_local_synchronization=True) if rank < 2 else None
+    if some is not None:
+        dist.barrier(some)
+
+
+def mismatch(rank, world):
+    x = torch.ones(3 + rank)
+    with pytest.raises(MismatchError) as caught:
+        dist.all_reduce(x)
+    assert x.tolist() == [1.0] * (3 + rank)
+    assert summed(rank, world) == 3
+    return str(caught.value)
+
+
+def mismatch_under_way(rank, world):
+    work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+    future = work.get_future()
+    for wait in (work.wait, work.wait, future.wait):
+        with pytest.raises(MismatchError) as caught:
+            wait()
+    assert work.is_completed()
+    assert not work.is_success()
+    assert isinstance(work.exception(), MismatchError)
+    assert summed(rank, world) == 3
+    return str(caught.value)
+
+
+def refused(rank, world):
+    for call in (
+        lambda: dist.send(torch.ones(1), 1 - rank, tag=3),
+        lambda: dist.recv(torch.ones(1), 1 - rank, tag=3),
+        lambda: dist.recv(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(4).to_sparse()),
+    ):
+        with pytest.raises((UnsupportedError, NotATensorError)):
+            call()
+    assert summed(rank, world) == 3
+
+
+def absent(rank, world):
+    store = dist.distributed_c10d._get_default_store()
+    if rank:
+        return store.get("waited").decode()  # and leaves only then
+    dist.group.WORLD.set_timeout(timedelta(milliseconds=300))
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        dist.barrier()
+    store.set("waited", "yes")
+    return str(caught.value)
+
+
+def time_limit(rank, world):
+    place = dist.group.WORLD._calls._process_group
+    before = place.timeout_s
+    dist.group.WORLD.set_timeout(timedelta(seconds=5))
+    return before, place.timeout_s
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+class Model(torch.nn.Module):
+    """With a buffer that ranks share, and a layer that only some batches use."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = torch.nn.Linear(32, 64)
+        self.norm = torch.nn.BatchNorm1d(64)
+        self.last = torch.nn.Linear(64, 8)
+        self.spare = torch.nn.Linear(64, 8)
+
+    def forward(self, x, spare=False):
+        x = self.norm(self.first(x)).relu()
+        return self.last(x) + (self.spare(x) if spare else 0)
+
+
+def _batch(rank, step):
+    return torch.randn(6, 32, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def data_parallel(rank, world, how):
+    """Three steps on both groups: two ranks have the same bits whichever adds them."""
+    gloo = dist.new_group(backend="gloo")
+    models = []
+    for group in (None, gloo):
+        options = {"gradient_as_bucket_view": how == "views", "find_unused_parameters": how == "unused"}
+        model = DistributedDataParallel(Model(), process_group=group, bucket_cap_mb=0.01, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            spare = how != "unused" or (step + rank) % 2 == 0
+            optimizer.zero_grad()
+            if how == "accumulated":
+                with model.no_sync():
+                    model(_batch(rank, 50 + step), spare).square().sum().backward()
+            model(_batch(rank, step), spare).square().sum().backward()
+            optimizer.step()
+        models.append(model.module)
+    _same(models[0].state_dict(), models[1].state_dict())
+
+
+def _same(mine, other):
+    assert mine.keys() == other.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, other[name]), name
+
+
+def fully_sharded(rank, world):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        model = FullyShardedDataParallel(Model(), process_group=group, device_id=torch.device("cpu"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_batch(rank, step), True).square().sum().backward()
+            optimizer.step()
+        with FullyShardedDataParallel.summon_full_params(model):
+            found.append({name: value.detach().clone() for name, value in model.named_parameters()})
+    _same(*found)
+
+
+def fully_sharded_in_place(rank, world):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        mesh = DeviceMesh.from_group(group, "cpu")
+        model = Model()
+        for layer in (model.first, model.last, model):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(_batch(rank, step), True).square().sum().backward()
+            optimizer.step()
+        found.append({name: value.full_tensor() for name, value in model.named_parameters()})
+    _same(*found)
+
+
+def dtensors(rank, world):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(35.0).view(7, 5)
+    rows = distribute_tensor(whole.clone(), mesh, [Shard(0)])
+    columns = rows.redistribute(mesh, [Shard(1)])
+    assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+    product = rows.sum(0).redistribute(mesh, [Replicate()]).to_local()
+    assert torch.equal(product, whole.sum(0))
+
+
+# ---------------------------------------------------------------------------------------------- autograd
+
+
+def differentiated(name, rank, how):
+    """The gradients of this rank's tensors, and their own, beside those of the whole computation in one process."""
+    world = 3
+    inputs = [_batch(of, 0)[:world, :4].double() for of in range(world)]
+    mine = inputs[rank].clone().requires_grad_()
+    loss = _loss(rank, DISTRIBUTED[how](mine, name))
+    (found,) = torch.autograd.grad(loss, mine, create_graph=True)
+    (again,) = torch.autograd.grad(found.square().sum(), mine)
+    alone = [one.clone().requires_grad_() for one in inputs]
+    whole = sum(_loss(of, IN_ONE[how](alone, of)) for of in range(world))
+    wanted = torch.autograd.grad(whole, alone, create_graph=True)
+    twice = torch.autograd.grad(sum(one.square().sum() for one in wanted), alone)
+    torch.testing.assert_close(found, wanted[rank])
+    torch.testing.assert_close(again, twice[rank])
+
+
+def _loss(rank, values):
+    return sum((value.sin() * (rank + at + 1)).sum() for at, value in enumerate(values))
+
+
+DISTRIBUTED = {
+    "all_reduce": lambda x, name: [raycollect.torch.all_reduce(x.square(), group_name=name)],
+    "average": lambda x, name: [raycollect.torch.reduce_scatter(x.square().unbind(), "avg", name)],
+    "all_gather": lambda x, name: raycollect.torch.all_gather(x.square().t(), name),
+    "reduce_scatter": lambda x, name: [raycollect.torch.reduce_scatter(x.square().unbind(), group_name=name)],
+    "all_to_all": lambda x, name: raycollect.torch.all_to_all(x.square().unbind(), name),
+}
+IN_ONE = {
+    "all_reduce": lambda xs, rank: [sum(x.square() for x in xs)],
+    "average": lambda xs, rank: [sum(x.square()[rank] for x in xs) / len(xs)],
+    "all_gather": lambda xs, rank: [x.square().t() for x in xs],
+    "reduce_scatter": lambda xs, rank: [sum(x.square()[rank] for x in xs)],
+    "all_to_all": lambda xs, rank: [x.square()[rank] for x in xs],
+}
+
+
+def no_gradient(name, rank):
+    for call in (
+        lambda: raycollect.torch.all_reduce(torch.ones(2), "max", name),
+        lambda: raycollect.torch.reduce_scatter([torch.ones(2)] * 2, "no op", name),
+    ):
+        with pytest.raises(InvalidArgumentError, match="differentiated"):
+            call()
