@@ -67,8 +67,8 @@ if TYPE_CHECKING:
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
-    from raycollect.layouts.dtensors import layout_of as layout_of
-    from raycollect.layouts.record import record_layout as record_layout
+    from raycollect.weights.layouts.dtensors import layout_of as layout_of
+    from raycollect.weights.layouts.record import record_layout as record_layout
     from raycollect.member.init import get_collective_group_size as get_collective_group_size
     from raycollect.member.init import get_group_handle as get_group_handle
     from raycollect.member.init import get_rank as get_rank
@@ -184,13 +184,13 @@ _HOMES: dict[str, str] = {
     "is_group_initialized": "member.init",
     "join_layouts": "planner.joined",
     "layout": "planner.layout",
-    "layout_of": "layouts.dtensors",
+    "layout_of": "weights.layouts.dtensors",
     "mark_written": "member.runtime",
     "nccl_available": "member.init",
     "ones": "pos.tensors",
     "plan": "driver.dry_run",
     "progress": "driver.progress_bar",
-    "record_layout": "layouts.record",
+    "record_layout": "weights.layouts.record",
     "recv": "member.verbs",
     "recv_multigpu": "member.multigpu_verbs",
     "recv_ref": "driver.verbs",

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from raycollect.backends.elements import Array
-from raycollect.layouts.identities import Full, NotRecordedError
+from raycollect.weights.layouts.identities import Full, NotRecordedError
 from raycollect.planner.boxes import Point
 
 _OPAQUE = np.dtype("V8")

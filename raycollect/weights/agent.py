@@ -1,0 +1,285 @@
+"""What the participants of publications and subscriptions keep, and do when their driver says so; inside the actor.
+
+A driver calls the functions at the end by `__ray_call__`, so that they take their places in the actor's queue: what a
+method sees does not change while it runs. Reads of other processes are served beside methods (`pos.fetch`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from raycollect.backends.arrays import Array, byte_range
+from raycollect.backends.elements import convert
+from raycollect.core.model import Address, Key, Structure
+from raycollect.engine.packed_boxes import box_of
+from raycollect.errors import RaycollectError, Violation, VersionNotWholeError, brief, refusal
+from raycollect.member.runtime import Runtime, describe
+from raycollect.planner.boxes import extent, moved
+from raycollect.pos import Container, Store, fetch
+from raycollect.pos.boxes import MOST_BOXES, Box
+from raycollect.weights import atoms, digests, protocol
+from raycollect.weights.atoms import Layouts, Place
+from raycollect.weights.local_side import LocalSide
+from raycollect.weights.protocol import Atom, Digests, RankState, Version
+
+HOLDER_S = 5.0
+"""How long a holder that does not answer is waited for while there are others, in seconds."""
+
+READ_NBYTES = 64 << 20
+"""The most that one request asks for, which is in memory twice where it comes over the network; at least an atom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Whom a rank may ask for atoms.
+
+    Attributes:
+        address: Where it serves reads.
+        key: Under which key.
+        actor: Its actor, for people.
+        incarnation: Ray's id of the process.
+        places: Each atom's tensor among those of the key, and its first element there.
+    """
+
+    address: Address
+    key: Key
+    actor: str
+    incarnation: str
+    places: Mapping[Atom, tuple[int, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What staging a version did on a rank.
+
+    Attributes:
+        digests: Of each of its atoms, from what lies there.
+        nbytes: The bytes that were read for it.
+        seconds: How long that took.
+        gone: The keys of holders that did not have the version.
+    """
+
+    digests: Digests
+    nbytes: int
+    seconds: float
+    gone: tuple[Key, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """Arrays that are served under a key, as long as they are not written."""
+
+    arrays: list[Array]
+    key: Key | None = None
+
+    def serve(self, store: Store, key: Key) -> None:
+        tensors = tuple(self.arrays)
+        structure = Structure("list", (), (_TENSOR,) * len(tensors)) if tensors else _EMPTY
+        store.put(key, Container(structure, tensors, list(tensors)))
+        self.key = key
+
+    def withdraw(self, store: Store) -> None:
+        if self.key is not None:
+            store.free([self.key])
+            self.key = None
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return list(map(byte_range, self.arrays))
+
+
+class Source:
+    """One rank of a publisher: its tensors, and its parts of the two newest versions."""
+
+    def __init__(self, name: str, container: Container, layouts: Layouts, rank: int) -> None:
+        self._name = name
+        self._side = LocalSide("publish", container, layouts, rank, is_written=False)
+        self._slots: dict[int, _Kept] = {}
+
+    def seal(self, version: Version, among: Sequence[Atom]) -> tuple[Key, Digests]:
+        """Copies this rank's part of a version, and digests it.
+
+        Raises:
+            TensorDirtyError: A failed collective has left a tensor half-written.
+        """
+        store = Runtime.current().store
+        slot = self._slots.get(version.number % 2)
+        if slot is None:
+            slot = self._slots[version.number % 2] = _Kept(self._side.made())
+        slot.withdraw(store)
+        live, ranges = self._side.live(), self._side.ranges()
+        places = atoms.places(self._side.layouts, self._side.rank, among, whole=True)
+        with store.reading(ranges), store.writing(slot.ranges()):
+            if store.is_dirty(ranges):
+                dirty = Violation(kind="dirty", rank=self._side.rank, field="tensor", found="half-written")
+                raise refusal("put", "", (dirty,))
+            found = {
+                atom: digests.copied(self._side.box(slot.arrays, one), self._side.box(live, one))
+                for atom, (one,) in places.items()
+            }
+        key = _key(self._name, version, "publisher", self._side.rank)
+        slot.serve(store, key)
+        return key, found
+
+    def close(self) -> None:
+        """Serves nothing any more."""
+        for slot in self._slots.values():
+            slot.withdraw(Runtime.current().store)
+        self._slots.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """Where the atoms of a version lie on a rank; it is the same for many versions."""
+
+    among: tuple[Atom, ...]
+    found: dict[Atom, tuple[Place, ...]] = field(default_factory=dict)
+
+
+class Receiver:
+    """One rank of a receiver group: its tensors, and a second set in which the next version is made."""
+
+    def __init__(self, name: str, container: Container, layouts: Layouts, rank: int) -> None:
+        self._name = name
+        self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
+        self._back = _Kept(self._side.made())
+        for array, live in zip(self._back.arrays, self._side.live(), strict=True):
+            np.copyto(array, live)  # what no layout covers
+        self._parts = _Parts(())
+        self.state: RankState = RankState()
+        self.span: tuple[Any, ...] = (tuple(self._side.ranges()), rank, tuple(layouts.items()))
+
+    def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float, *, look: bool) -> Staged:
+        """Makes a version in the second set of tensors, of what is missing there.
+
+        `look`: something has been written there without this; what is right of it is not read again.
+
+        Raises:
+            VersionNotWholeError: Nobody gave some atoms with the right digests.
+        """
+        began_s = time.monotonic()
+        store = Runtime.current().store
+        if self._parts.among != tuple(version.digests):
+            among = tuple(version.digests)
+            self._parts = _Parts(among, atoms.places(self._side.layouts, self._side.rank, among, whole=False))
+        self._back.withdraw(store)
+        wanted = {atom: version.digests[atom] for atom in self._parts.found}
+        self.state = protocol.stage(self.state, version, wanted)
+        failures: dict[Key, str] = {}
+        read = 0
+        with store.writing(self._back.ranges()):
+            if look:
+                there = {atom: self._lying(atom) for atom in self.state.missing}
+                self.state = protocol.land(self.state, version, there)
+            for at, holder in enumerate(holders):
+                mine = [atom for atom in self.state.missing if atom in holder.places]
+                left_s = timeout_s - (time.monotonic() - began_s)
+                limit_s = left_s if at == len(holders) - 1 else min(left_s, HOLDER_S)
+                for some in self._requests(mine):
+                    try:
+                        read += self._read(version, holder, some, limit_s)
+                    except RaycollectError as exc:
+                        failures[holder.key] = f"{holder.actor}: {brief(exc)}"
+                        break
+        if self.state.missing:
+            raise self._not_whole(version, failures)
+        landed = {atom: self.state.landed[atom] for atom in wanted}
+        return Staged(digests=landed, nbytes=read, seconds=time.monotonic() - began_s, gone=tuple(failures))
+
+    def show(self, version: Version) -> Key | None:
+        """Lets methods see a version, and serves it to others; None: it is not whole here."""
+        if not protocol.may_show(self.state, version):
+            return None
+        store = Runtime.current().store
+        live, ranges = self._side.live(), self._side.ranges()
+        with store.writing(ranges):
+            for parts in self._parts.found.values():
+                for one in parts:
+                    np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
+            store.mark_written(self._side.wholes())
+        self.state = protocol.show(self.state, version)
+        key = _key(self._name, version, Runtime.current().incarnation, self._side.rank)
+        self._back.serve(store, key)
+        return key
+
+    def back(self) -> list[Array]:
+        """The second set, which is about to be written by a collective."""
+        self._back.withdraw(Runtime.current().store)
+        self.state = protocol.RankState(shown=self.state.shown)
+        return self._back.arrays
+
+    def close(self) -> None:
+        """Serves nothing any more."""
+        self._back.withdraw(Runtime.current().store)
+
+    def _requests(self, wanted: Sequence[Atom]) -> list[list[Atom]]:
+        found: list[list[Atom]] = []
+        nbytes = READ_NBYTES
+        for atom in wanted:
+            size = int(np.prod(extent(atom[1]))) * self._side.layouts[atom[0]].itemsize
+            if nbytes + size > READ_NBYTES or len(found[-1]) == MOST_BOXES:
+                found.append([])
+                nbytes = 0
+            found[-1].append(atom)
+            nbytes += size
+        return found
+
+    def _read(self, version: Version, holder: Holder, some: list[Atom], limit_s: float) -> int:
+        dtypes = {atom: self._dtype(version, atom) for atom in some}
+        boxes = [Box(*holder.places[atom], extent(atom[1]), dtypes[atom]) for atom in some]
+        found: dict[Atom, bytes] = {}
+        read = 0
+
+        def take(at: int, array: Array) -> None:
+            nonlocal read
+            read += array.nbytes
+            found[some[at]] = self._land(some[at], array)
+
+        fetch.read(
+            holder.address, holder.key, boxes, take,
+            actor=holder.actor, incarnation=holder.incarnation, timeout_s=limit_s,
+        )  # fmt: skip
+        self.state = protocol.land(self.state, version, found)
+        wrong = [atom for atom in some if self.state.landed.get(atom) != version.digests[atom]]
+        if wrong:
+            raise VersionNotWholeError(name=self._name, detail=f"other bits than were put: {atoms.shown(wrong[0])}")
+        return read
+
+    def _dtype(self, version: Version, atom: Atom) -> str:
+        return version.dtypes.get(atom[0]) or self._side.layouts[atom[0]].dtype
+
+    def _land(self, atom: Atom, array: Array) -> bytes:
+        """Writes an atom where it belongs, and returns the digest of what lies there."""
+        parts = self._parts.found[atom]
+        boxes = [self._side.box(self._back.arrays, one) for one in parts]
+        if len(parts) == 1 and parts[0].part == atom[1] and boxes[0].dtype == array.dtype:
+            return digests.copied(boxes[0], array)
+        whole = np.empty(array.shape, array.dtype)
+        found = digests.copied(whole, array)
+        for one, box in zip(parts, boxes, strict=True):
+            lo, _ = moved(one.part, atom[1][0], (0,) * array.ndim)
+            wanted = np.empty(box.shape, box.dtype)
+            convert(wanted, box_of(whole, lo, one.size))
+            if digests.copied(box, wanted) != digests.digest(wanted):
+                return b""
+        return found
+
+    def _lying(self, atom: Atom) -> bytes:
+        parts = self._parts.found[atom]
+        is_whole = len(parts) == 1 and parts[0].part == atom[1]
+        return digests.digest(self._side.box(self._back.arrays, parts[0])) if is_whole else b""
+
+    def _not_whole(self, version: Version, failures: Mapping[Key, str]) -> VersionNotWholeError:
+        missing = self.state.missing
+        tried = "; ".join(failures.values()) or "no holder of it is known"
+        detail = f"{len(missing)} of {len(self.state.wanted)} atoms are missing, first {atoms.shown(missing[0])}: {tried}"
+        runtime = Runtime.current()
+        return VersionNotWholeError(
+            name=self._name, version=str(version), rank=self._side.rank, actor=runtime.actor, detail=detail
+        )
