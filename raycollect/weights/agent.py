@@ -17,9 +17,17 @@ import numpy as np
 
 from raycollect.backends.arrays import Array, byte_range
 from raycollect.backends.elements import convert
-from raycollect.core.model import Address, Key, Structure
+from raycollect.core.model import TENSOR, Address, Key, Structure
 from raycollect.engine.packed_boxes import box_of
-from raycollect.errors import RaycollectError, Violation, VersionNotWholeError, brief, refusal
+from raycollect.errors import (
+    PublisherReplacedError,
+    RaycollectError,
+    RefusedError,
+    VersionNotWholeError,
+    Violation,
+    brief,
+    refusal,
+)
 from raycollect.member.runtime import Runtime, describe
 from raycollect.planner.boxes import extent, moved
 from raycollect.pos import Container, Store, fetch
@@ -81,8 +89,7 @@ class _Kept:
 
     def serve(self, store: Store, key: Key) -> None:
         tensors = tuple(self.arrays)
-        structure = Structure("list", (), (_TENSOR,) * len(tensors)) if tensors else _EMPTY
-        store.put(key, Container(structure, tensors, list(tensors)))
+        store.put(key, Container(Structure("list", (), (TENSOR,) * len(tensors)), tensors, list(tensors)))
         self.key = key
 
     def withdraw(self, store: Store) -> None:
@@ -146,7 +153,7 @@ class Receiver:
     """One rank of a receiver group: its tensors, and a second set in which the next version is made."""
 
     def __init__(self, name: str, container: Container, layouts: Layouts, rank: int) -> None:
-        self._name = name
+        self.name: str = name
         self._side = LocalSide("subscribe", container, layouts, rank, is_written=True)
         self._back = _Kept(self._side.made())
         for array, live in zip(self._back.arrays, self._side.live(), strict=True):
@@ -155,10 +162,8 @@ class Receiver:
         self.state: RankState = RankState()
         self.span: tuple[Any, ...] = (tuple(self._side.ranges()), rank, tuple(layouts.items()))
 
-    def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float, *, look: bool) -> Staged:
+    def stage(self, version: Version, holders: Sequence[Holder], timeout_s: float) -> Staged:
         """Makes a version in the second set of tensors, of what is missing there.
-
-        `look`: something has been written there without this; what is right of it is not read again.
 
         Raises:
             VersionNotWholeError: Nobody gave some atoms with the right digests.
@@ -171,12 +176,9 @@ class Receiver:
         self._back.withdraw(store)
         wanted = {atom: version.digests[atom] for atom in self._parts.found}
         self.state = protocol.stage(self.state, version, wanted)
-        failures: dict[Key, str] = {}
+        failures: dict[Key, RaycollectError] = {}
         read = 0
         with store.writing(self._back.ranges()):
-            if look:
-                there = {atom: self._lying(atom) for atom in self.state.missing}
-                self.state = protocol.land(self.state, version, there)
             for at, holder in enumerate(holders):
                 mine = [atom for atom in self.state.missing if atom in holder.places]
                 left_s = timeout_s - (time.monotonic() - began_s)
@@ -185,12 +187,13 @@ class Receiver:
                     try:
                         read += self._read(version, holder, some, limit_s)
                     except RaycollectError as exc:
-                        failures[holder.key] = f"{holder.actor}: {brief(exc)}"
+                        failures[holder.key] = exc
                         break
         if self.state.missing:
-            raise self._not_whole(version, failures)
+            raise self._not_whole(version, holders, failures)
         landed = {atom: self.state.landed[atom] for atom in wanted}
-        return Staged(digests=landed, nbytes=read, seconds=time.monotonic() - began_s, gone=tuple(failures))
+        gone = tuple(key for key, error in failures.items() if isinstance(error, RefusedError))
+        return Staged(digests=landed, nbytes=read, seconds=time.monotonic() - began_s, gone=gone)
 
     def show(self, version: Version) -> Key | None:
         """Lets methods see a version, and serves it to others; None: it is not whole here."""
@@ -204,15 +207,9 @@ class Receiver:
                     np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
             store.mark_written(self._side.wholes())
         self.state = protocol.show(self.state, version)
-        key = _key(self._name, version, Runtime.current().incarnation, self._side.rank)
+        key = _key(self.name, version, Runtime.current().incarnation, self._side.rank)
         self._back.serve(store, key)
         return key
-
-    def back(self) -> list[Array]:
-        """The second set, which is about to be written by a collective."""
-        self._back.withdraw(Runtime.current().store)
-        self.state = protocol.RankState(shown=self.state.shown)
-        return self._back.arrays
 
     def close(self) -> None:
         """Serves nothing any more."""
@@ -231,8 +228,7 @@ class Receiver:
         return found
 
     def _read(self, version: Version, holder: Holder, some: list[Atom], limit_s: float) -> int:
-        dtypes = {atom: self._dtype(version, atom) for atom in some}
-        boxes = [Box(*holder.places[atom], extent(atom[1]), dtypes[atom]) for atom in some]
+        boxes = [Box(*holder.places[atom], extent(atom[1]), version.dtypes[atom[0]]) for atom in some]
         found: dict[Atom, bytes] = {}
         read = 0
 
@@ -248,11 +244,8 @@ class Receiver:
         self.state = protocol.land(self.state, version, found)
         wrong = [atom for atom in some if self.state.landed.get(atom) != version.digests[atom]]
         if wrong:
-            raise VersionNotWholeError(name=self._name, detail=f"other bits than were put: {atoms.shown(wrong[0])}")
+            raise VersionNotWholeError(name=self.name, detail=f"other bits than were put: {atoms.shown(wrong[0])}")
         return read
-
-    def _dtype(self, version: Version, atom: Atom) -> str:
-        return version.dtypes.get(atom[0]) or self._side.layouts[atom[0]].dtype
 
     def _land(self, atom: Atom, array: Array) -> bytes:
         """Writes an atom where it belongs, and returns the digest of what lies there."""
@@ -270,16 +263,139 @@ class Receiver:
                 return b""
         return found
 
-    def _lying(self, atom: Atom) -> bytes:
-        parts = self._parts.found[atom]
-        is_whole = len(parts) == 1 and parts[0].part == atom[1]
-        return digests.digest(self._side.box(self._back.arrays, parts[0])) if is_whole else b""
-
-    def _not_whole(self, version: Version, failures: Mapping[Key, str]) -> VersionNotWholeError:
+    def _not_whole(
+        self, version: Version, holders: Sequence[Holder], failures: Mapping[Key, RaycollectError]
+    ) -> VersionNotWholeError:
         missing = self.state.missing
-        tried = "; ".join(failures.values()) or "no holder of it is known"
-        detail = f"{len(missing)} of {len(self.state.wanted)} atoms are missing, first {atoms.shown(missing[0])}: {tried}"
-        runtime = Runtime.current()
+        tried = [f"{one.actor}: {brief(failures[one.key])}" for one in holders if one.key in failures]
+        detail = f"{len(missing)} of {len(self.state.wanted)} atoms are missing, first {atoms.shown(missing[0])}: "
+        detail += "; ".join(tried) or "no holder of it is known"
+        who = Runtime.current().actor
         return VersionNotWholeError(
-            name=self._name, version=str(version), rank=self._side.rank, actor=runtime.actor, detail=detail
+            name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )
+
+
+def _key(name: str, version: Version, holder: str, rank: int) -> Key:
+    text = f"{name}/{version.epoch}/{version.number}/{holder}/{rank}"
+    return Key(blake2b(text.encode(), digest_size=28).digest())
+
+
+# ---------------------------------------------------------------------------------------------- what a driver calls
+
+
+class _Agents:
+    """What this process has of publications and subscriptions."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.sources: dict[tuple[str, int], tuple[int, Source]] = {}  # by name and rank; with its epoch
+        self.receivers: dict[str, dict[int, Receiver]] = {}  # by subscription and rank
+
+
+_agents = _Agents()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attached:
+    """Who a rank is.
+
+    Attributes:
+        address: Where it serves reads.
+        actor: Its actor, for people.
+        incarnation: Ray's id of the process.
+        machine: Equal for processes of one host.
+        shown: The version that it shows already, of an earlier subscription of the same tensors.
+    """
+
+    address: Address
+    actor: str
+    incarnation: str
+    machine: str
+    shown: Version | None = None
+
+
+def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts, rank: int) -> Attached:
+    """This process has a rank of a publisher; that of an earlier epoch ends."""
+    with _agents.lock:
+        before = _agents.sources.pop((name, rank), None)
+        if before is not None:
+            before[1].close()
+        _agents.sources[name, rank] = epoch, Source(name, _held(key), layouts, rank)
+    return _attached(actor, "publish")
+
+
+def seal(actor: Any, name: str, rank: int, version: Version, among: Sequence[Atom]) -> tuple[Key, Digests]:
+    """`Source.seal`; PublisherReplacedError: another publisher has this process since."""
+    epoch, source = _agents.sources.get((name, rank), (0, None))
+    if source is None or epoch != version.epoch:
+        raise PublisherReplacedError(name=name, version=str(version), rank=rank, detail=f"epoch {epoch} has begun")
+    with Runtime.method_guard():
+        return source.seal(version, among)
+
+
+def detach_source(actor: Any, name: str, rank: int, epoch: int) -> None:
+    """Ends what `attach_source` began."""
+    with _agents.lock:
+        before = _agents.sources.get((name, rank))
+        if before is not None and before[0] == epoch:
+            del _agents.sources[name, rank]
+            before[1].close()
+
+
+def attach_receiver(actor: Any, name: str, subscription: str, key: Key, layouts: Layouts, rank: int) -> Attached:
+    """This process has a rank of a receiver group; the same tensors keep what they have of the publication."""
+    made = Receiver(name, _held(key), layouts, rank)
+    with _agents.lock:
+        for known in _agents.receivers.values():
+            if rank in known and known[rank].span == made.span and known[rank].name == name:
+                made = known.pop(rank)
+        _agents.receivers.setdefault(subscription, {})[rank] = made
+    return _attached(actor, "subscribe", made.state.shown)
+
+
+def stage(
+    actor: Any, subscription: str, rank: int, version: Version, holders: Sequence[Holder], timeout_s: float
+) -> Staged:
+    """`Receiver.stage`."""
+    return _receiver(subscription, rank).stage(version, holders, timeout_s)
+
+
+def show(actor: Any, subscription: str, rank: int, version: Version) -> Key | None:
+    """`Receiver.show`, between two methods."""
+    with Runtime.method_guard():
+        return _receiver(subscription, rank).show(version)
+
+
+def detach_receiver(actor: Any, subscription: str) -> None:
+    """Ends what `attach_receiver` began; the tensors stay as they are."""
+    with _agents.lock:
+        for one in _agents.receivers.pop(subscription, {}).values():
+            one.close()
+
+
+def shown(subscription: str) -> tuple[bool, Version | None]:
+    """Whether this process has a rank of a subscription, and the version that its methods see."""
+    ranks = _agents.receivers.get(subscription)
+    if not ranks:
+        return False, None
+    return True, min((one.state.shown for one in ranks.values() if one.state.shown), default=None)
+
+
+def _receiver(subscription: str, rank: int) -> Receiver:
+    found = _agents.receivers.get(subscription, {}).get(rank)
+    if found is None:
+        raise VersionNotWholeError(name="", rank=rank, detail="its process was started anew: subscribe again")
+    return found
+
+
+def _held(key: Key) -> Container:
+    return fetch.find(Runtime.current().store, key)
+
+
+def _attached(actor: Any, op: str, shown: Version | None = None) -> Attached:
+    member = describe(actor)
+    if not member["ordered"]:
+        found = "async, threaded or with concurrency groups, so that its methods overlap"
+        raise refusal(op, "", (Violation(kind="unsupported", field="actor", found=found, actor=member["actor"]),))
+    return Attached(shown=shown, **{name: member[name] for name in ("address", "actor", "incarnation", "machine")})

@@ -12,7 +12,19 @@ from dataclasses import dataclass
 from math import prod
 
 from raycollect.errors import Violation, wrong_layout
-from raycollect.planner.boxes import Box, BoxIndex, Point, atoms, common, extent, halved, is_inside, moved, volume, words
+from raycollect.planner.boxes import (
+    Box,
+    BoxIndex,
+    Point,
+    atoms,
+    common,
+    extent,
+    halved,
+    is_inside,
+    moved,
+    volume,
+    words,
+)
 from raycollect.planner.layout import Layout, Region
 from raycollect.weights.protocol import Atom
 
@@ -29,7 +41,10 @@ def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
     known: dict[object, list[Box]] = {}
     found = []
     for name, layout in src.items():
-        tables = [layout.regions, *(one[name].regions for one in readers if name in one)]
+        tables = [
+            layout.regions,
+            *(one[name].regions for one in readers if name in one and one[name].shape == layout.shape),
+        ]
         key = (layout.itemsize, *dict.fromkeys(tables))
         if key not in known:
             every = [region.bounds for table in tables for region in table.rows]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgpack
@@ -134,7 +134,8 @@ class Directory:
     def post_version(self, version: Version) -> None:
         """Makes a version known: from now on receivers can ask for it."""
         digests = [(name, lo, hi, digest) for (name, (lo, hi)), digest in version.digests.items()]
-        packed = msgpack.packb((version.publisher, version.signature, version.nbytes, digests))
+        head = (version.publisher, version.signature, version.nbytes, dict(version.dtypes), version.count)
+        packed = msgpack.packb((*head, digests))
         self._put(f"versions/{_numbered(version)}", packed, overwrite=False)
 
     def versions(self) -> list[tuple[int, int]]:
@@ -148,9 +149,9 @@ class Directory:
             packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
             if packed is None:
                 return None
-            publisher, signature, nbytes, rows = msgpack.unpackb(packed, use_list=False)
+            publisher, signature, nbytes, dtypes, count, rows = msgpack.unpackb(packed, use_list=False)
             digests = {(name, (lo, hi)): digest for name, lo, hi, digest in rows}
-            found = Version(epoch, number, publisher, signature, nbytes, digests)
+            found = Version(epoch, number, publisher, signature, nbytes, digests, dtypes, count)
             self._versions = {(epoch, number): found}
         return found
 
@@ -202,9 +203,7 @@ class Directory:
     def _put(self, place: str, value: bytes, *, overwrite: bool) -> bool:
         return bool(
             self._ask(
-                lambda: self._client.internal_kv_put(
-                    self._key(place), value, overwrite, _NAMESPACE, timeout=_TIMEOUT_S
-                )
+                lambda: self._client.internal_kv_put(self._key(place), value, overwrite, _NAMESPACE, timeout=_TIMEOUT_S)
             )
         )
 

@@ -56,7 +56,9 @@ class LocalSide:
             elif is_written and not array.flags.writeable:
                 found.append(Violation(kind="read_only", rank=self.rank, field=where, found="read-only"))
             elif one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
-                found.append(wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank))
+                found.append(
+                    wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank)
+                )
         return found
 
     def _arrays(self) -> list[Array]:

@@ -17,14 +17,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 Atom = tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]
 """A part of a tensor that has a digest of its own: the tensor's name, and a box of it."""
 
 Digests = Mapping[Atom, bytes]
-
-_NONE: Digests = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,6 +37,8 @@ class Version:
         signature: A digest of names, shapes, dtypes and layouts.
         nbytes: The bytes of its tensors, each once.
         digests: The digest of each atom: xxh3, 128 bits, of its elements in C order.
+        dtypes: The element type of each tensor, by name.
+        count: How many versions its publisher had put then, this one included.
     """
 
     epoch: int
@@ -47,7 +46,9 @@ class Version:
     publisher: str = field(default="", compare=False)
     signature: bytes = field(default=b"", compare=False, repr=False)
     nbytes: int = field(default=0, compare=False)
-    digests: Digests = field(default=_NONE, compare=False, repr=False)
+    digests: Digests = field(default_factory=dict, compare=False, repr=False)
+    dtypes: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    count: int = field(default=0, compare=False, repr=False)
 
     def __str__(self) -> str:
         return f"{self.number} of epoch {self.epoch}"
@@ -69,8 +70,8 @@ class RankState:
 
     shown: Version | None = None
     staged: Version | None = None
-    wanted: Digests = _NONE
-    landed: Digests = _NONE
+    wanted: Digests = field(default_factory=dict)
+    landed: Digests = field(default_factory=dict)
 
     @property
     def missing(self) -> list[Atom]:
@@ -110,7 +111,7 @@ class Verified:
     """All atoms of a rank have landed, with these digests."""
 
     rank: int
-    digests: Digests = _NONE
+    digests: Digests = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class Sealed:
     """A rank of the publisher keeps its part of the version, with these digests."""
 
     rank: int
-    digests: Digests = _NONE
+    digests: Digests = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Round:
     version: Version
     phase: Phase
     waiting: frozenset[int]
-    done: Mapping[int, Digests] = MappingProxyType({})
+    done: Mapping[int, Digests] = field(default_factory=dict)
     lost: frozenset[int] = frozenset()
     differing: tuple[Atom, ...] = ()
 
@@ -209,7 +210,7 @@ def advance(state: Round, event: Event) -> tuple[Round, Tell | None]:
 
 
 def _heard(state: Round, event: Event) -> Round:
-    digests = {} if isinstance(event, Shown) else {event.rank: getattr(event, "digests", _NONE)}
+    digests = {} if isinstance(event, Shown) else {event.rank: getattr(event, "digests", {})}
     return replace(state, waiting=state.waiting - {event.rank}, done={**state.done, **digests})
 
 

@@ -123,4 +123,4 @@ def test_a_retry_takes_what_is_missing():
 
 def test_versions_are_ordered_by_epoch_then_number():
     assert Version(1, 9) < Version(2, 1) < Version(2, 2)
-    assert RANKS == len(ATOMS)
+    assert len(ATOMS) == RANKS

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.errors import InvalidArgumentError, LayoutError
-from raycollect.weights.layouts.record import record_layout
 from raycollect.planner.joined import join_layouts
 from raycollect.planner.layout import Layout, layout
+from raycollect.weights.layouts.record import record_layout
 from tests.pure.resharding import UNTOUCHED, held_by
 
 LIBRARIES = ["numpy", "torch"]

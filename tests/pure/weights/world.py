@@ -53,12 +53,17 @@ class World:
     @property
     def key(self) -> object:
         readers = tuple(
-            (one.state.shown, one.state.staged, *(tuple(sorted(d.items())) for d in (one.state.wanted, one.state.landed)))
+            (
+                one.state.shown,
+                one.state.staged,
+                *(tuple(sorted(d.items())) for d in (one.state.wanted, one.state.landed)),
+            )
             + (one.back, one.front)
             for one in self.readers
         )
         rounds = tuple(
-            one and (one.version, one.phase, one.waiting, frozenset(one.done), one.lost) for one in (self.put, self.update)
+            one and (one.version, one.phase, one.waiting, frozenset(one.done), one.lost)
+            for one in (self.put, self.update)
         )
         heard = tuple((who, type(event), event.rank) for who, event in self.heard)
         rest = (self.slots, rounds, self.posted, self.told, heard, readers, self.dead, self.puts, self.updates)
@@ -154,7 +159,9 @@ def _hear(world: World, who: str, event: object) -> World:
         world = replace(world, receipts=(*world.receipts, update))
     if tell is None:
         return world
-    return _tell(replace(world, at_show=(*world.at_show, (update.version.number, update.waiting))), tell, update.waiting)
+    return _tell(
+        replace(world, at_show=(*world.at_show, (update.version.number, update.waiting))), tell, update.waiting
+    )
 
 
 def _faults(world: World) -> Iterator[tuple[str, World]]:
