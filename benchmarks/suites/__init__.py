@@ -15,6 +15,7 @@ SUITES = {
         "training",
         "batch",
         "reshard",
+        "weights",
         "p2p",
         "members",
         "scale",

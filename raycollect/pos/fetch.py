@@ -249,9 +249,8 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
         return local.free(keys)
     try:
         until_s = time.monotonic() + FREE_S
-        count: int = _clients.request(
-            address, Free(keys=list(keys)), until_s, lambda _, answer: _expect(answer, Freed).count
-        )
+        message = Free(keys=list(keys))
+        count: int = _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
         return count
     except ChannelError as exc:
         raise _no_answer("free", keys[0], actor, incarnation, exc) from exc

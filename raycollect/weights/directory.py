@@ -65,7 +65,7 @@ class HolderRecord:
         """The inverse of `to_bytes`."""
         host, port, secret, key, *who = msgpack.unpackb(data)
         names = ("actor", "incarnation", "machine", "signature", "rank", "is_publisher")
-        return cls(address=Address(host, port, secret), key=Key(key), **dict(zip(names, who, strict=True)))
+        return cls(address=Address(host=host, port=port, secret=secret), key=Key(key), **dict(zip(names, who, strict=True)))
 
 
 class Directory:

@@ -194,7 +194,7 @@ class Publication:
         gone = min(set(range(len(self._ranks))) - set(job.round.done))
         raise VersionNotPutError(**where, rank=gone, actor=self._attached[gone].actor, detail="its process has ended")
 
-    def __enter__(self) -> Publication:
+    def __enter__(self) -> Publication:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:

@@ -117,7 +117,7 @@ class Subscription:
         self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
 
     def version(self) -> Version | None:
-        """The version that methods see: in a rank's own process what it computes with; elsewhere that of the last update.
+        """The version that methods see: in a rank's own process what it computes with, elsewhere the last update's.
 
         None: no update has ended yet.
         """
@@ -209,7 +209,7 @@ class Subscription:
         return found
 
     def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
-        """Whom a rank asks, in this order: receivers before the publisher, its own host before others, others by turns."""
+        """Whom a rank asks, in this order: receivers before the publisher, its host before others, others by turns."""
         me = self._attached[rank]
         others = [one for one in holders if one[0].incarnation != me.incarnation]
         turned = others[rank % len(others) :] + others[: rank % len(others)] if others else []
@@ -276,7 +276,7 @@ class Subscription:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
         return VersionNotWholeError(**where, detail="another driver has updated the same actors meanwhile")
 
-    def __enter__(self) -> Subscription:
+    def __enter__(self) -> Subscription:  # noqa: PYI034 - Python 3.10 has no `Self`
         return self
 
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:

@@ -7,7 +7,7 @@ moment: a process ends, the directory forgets all, a byte flips on its way. `ste
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raycollect.weights import protocol
 from raycollect.weights.protocol import Failed, Lost, RankState, Round, Sealed, Shown, Tell, Verified, Version
@@ -28,7 +28,7 @@ def is_whole(value: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Reader:
-    state: RankState = RankState()
+    state: RankState = field(default_factory=RankState)
     back: tuple[int, ...] = (0, 0)
     front: tuple[int, ...] = (0, 0)
 
@@ -52,15 +52,7 @@ class World:
 
     @property
     def key(self) -> object:
-        readers = tuple(
-            (
-                one.state.shown,
-                one.state.staged,
-                *(tuple(sorted(d.items())) for d in (one.state.wanted, one.state.landed)),
-            )
-            + (one.back, one.front)
-            for one in self.readers
-        )
+        readers = tuple((*_ranked(one.state), one.back, one.front) for one in self.readers)
         rounds = tuple(
             one and (one.version, one.phase, one.waiting, frozenset(one.done), one.lost)
             for one in (self.put, self.update)
@@ -68,6 +60,10 @@ class World:
         heard = tuple((who, type(event), event.rank) for who, event in self.heard)
         rest = (self.slots, rounds, self.posted, self.told, heard, readers, self.dead, self.puts, self.updates)
         return (*rest, self.faults, len(self.receipts), self.at_show, self.torn)
+
+
+def _ranked(state: RankState) -> tuple[object, ...]:
+    return state.shown, state.staged, *(tuple(sorted(one.items())) for one in (state.wanted, state.landed))
 
 
 def steps(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str, World]]:
