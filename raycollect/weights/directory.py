@@ -65,7 +65,9 @@ class HolderRecord:
         """The inverse of `to_bytes`."""
         host, port, secret, key, *who = msgpack.unpackb(data)
         names = ("actor", "incarnation", "machine", "signature", "rank", "is_publisher")
-        return cls(address=Address(host=host, port=port, secret=secret), key=Key(key), **dict(zip(names, who, strict=True)))
+        return cls(
+            address=Address(host=host, port=port, secret=secret), key=Key(key), **dict(zip(names, who, strict=True))
+        )
 
 
 class Directory:
@@ -81,6 +83,7 @@ class Directory:
         self._client = ray_internals.cluster_client()
         self._prefix = f"weights/{quote(name, safe='')}/"
         self._layouts: dict[bytes, Layouts] = {}
+        self._own: dict[bytes, bytes] = {}
         self._versions: dict[tuple[int, int], Version] = {}
 
     # ------------------------------------------------------------------------------------------ epochs
@@ -106,9 +109,14 @@ class Directory:
         """Writes the layouts of a side, and returns the name by which others find them."""
         packed = msgpack.packb([(name, one.to_bytes()) for name, one in layouts.items()])
         signature = blake2b(packed, digest_size=16).digest()
-        self._put(f"layouts/{signature.hex()}", packed, overwrite=False)
-        self._layouts[signature] = layouts
+        self._layouts[signature], self._own[signature] = layouts, packed
+        self.keep_layouts()
         return signature
+
+    def keep_layouts(self) -> None:
+        """Writes the layouts that were posted here again, where they were lost."""
+        for signature, packed in self._own.items():
+            self._put(f"layouts/{signature.hex()}", packed, overwrite=False)
 
     def layouts(self, signature: bytes) -> Layouts | None:
         """Those of a name."""

@@ -130,7 +130,7 @@ class Publication:
             raise PublisherReplacedError(name=self.name, version=str(version), detail=f"epoch {newest} has begun")
         if newest < self.epoch:  # the directory was lost
             self._directory.keep_epoch(self.epoch, self._publisher)
-            self._directory.post_layouts(self._ranks.layouts)
+            self._directory.keep_layouts()
         self._directory.post_holders(
             version,
             (

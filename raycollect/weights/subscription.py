@@ -171,6 +171,7 @@ class Subscription:
 
     def job(self, version: Version, timeout_s: float) -> tuple[Job, Tell, dict[int, Staged]]:
         """The round that brings the ranks to a version, and what they will have staged."""
+        self._directory.keep_layouts()
         holders = self._holders(version)
         staged: dict[int, Staged] = {}
         shown: dict[int, Key] = {}
