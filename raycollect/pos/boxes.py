@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,13 +27,17 @@ class Box(NamedTuple):
 
 def views(arrays: Sequence[Array], boxes: Sequence[Any]) -> list[Array]:
     """The boxes as views; ProtocolError where there is no such box."""
-    found = []
-    for tensor, at, size in boxes:
-        if not 0 <= tensor < len(arrays) or not len(at) == len(size) == arrays[tensor].ndim:
-            raise ProtocolError(detail="a box of no tensor that is held")
-        if any(lo < 0 or n < 0 or lo + n > most for lo, n, most in zip(at, size, arrays[tensor].shape, strict=True)):
-            raise ProtocolError(detail="a box beyond its tensor")
-        found.append(arrays[tensor][(*(slice(lo, lo + n) for lo, n in zip(at, size, strict=True)), ...)])
+    try:
+        return [_view(arrays[tensor], at, size) for tensor, at, size in boxes]
+    except (TypeError, ValueError, IndexError) as exc:
+        raise ProtocolError(detail=f"no box of what is held: {exc}") from exc
+
+
+def _view(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
+    for lo, count, most in zip(at, size, array.shape, strict=True):
+        if lo < 0 or count < 0 or lo + count > most:
+            raise ValueError(f"{count} from {lo} on, of {most}")
+    found: Array = array[(*(slice(lo, lo + count) for lo, count in zip(at, size, strict=True)), ...)]
     return found
 
 
@@ -54,14 +57,15 @@ def located(found: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:
 
 def mapped(memory: Array, rows: Sequence[Sequence[int]], boxes: Sequence[Box]) -> list[Array]:
     """Boxes of another process's arena, as `located` told them; ProtocolError where they would leave it."""
-    return list(starmap(lambda row, box: _mapped(memory, row, box), zip(rows, boxes, strict=True)))
+    try:
+        return [_mapped(memory, *row, box=box) for row, box in zip(rows, boxes, strict=True)]
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(detail=f"no box of the memory that is lent: {exc}") from exc
 
 
-def _mapped(memory: Array, row: Sequence[int], box: Box) -> Array:
-    offset, *strides = row
+def _mapped(memory: Array, offset: int, *strides: int, box: Box) -> Array:
     dtype = np.dtype(box.dtype)
-    last = offset + dtype.itemsize + sum(max(n - 1, 0) * step for n, step in zip(box.size, strides, strict=True))
-    if offset < 0 or min(strides, default=0) < 0 or last > memory.nbytes:
-        raise ProtocolError(detail="a box beyond the memory that is lent")
-    found: Array = np.ndarray(box.size, dtype, memory, offset, strides)
+    if min(offset, *strides, 0) < 0:
+        raise ValueError("a box that goes backwards")
+    found: Array = np.ndarray(box.size, dtype, memory.data, offset, strides)  # which checks where it ends
     return found
