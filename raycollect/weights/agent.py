@@ -116,9 +116,9 @@ class Source:
             TensorDirtyError: A failed collective has left a tensor half-written.
         """
         store = Runtime.current().store
-        slot = self._slots.get(version.number % 2)
+        slot = self._slots.get(version.count % 2)
         if slot is None:
-            slot = self._slots[version.number % 2] = _Kept(self._side.made())
+            slot = self._slots[version.count % 2] = _Kept(self._side.made())
         slot.withdraw(store)
         live, ranges = self._side.live(), self._side.ranges()
         places = atoms.places(self._side.layouts, self._side.rank, among, whole=True)

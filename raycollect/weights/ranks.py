@@ -8,13 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from raycollect.core import ray_internals
 from raycollect.core.model import TENSOR
 from raycollect.driver import held_values
 from raycollect.driver.side_layouts import SideLayouts, held_tensors
-from raycollect.errors import InternalError, RaycollectError, SelfDrivenError, Violation, refusal, wrong_argument
+from raycollect.errors import (
+    ActorGoneError,
+    InternalError,
+    RaycollectError,
+    SelfDrivenError,
+    Violation,
+    refusal,
+    wrong_argument,
+)
 from raycollect.planner.layout import Layout, layout
 from raycollect.pos.handle import Handle
 from raycollect.weights import protocol
@@ -79,6 +87,11 @@ class Ranks:
             found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
         except RayTaskError as exc:
             raise cause_of(exc) from None
+        except GetTimeoutError as exc:
+            late = tuple(rank for rank, ref in enumerate(refs) if not ray.wait([ref], timeout=0)[0])
+            raise held_values.late_error(self.op, "", len(late), late, ATTACH_S) from exc
+        except RayActorError as exc:
+            raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
         return found
 
 

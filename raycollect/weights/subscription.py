@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -180,7 +180,7 @@ class Subscription:
             if what is Tell.STAGE:
                 some = self._for_rank(holders, rank)
                 return self._ranks.call(rank, agent.stage, self._id, rank, version, some, timeout_s)
-            return self._ranks.call(rank, agent.show, self._id, rank, version)
+            return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}))
 
         def read(rank: int, answer: Any) -> Event:
             if isinstance(answer, Staged):
