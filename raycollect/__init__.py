@@ -69,8 +69,6 @@ if TYPE_CHECKING:
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
-    from raycollect.layouts.dtensors import layout_of as layout_of
-    from raycollect.layouts.record import record_layout as record_layout
     from raycollect.member.init import get_collective_group_size as get_collective_group_size
     from raycollect.member.init import get_group_handle as get_group_handle
     from raycollect.member.init import get_rank as get_rank
@@ -121,6 +119,15 @@ if TYPE_CHECKING:
     from raycollect.pos.tensors import full as full
     from raycollect.pos.tensors import ones as ones
     from raycollect.pos.tensors import zeros as zeros
+    from raycollect.weights.layouts.dtensors import layout_of as layout_of
+    from raycollect.weights.layouts.record import record_layout as record_layout
+    from raycollect.weights.protocol import Version as Version
+    from raycollect.weights.publication import Publication as Publication
+    from raycollect.weights.publication import publish as publish
+    from raycollect.weights.subscription import RankReceipt as RankReceipt
+    from raycollect.weights.subscription import Receipt as Receipt
+    from raycollect.weights.subscription import Subscription as Subscription
+    from raycollect.weights.subscription import subscribe as subscribe
 
 __version__ = "0.1.0"
 
@@ -143,13 +150,18 @@ _HOMES: dict[str, str] = {
     "Pending": "driver.pending",
     "Progress": "driver.progress",
     "ProgressBars": "driver.progress_bar",
+    "Publication": "weights.publication",
     "RankProgress": "driver.progress",
+    "RankReceipt": "weights.subscription",
     "RankTable": "group.rank_table",
+    "Receipt": "weights.subscription",
     "ReduceOp": "core.model",
     "Region": "planner.layout",
+    "Subscription": "weights.subscription",
     "Summary": "observe.summary",
     "SummaryRow": "observe.summary",
     "Timeline": "driver.timeline",
+    "Version": "weights.protocol",
     "Work": "driver.work",
     "allgather": "member.verbs",
     "allgather_multigpu": "member.multigpu_verbs",
@@ -197,13 +209,14 @@ _HOMES: dict[str, str] = {
     "is_group_initialized": "member.init",
     "join_layouts": "planner.joined",
     "layout": "planner.layout",
-    "layout_of": "layouts.dtensors",
+    "layout_of": "weights.layouts.dtensors",
     "mark_written": "member.runtime",
     "nccl_available": "member.init",
     "ones": "pos.tensors",
     "plan": "driver.dry_run",
     "progress": "driver.progress_bar",
-    "record_layout": "layouts.record",
+    "publish": "weights.publication",
+    "record_layout": "weights.layouts.record",
     "recv": "member.verbs",
     "recv_multigpu": "member.multigpu_verbs",
     "recv_ref": "driver.verbs",
@@ -226,6 +239,7 @@ _HOMES: dict[str, str] = {
     "send_multigpu": "member.multigpu_verbs",
     "send_multigpu_ref": "driver.multigpu_verbs",
     "send_ref": "driver.verbs",
+    "subscribe": "weights.subscription",
     "summary": "driver.timeline",
     "synchronize": "member.multigpu_verbs",
     "timeline": "driver.timeline",

@@ -16,6 +16,7 @@ SUITES = {
         "training",
         "batch",
         "reshard",
+        "weights",
         "p2p",
         "members",
         "scale",

@@ -31,6 +31,9 @@
     ├── ProgressError             a progress bar was asked for, and tqdm is not installed
     ├── StoreFullError            the object store of a participant can't take more
     ├── ArenaFullError            the shared memory for tensors can't take more
+    ├── VersionError              a version of weights can't be put, or can't be had
+    │   ├── UnknownVersionError   PublisherReplacedError   VersionNotPutError
+    │   └── VersionNotWholeError   VersionTimeoutError
     └── InternalError             our bug: please report it
 
 Errors are values: their fields are public, the message is built from the fields, they survive pickling and they
@@ -112,6 +115,12 @@ from raycollect.errors._refused import Violation as Violation
 from raycollect.errors._refused import refusal as refusal
 from raycollect.errors._refused import wrong_argument as wrong_argument
 from raycollect.errors._refused import wrong_layout as wrong_layout
+from raycollect.errors._weights import PublisherReplacedError as PublisherReplacedError
+from raycollect.errors._weights import UnknownVersionError as UnknownVersionError
+from raycollect.errors._weights import VersionError as VersionError
+from raycollect.errors._weights import VersionNotPutError as VersionNotPutError
+from raycollect.errors._weights import VersionNotWholeError as VersionNotWholeError
+from raycollect.errors._weights import VersionTimeoutError as VersionTimeoutError
 
 _own = {name: one for name, one in vars().items() if getattr(one, "__module__", "").startswith(f"{__name__}._")}
 for _one in _own.values():

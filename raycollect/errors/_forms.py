@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from typing import Any
 
-from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused
+from raycollect.errors import _base, _channel, _faults, _groups, _others, _refused, _weights
 from raycollect.errors._base import RaycollectError
 from raycollect.errors._channel import ProtocolError
 from raycollect.errors._faults import RankReport
@@ -14,7 +14,7 @@ from raycollect.errors._refused import RefusedError, Violation
 
 _ERRORS: dict[str, type[RaycollectError]] = {
     name: value
-    for module in (_base, _refused, _groups, _faults, _channel, _others)
+    for module in (_base, _refused, _groups, _faults, _channel, _others, _weights)
     for name, value in vars(module).items()
     if isinstance(value, type) and issubclass(value, RaycollectError)
 }

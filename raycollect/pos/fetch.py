@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.channel import DataClient, DataLink
-from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed
+from raycollect.channel.messages import Copied, Failed, Fetch, Fetched, Free, Freed, Read
 from raycollect.core import sockets, threads
 from raycollect.core.model import Address, BufferRef, Key, Segment, Structure, TensorInfo
 from raycollect.core.ray_internals import memory_domain
@@ -39,7 +39,7 @@ from raycollect.errors import (
     refusal,
     to_wire,
 )
-from raycollect.pos import Absence, Container, State, Store, tensors
+from raycollect.pos import Absence, Container, State, Store, boxes, tensors
 from raycollect.pos.segments import Segments
 
 MAX_IDLE = 32
@@ -182,6 +182,61 @@ def _request(address: Address, key: Key, until_s: float, domain: str) -> Any:
     return _clients.request(address, message, until_s, lambda client, answer: _read_value(client, answer, asked_s))
 
 
+def read(
+    address: Address,
+    key: Key,
+    wanted: Sequence[boxes.Box],
+    take: Callable[[int, arrays.Array], None],
+    *,
+    actor: str,
+    incarnation: str = "",
+    timeout_s: float = 60.0,
+) -> None:
+    """Reads boxes of the tensors of a key, at most `boxes.MOST_BOXES`; raises as `fetch`. Any thread may call it.
+
+    `take` gets the place of each in `wanted`, and the elements, which are there until it returns. It may get one again.
+    On one machine they are the holder's own, which may write them if this takes longer than `lending_s`.
+    """
+    plain = [box[:3] for box in wanted]
+    local = _clients.local.get(address.secret)
+    if local is not None:
+        held = [arrays.memory(tensor) for tensor in find(local, key).tensors]
+        with local.reading(list(map(arrays.byte_range, held))):
+            for at, view in enumerate(boxes.views(held, plain)):
+                take(at, view)
+        return
+    until_s = time.monotonic() + timeout_s
+    try:
+        for domain in (memory_domain(), ""):
+            with suppress(_OutOfReach):
+                message = Read(key=key, boxes=plain, domain=domain)
+                _clients.request(address, message, until_s, lambda client, got: _take(client, got, wanted, take))
+                return
+    except ChannelError as exc:
+        raise _no_answer("read", key, actor, incarnation, exc) from exc
+
+
+def _take(
+    client: DataClient, answer: Any, wanted: Sequence[boxes.Box], take: Callable[[int, arrays.Array], None]
+) -> None:
+    found = _expect(answer, Fetched).found
+    if found.get("segment"):
+        try:
+            memory = Segments.current().open(Segment(*found["segment"]))
+        except OSError as exc:
+            raise _OutOfReach from exc
+        for at, view in enumerate(boxes.mapped(memory, found["rows"], wanted)):
+            take(at, view)
+        client.tell(Copied())
+        return
+    for at, box in enumerate(wanted):
+        array = np.empty(box.size, box.dtype)
+        client.receive_blob(array.reshape(-1).view(np.uint8).data)
+        take(at, array)
+    if client.blob_left:
+        raise ProtocolError(detail="the announced bytes are not those of the boxes")
+
+
 def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = "") -> int:
     """Frees values in their holder, and returns how many it held; any thread may call it.
 
@@ -194,9 +249,8 @@ def free(address: Address, keys: list[Key], *, actor: str, incarnation: str = ""
         return local.free(keys)
     try:
         until_s = time.monotonic() + FREE_S
-        count: int = _clients.request(
-            address, Free(keys=list(keys)), until_s, lambda _, answer: _expect(answer, Freed).count
-        )
+        message = Free(keys=list(keys))
+        count: int = _clients.request(address, message, until_s, lambda _, answer: _expect(answer, Freed).count)
         return count
     except ChannelError as exc:
         raise _no_answer("free", keys[0], actor, incarnation, exc) from exc
@@ -297,6 +351,8 @@ def serve(link: DataLink, store: Store) -> None:
         try:
             if isinstance(message, Fetch):
                 _serve_fetch(link, store, message)
+            elif isinstance(message, Read):
+                _serve_read(link, store, message)
             elif isinstance(message, Free):
                 link.send(Freed(count=store.free([Key(key) for key in message.keys])))
             else:
@@ -343,6 +399,22 @@ def _serve_fetch(link: DataLink, store: Store, message: Fetch) -> None:
             answer = link.receive(lending_s(nbytes))
             if answer is not None:  # else the client is gone, or too slow
                 _expect(answer, Copied)
+
+
+def _serve_read(link: DataLink, store: Store, message: Read) -> None:
+    key = Key(message.key)
+    held = [arrays.memory(tensor) for tensor in find(store, key).tensors]
+    with store.reading(list(map(arrays.byte_range, held))):
+        find(store, key)  # once more: it may have been freed to be written
+        found = boxes.views(held, message.boxes)
+        nbytes = sum(view.nbytes for view in found)
+        lent = boxes.located(found) if message.domain == memory_domain() and nbytes >= LENT_FROM_NBYTES else None
+        if lent is not None:
+            link.send(Fetched(found={"segment": list(astuple(lent[0])), "rows": lent[1]}))
+            link.receive(lending_s(nbytes))  # `Copied`, or nothing: the client is gone, or too slow
+            return
+        blobs = [np.ascontiguousarray(view).reshape(-1).view(np.uint8).data for view in found]
+    link.send(Fetched(found={}, blob_nbytes=nbytes), blobs)
 
 
 def _offer(view: Any, tensor: object, lend: bool) -> _Offer:

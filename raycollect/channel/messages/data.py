@@ -20,6 +20,18 @@ class Fetch(Message):
 
 
 @message
+class Read(Message):
+    """Asks for boxes of the tensors under `key`; answered by `Fetched`, boxes in place of tensors, or `Failed`.
+
+    A box is the place of its tensor, that of its first element there, and its size, each but the first per dimension.
+    """
+
+    key: bytes
+    boxes: list[Any]
+    domain: str = ""
+
+
+@message
 class Fetched(Message):
     """Describes the value in `found`; its bytes, `blob_nbytes` of them, follow the frame.
 

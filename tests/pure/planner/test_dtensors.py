@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from raycollect.backends.dtensors import is_dtensor, local_of, placement_of
 from raycollect.core.placement import UNKNOWN, Cut, Placement
 from raycollect.errors import LayoutError
-from raycollect.layouts.dtensors import layout_of as public_layout_of
 from raycollect.planner.dtensors import layout_of, layout_of_side
+from raycollect.weights.layouts.dtensors import layout_of as public_layout_of
 from tests.pure.dtensors import FakeDTensor, FakeMesh, Partial, Replicate, Shard, _MaskPartial, _StridedShard
 
 CUTS = st.one_of(

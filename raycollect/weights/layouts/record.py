@@ -9,11 +9,11 @@ from typing import Any
 from raycollect.backends.elements import Array
 from raycollect.errors import Violation, refusal, wrong_argument, wrong_layout
 from raycollect.errors.text import a_type, listed
-from raycollect.layouts import of_numpy, of_torch
-from raycollect.layouts.identities import MOST_BOXES, Full, NotRecordedError, axes_of, boxes, numbered, pieces
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Layout, Region, Regions, dtype_name, unfolded
 from raycollect.planner.wording import counted
+from raycollect.weights.layouts import of_numpy, of_torch
+from raycollect.weights.layouts.identities import MOST_BOXES, Full, NotRecordedError, axes_of, boxes, numbered, pieces
 
 __all__ = ["record_layout"]
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from raycollect.backends.elements import Array
-from raycollect.layouts.identities import NOTHING, Full, NotRecordedError
+from raycollect.weights.layouts.identities import NOTHING, Full, NotRecordedError
 
 _MOVES = frozenset(
     (

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raycollect.errors import InvalidArgumentError, LayoutError
-from raycollect.layouts.record import record_layout
 from raycollect.planner.joined import join_layouts
 from raycollect.planner.layout import Layout, layout
+from raycollect.weights.layouts.record import record_layout
 from tests.pure.resharding import UNTOUCHED, held_by
 
 LIBRARIES = ["numpy", "torch"]
@@ -234,7 +234,7 @@ def test_what_is_no_boxes_is_told(name: str) -> None:
 
 
 def test_scattered_elements_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raycollect.layouts.identities.MOST_BOXES", 3)
+    monkeypatch.setattr("raycollect.weights.layouts.identities.MOST_BOXES", 3)
     assert "scattered elements of 'a'" in refused("numpy", put(lambda full: full["a"][::-1]))
 
 

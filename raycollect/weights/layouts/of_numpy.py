@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from raycollect.backends.elements import Array
-from raycollect.layouts.identities import Full, NotRecordedError
 from raycollect.planner.boxes import Point
+from raycollect.weights.layouts.identities import Full, NotRecordedError
 
 _OPAQUE = np.dtype("V8")
 """Eight bytes that mean nothing to numpy: it moves them, and refuses to compute with them."""

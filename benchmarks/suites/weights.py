@@ -1,0 +1,263 @@
+"""A trainer's new weights in three rollouts: 200 tensors, called from the driver.
+
+raycollect's versions (`publish`, `subscribe`) end with the digest of each tensor recomputed in each rollout, and with
+nothing half-written in sight. How much of the time that is, a contender tells whose digests cost nothing. The others
+move the same bytes and check nothing: `broadcast_refs`; the object store, from which each rollout copies; and a
+broadcast of `ray.util.collective` over gloo, of all tensors in one piece.
+
+All begin and end alike: the trainer's weights have other values in each turn, and those of the rollouts are written in
+place. They lie in ordinary memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import count as count_from
+from typing import Any
+
+import numpy as np
+import ray
+
+import raycollect as col
+from benchmarks import names
+from benchmarks.crew import group_names, needs_torch
+from benchmarks.interleave import timed
+from benchmarks.report import Record, size
+from benchmarks.suite import Choice, Maker, close, compare, entry, gather
+from benchmarks.targets import MB
+
+NAME = "weights"
+TITLE = "versions of weights, from a trainer to three rollouts"
+REFERENCE = names.STORE
+NEEDS_RAY = True
+
+COUNT, ROLLOUTS = 200, 3
+_OP = f"sync of {COUNT}"
+_VERSIONS = "raycollect, put and push"
+_UNCHECKED = "the same, digests for nothing"
+
+
+@ray.remote(num_cpus=0)
+class Weights(col.CollectiveParticipant):
+    """The trainer, or a rollout."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, Any] = {}
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights, unless they are there."""
+        rows = max(nbytes // (4 * COUNT * 512), 1)
+        if not self.weights or self.weights["layers.0"].shape != (rows, 512):
+            self.weights = {f"layers.{at}": np.zeros((rows, 512), np.float32) for at in range(COUNT)}
+
+    def fill(self, value: float, free: bytes) -> None:
+        """Gives all elements a value; `free`: digests cost nothing, and are this one."""
+        for array in self.weights.values():
+            array.fill(value)
+        import_module("raycollect.weights.digests").xxhash = _Free(free) if free else import_module("xxhash")
+
+    def get(self) -> dict[str, Any]:
+        """The weights, as one ref."""
+        return self.weights
+
+    def is_right(self, value: float) -> bool:
+        """Whether all elements have a value."""
+        return all(bool((array == np.float32(value)).all()) for array in self.weights.values())
+
+    @col.by_value
+    def put(self) -> dict[str, Any]:
+        """The weights, through the object store."""
+        return self.weights
+
+    def load(self, weights: dict[str, Any]) -> None:
+        """Copies them from there."""
+        for name, array in self.weights.items():
+            np.copyto(array, weights[name])
+
+    def join(self, ranks: int, rank: int, group: str) -> None:
+        """Joins a group of `ray.util.collective`."""
+        import_module("torch").set_num_threads(1)
+        import_module("ray.util.collective").init_collective_group(ranks, rank, "gloo", group)
+
+    def leave(self, group: str) -> None:
+        """Leaves it."""
+        import_module("ray.util.collective").destroy_collective_group(group)
+
+    def spread(self, group: str, is_trainer: bool) -> None:
+        """Broadcasts all in one piece."""
+        arrays = list(self.weights.values())
+        flat = np.concatenate([array.ravel() for array in arrays]) if is_trainer else self._room(arrays)
+        import_module("ray.util.collective").broadcast(flat, 0, group)
+        if not is_trainer:
+            for array, part in zip(arrays, np.split(flat, len(arrays)), strict=True):
+                array[...] = part.reshape(array.shape)
+
+    def _room(self, arrays: Sequence[Any]) -> Any:
+        if getattr(self, "room", np.empty(0)).size != sum(array.size for array in arrays):
+            self.room = np.empty(sum(array.size for array in arrays), np.float32)
+        return self.room
+
+
+class _Free:
+    """In place of xxhash: no digest, but one of this turn."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+
+    def xxh3_128(self) -> _Free:
+        return self
+
+    def update(self, data: Any) -> None:
+        """Does nothing."""
+
+    def digest(self) -> bytes:
+        return self._digest
+
+
+_turns = count_from(1)
+
+
+class Sync:
+    """A contender over the four actors."""
+
+    is_free = False
+
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        self.name = name
+        self.trainer, *self.rollouts = self.actors = list(actors)
+        self.group = next(group_names)
+        self.wrong = 0
+
+    def prepare(self, nbytes: int) -> None:
+        """Makes the weights, which all contenders share."""
+        ray.get([actor.prepare.remote(nbytes) for actor in self.actors])
+
+    def fill(self) -> None:
+        """The next turn: the trainer has other weights, the rollouts none."""
+        self.turn = next(_turns)
+        free = self.turn.to_bytes(16, "big") if self.is_free else b""
+        calls = [actor.fill.remote(0.0, free) for actor in self.rollouts]
+        ray.get([*calls, self.trainer.fill.remote(float(self.turn), free)])
+
+    def run(self, count: int) -> list[float]:
+        """Moves other weights so many times."""
+        spent = []
+        for _ in range(count):
+            self.fill()
+            spent += timed(self.operate, 1)
+            self.wrong += not all(ray.get([actor.is_right.remote(float(self.turn)) for actor in self.rollouts]))
+        return spent
+
+    def check(self, runs: int) -> None:
+        """Raises if the rollouts did not have all weights after a run; others have been at them since."""
+        if self.wrong:
+            raise AssertionError(f"{self.name}: the rollouts did not have the weights after {self.wrong} runs")
+
+    def operate(self) -> None:
+        """Moves the weights once."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+class Versions(Sync):
+    """A version is put, and each rollout is updated to it: three receiver groups."""
+
+    pub: Any = None
+    subs: Sequence[Any] = ()
+
+    def prepare(self, nbytes: int) -> None:
+        """Publishes the weights, and subscribes."""
+        super().prepare(nbytes)
+        self.close()
+        self.pub = col.publish([self.trainer.get.remote()], self.group)
+        self.subs = [col.subscribe(self.group, [actor.get.remote()]) for actor in self.rollouts]
+
+    def operate(self) -> None:
+        """Two calls."""
+        self.pub.put()
+        self.pub.push(self.subs)
+
+    def close(self) -> None:
+        """Ends both."""
+        for one in (*self.subs, *([self.pub] if self.pub else [])):
+            one.close()
+        self.pub, self.subs = None, ()
+
+
+class Unchecked(Versions):
+    """The same, where digests cost nothing."""
+
+    is_free = True
+
+
+class Broadcast(Sync):
+    """`broadcast_refs`, in place."""
+
+    def prepare(self, nbytes: int) -> None:
+        """Declares the group and takes the refs."""
+        super().prepare(nbytes)
+        self.close()
+        self.declared = col.declare_collective_group(self.actors, group_name=self.group)
+        self.refs = [actor.get.remote() for actor in self.actors]
+
+    def operate(self) -> None:
+        """One call."""
+        col.broadcast_refs(self.refs, group_name=self.group)
+
+    def close(self) -> None:
+        """Ends the group."""
+        if hasattr(self, "declared"):
+            self.declared.destroy()
+            del self.declared, self.refs
+
+
+class ByRay(Sync):
+    """A broadcast of all in one piece."""
+
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        needs_torch()
+        super().__init__(name, actors)
+        ray.get([one.join.remote(len(actors), rank, self.group) for rank, one in enumerate(actors)])
+
+    def operate(self) -> None:
+        """One call per actor."""
+        ray.get([one.spread.remote(self.group, one is self.trainer) for one in self.actors])
+
+    def close(self) -> None:
+        """Leaves the group."""
+        ray.get([one.leave.remote(self.group) for one in self.actors])
+
+
+class ByStore(Sync):
+    """Through the object store."""
+
+    def operate(self) -> None:
+        """One call per actor."""
+        put = self.trainer.put.remote()
+        ray.get([one.load.remote(put) for one in self.rollouts])
+
+
+def measure(choice: Choice) -> Iterator[Record]:
+    """Measures over four actors."""
+    choice.progress(f"{NAME}: starts 4 actors")
+    actors = [Weights.remote() for _ in range(1 + ROLLOUTS)]  # type: ignore[attr-defined]
+    makers: list[Maker] = [
+        entry(names.STORE, ByStore, actors),
+        entry(_VERSIONS, Versions, actors),
+        entry(_UNCHECKED, Unchecked, actors),
+        entry(names.ORDINARY, Broadcast, actors),
+        entry(names.RAY, ByRay, actors),
+    ]
+    try:
+        contenders, skipped = gather(NAME, makers)
+        yield from skipped
+        for nbytes in choice.sizes or (100 * MB,):
+            choice.progress(f"{NAME}: 4 actors, {size(nbytes)}")
+            yield from compare(contenders, suite=NAME, op=_OP, ranks=4, nbytes=nbytes, runs=choice.runs_or(6, 20))
+        close(contenders)
+    finally:
+        for actor in actors:
+            ray.kill(actor)

@@ -1,0 +1,75 @@
+"""Errors of versions of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from raycollect.errors._base import RaycollectError, summary
+
+
+@dataclass(eq=False, kw_only=True)
+class VersionError(RaycollectError):
+    """A version of weights can't be put, or can't be had; what methods see is as it was.
+
+    Attributes:
+        name: That of the publication.
+        version: Which version, in words; empty for none.
+        rank: The rank at fault, of the publisher or of the receiver group; -1 for none.
+        actor: The actor of that rank.
+        detail: What happened.
+    """
+
+    name: str
+    detail: str = ""
+    version: str = ""
+    rank: int = -1
+    actor: str = ""
+    cure: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        which = f"version {self.version} of {self.name!r}" if self.version else f"publication {self.name!r}"
+        who = f", rank {self.rank}" if self.rank >= 0 else ""
+        who += f" ({self.actor})" if self.actor else ""
+        text = f"{which}{who}: {self.detail or summary(type(self))}"
+        return f"{text}\nWhat to do: {self.cure}." if self.cure else text
+
+
+class UnknownVersionError(VersionError):
+    """Nothing of that name or number is there."""
+
+    cure = "publish and put first; a publisher keeps its two newest versions"
+
+
+class PublisherReplacedError(VersionError):
+    """Another publisher has taken this name since."""
+
+    cure = "let one publisher put versions of a name; the newer one goes on"
+
+
+class VersionNotPutError(VersionError):
+    """A version was not put: a rank of the publisher failed, or replicas differ; no receiver can see anything of it."""
+
+    cure = "see the cause, and put again; after a death, publish again over the actors that live"
+
+
+class VersionNotWholeError(VersionError):
+    """A receiver could not get all atoms with the right digests; the group's methods see what they saw before."""
+
+    cure = "update again: only what is missing is read"
+
+
+@dataclass(eq=False, kw_only=True)
+class VersionTimeoutError(VersionError):
+    """Ranks did not answer in time.
+
+    Attributes:
+        missing: These ranks.
+        timeout_s: The limit, in seconds.
+        is_shown: Whether the others show the version already; the missing ones will, before their next method.
+    """
+
+    missing: tuple[int, ...] = ()
+    timeout_s: float = 0.0
+    is_shown: bool = False
+    cure: ClassVar[str] = "see what these ranks are doing; raise timeout_s if they are only busy, and update again"

@@ -1,0 +1,71 @@
+"""Boxes of tensors that another process reads: where they lie, or their bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raycollect.backends.arrays import Array
+from raycollect.core.model import Segment
+from raycollect.errors import ProtocolError
+from raycollect.pos.segments import Segments
+
+MOST_BOXES = 1024
+"""How many boxes one request asks for: a message is bounded."""
+
+
+class Box(NamedTuple):
+    """A box of one of the tensors of a key."""
+
+    tensor: int  # its place among them
+    at: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: str
+
+
+def views(arrays: Sequence[Array], boxes: Sequence[Any]) -> list[Array]:
+    """The boxes as views; ProtocolError where there is no such box."""
+    try:
+        return [_view(arrays[tensor], at, size) for tensor, at, size in boxes]
+    except (TypeError, ValueError, IndexError) as exc:
+        raise ProtocolError(detail=f"no box of what is held: {exc}") from exc
+
+
+def _view(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
+    for lo, count, most in zip(at, size, array.shape, strict=True):
+        if lo < 0 or count < 0 or lo + count > most:
+            raise ValueError(f"{count} from {lo} on, of {most}")
+    found: Array = array[(*(slice(lo, lo + count) for lo, count in zip(at, size, strict=True)), ...)]
+    return found
+
+
+def located(found: Sequence[Array]) -> tuple[Segment, list[list[int]]] | None:
+    """The arena in which boxes lie, and for each its offset and strides; None where one lies elsewhere."""
+    source = Segments.current()
+    rows = []
+    segment = None
+    for view in found:
+        ref = source.locate(view.ctypes.data, 0) if view.dtype.isnative else None
+        if ref is None:
+            return None
+        segment = ref.segment
+        rows.append([ref.offset, *view.strides])
+    return None if segment is None else (segment, rows)
+
+
+def mapped(memory: Array, rows: Sequence[Sequence[int]], boxes: Sequence[Box]) -> list[Array]:
+    """Boxes of another process's arena, as `located` told them; ProtocolError where they would leave it."""
+    try:
+        return [_mapped(memory, *row, box=box) for row, box in zip(rows, boxes, strict=True)]
+    except (TypeError, ValueError) as exc:
+        raise ProtocolError(detail=f"no box of the memory that is lent: {exc}") from exc
+
+
+def _mapped(memory: Array, offset: int, *strides: int, box: Box) -> Array:
+    dtype = np.dtype(box.dtype)
+    if min(offset, *strides, 0) < 0:
+        raise ValueError("a box that goes backwards")
+    found: Array = np.ndarray(box.size, dtype, memory.data, offset, strides)  # which checks where it ends
+    return found

@@ -1,0 +1,1 @@
+"""Weights: the layouts that others say, and versions that are whole or not there."""

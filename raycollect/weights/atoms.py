@@ -1,0 +1,128 @@
+"""Atoms: the parts of tensors that are read, checked and remembered one by one.
+
+The tensors of a publication are cut wherever a box of the publisher begins or ends, or one of a receiver that is known,
+so that a receiver's boxes are made of whole atoms. One that is known later than the version takes the atoms around its
+boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from raycollect.errors import Violation, wrong_layout
+from raycollect.planner.boxes import (
+    Box,
+    BoxIndex,
+    Point,
+    atoms,
+    common,
+    extent,
+    halved,
+    is_inside,
+    moved,
+    volume,
+    words,
+)
+from raycollect.planner.layout import Layout, Region
+from raycollect.weights.protocol import Atom
+
+MOST_NBYTES = 16 << 20
+"""An atom has at most so many bytes: what is read again where it came wrong, and what lies in memory in between."""
+
+Layouts = Mapping[str, Layout]
+"""Layouts by name of the global tensor; a single one has the name ``""``."""
+
+
+def cut(src: Layouts, others: Iterable[Layouts]) -> tuple[Atom, ...]:
+    """The atoms of a publication, in order of the names."""
+    readers = list(others)
+    known: dict[object, list[Box]] = {}
+    found = []
+    for name, layout in src.items():
+        tables = [
+            layout.regions,
+            *(one[name].regions for one in readers if name in one and one[name].shape == layout.shape),
+        ]
+        key = (layout.itemsize, *dict.fromkeys(tables))
+        if key not in known:
+            every = [region.bounds for table in tables for region in table.rows]
+            pieces = (halved(box, -(-volume(box) * layout.itemsize // MOST_NBYTES)) for box, _ in atoms(every))
+            known[key] = [piece for some in pieces for piece in some]
+        found += [(name, box) for box in known[key]]
+    return tuple(found)
+
+
+def source_faults(src: Layouts) -> Iterator[Violation]:
+    """What keeps a side from being a publisher: addends, and elements that no rank has."""
+    for name, layout in src.items():
+        if layout.regions.parts > 1:
+            yield wrong_layout(f"layout of {name!r}", "a partial sum", "values: reduce it first")
+        elif (held := sum(volume(box) for box, _ in atoms([one.bounds for one in layout.regions.rows]))) != prod(
+            layout.shape
+        ):
+            yield wrong_layout(f"layout of {name!r}", f"{held} elements", f"all {prod(layout.shape)} of the tensor")
+
+
+def reader_faults(dst: Layouts, src: Layouts) -> Iterator[Violation]:
+    """What keeps a receiver from being served by a publisher."""
+    for name, layout in dst.items():
+        if name not in src:
+            yield wrong_layout(f"layout of {name!r}", "of a tensor that is not published", "one that is")
+        elif layout.shape != src[name].shape:
+            yield wrong_layout(f"layout of {name!r}", f"shape {list(layout.shape)}", f"{list(src[name].shape)}")
+        elif layout.dtype != src[name].dtype and not layout.converts:
+            expected = f"{src[name].dtype}, or a layout that asks for it (astype)"
+            yield wrong_layout(f"layout of {name!r}", f"dtype {layout.dtype}", expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of an atom in a rank's local tensors.
+
+    Attributes:
+        name: The global tensor.
+        part: The box of the atom, or the part of it that the rank has.
+        at: Where that begins in the local tensor.
+    """
+
+    name: str
+    part: Box
+    at: Point
+
+    @property
+    def size(self) -> Point:
+        """The size in each dimension."""
+        return extent(self.part)
+
+
+def places(layouts: Layouts, rank: int, among: Sequence[Atom], *, whole: bool) -> dict[Atom, tuple[Place, ...]]:
+    """Where the atoms lie on a rank; `whole`: only those of which it has all, in one place each."""
+    boxes: dict[str, list[Box]] = {}
+    for name, box in among:
+        boxes.setdefault(name, []).append(box)
+    found: dict[Atom, tuple[Place, ...]] = {}
+    known: dict[object, list[tuple[Box, Region]]] = {}
+    for name, some in boxes.items():
+        if name not in layouts:
+            continue
+        key = layouts[name].regions, tuple(some)
+        if key not in known:
+            index = BoxIndex(some)
+            regions = layouts[name].regions.of_rank.get(rank, ())
+            known[key] = [(some[at], one) for one in regions if one.volume for at in index.over(one.bounds)]
+        for box, region in known[key]:
+            part = common(box, region.bounds)
+            assert part is not None
+            if whole and (not is_inside(box, region.bounds) or (name, box) in found):
+                continue
+            lo, _ = moved(part, region.bounds[0], region.at)
+            found[name, box] = (*found.get((name, box), ()), Place(name, part, lo))
+    return found
+
+
+def shown(atom: Atom) -> str:
+    """An atom in words."""
+    name, box = atom
+    return f"{name!r}{words(box)}"

@@ -1,0 +1,47 @@
+"""Digests of tensors: xxh3, 128 bits, of the elements in C order.
+
+They are made while the elements are still in the cache, where 100 MB take 4 ms of a core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from raycollect.backends.arrays import Array
+
+_CHUNK_NBYTES = 256 << 10
+
+
+def digest(array: Array) -> bytes:
+    """The digest of an array."""
+    state = xxhash.xxh3_128()
+    for part in _chunks(array):
+        state.update(_bytes(array[part]))
+    return bytes(state.digest())
+
+
+def copied(into: Array, array: Array) -> bytes:
+    """Copies an array, and returns the digest of what is there then."""
+    state = xxhash.xxh3_128()
+    for part in _chunks(into):
+        target = into[part]
+        np.copyto(target, array[part])
+        state.update(_bytes(target))
+    return bytes(state.digest())
+
+
+def _chunks(array: Array) -> Iterator[Any]:
+    if not array.ndim:
+        yield ...
+        return
+    rows = max(1, _CHUNK_NBYTES * len(array) // max(array.nbytes, 1))
+    for lo in range(0, len(array), rows):
+        yield slice(lo, lo + rows)
+
+
+def _bytes(array: Array) -> Any:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

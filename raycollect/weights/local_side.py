@@ -1,0 +1,91 @@
+"""One rank's tensors of a publication or of a subscription, as its layouts say."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raycollect.backends import arrays
+from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.core.model import TensorInfo
+from raycollect.engine.packed_boxes import box_of, unfold
+from raycollect.errors import Violation, refusal, wrong_layout
+from raycollect.planner.reshard.held import faults_of, places_of
+from raycollect.planner.reshard.request import local_tensors
+from raycollect.pos import Container, Range
+from raycollect.pos.tensors import allocate
+from raycollect.weights.atoms import Layouts, Place
+
+
+class LocalSide:
+    """The tensors of one rank, each with the dimensions of the global one.
+
+    Args:
+        op: What is done with them, for messages.
+        container: The tensors.
+        layouts: Those of the side.
+        rank: Which of its ranks it is.
+
+    Raises:
+        LayoutError: The tensors don't fit the layouts.
+        UnsupportedError: They are on a GPU.
+        ReadOnlyError: They are to be written, and can't be.
+    """
+
+    def __init__(self, op: str, container: Container, layouts: Layouts, rank: int, *, is_written: bool) -> None:
+        self.layouts = layouts
+        self.rank = rank
+        self._tensors = local_tensors(tuple(layouts.items())).get(rank, ())
+        self._container = container
+        infos = tuple(map(arrays.describe, container.tensors))
+        faults = faults_of(container.structure, infos, self._tensors)
+        violations = [wrong_layout(f"{what} of the layout", found, expected, rank) for what, found, expected in faults]
+        if not faults:
+            self._places = places_of(container.structure, self._tensors)
+            violations += list(self._unfit(is_written=is_written))
+        if violations:
+            raise refusal(op, "", tuple(violations))
+        keys = [one.key for one in self._tensors]
+        self._at = {name: keys.index(one.key or name) for name, one in layouts.items() if (one.key or name) in keys}
+
+    def _unfit(self, *, is_written: bool) -> list[Violation]:
+        found = []
+        for one, array in zip(self._tensors, self._arrays(), strict=True):
+            where = f"tensor {one.key!r}"
+            if isinstance(array, DeviceArray):
+                found.append(Violation(kind="unsupported", rank=self.rank, field=where, found="on a GPU"))
+            elif is_written and not array.flags.writeable:
+                found.append(Violation(kind="read_only", rank=self.rank, field=where, found="read-only"))
+            elif one.axes and array.size and not np.may_share_memory(unfold(array, one.axes), array):
+                found.append(
+                    wrong_layout(where, "with gaps", "without gaps, as its layout folds dimensions", self.rank)
+                )
+        return found
+
+    def _arrays(self) -> list[Array]:
+        return [arrays.memory(self._container.tensors[place]) for place in self._places]
+
+    def live(self) -> list[Array]:
+        """The tensors themselves."""
+        return [unfold(array, one.axes) for array, one in zip(self._arrays(), self._tensors, strict=True)]
+
+    def ranges(self) -> list[Range]:
+        """Where these lie."""
+        return list(map(arrays.byte_range, self._arrays()))
+
+    def wholes(self) -> list[Range]:
+        """Where those lie that the layouts cover."""
+        return [span for span, one in zip(self.ranges(), self._tensors, strict=True) if one.is_whole]
+
+    def made(self) -> list[Array]:
+        """New arrays of the same shapes, in shared memory where there is some."""
+        live = self.live()
+        infos = (TensorInfo(shape=one.shape, dtype=arrays.name_of(one.dtype), itemsize=one.itemsize) for one in live)
+        return [allocate(info) for info in infos]
+
+    def tensor(self, name: str) -> int:
+        """The place of a global tensor's local one among the arrays."""
+        return self._at[name]
+
+    def box(self, held: list[Array], place: Place) -> Array:
+        """A part of the arrays."""
+        return box_of(held[self._at[place.name]], place.at, place.size)

@@ -1,0 +1,194 @@
+"""The ranks of one side, as a driver sees them, and the rounds of puts and updates that it drives over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from raycollect.core import ray_internals
+from raycollect.core.model import TENSOR
+from raycollect.driver import held_values
+from raycollect.driver.side_layouts import SideLayouts, held_tensors
+from raycollect.errors import (
+    ActorGoneError,
+    InternalError,
+    RaycollectError,
+    SelfDrivenError,
+    Violation,
+    refusal,
+    wrong_argument,
+)
+from raycollect.planner.layout import Layout, layout
+from raycollect.pos.handle import Handle
+from raycollect.weights import protocol
+from raycollect.weights.agent import Attached
+from raycollect.weights.atoms import Layouts
+from raycollect.weights.protocol import Event, Failed, Lost, Round, Tell
+
+ATTACH_S = 60.0
+"""How long a rank may take to come to where it hears of a publication, in seconds."""
+
+
+class Ranks:
+    """The actors of one side, by rank, and the layouts of what their refs hold.
+
+    Args:
+        op: What is done, for messages.
+        refs: One ref per rank; they are held as long as this.
+        given: The layouts by name or pattern, or one of a tensor; None: DTensors say it, and of other tensors each rank
+            has all.
+        timeout_s: How long the methods that make the refs may take.
+
+    Raises:
+        RefusedError: Refs or layouts make no sense.
+        CollectiveTimeoutError: The methods are late.
+    """
+
+    def __init__(self, op: str, refs: Sequence[Any], given: Any, timeout_s: float) -> None:
+        if not isinstance(refs, (list, tuple)) or not refs or not all(isinstance(one, ray.ObjectRef) for one in refs):
+            raise refusal(op, "", (wrong_argument("refs", type(refs).__name__, "a list of refs, one per rank"),))
+        self.op = op
+        self.refs: list[Any] = list(refs)
+        handles, violations = held_values.handles_of(dict(enumerate(refs)), timeout_s, op, "")
+        if violations:
+            raise refusal(op, "", tuple(violations))
+        self.handles: list[Handle] = [handles[rank] for rank in range(len(refs))]
+        self.layouts: Layouts = _layouts(op, self.handles, given)
+        self.actors: list[Any] = [self._actor(rank, one) for rank, one in enumerate(self.handles)]
+
+    def __len__(self) -> int:
+        return len(self.refs)
+
+    def _actor(self, rank: int, handle: Handle) -> Any:
+        if handle.actor_id == ray_internals.current_actor_id():
+            raise SelfDrivenError(actor=handle.actor)
+        actor = ray_internals.actor_handle(handle.actor_id)
+        if actor is None:
+            expected = "one of whose actor this process has a handle"
+            found = Violation(
+                kind="foreign", rank=rank, field="ref", found="of an actor unknown here", expected=expected
+            )
+            raise refusal(self.op, "", (found,))
+        return actor
+
+    def call(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in a rank's actor, in its queue; returns the ref."""
+        return self.actors[rank].__ray_call__.options(max_task_retries=0).remote(function, *args)
+
+    def attach(self, function: Callable[..., Attached], args: Callable[[int], tuple[Any, ...]]) -> list[Attached]:
+        """Calls a function in all of them, and raises what any of them raises."""
+        refs = [self.call(rank, function, *args(rank)) for rank in range(len(self))]
+        try:
+            found: list[Attached] = ray.get(refs, timeout=ATTACH_S)
+        except RayTaskError as exc:
+            raise cause_of(exc) from None
+        except GetTimeoutError as exc:
+            late = tuple(rank for rank, ref in enumerate(refs) if not ray.wait([ref], timeout=0)[0])
+            raise held_values.late_error(self.op, "", len(late), late, ATTACH_S) from exc
+        except RayActorError as exc:
+            raise ActorGoneError(op=self.op, detail=str(exc).partition("\n")[0]) from exc
+        return found
+
+
+def _layouts(op: str, handles: Sequence[Handle], given: Any) -> Layouts:
+    named = {"": given} if isinstance(given, Layout) else given
+    if named is None:
+        plain = _replicated(handles)
+        if plain is not None:
+            return plain
+    elif not isinstance(named, Mapping) or not all(isinstance(one, Layout) for one in named.values()):
+        expected = "a Layout (see raycollect.layout), or a dict of Layouts by name or pattern"
+        raise refusal(op, "", (wrong_argument("layout", type(given).__name__, expected),))
+    side = SideLayouts("layout", named)
+    if side.is_open:
+        side.resolve_held([held_tensors(one) for one in handles], ())
+    violations = list(side.violations)
+    for name, one in side.layouts.items():
+        if one.world_size > len(handles):
+            expected = f"at most the {len(handles)} of the refs"
+            violations.append(wrong_argument(f"layout of {name!r}", f"of {one.world_size} ranks", expected))
+    if violations:
+        raise refusal(op, "", tuple(violations))
+    return dict(sorted(side.layouts.items()))
+
+
+def _replicated(handles: Sequence[Handle]) -> Layouts | None:
+    """Layouts of tensors of which each rank has all; None: some are DTensors, or no dict of tensors."""
+    first = handles[0]
+    names = ("",) if first.structure == TENSOR else tuple(map(str, first.structure.names))
+    if any(one.placements for one in handles) or len(names) != len(first.infos):
+        return None
+    mesh = {"rank": len(handles)}
+    return {
+        name: layout(one.shape, mesh=mesh, dtype=one.dtype)
+        for name, one in sorted(zip(names, first.infos, strict=True))
+    }
+
+
+def cause_of(error: RayTaskError) -> RaycollectError:
+    """What a function that was called in an actor raised."""
+    cause = error.cause
+    if isinstance(cause, RaycollectError):
+        return cause
+    return InternalError(detail=f"{type(cause).__name__} in an actor: {cause}")
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """One round over the ranks of a side.
+
+    Attributes:
+        round: How far it is.
+        tell: Calls a rank, and returns the ref.
+        read: What a rank's answer means; it keeps what else it needs of it.
+        errors: What ranks raised.
+        is_late: Whether its time was over.
+    """
+
+    round: Round
+    tell: Callable[[Tell, int], Any]
+    read: Callable[[int, Any], Event]
+    errors: dict[int, RaycollectError]
+    is_late: bool = False
+
+
+def drive(jobs: Sequence[tuple[Job, Tell]], timeout_s: float) -> None:
+    """Drives rounds side by side until all are over, or the time is."""
+    until_s = time.monotonic() + timeout_s
+    pending: dict[Any, tuple[Job, int]] = {}
+    for job, tell in jobs:
+        _tell(pending, job, tell)
+    while pending:
+        ready, _ = ray.wait(list(pending), timeout=max(until_s - time.monotonic(), 0.0))
+        if not ready:
+            for job, _ in jobs:
+                if not job.round.is_over:
+                    job.is_late = True
+                    job.round, _ = protocol.advance(job.round, Failed(min(job.round.waiting)))
+            return
+        for ref in ready:
+            job, rank = pending.pop(ref)
+            job.round, tell = protocol.advance(job.round, _event(job, rank, ref))
+            if tell is not None and tell is not Tell.POST:
+                _tell(pending, job, tell)
+        pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
+
+
+def _tell(pending: dict[Any, tuple[Job, int]], job: Job, tell: Tell) -> None:
+    for rank in sorted(job.round.waiting):
+        pending[job.tell(tell, rank)] = job, rank
+
+
+def _event(job: Job, rank: int, ref: Any) -> Event:
+    try:
+        return job.read(rank, ray.get(ref))
+    except RayActorError:
+        return Lost(rank)
+    except RayTaskError as exc:
+        job.errors[rank] = cause_of(exc)
+        return Failed(rank)

@@ -1,0 +1,340 @@
+"""`subscribe`: a receiver group that gets versions whole, or not at all."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+from raycollect.core import ray_internals
+from raycollect.core.model import Key
+from raycollect.errors import (
+    UnknownVersionError,
+    VersionError,
+    VersionNotWholeError,
+    VersionTimeoutError,
+    refusal,
+    wrong_argument,
+)
+from raycollect.planner.layout import Layout
+from raycollect.planner.reshard.request import local_tensors
+from raycollect.weights import agent, atoms, protocol
+from raycollect.weights.agent import Holder, Staged
+from raycollect.weights.directory import Directory, HolderRecord
+from raycollect.weights.protocol import Atom, Digests, Event, Failed, Phase, Shown, Tell, Verified, Version
+from raycollect.weights.ranks import ATTACH_S, Job, Ranks, drive
+
+MOST_RECEIVERS = 8
+"""How many receivers that hold a version a rank may ask, before it asks the publisher."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReceipt:
+    """What one rank has.
+
+    Attributes:
+        rank: The rank in its receiver group.
+        actor: Its actor, for people.
+        digests: Of each of its atoms, recomputed from what landed.
+        nbytes: The bytes that were read for this version; what had not changed was not.
+        seconds: How long reading and checking took.
+    """
+
+    rank: int
+    actor: str
+    digests: Digests = field(repr=False)
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """Says that a receiver group shows a version.
+
+    Attributes:
+        name: That of the publication.
+        version: The version.
+        ranks: The ranks that show it. None is here that has not verified all of its atoms.
+        lost: The ranks whose processes are gone.
+        skipped: How many versions were put between this one and the one that the group had before.
+        seconds: How long the update took.
+    """
+
+    name: str
+    version: Version
+    ranks: tuple[RankReceipt, ...]
+    lost: tuple[int, ...] = ()
+    skipped: int = 0
+    seconds: float = 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that were read, by all ranks."""
+        return sum(one.nbytes for one in self.ranks)
+
+
+def subscribe(
+    name: str, dst_refs: Sequence[Any], *, layout: Layout | Mapping[str, Layout] | None = None
+) -> Subscription:
+    """Makes actors a receiver group of a publication, which need not be there yet.
+
+    In any driver, or in an actor that is none of these; the publisher may be driven by another one. The actors need no
+    group, and no controller has to lease them: they read from the processes that hold a version.
+
+    Args:
+        name: That of the publication.
+        dst_refs: One ref per rank, in the order of the layouts' ranks; what they stand for is written by updates.
+        layout: As of `publish`; floats become those of a dtype that a layout asks for.
+
+    Raises:
+        LayoutError, UnsupportedError, ReadOnlyError, RefusedError: As `publish`.
+    """
+    return Subscription(name, dst_refs, layout)
+
+
+class Subscription:
+    """A receiver group; see `subscribe`. It may be used as a context, and be passed to methods of its actors.
+
+    Attributes:
+        name: That of the publication.
+    """
+
+    def __init__(self, name: str, dst_refs: Sequence[Any], layout: Any) -> None:
+        ray_internals.ensure_ray()
+        self.name = name
+        self._id = secrets.token_hex(8)
+        self._ranks = Ranks("subscribe", dst_refs, layout, ATTACH_S)
+        self._directory = Directory(name)
+        self._signature = self._directory.post_layouts(self._ranks.layouts)
+        layouts, handles = self._ranks.layouts, self._ranks.handles
+        self._attached = self._ranks.attach(
+            agent.attach_receiver, lambda rank: (name, self._id, handles[rank].key, layouts, rank)
+        )
+        self._version = min((one.shown for one in self._attached if one.shown), default=None)
+        self._places: dict[tuple[bytes, int], tuple[tuple[Atom, ...], dict[Atom, Any]]] = {}
+
+    def version(self) -> Version | None:
+        """The version that methods see: in a rank's own process what it computes with, elsewhere the last update's.
+
+        None: no update has ended yet.
+        """
+        is_rank, found = agent.shown(self._id)
+        return found if is_rank else self._version
+
+    def update(self, version: int | Version | str = "latest", *, timeout_s: float = 60.0) -> Receipt:
+        """Brings the group to a version: all of its ranks that live, or none.
+
+        Each rank reads what it lacks into a second set of tensors, from any process that holds the version, beside no
+        method of its own, and recomputes the digests of what landed. When all have, each copies it into its tensors
+        between two methods. A rank that is busy is waited for.
+
+        Args:
+            version: A number of the newest publisher, what `put` returned, or ``"latest"``. If a later one replaces the
+                latest before all have it, the update goes on with that.
+            timeout_s: How long all of it may take, in seconds.
+
+        Raises:
+            UnknownVersionError: There is no such version.
+            LayoutError: The layouts do not fit those of the publisher.
+            VersionNotWholeError: A rank could not get all of it, or all ranks are gone. Methods see what they saw.
+            VersionTimeoutError: A rank did not come to it in time. If `is_shown` is False, methods see what they saw.
+        """
+        return update_all([self], version, timeout_s)[0]
+
+    def close(self) -> None:
+        """Ends the subscription. The tensors stay as they are, and are served to others no more."""
+        for rank in range(len(self._ranks)):
+            self._ranks.call(rank, agent.detach_receiver, self._id)
+
+    # ------------------------------------------------------------------------------------------ an update
+
+    def find(self, version: int | Version | str) -> Version:
+        """The version that is asked for, as the directory knows it; raises as `update`."""
+        if isinstance(version, Version):
+            found = self._directory.version(version.epoch, version.number)
+        elif version == "latest":
+            found = self._directory.latest()
+        elif type(version) is int:
+            found = self._directory.version(self._directory.epoch(), version)
+        else:
+            raise refusal("update", "", (wrong_argument("version", repr(version), "a number, or 'latest'"),))
+        if found is None:
+            raise UnknownVersionError(name=self.name, version="" if version == "latest" else str(version))
+        src = self._directory.layouts(found.signature)
+        faults = () if src is None else tuple(atoms.reader_faults(self._ranks.layouts, src))
+        if faults:
+            raise refusal("update", "", faults)
+        return found
+
+    def job(self, version: Version, timeout_s: float) -> tuple[Job, Tell, dict[int, Staged]]:
+        """The round that brings the ranks to a version, and what they will have staged."""
+        self._directory.keep_layouts()
+        holders = self._holders(version)
+        staged: dict[int, Staged] = {}
+        shown: dict[int, Key] = {}
+
+        def tell(what: Tell, rank: int) -> Any:
+            if what is Tell.STAGE:
+                some = self._for_rank(holders, rank)
+                return self._ranks.call(rank, agent.stage, self._id, rank, version, some, timeout_s)
+            return self._ranks.call(rank, agent.show, self._id, rank, replace(version, digests={}))
+
+        def read(rank: int, answer: Any) -> Event:
+            if isinstance(answer, Staged):
+                staged[rank] = answer
+                return Verified(rank, answer.digests)
+            if answer is None:  # another driver has staged something else
+                return Failed(rank)
+            shown[rank] = answer
+            self._directory.post_holders(version, [self._record(rank, answer)])
+            return Shown(rank)
+
+        begun, first = protocol.begin_update(version, len(self._ranks))
+        return Job(round=begun, tell=tell, read=read, errors={}), first, staged
+
+    def _holders(self, version: Version) -> list[tuple[HolderRecord, Holder]]:
+        among = tuple(version.digests)
+        found = []
+        for one in self._directory.holders(version):
+            layouts = self._directory.layouts(one.signature)
+            if layouts is None:
+                continue
+            known = self._places.get((one.signature, one.rank))
+            if known is None or known[0] != among:
+                known = self._places[one.signature, one.rank] = among, _places(layouts, one.rank, version)
+            who = {"address": one.address, "key": one.key, "actor": one.actor, "incarnation": one.incarnation}
+            found.append((one, Holder(places=known[1], **who)))
+        return found
+
+    def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
+        """Whom a rank asks, in this order: receivers before the publisher, its host before others, others by turns."""
+        me = self._attached[rank]
+        others = [one for one in holders if one[0].incarnation != me.incarnation]
+        turned = others[rank % len(others) :] + others[: rank % len(others)] if others else []
+        turned.sort(key=lambda one: (one[0].is_publisher, one[0].machine != me.machine))
+        receivers = [one for record, one in turned if not record.is_publisher]
+        return receivers[:MOST_RECEIVERS] + [one for record, one in turned if record.is_publisher]
+
+    def _record(self, rank: int, key: Key) -> HolderRecord:
+        one = self._attached[rank]
+        return HolderRecord(
+            address=one.address,
+            key=key,
+            actor=one.actor,
+            incarnation=one.incarnation,
+            machine=one.machine,
+            signature=self._signature,
+            rank=rank,
+            is_publisher=False,
+        )
+
+    def finish(self, job: Job, staged: Mapping[int, Staged], began_s: float, timeout_s: float) -> Receipt:
+        """The receipt of a round that is over; raises as `update`."""
+        version = job.round.version
+        for key in {key for one in staged.values() for key in one.gone}:
+            self._directory.drop_holder(version, key)
+        if job.round.phase is not Phase.DONE:
+            raise self._failure(job, timeout_s)
+        before, self._version = self._version, version
+        is_same_epoch = before is not None and before.epoch == version.epoch
+        since = before.count if is_same_epoch and before is not None else 0
+        return Receipt(
+            name=self.name,
+            version=version,
+            ranks=tuple(
+                RankReceipt(
+                    rank=rank,
+                    actor=self._attached[rank].actor,
+                    digests=staged[rank].digests,
+                    nbytes=staged[rank].nbytes,
+                    seconds=staged[rank].seconds,
+                )
+                for rank in sorted(job.round.done)
+            ),
+            lost=tuple(sorted(job.round.lost)),
+            skipped=max(version.count - since - 1, 0) if before is not None else 0,
+            seconds=time.monotonic() - began_s,
+        )
+
+    def _failure(self, job: Job, timeout_s: float) -> Exception:
+        where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
+        if job.is_late:
+            late = tuple(sorted(job.round.waiting))
+            who = ", ".join(f"{rank} ({self._attached[rank].actor})" for rank in late)
+            return VersionTimeoutError(
+                **where,
+                missing=late,
+                timeout_s=timeout_s,
+                is_shown=len(job.round.done) > len(late),
+                detail=f"after {timeout_s:g} s these had not come: rank {who}",
+            )
+        for error in job.errors.values():
+            return error
+        if not job.round.done:
+            return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
+        return VersionNotWholeError(**where, detail="another driver has updated the same actors meanwhile")
+
+    def __enter__(self) -> Subscription:  # noqa: PYI034 - Python 3.10 has no `Self`
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Elsewhere, (self.name, self._id, self._version)
+
+    def __repr__(self) -> str:
+        return f"<Subscription to {self.name!r}, {len(self._ranks)} ranks, version {self.version()}>"
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """What a subscription is in the process of a rank."""
+
+    name: str
+    _id: str
+    _version: Version | None
+
+    def version(self) -> Version | None:
+        """As `Subscription.version`."""
+        is_rank, found = agent.shown(self._id)
+        return found if is_rank else self._version
+
+
+def update_all(subscriptions: Sequence[Subscription], version: int | Version | str, timeout_s: float) -> list[Receipt]:
+    """Updates several receiver groups side by side; see `Subscription.update`."""
+    began_s = time.monotonic()
+    done: dict[int, Receipt] = {}
+    errors: dict[int, Exception] = {}
+    todo = {at: one.find(version) for at, one in enumerate(subscriptions)}
+    while todo:
+        left_s = timeout_s - (time.monotonic() - began_s)
+        jobs = {at: subscriptions[at].job(found, left_s) for at, found in todo.items()}
+        drive([(job, tell) for job, tell, _ in jobs.values()], left_s)
+        again: dict[int, Version] = {}
+        for at, (job, _, staged) in jobs.items():
+            try:
+                done[at] = subscriptions[at].finish(job, staged, began_s, timeout_s)
+            except VersionError as exc:
+                newer = None if job.is_late or version != "latest" else subscriptions[at].find("latest")
+                if newer is not None and newer > todo[at]:
+                    again[at] = newer
+                else:
+                    errors[at] = exc
+        todo = again
+    if errors:
+        raise next(iter(errors.values()))
+    return [done[at] for at in range(len(subscriptions))]
+
+
+def _places(layouts: atoms.Layouts, rank: int, version: Version) -> dict[Atom, tuple[int, tuple[int, ...]]]:
+    """The atoms that a rank of these layouts holds as they were put: its tensor, and where it begins there."""
+    keys = [one.key for one in local_tensors(tuple(layouts.items())).get(rank, ())]
+    return {
+        atom: (keys.index(layouts[atom[0]].key or atom[0]), one.at)
+        for atom, (one,) in atoms.places(layouts, rank, tuple(version.digests), whole=True).items()
+        if layouts[atom[0]].dtype == version.dtypes[atom[0]]
+    }

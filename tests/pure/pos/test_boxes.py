@@ -1,0 +1,74 @@
+"""Boxes of tensors that another process reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raycollect.channel.messages import Copied, Fetched, Read
+from raycollect.core.model import Key
+from raycollect.core.ray_internals import memory_domain
+from raycollect.errors import ProtocolError
+from raycollect.pos import Store, tensors
+from raycollect.pos.boxes import Box, mapped
+from raycollect.pos.fetch import LENT_FROM_NBYTES, _take, serve
+from tests.pure.fleet import contain
+from tests.pure.pos.test_fetch import Wire
+
+KEY = Key(bytes(28))
+ROWS = LENT_FROM_NBYTES // 32 + 8
+WANTED = [Box(0, (1, 2), (ROWS - 2, 8), "float32"), Box(1, (3,), (2,), "float64")]
+
+
+class Client(Wire):
+    @property
+    def blob_left(self) -> int:
+        return len(self.blob)
+
+
+def _read(values: list[Any], boxes: list[Box], domain: str) -> tuple[Any, dict[int, Any], Client]:
+    store, wire = Store(), Client(Read(key=KEY, boxes=[box[:3] for box in boxes], domain=domain))
+    store.put(KEY, contain(values))
+    serve(wire, store)  # type: ignore[arg-type]
+    (answer,) = wire.answers
+    found: dict[int, Any] = {}
+    _take(wire, answer, boxes, lambda at, box: found.update({at: np.array(box)}))  # type: ignore[arg-type]
+    return answer, found, wire
+
+
+@pytest.mark.parametrize("is_near", [False, True])
+@pytest.mark.parametrize("make", [np.asarray, tensors.array], ids=["ordinary", "arena"])
+def test_boxes_arrive_as_they_were(make: Any, is_near: bool) -> None:
+    whole, line = np.arange(ROWS * 12, dtype=np.float32).reshape(ROWS, 12), np.arange(6.0)
+    answer, found, wire = _read([make(whole), make(line)], WANTED, memory_domain() if is_near else "")
+    np.testing.assert_array_equal(found[0], whole[1:-1, 2:10])
+    np.testing.assert_array_equal(found[1], line[3:5])
+    is_lent = is_near and make is tensors.array
+    assert bool(answer.found.get("segment")) is is_lent
+    assert (Copied() in wire.answers) is is_lent  # so that the holder may write again
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [[[1, [0], [1]]], [[0, [0], [3]]], [[0, [-1], [1]]], [[0, [0, 0], [1, 1]]], [[0, [0]]], ["x"], [[0, ["a"], [1]]]],
+)
+def test_boxes_that_are_not_there_end_the_connection(boxes: list[Any]) -> None:
+    store, wire = Store(), Client(Read(key=KEY, boxes=boxes))
+    store.put(KEY, contain([np.zeros(2)]))
+    with pytest.raises(ProtocolError, match="no box of what is held"):
+        serve(wire, store)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rows", [[], [[0]], [[0, 8, 8]], [[-8, 8]], [[0, -8]], [[8, 8]], [["a", 8]], [5]])
+def test_memory_beyond_what_is_lent_is_not_read(rows: list[Any]) -> None:
+    with pytest.raises(ProtocolError, match="no box of the memory"):
+        mapped(np.zeros(16, np.uint8), rows, [Box(0, (0,), (2,), "float64")])
+
+
+def test_more_bytes_than_asked_for_are_refused() -> None:
+    wire = Client()
+    wire.blob = bytes(24)
+    with pytest.raises(ProtocolError, match="the announced bytes"):
+        _take(wire, Fetched(found={}, blob_nbytes=24), [Box(0, (0,), (2,), "float64")], lambda *_: None)  # type: ignore[arg-type]

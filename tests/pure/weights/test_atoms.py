@@ -1,0 +1,81 @@
+"""What has a digest, and where it lies on each rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import raycollect as col
+from raycollect.planner.boxes import extent
+from raycollect.weights import atoms, digests
+
+ROWS, COLUMNS = col.layout([8, 6], mesh={"tp": 2}, spec=("tp",)), col.layout([8, 6], mesh={"tp": 3}, spec=(None, "tp"))
+
+
+def _elements(found):
+    return sum(np.prod(extent(box)) for _, box in found)
+
+
+def test_tensors_are_cut_at_the_edges_of_all_layouts():
+    assert len(atoms.cut({"w": ROWS}, [])) == 2
+    found = atoms.cut({"w": ROWS, "v": ROWS}, [{"w": COLUMNS, "other": COLUMNS}])
+    assert [sum(name == one for name, _ in found) for one in "wv"] == [6, 2]
+    assert _elements(found) == 2 * 48
+    assert len(atoms.cut({"w": ROWS}, [{"w": col.layout([6, 6], mesh={"tp": 3}, spec=("tp",))}])) == 2
+
+
+def test_large_ones_are_cut_in_pieces():
+    whole = col.layout([3 * atoms.MOST_NBYTES // 8, 2], mesh={"x": 1}, dtype="float32")
+    assert len(atoms.cut({"w": whole}, [])) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(["rows", "columns", "none"]), min_size=1, max_size=3), st.integers(1, 4))
+def test_each_rank_finds_each_of_its_elements_once(known, ranks):
+    cuts = {"rows": ("tp",), "columns": (None, "tp"), "none": ()}
+    sides = [{"w": col.layout([7, 5], mesh={"tp": ranks}, spec=cuts[one])} for one in known]
+    found = atoms.cut({"w": ROWS_OF_7}, sides)
+    for side in sides:
+        for rank in range(ranks):
+            local = np.zeros(side["w"].local_shape(rank) or (0, 0), int)
+            for atom, parts in atoms.places(side, rank, found, whole=True).items():
+                for one in parts:
+                    assert one.part == atom[1]
+                    local[tuple(slice(lo, lo + n) for lo, n in zip(one.at, one.size, strict=True))] += 1
+            assert (local == 1).all()
+
+
+ROWS_OF_7 = col.layout([7, 5], mesh={"tp": 2}, spec=("tp",))
+
+
+def test_a_layout_that_was_not_known_has_parts_of_atoms():
+    found = atoms.cut({"w": ROWS}, [])
+    assert atoms.places({"w": COLUMNS}, 1, found, whole=True) == {}
+    parts = [one for some in atoms.places({"w": COLUMNS}, 1, found, whole=False).values() for one in some]
+    assert [(one.part, one.at) for one in parts] == [(((0, 2), (4, 4)), (0, 0)), (((4, 2), (8, 4)), (4, 0))]
+
+
+def test_what_a_receiver_can_not_have_is_named():
+    asks = col.layout([8, 6], mesh={"tp": 2}, dtype="float16")
+    for dst, expected in (
+        ({"x": ROWS}, "not published"),
+        ({"w": col.layout([8, 5], mesh={"tp": 2})}, "shape"),
+        ({"w": asks}, ""),
+    ):
+        (text,) = [str(one) for one in atoms.reader_faults(dst, {"w": ROWS})] or [""]
+        assert expected in text
+        assert bool(text) == bool(expected)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (300_000,), (700, 400), (3, 2, 1)])
+def test_a_digest_is_that_of_the_elements_wherever_they_lie(shape):
+    array = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+    spread = np.zeros((*shape, 2), np.float32)[..., 0]
+    assert digests.copied(spread, array) == digests.digest(array) == digests.digest(np.array(array, order="F"))
+    np.testing.assert_array_equal(spread, array)
+    if array.size:
+        changed = np.array(array)
+        changed[...] = array + 1
+        assert digests.digest(changed) != digests.digest(array)

@@ -1,0 +1,126 @@
+"""The protocol of versions, in every order of its steps, with a fault at every one of them (pains 1 and 5)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from raycollect.weights import protocol
+from raycollect.weights.protocol import Failed, Lost, Phase, Sealed, Shown, Tell, Verified, Version
+from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_whole, restarted, steps
+
+V1 = Version(1, 1, digests={atom: digest(1) for atom in ATOMS})
+
+
+def explore(first: World, puts: int, updates: int) -> tuple[list[World], Counter[str], list[World]]:
+    """All worlds that can come of one, what was done, and the worlds in which nothing more happens."""
+    seen, todo, done, ends = {first.key: first}, [first], Counter(), []
+    while todo:
+        world = todo.pop()
+        after = list(steps(world, puts, updates))
+        if not after:
+            ends.append(world)
+        for name, one in after:
+            done[name] += 1
+            if one.key not in seen:
+                seen[one.key] = one
+                todo.append(one)
+    return list(seen.values()), done, ends
+
+
+def check(world: World) -> None:
+    for rank, reader in enumerate(world.readers):
+        assert is_whole(reader.front), f"reader {rank} sees a mixed version {reader.front}"
+        shown = reader.state.shown
+        assert reader.front[0] == (shown.number if shown else 0), "the label is not that of the bytes"
+        if shown:
+            told = [ranks for number, ranks in world.at_show if number == shown.number]
+            assert any(rank in ranks for ranks in told), "shown, and nobody had decided it"
+    for receipt in world.receipts:
+        assert receipt.done
+        for rank, digests in receipt.done.items():
+            assert digests == receipt.version.digests
+            assert world.readers[rank].state.shown >= receipt.version, "a receipt of what the rank does not show"
+            assert rank not in receipt.lost
+
+
+@pytest.mark.parametrize(("puts", "updates", "faults"), [(1, 1, 1), (2, 1, 0)])
+def test_pain_1_and_5_no_order_of_steps_shows_a_mixed_version_or_gives_a_false_receipt(puts, updates, faults):
+    worlds, done, _ = explore(World(faults=faults), puts, updates)
+    for world in worlds:
+        check(world)
+    assert any(world.receipts for world in worlds)
+    if faults:
+        assert {name for name in done if name.endswith(("dies", "forgets"))} >= {
+            *(f"{who} {at} dies" for who in ("trainer", "reader") for at in range(2)),
+            "the publisher dies",
+            "the readers' driver dies",
+            "the directory forgets",
+        }
+        assert any(name.startswith("a byte flips") for name in done)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("puts", "updates", "faults"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_pain_1_and_5_longer_runs(puts, updates, faults):
+    for world in explore(World(faults=faults), puts, updates)[0]:
+        check(world)
+
+
+def test_pain_2_after_any_fault_readers_that_live_can_have_the_version_while_a_holder_of_each_atom_lives():
+    worlds, _, _ = explore(World(), 1, 1)
+    stranded = [one for one in worlds if DRIVER in one.dead and one.posted and not one.told]
+    assert stranded
+    for world in {one.key: one for one in map(restarted, stranded)}.values():
+        again, _, _ = explore(world, 1, world.updates + 1)
+        for one in again:
+            check(one)
+        assert any(one.receipts for one in again), "nobody can go on"
+
+
+def test_a_rank_that_has_verified_and_then_dies_costs_the_others_nothing():
+    update, tell = protocol.begin_update(V1, 2)
+    assert tell is Tell.STAGE
+    for event, expected in [
+        (Verified(0, V1.digests), None),
+        (Lost(0), None),  # nothing is due from it: that it is gone shows when it is told to show
+        (Verified(1, V1.digests), Tell.SHOW),
+        (Lost(0), None),
+        (Shown(1), None),
+    ]:
+        update, tell = protocol.advance(update, event)
+        assert tell is expected
+    assert (update.phase, set(update.done), update.lost) == (Phase.DONE, {1}, {0})
+
+
+@pytest.mark.parametrize("event", [Lost(1), Failed(1)])
+def test_a_trainer_that_is_gone_posts_nothing(event):
+    put, _ = protocol.begin_put(V1, 2)
+    put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
+    put, tell = protocol.advance(put, event)
+    assert (put.phase, tell) == (Phase.FAILED, None)
+    assert protocol.advance(put, Sealed(1)) == (put, None)  # it comes late, and changes nothing
+
+
+def test_replicas_that_differ_are_not_published():
+    put, _ = protocol.begin_put(V1, 2)
+    put, _ = protocol.advance(put, Sealed(0, {ATOMS[0]: digest(1)}))
+    put, tell = protocol.advance(put, Sealed(1, {ATOMS[0]: digest(2)}))
+    assert (put.phase, tell, put.differing) == (Phase.FAILED, None, (ATOMS[0],))
+
+
+def test_a_retry_takes_what_is_missing():
+    state = protocol.stage(protocol.RankState(), V1, V1.digests)
+    state = protocol.land(state, V1, {ATOMS[0]: digest(1), ATOMS[1]: digest(5)})
+    assert state.missing == [ATOMS[1]]
+    newer = Version(1, 2, digests={ATOMS[0]: digest(1), ATOMS[1]: digest(2)})
+    state = protocol.stage(state, newer, newer.digests)
+    assert state.missing == [ATOMS[1]]  # the other has not changed
+    assert protocol.show(state, newer).shown is None
+    assert protocol.land(state, V1, V1.digests) == state  # of another version: it comes late
+
+
+def test_versions_are_ordered_by_epoch_then_number():
+    assert Version(1, 9) < Version(2, 1) < Version(2, 2)
+    assert len(ATOMS) == RANKS

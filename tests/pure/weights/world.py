@@ -1,0 +1,197 @@
+"""Two trainers, a publisher, a directory, two readers and their driver, in one value: all orders of their steps.
+
+Each weight is a number: what put n seals is n in both atoms, of which each trainer has one. Anything may happen at any
+moment: a process ends, the directory forgets all, a byte flips on its way. `steps` lists what can happen next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from raycollect.weights import protocol
+from raycollect.weights.protocol import Failed, Lost, RankState, Round, Sealed, Shown, Tell, Verified, Version
+
+RANKS = 2
+ATOMS = tuple((name, ((0,), (1,))) for name in "ab")
+TORN = -1
+PUBLISHER, DRIVER = "publisher", "driver"
+
+
+def digest(value: int) -> bytes:
+    return value.to_bytes(1, "big", signed=True)
+
+
+def is_whole(value: tuple[int, ...]) -> bool:
+    return len(set(value)) == 1 and TORN not in value
+
+
+@dataclass(frozen=True)
+class Reader:
+    state: RankState = field(default_factory=RankState)
+    back: tuple[int, ...] = (0, 0)
+    front: tuple[int, ...] = (0, 0)
+
+
+@dataclass(frozen=True)
+class World:
+    slots: tuple[tuple[int, int], ...] = ((0, 0), (0, 0))  # of each trainer: the version that it keeps, and its value
+    put: Round | None = None
+    posted: Version | None = None
+    update: Round | None = None
+    told: tuple[tuple[Tell, int], ...] = ()  # what processes were told, and have not done
+    heard: tuple[tuple[str, object], ...] = ()  # what is on its way back
+    readers: tuple[Reader, ...] = (Reader(),) * RANKS
+    dead: frozenset[object] = frozenset()
+    puts: int = 0
+    updates: int = 0
+    faults: int = 1
+    receipts: tuple[Round, ...] = ()
+    at_show: tuple[tuple[int, frozenset[int]], ...] = ()  # version told to be shown, the ranks that are to show it
+    torn: frozenset[int] = frozenset()  # trainers in the middle of a copy
+
+    @property
+    def key(self) -> object:
+        readers = tuple((*_ranked(one.state), one.back, one.front) for one in self.readers)
+        rounds = tuple(
+            one and (one.version, one.phase, one.waiting, frozenset(one.done), one.lost)
+            for one in (self.put, self.update)
+        )
+        heard = tuple((who, type(event), event.rank) for who, event in self.heard)
+        rest = (self.slots, rounds, self.posted, self.told, heard, readers, self.dead, self.puts, self.updates)
+        return (*rest, self.faults, len(self.receipts), self.at_show, self.torn)
+
+
+def _ranked(state: RankState) -> tuple[object, ...]:
+    return state.shown, state.staged, *(tuple(sorted(one.items())) for one in (state.wanted, state.landed))
+
+
+def steps(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str, World]]:
+    yield from _drivers(world, most_puts, most_updates)
+    for at, (tell, rank) in enumerate(world.told):
+        left = replace(world, told=world.told[:at] + world.told[at + 1 :])
+        if tell is Tell.SEAL:
+            yield from _seal(left, world, rank)
+        elif ("reader", rank) in world.dead:
+            yield f"Ray says that reader {rank} is dead", _say(left, DRIVER, Lost(rank))
+        elif tell is Tell.STAGE:
+            yield from _stage(left, world, rank)
+        else:
+            yield f"reader {rank} shows", _show(left, rank)
+    for at, (who, event) in enumerate(world.heard):
+        if who not in world.dead:
+            left = replace(world, heard=world.heard[:at] + world.heard[at + 1 :])
+            yield f"{who} hears {event}", _hear(left, who, event)
+    if world.faults:
+        yield from _faults(replace(world, faults=world.faults - 1))
+
+
+def _drivers(world: World, most_puts: int, most_updates: int) -> Iterator[tuple[str, World]]:
+    if PUBLISHER not in world.dead and world.puts < most_puts and (world.put is None or world.put.is_over):
+        put, tell = protocol.begin_put(Version(1, world.puts + 1), len(world.slots))
+        yield "put", _tell(replace(world, put=put, puts=world.puts + 1), tell, put.waiting)
+    if DRIVER in world.dead:
+        return
+    if world.update is not None and not world.update.is_over and world.update.waiting:
+        some = min(world.update.waiting)
+        yield "the driver's time is over", _hear(world, DRIVER, Failed(some))
+    if world.posted and world.updates < most_updates and (world.update is None or world.update.is_over):
+        update, tell = protocol.begin_update(world.posted, RANKS)
+        yield "update", _tell(replace(world, update=update, updates=world.updates + 1), tell, update.waiting)
+
+
+def _seal(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
+    if ("trainer", rank) in world.dead:
+        yield f"Ray says that trainer {rank} is dead", _say(left, PUBLISHER, Lost(rank))
+    elif rank not in world.torn:
+        torn = replace(world, slots=_set(world.slots, rank, (0, TORN)), torn=world.torn | {rank})
+        yield f"trainer {rank} begins to copy", torn
+    else:
+        value = world.puts  # what it was told last: a publisher tells in order
+        done = replace(left, slots=_set(world.slots, rank, (value, value)), torn=world.torn - {rank})
+        yield f"trainer {rank} has sealed", _say(done, PUBLISHER, Sealed(rank, {ATOMS[rank]: digest(value)}))
+
+
+def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
+    version, reader = world.update.version, world.readers[rank]
+    if reader.state.staged != version:
+        state = protocol.stage(reader.state, version, version.digests)
+        yield f"reader {rank} begins", _with(world, rank, replace(reader, state=state))
+        return
+    if not reader.state.missing:
+        yield f"reader {rank} has all", _say(left, DRIVER, Verified(rank, dict(reader.state.landed)))
+        return
+    atom = reader.state.missing[0]
+    place = ATOMS.index(atom)
+    found = {slot[1] for at, slot in enumerate(world.slots) if at == place and ("trainer", at) not in world.dead}
+    others = (one for at, one in enumerate(world.readers) if at != rank and ("reader", at) not in world.dead)
+    found |= {one.back[place] for one in others if one.state.shown == one.state.staged == version}
+    for value in sorted(found):
+        back = _set(reader.back, place, value)
+        state = protocol.land(reader.state, version, {atom: digest(value)})
+        if state != reader.state:
+            yield f"reader {rank} has {value} in {atom[0]}", _with(world, rank, Reader(state, back, reader.front))
+        elif back != reader.back:  # it asks another holder, or again
+            yield f"reader {rank} has wrong {value} in {atom[0]}", _with(world, rank, replace(reader, back=back))
+    yield f"reader {rank} finds no holder", _say(left, DRIVER, Failed(rank))
+
+
+def _show(left: World, rank: int) -> World:
+    version, reader = left.update.version, left.readers[rank]
+    if not protocol.may_show(reader.state, version):
+        return _say(left, DRIVER, Failed(rank))
+    shown = Reader(protocol.show(reader.state, version), reader.back, reader.back)
+    return _say(_with(left, rank, shown), DRIVER, Shown(rank))
+
+
+def _hear(world: World, who: str, event: object) -> World:
+    if who == PUBLISHER:
+        put, tell = protocol.advance(world.put, event)
+        return replace(world, put=put, posted=put.version if tell is Tell.POST else world.posted)
+    before = world.update
+    update, tell = protocol.advance(before, event)
+    world = replace(world, update=update)
+    if update.phase is protocol.Phase.DONE and before.phase is not protocol.Phase.DONE:
+        world = replace(world, receipts=(*world.receipts, update))
+    if tell is None:
+        return world
+    return _tell(
+        replace(world, at_show=(*world.at_show, (update.version.number, update.waiting))), tell, update.waiting
+    )
+
+
+def _faults(world: World) -> Iterator[tuple[str, World]]:
+    if world.puts or world.updates:
+        for rank in range(len(world.slots)):
+            yield f"trainer {rank} dies", replace(world, dead=world.dead | {("trainer", rank)})
+        yield "the publisher dies", replace(world, dead=world.dead | {PUBLISHER})
+        yield "the directory forgets", replace(world, posted=None)
+    if world.updates:
+        yield "the readers' driver dies", replace(world, dead=world.dead | {DRIVER})
+        for rank, reader in enumerate(world.readers):
+            yield f"reader {rank} dies", replace(world, dead=world.dead | {("reader", rank)})
+            flipped = replace(reader, back=_set(reader.back, 0, 77))
+            if not reader.state.landed and reader.back != flipped.back:
+                yield f"a byte flips on its way to reader {rank}", _with(world, rank, flipped)
+
+
+def restarted(world: World) -> World:
+    """What is left, with another driver for the readers, and no more faults."""
+    dead = world.dead - {DRIVER}
+    return replace(world, dead=dead, update=None, told=(), heard=(), faults=0, torn=frozenset(), at_show=world.at_show)
+
+
+def _tell(world: World, tell: Tell, ranks: frozenset[int]) -> World:
+    return replace(world, told=(*world.told, *((tell, rank) for rank in sorted(ranks))))
+
+
+def _say(world: World, who: str, event: object) -> World:
+    return replace(world, heard=(*world.heard, (who, event)))
+
+
+def _with(world: World, rank: int, reader: Reader) -> World:
+    return replace(world, readers=_set(world.readers, rank, reader))
+
+
+def _set(values: tuple, at: int, value: object) -> tuple:
+    return (*values[:at], value, *values[at + 1 :])

@@ -1,0 +1,59 @@
+"""Actors that hold weights, each element of which is the number of its version, so that a mixed one shows."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import ray
+
+import raycollect as col
+from tests import lives
+
+SHAPES = {"up": (8, 6), "down": (6, 8), "bias": (5,)}
+
+
+@lives.lasting
+@ray.remote(num_cpus=0)
+class Weights(col.CollectiveParticipant):
+    """One rank of a trainer or of a rollout."""
+
+    def __init__(self):
+        self.weights = {}
+
+    def make(self, shapes, dtype="float32"):
+        self.weights = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+        return self.weights
+
+    def fill(self, value, names=None):
+        for name in names or self.weights:
+            self.weights[name][...] = value
+
+    @col.by_value
+    def look(self, sub=None):
+        """All values that are there, and the version that they are said to be."""
+        version = sub.version() if sub is not None else None
+        values = sorted({float(one) for array in self.weights.values() for one in np.unique(array)})
+        return values, version.number if version else 0
+
+    @col.by_value
+    def held(self):
+        return {name: np.array(array) for name, array in self.weights.items()}
+
+    def pid(self):
+        return os.getpid()
+
+
+def replicas(actors, shapes=None):
+    """A ref of whole tensors per actor."""
+    return [actor.make.remote(shapes or SHAPES) for actor in actors]
+
+
+def spoil(actor):
+    """Flips bits in what a rank of a publisher keeps of its versions; inside the actor."""
+    from raycollect.weights.agent import _agents
+
+    for _, source in _agents.sources.values():
+        for slot in source._slots.values():
+            for array in slot.arrays:
+                array += 1
