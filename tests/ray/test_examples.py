@@ -62,11 +62,8 @@ class Again:
         return self.made[rank]
 
 
-MORE = ("all_gather", "all_reduce", "reduce", "reduce_scatter")
-"""Programs that differ from the others in the verb alone; tests/ray/test_verbs.py has all verbs."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE)) for name in PRINTED])
+@pytest.mark.full  # tests/ray/test_verbs.py has all verbs
+@pytest.mark.parametrize("name", PRINTED)
 def test_the_tutorial_prints_the_same_in_both_ways(name, capsys, monkeypatch):
     pytest.importorskip("torch")
     program = pytest.importorskip(f"examples.tutorial.{name}")

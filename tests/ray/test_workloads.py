@@ -49,6 +49,7 @@ def test_replicas_learn_the_same_as_one_process():
     assert len(told(report)) == 4
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tidy")
 def test_the_parameter_server_loses_no_update():
     report = parameter_server.main(workers=3, updates=25, slack=1, runs=1, features=[64])
