@@ -18,7 +18,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 JOBS ?= 3
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+# Files in the order given: those of faults, whose tests take longest, are not left to the end.
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE  # each of some hundred processes would compile the package anew
@@ -37,12 +38,12 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(PYTEST) $(or $(ARGS),tests/pure tests/gpu)
-	$(if $(ARGS),,$(PYTEST) tests/ray tests/faults)
+	$(if $(ARGS),,$(PYTEST) tests/faults tests/ray)
 	$(if $(ARGS),,$(BIN)/python -m pytest tests/hosts)
 
 test-full: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "full or not full" tests/full $(ARGS)
-	$(PYTEST) -m full tests/pure tests/ray tests/faults
+	$(PYTEST) -m full tests/pure tests/faults tests/ray
 
 real-cupy:
 	PYTHON=$(PYTHON) bash tests/real_cupy.sh $(ARGS)

@@ -42,15 +42,19 @@ def untold():
 def cluster():
     """A Ray of our own, with room for many small actors."""
     import ray
+    from ray._private.node import Node
 
-    ray.init(
-        address="local",
-        num_cpus=16,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=1 << 30,
-        configure_logging=False,
-    )
+    with pytest.MonkeyPatch.context() as patched:
+        # It reads the logs of all processes anew, and nobody reads what it sends: a twentieth of what the tests take.
+        patched.setattr(Node, "start_log_monitor", lambda self: None)
+        ray.init(
+            address="local",
+            num_cpus=16,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=1 << 30,
+            configure_logging=False,
+        )
     yield
     ray.shutdown()
 

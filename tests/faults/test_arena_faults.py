@@ -140,7 +140,15 @@ def is_sum_or_dirty(ref):
 # ---------------------------------------------------------------------------------------------- members
 
 
-@pytest.mark.parametrize("point", ["before_door", "after_door", "before_kernel", "in_kernel", "after_kernel"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "before_door",
+        *(pytest.param(point, marks=pytest.mark.full) for point in ("after_door", "before_kernel")),
+        "in_kernel",
+        "after_kernel",
+    ],
+)
 def test_a_member_that_is_killed(actors, point):
     workers = actors(Worker, 3)
     group, refs = formed(workers)

@@ -78,18 +78,12 @@ def assert_right(row: Row, seen: Seen) -> None:
     assert [error for error in seen.outputs if not isinstance(error, errors.FaultError)] == []
 
 
-BY_ALL = ("SIGKILL", "garbles its arrival")
-"""What is shown at the consistency checks of gloo, too."""
-
-
 def _marked(case: Case) -> object:
-    """What only who calls makes different is shown on one backend; so is what comes after the check, before a kernel.
-
-    The consistency checks of gloo are those of tcp: most of what happens there is shown on that one.
-    """
+    """Each row is shown on one backend, those of plans on another in each row, and a death in mid-kernel on all."""
     row = case.row
-    is_more = case.backend != row.backends[0] and (row.caller != "plan" or row.phase == "before_kernel")
-    is_more |= case.backend == "gloo" and row.phase in ("before_door", "after_door") and row.fault not in BY_ALL
+    turn = TABLE.index(row) if row.caller == "plan" else 0
+    is_more = case.backend != row.backends[turn % len(row.backends)]
+    is_more &= (row.caller, row.phase, row.fault) != ("plan", "in_kernel", "SIGKILL")
     return pytest.param(case, id=str(case), marks=[pytest.mark.full] * is_more)
 
 

@@ -16,6 +16,7 @@ from raycollect import errors
 from raycollect.driver import stall_report
 from raycollect.group import watchdog
 from tests.faults import inject
+from tests.lives import lasting
 from tests.ray.test_statistics import is_stopped
 from tests.ray.workers import Buffers, Gate, Plain, Worker, wait_until
 
@@ -190,6 +191,7 @@ def test_status_of_a_destroyed_group_queries_no_member(actors):
     assert not any(member.answers for member in status.members)
 
 
+@lasting
 @ray.remote
 class Stepping(Buffers):
     """Waits in a method of a captured step."""

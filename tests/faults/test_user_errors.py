@@ -116,7 +116,14 @@ CHANGES: dict[Any, list[tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize(
     ("make", "backend"),
-    [(of_numpy, "shm"), (of_numpy, "tcp"), (of_torch, "shm"), (of_torch, "gloo"), (of_list, "tcp"), ("closed", "gloo")],
+    [
+        (of_numpy, "shm"),
+        pytest.param(of_numpy, "tcp", marks=pytest.mark.full),
+        pytest.param(of_torch, "shm", marks=pytest.mark.full),
+        (of_torch, "gloo"),
+        (of_list, "tcp"),
+        ("closed", "gloo"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_tensor_changed_after_its_return_is_read_anew(actors, backend, make):

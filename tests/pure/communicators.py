@@ -227,6 +227,22 @@ class Worker:
         self.process.join()
 
 
+class Workers:
+    """As many workers as a team asks for, kept for the next one."""
+
+    def __init__(self) -> None:
+        self._made: list[Worker] = []
+
+    def __call__(self, count: int) -> list[Worker]:
+        self._made += [Worker() for _ in range(count - len(self._made))]
+        return self._made[:count]
+
+    def close(self) -> None:
+        """Ends them."""
+        for worker in self._made:
+            worker.close()
+
+
 class _Line:
     """In the worker: rendezvous and exchange over the pipe."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_cupy import Fake
+from tests.pure.communicators import Workers
 from tests.pure.fleet import Fleet, MakeFleet
 from tests.pure.mixed import Mixed, faked, mixing
 from tests.pure.processes import Crew
@@ -57,12 +58,20 @@ def no_ray() -> Iterator[None]:
         raise AssertionError("the test has started Ray")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def processes() -> Iterator[Crew]:
-    """Processes that become members of groups."""
+    """Processes that become members of groups; each takes a second to start, so all files use them."""
     crew = Crew()
     yield crew
     crew.close()
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    """Processes that hold ranks of teams."""
+    made = Workers()
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -13,9 +13,14 @@ _names = itertools.count(1)
 
 
 class Process:
-    """A process that runs functions, one after the other; `start` gives a future of each."""
+    """A process that runs functions, one after the other; `start` gives a future of each.
+
+    Attributes:
+        warm: The backends that it has made a group on, where that matters to a test.
+    """
 
     def __init__(self):
+        self.warm: set[str] = set()
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
         self.process = spawn.Process(target=_work, args=(theirs,), daemon=True)

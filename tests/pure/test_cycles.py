@@ -325,8 +325,9 @@ LIVES = [
 @pytest.mark.parametrize(("life", "backend"), LIVES)
 def test_a_group_that_members_made_leaves_nothing(crew, life, backend):
     taken = crew.take(2)
-    if backend not in vars(crew).setdefault("warm", set()):  # what a process makes once: threads, memory
-        crew.warm.add(backend)
+    if any(backend not in one.warm for one in taken):  # what a process makes once: threads, memory
+        for one in taken:
+            one.warm.add(backend)
         _live(crew, taken, backend, _calls)
     befores = [one.call(_first) for one in taken]
     _live(crew, taken, backend, life)

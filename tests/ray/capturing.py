@@ -81,6 +81,7 @@ class Learning(Buffers):
 Learner = lasting(ray.remote(Learning))
 
 
+@lasting
 @ray.remote
 class Coroutines(col.CollectiveParticipant):
     """An async actor."""

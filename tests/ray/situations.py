@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ class Part:
     """What one rank does.
 
     Attributes:
-        operation: The operation; ``"recv"`` for the taker of a send, ``""`` for a rank that has no part in it.
+        verb: The operation; ``"recv"`` for the taker of a send, ``""`` for a rank that has no part in it.
         tensor: The operand, or of an alltoall the pieces that are given.
         pieces: The `tensor_list`, or of an alltoall the pieces that are taken.
         op: The reduce op.
         root: The root; of a send or receive the other rank.
     """
 
-    operation: str
+    verb: str
     tensor: Any = None
     pieces: Any = None
     op: str = "sum"
@@ -93,7 +94,7 @@ class Situation:
             return self.odd()
         if rank == 0 and self.first is not None:
             return self.first()
-        return Part(operation="") if self.idle else self.most()
+        return Part(verb="") if self.idle else self.most()
 
     @property
     def ranks(self) -> list[int]:
@@ -101,244 +102,127 @@ class Situation:
         return [rank for rank in range(WORLD) if self.part(rank).verb]
 
 
-def pair(operation: str, first: Callable[[], Part], odd: Callable[[], Part], what: str, **others: Any) -> Situation:
-    """A situation between rank 0 and the culprit alone."""
-    return Situation(most=lambda: Part(operation=operation), first=first, odd=odd, field=what, idle=True, **others)
+USUAL: dict[str, dict[str, Any]] = {
+    **{verb: {"tensor": some} for verb in ("allreduce", "reduce", "broadcast", "gather", "scatter")},
+    **{verb: {"tensor": some, "pieces": some_pieces} for verb in ("allgather", "reducescatter")},
+    "alltoall": {"tensor": some_pieces, "pieces": some_pieces},
+    "barrier": {},
+}
+"""Verb -> what a rank gives that is no root; functions are called for a value."""
+
+
+def part(verb: str, *given: dict[str, Any]) -> Callable[[], Part]:
+    """A verb with what is usual, and what is given instead."""
+    every = {name: value for one in (USUAL.get(verb, {}), *given) for name, value in one.items()}
+    return lambda: Part(verb=verb, **{name: value() if callable(value) else value for name, value in every.items()})
+
+
+def odd(
+    verb: str,
+    what: str,
+    *,
+    against: str = "",
+    all_give: dict[str, Any] | None = None,
+    root_gives: dict[str, Any] | None = None,
+    error: type[errors.RefusedError] = errors.MismatchError,
+    no_plan: str = "",
+    **given: Any,
+) -> Situation:
+    """All ranks do what is usual, and the culprit gives something else.
+
+    Args:
+        verb: What they do.
+        what: The field that is named.
+        against: The culprit's verb, where it is another one.
+        all_give: What is not usual on all ranks.
+        root_gives: What only rank 0 gives, as the root.
+        error: What is raised.
+        no_plan: See `Situation`.
+        given: What the culprit gives.
+    """
+    common = all_give or {}
+    return Situation(
+        first=None if root_gives is None else part(verb, common, root_gives),
+        most=part(verb, common),
+        odd=part(against, given) if against else part(verb, common, given),
+        field=what,
+        error=error,
+        no_plan=no_plan,
+    )
+
+
+def pair(what: str, sent: Callable[[], Any], taken: Callable[[], Any], **others: Any) -> Situation:
+    """Rank 0 sends to the culprit, which receives into something else."""
+    send, receive = part("send", {"tensor": sent, "root": ODD}), part("recv", {"tensor": taken, "root": 0})
+    return Situation(most=lambda: Part(verb="send"), first=send, odd=receive, field=what, idle=True, **others)
+
+
+def array(*args: Any) -> Callable[[], Any]:
+    return partial(some, *args)
+
+
+def pieces(*counts: int) -> Callable[[], Any]:
+    return partial(some_pieces, *counts)
 
 
 ONE_CALL = "a call of the driver has one {} for all ranks"
+ONE_OP, ONE_ROOT, ONE_VERB = map(ONE_CALL.format, ("reduce op", "root", "operation"))
+INTS = array(4, "int32")
+INVALID = errors.InvalidArgumentError
 
 SITUATIONS = {
-    "count": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some(4)),
-        odd=lambda: Part(operation="allreduce", tensor=some(8)),
-        field="shape",
+    "count": odd("allreduce", "shape", tensor=array(8)),
+    "shape": odd("allreduce", "shape", tensor=lambda: some().reshape(2, 2)),
+    "dtype": odd("allreduce", "dtype", tensor=INTS),
+    "count of a broadcast": odd("broadcast", "shape", tensor=array(8)),
+    "dtype of a reduce": odd("reduce", "dtype", tensor=array(4, "float64")),
+    "dtype of an allgather": odd("allgather", "dtype", tensor=INTS),
+    "reduce op": odd("allreduce", "reduce op", op="max", no_plan=ONE_OP),
+    "root": odd("broadcast", "root", root=1, no_plan=ONE_ROOT),
+    "root of a reduce": odd("reduce", "root", all_give={"root": 2}, root=1, no_plan=ONE_ROOT),
+    "allreduce against broadcast": odd("allreduce", "op", against="broadcast", no_plan=ONE_VERB),
+    "allgather against barrier": odd("allgather", "op", against="barrier", no_plan=ONE_VERB),
+    "a list against a tensor": odd("allreduce", "structure", tensor=lambda: [some()]),
+    "a longer list": odd(
+        "allreduce",
+        "tensor count",
+        all_give={"tensor": lambda: [some(), some()]},
+        tensor=lambda: [some(), some(), some()],
     ),
-    "shape": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some(4)),
-        odd=lambda: Part(operation="allreduce", tensor=some(4).reshape(2, 2)),
-        field="shape",
-    ),
-    "dtype": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some(4, "float32")),
-        odd=lambda: Part(operation="allreduce", tensor=some(4, "int32")),
-        field="dtype",
-    ),
-    "count of a broadcast": Situation(
-        most=lambda: Part(operation="broadcast", tensor=some(4)),
-        odd=lambda: Part(operation="broadcast", tensor=some(8)),
-        field="shape",
-    ),
-    "dtype of a reduce": Situation(
-        most=lambda: Part(operation="reduce", tensor=some(4, "float32")),
-        odd=lambda: Part(operation="reduce", tensor=some(4, "float64")),
-        field="dtype",
-    ),
-    "dtype of an allgather": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(4), pieces=some_pieces()),
-        odd=lambda: Part(operation="allgather", tensor=some(4, "int32"), pieces=some_pieces()),
-        field="dtype",
-    ),
-    "reduce op": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some(), op="sum"),
-        odd=lambda: Part(operation="allreduce", tensor=some(), op="max"),
-        field="reduce op",
-        no_plan=ONE_CALL.format("reduce op"),
-    ),
-    "root": Situation(
-        most=lambda: Part(operation="broadcast", tensor=some(), root=0),
-        odd=lambda: Part(operation="broadcast", tensor=some(), root=1),
-        field="root",
-        no_plan=ONE_CALL.format("root"),
-    ),
-    "root of a reduce": Situation(
-        most=lambda: Part(operation="reduce", tensor=some(), root=2),
-        odd=lambda: Part(operation="reduce", tensor=some(), root=1),
-        field="root",
-        no_plan=ONE_CALL.format("root"),
-    ),
-    "allreduce against broadcast": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some()),
-        odd=lambda: Part(operation="broadcast", tensor=some()),
-        field="op",
-        no_plan=ONE_CALL.format("operation"),
-    ),
-    "allgather against barrier": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="barrier"),
-        field="op",
-        no_plan=ONE_CALL.format("operation"),
-    ),
-    "a list against a tensor": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some()),
-        odd=lambda: Part(operation="allreduce", tensor=[some()]),
-        field="structure",
-    ),
-    "a longer list": Situation(
-        most=lambda: Part(operation="allreduce", tensor=[some(), some()]),
-        odd=lambda: Part(operation="allreduce", tensor=[some(), some(), some()]),
-        field="tensor count",
-    ),
-    "a tensor list that is too short": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces(4, 4)),
-        field="output",
-        error=errors.InvalidArgumentError,
-    ),
-    "an item of the wrong size": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces(4, 4, 5)),
-        field="shape of output 2",
-    ),
-    "an item of a reducescatter": Situation(
-        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces(4, 4, 5)),
-        field="shape of input 2",
-    ),
-    "a reducescatter of too few": Situation(
-        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces(4, 4)),
-        field="input",
-        error=errors.InvalidArgumentError,
-    ),
-    "a scatter into less": Situation(
-        first=lambda: Part(operation="scatter", tensor=some(), pieces=some_pieces()),
-        most=lambda: Part(operation="scatter", tensor=some()),
-        odd=lambda: Part(operation="scatter", tensor=some(3)),
-        field="shape of output",
-    ),
-    "a gather into too few": Situation(
-        most=lambda: Part(operation="gather", tensor=some(), root=ODD),
-        odd=lambda: Part(operation="gather", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
-        field="output",
-        error=errors.InvalidArgumentError,
-    ),
-    "a piece of an alltoall": Situation(
-        most=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces()),
-        odd=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4, 3)),
-        field="shape of output 2",
-    ),
-    "shape of a reduce": Situation(
-        most=lambda: Part(operation="reduce", tensor=some(4), root=2),
-        odd=lambda: Part(operation="reduce", tensor=some(5), root=2),
-        field="shape",
-    ),
-    "dtype of a broadcast": Situation(
-        most=lambda: Part(operation="broadcast", tensor=some(4, "float32"), root=2),
-        odd=lambda: Part(operation="broadcast", tensor=some(4, "int32"), root=2),
-        field="dtype",
-    ),
-    "dtype of an item": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="allgather", tensor=some(), pieces=[some(), some(4, "int32"), some()]),
-        field="dtype of output 1",
-    ),
-    "dtype of a gather": Situation(
-        first=lambda: Part(operation="gather", tensor=some(), pieces=some_pieces()),
-        most=lambda: Part(operation="gather", tensor=some()),
-        odd=lambda: Part(operation="gather", tensor=some(4, "int32")),
-        field="dtype",
-    ),
-    "a gather into the wrong size": Situation(
-        most=lambda: Part(operation="gather", tensor=some(), root=ODD),
-        odd=lambda: Part(operation="gather", tensor=some(), pieces=some_pieces(4, 4, 5), root=ODD),
-        field="shape of output 2",
-    ),
-    "a scatter of too few": Situation(
-        most=lambda: Part(operation="scatter", tensor=some(), root=ODD),
-        odd=lambda: Part(operation="scatter", tensor=some(), pieces=some_pieces(4, 4), root=ODD),
-        field="input",
-        error=errors.InvalidArgumentError,
-    ),
-    "dtype of a scatter": Situation(
-        first=lambda: Part(operation="scatter", tensor=some(), pieces=some_pieces()),
-        most=lambda: Part(operation="scatter", tensor=some()),
-        odd=lambda: Part(operation="scatter", tensor=some(4, "int32")),
-        field="dtype of output",
-    ),
-    "a reducescatter into more": Situation(
-        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="reducescatter", tensor=some(5), pieces=some_pieces()),
-        field="shape of output",
-    ),
-    "a reducescatter into another dtype": Situation(
-        most=lambda: Part(operation="reducescatter", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="reducescatter", tensor=some(4, "float64"), pieces=some_pieces()),
-        field="dtype of output",
-    ),
-    "an alltoall of too few": Situation(
-        most=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces()),
-        odd=lambda: Part(operation="alltoall", tensor=some_pieces(4, 4), pieces=some_pieces()),
-        field="input",
-        error=errors.InvalidArgumentError,
-    ),
-    "an alltoall into too few": Situation(
-        most=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces()),
-        odd=lambda: Part(operation="alltoall", tensor=some_pieces(), pieces=some_pieces(4, 4)),
-        field="output",
-        error=errors.InvalidArgumentError,
-    ),
-    "receive of more": pair(
-        "send",
-        lambda: Part(operation="send", tensor=some(4), root=ODD),
-        lambda: Part(operation="recv", tensor=some(8), root=0),
-        "shape",
-    ),
-    "receive of less": pair(
-        "send",
-        lambda: Part(operation="send", tensor=some(8), root=ODD),
-        lambda: Part(operation="recv", tensor=some(4), root=0),
-        "shape",
-    ),
-    "receive of another dtype": pair(
-        "send",
-        lambda: Part(operation="send", tensor=some(4, "float32"), root=ODD),
-        lambda: Part(operation="recv", tensor=some(4, "int32"), root=0),
-        "dtype",
-    ),
-    "a read-only target": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some()),
-        odd=lambda: Part(operation="allreduce", tensor=read_only()),
-        field="operand",
-        error=errors.ReadOnlyError,
-    ),
-    "receive into read-only memory": pair(
-        "send",
-        lambda: Part(operation="send", tensor=some(), root=ODD),
-        lambda: Part(operation="recv", tensor=read_only(), root=0),
-        "operand",
-        error=errors.ReadOnlyError,
-    ),
-    "targets that overlap": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="allgather", tensor=some(), pieces=overlapping()),
-        field="operand",
-        error=errors.AliasError,
-    ),
-    "one target twice": Situation(
-        most=lambda: Part(operation="allgather", tensor=some(), pieces=some_pieces()),
-        odd=lambda: Part(operation="allgather", tensor=some(), pieces=[some()] * WORLD),
-        field="operand",
-        error=errors.AliasError,
-    ),
-    "no tensor": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some()),
-        odd=lambda: Part(operation="allreduce", tensor="text"),
-        field="",  # of a plan the operand, of a call the argument
-        error=errors.NotATensorError,
-    ),
-    "receive into no tensor": pair(
-        "send",
-        lambda: Part(operation="send", tensor=some(), root=ODD),
-        lambda: Part(operation="recv", tensor="text", root=0),
-        "",
-        error=errors.NotATensorError,
-    ),
-    "a reduce op without a meaning": Situation(
-        most=lambda: Part(operation="allreduce", tensor=some(4, "complex64"), op="sum"),
-        odd=lambda: Part(operation="allreduce", tensor=some(4, "complex64"), op="max"),
-        field="reduce op",
-        error=errors.RefusedError,  # it is not what the others do, and numpy has no meaning for it
-        no_plan=ONE_CALL.format("reduce op"),
+    "a tensor list that is too short": odd("allgather", "output", pieces=pieces(4, 4), error=INVALID),
+    "an item of the wrong size": odd("allgather", "shape of output 2", pieces=pieces(4, 4, 5)),
+    "an item of a reducescatter": odd("reducescatter", "shape of input 2", pieces=pieces(4, 4, 5)),
+    "a reducescatter of too few": odd("reducescatter", "input", pieces=pieces(4, 4), error=INVALID),
+    "a scatter into less": odd("scatter", "shape of output", root_gives={"pieces": some_pieces}, tensor=array(3)),
+    "a gather into too few": odd("gather", "output", all_give={"root": ODD}, pieces=pieces(4, 4), error=INVALID),
+    "a piece of an alltoall": odd("alltoall", "shape of output 2", pieces=pieces(4, 4, 3)),
+    "shape of a reduce": odd("reduce", "shape", all_give={"root": 2}, tensor=array(5)),
+    "dtype of a broadcast": odd("broadcast", "dtype", all_give={"root": 2}, tensor=INTS),
+    "dtype of an item": odd("allgather", "dtype of output 1", pieces=lambda: [some(), INTS(), some()]),
+    "dtype of a gather": odd("gather", "dtype", root_gives={"pieces": some_pieces}, tensor=INTS),
+    "a gather into the wrong size": odd("gather", "shape of output 2", all_give={"root": ODD}, pieces=pieces(4, 4, 5)),
+    "a scatter of too few": odd("scatter", "input", all_give={"root": ODD}, pieces=pieces(4, 4), error=INVALID),
+    "dtype of a scatter": odd("scatter", "dtype of output", root_gives={"pieces": some_pieces}, tensor=INTS),
+    "a reducescatter into more": odd("reducescatter", "shape of output", tensor=array(5)),
+    "a reducescatter into another dtype": odd("reducescatter", "dtype of output", tensor=array(4, "float64")),
+    "an alltoall of too few": odd("alltoall", "input", tensor=pieces(4, 4), error=INVALID),
+    "an alltoall into too few": odd("alltoall", "output", pieces=pieces(4, 4), error=INVALID),
+    "receive of more": pair("shape", some, array(8)),
+    "receive of less": pair("shape", array(8), some),
+    "receive of another dtype": pair("dtype", some, INTS),
+    "a read-only target": odd("allreduce", "operand", tensor=read_only, error=errors.ReadOnlyError),
+    "receive into read-only memory": pair("operand", some, read_only, error=errors.ReadOnlyError),
+    "targets that overlap": odd("allgather", "operand", pieces=overlapping, error=errors.AliasError),
+    "one target twice": odd("allgather", "operand", pieces=lambda: [some()] * WORLD, error=errors.AliasError),
+    # of a plan the operand is named, of a call the argument
+    "no tensor": odd("allreduce", "", tensor="text", error=errors.NotATensorError),
+    "receive into no tensor": pair("", some, lambda: "text", error=errors.NotATensorError),
+    "a reduce op without a meaning": odd(  # it is not what the others do, and numpy has no meaning for it
+        "allreduce",
+        "reduce op",
+        all_give={"tensor": array(4, "complex64")},
+        op="max",
+        error=errors.RefusedError,
+        no_plan=ONE_OP,
     ),
 }

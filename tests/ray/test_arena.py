@@ -19,6 +19,16 @@ from tests.ray.workers import Plain, Worker, wait_until
 torch = pytest.importorskip("torch")
 
 SIZES = (8191, 8192, 8193, 262_145)
+GROUPS = ((2, "all", "numpy"), (3, "all", "torch"), (2, "last", "torch"), (3, "first", "numpy"))
+"""The number of ranks, whose tensors lie in an arena, and of which library they are."""
+
+COVERED = [
+    pytest.param(group, size, marks=[pytest.mark.full] * ((at + turn) % 2), id="-".join(map(str, (*group, size))))
+    for turn, group in enumerate(GROUPS)
+    for at, size in enumerate(SIZES)
+]
+"""Each group with every other size."""
+
 """Elements of float32: around 32 KiB, from where on kernels work in place, and about a megabyte, odd."""
 
 ARENA, ORDINARY = "arena", "ordinary"
@@ -105,17 +115,14 @@ def one(value, function):
 # ---------------------------------------------------------------------------------------------- operations
 
 
-@pytest.fixture(
-    params=[(2, "all", "numpy"), (3, "all", "torch"), (2, "last", "torch"), (3, "first", "numpy")],
-    ids=lambda param: "-".join(map(str, param)),
-)
+@pytest.fixture
 def ranks(request, crew, tidy):
     world, places, library = request.param
     col.declare_collective_group(crew[:world])
     return Ranks(crew[:world], PLACES[places], library)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
 def test_reductions(ranks, size):
     world = ranks.world
     given = [values(rank, 0, size) for rank in range(world)]
@@ -138,7 +145,7 @@ def test_reductions(ranks, size):
     ranks.check(col.reducescatter_refs(blank, pieces), sums, blank)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
 def test_movements(ranks, size):
     world, last = ranks.world, ranks.world - 1
     sizes = [size + rank for rank in range(world)]
@@ -168,7 +175,7 @@ def test_movements(ranks, size):
     ranks.check(col.alltoall_refs(square, square), expected, square)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("ranks", "size"), COVERED, indirect=["ranks"])
 def test_from_one_to_others(ranks, size):
     world, last = ranks.world, ranks.world - 1
     given = [values(rank, 0, size) for rank in range(world)]

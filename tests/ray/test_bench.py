@@ -57,7 +57,8 @@ def ranks(actors):
         ray.kill(actor)
 
 
-def test_every_operation_is_right_in_every_way_and_failures_are_raised(ranks, monkeypatch):
+@pytest.mark.full
+def test_every_operation_is_right_in_every_way(ranks):
     for operation in bench.OPERATIONS:
         done = []
         settings = replace(TINY, operation=operation)
@@ -68,6 +69,8 @@ def test_every_operation_is_right_in_every_way_and_failures_are_raised(ranks, mo
         ]
         assert all(0 < row.median_s <= row.p90_s for row in result.rows)
 
+
+def test_failures_are_raised_and_leave_no_group(ranks, monkeypatch):
     with pytest.raises(ArenaFullError, match=r"^the arena has no room for") as raised:
         measuring.between(ranks, replace(TINY, sizes=(1 << 50,)), list)
     assert type(raised.value) is ArenaFullError, "and not Ray's wrapper with its traceback"

@@ -112,6 +112,14 @@ def test_actors_that_can_not_take_part(actors, trio):
     plain, dead = actors(Plain, 1)[0], actors(Worker, 1)[0]
     ray.get(dead.read.remote())
     ray.kill(dead)
+
+    def is_dead():
+        try:
+            ray.get(dead.read.remote())
+        except ray.exceptions.RayActorError:
+            return True
+
+    assert wait_until(is_dead)  # it may go on for a while
     refused(errors.NotAParticipantError, "Plain", lambda step: step.call(plain, "get_buffer"))
     refused(errors.ActorGoneError, "dead", lambda step: step.call(dead, "get_buffer"))
     assert works_on(trio)

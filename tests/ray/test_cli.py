@@ -145,6 +145,7 @@ def test_the_demo_runs_on_a_cluster_and_leaves_no_group(cluster):
     assert "both now hold 3s" in err
 
 
+@pytest.mark.full
 def test_the_digits_are_learned_by_the_command(cluster):
     pytest.importorskip("sklearn")
     code, out, err = _run("demo", "digits", "--json")

@@ -15,6 +15,7 @@ import ray
 import raycollect as col
 from raycollect import ReduceOp
 from raycollect.member.runtime import MOST_WAITING
+from tests.lives import lasting
 from tests.ray.workers import AsyncActor, Buffers, Gate, Worker
 
 FOLDS = {
@@ -54,8 +55,12 @@ def group(request, actors):
     return col.declare_collective_group(actors(Worker, 3), backend=request.param)
 
 
-@pytest.mark.parametrize("op", ReduceOp)
-def test_allreduce_in_place(group, op):
+def test_allreduce_in_place(group):
+    for op in ReduceOp:
+        check_allreduce_in_place(group, op)
+
+
+def check_allreduce_in_place(group, op):
     kinds = ("int32", "uint8", "bool") if op in BITWISE else ("float32", "float64", "float16")
     cases = [((7,), kinds[0]), ((2, 3), kinds[1]), ((1,), kinds[2]), ((0,), kinds[0]), ((1 << 18,), kinds[0])]
     for seed, (shape, dtype) in enumerate(cases):
@@ -355,6 +360,8 @@ def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(ac
     np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 8))
 
 
+@lasting
+@ray.remote
 class Late(col.CollectiveParticipant):
     """An async actor with a method that waits for its argument."""
 
@@ -365,6 +372,8 @@ class Late(col.CollectiveParticipant):
         return self.buffer
 
 
+@lasting
+@ray.remote
 class LateThreaded(col.CollectiveParticipant):
     """The same, in threads."""
 
@@ -379,7 +388,7 @@ class LateThreaded(col.CollectiveParticipant):
 @pytest.mark.parametrize(("kind", "concurrency"), [(Late, 1), (Late, 2), (LateThreaded, 2)])
 def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency, fence):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
-    workers = actors(ray.remote(kind), 2, max_concurrency=concurrency)
+    workers = actors(kind, 2, max_concurrency=concurrency)
     (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     buffers = [worker.get_buffer.remote() for worker in workers]
@@ -396,7 +405,7 @@ def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concu
 
 
 def test_plans_with_outputs_leave_a_thread_to_the_plans_before_them(actors):
-    workers = actors(ray.remote(Late), 2)
+    workers = actors(Late, 2)
     (gate,) = actors(Gate, 1, max_concurrency=8)
     col.declare_collective_group(workers)
     buffers = [worker.get_buffer.remote() for worker in workers]

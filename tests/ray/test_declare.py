@@ -18,10 +18,12 @@ from raycollect.core.model import GroupSpec
 from raycollect.driver.batch import record
 from raycollect.driver.controller import Controller
 from raycollect.group.declaration import Declaration
+from tests.lives import lasting
 from tests.ray.refusing import refused
 from tests.ray.workers import Plain, Worker, filled, wait_until
 
 
+@lasting
 @ray.remote
 class AsyncPlain:
     """An async actor without the mixin."""

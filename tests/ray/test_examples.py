@@ -62,11 +62,8 @@ class Again:
         return self.made[rank]
 
 
-MORE = ("all_gather", "all_reduce", "reduce", "reduce_scatter")
-"""Programs that differ from the others in the operation alone; tests/ray/test_verbs.py has all operations."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (name in MORE)) for name in PRINTED])
+@pytest.mark.full  # tests/ray/test_verbs.py has all operations
+@pytest.mark.parametrize("name", PRINTED)
 def test_the_tutorial_prints_the_same_in_both_ways(name, capsys, monkeypatch):
     pytest.importorskip("torch")
     program = pytest.importorskip(f"examples.tutorial.{name}")
@@ -80,6 +77,7 @@ def test_the_tutorial_prints_the_same_in_both_ways(name, capsys, monkeypatch):
     assert printed == ["imperative:", *PRINTED[name], "declarative:", *PRINTED[name]]
 
 
+@pytest.mark.full
 def test_the_documents_two_ways_to_form_a_group():
     for results in (groups.imperative(), groups.declarative()):
         assert len(results) == 2
@@ -87,6 +85,7 @@ def test_the_documents_two_ways_to_form_a_group():
             np.testing.assert_array_equal(result, np.full(4, 2, np.float32))
 
 
+@pytest.mark.full
 def test_the_documents_send_arrives_and_its_anti_pattern_is_an_error():
     received, error = point_to_point.main()
 

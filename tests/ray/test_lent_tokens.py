@@ -19,6 +19,7 @@ from raycollect.core import call_tokens, submitted_calls
 from raycollect.driver.controller import Controller
 from raycollect.errors import TensorFreedError
 from raycollect.member import token_lenders
+from tests.lives import lasting
 from tests.ray.workers import Buffers, Gate, Plain, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -58,13 +59,13 @@ class Maker(Buffers):
         return here.store.statistics().held, sum(map(len, keys.values())), len(keys)
 
 
-MakerActor = ray.remote(num_cpus=0)(Maker)
+MakerActor = lasting(ray.remote(num_cpus=0)(Maker))
 
 
 @pytest.fixture
-def maker(tidy):
+def maker(actors):
     """A member whose tokens are there."""
-    made = MakerActor.remote()
+    (made,) = actors(MakerActor, 1)
     col.declare_collective_group([made], group_name="lent")
     assert with_tokens(made)
     assert is_empty(made), "what the first calls have returned"

@@ -77,7 +77,9 @@ def _end_test():
     Controller._current = None
 
 
-@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("tcp", "recorded"))) for name in USES]
+)
 def test_used_actors_are_reusable(used, name, tmp_path):
     for _ in range(2):
         USES[name](used, tmp_path / "t.json")

@@ -164,8 +164,8 @@ def workers(actors: Any) -> list[Any]:
     ("orderings", "backend"),
     [
         (("program",) * 3, "shm"),
-        (("program",) * 3, "tcp"),
-        (("data",) * 3, "shm"),
+        pytest.param(("program",) * 3, "tcp", marks=pytest.mark.full),
+        pytest.param(("data",) * 3, "shm", marks=pytest.mark.full),
         (("program", "data", "data"), "tcp"),
     ],
     ids=["program-shm", "program-tcp", "data-shm", "both-tcp"],

@@ -11,6 +11,7 @@ from raycollect import errors
 from tests.ray.workers import Worker
 
 pytest.importorskip("torch.distributed.tensor")
+pytestmark = pytest.mark.usefixtures("tidy")
 
 WHOLE = {"up": np.arange(40, dtype=np.float32).reshape(8, 5), "norm": np.arange(5, dtype=np.float32)}
 
@@ -53,33 +54,33 @@ FSDP = {"up": [("SS", 0), ("S", 0)], "norm": [("R",), ("S", 0)]}  # FSDP2 over t
 HALVES = {"up": col.layout([8, 5], mesh={"tp": 2}, spec=("tp",)), "norm": col.layout([5], mesh={"dp": 2})}
 
 
-@pytest.fixture
-def torch_workers(actors, tmp_path):
-    def started(world, apart=0):
-        """Workers; the first `world` are one job of torch, and the next `apart` another one."""
-        workers = actors(Worker, world + apart)
-        for name, some in (("one", workers[:world]), ("other", workers[world:])):
-            ray.get([w.call.remote(join, str(tmp_path / name), at, len(some)) for at, w in enumerate(some)])
-        return workers
+@pytest.fixture(scope="module")
+def jobs(cluster, tmp_path_factory):
+    """Workers of two jobs of torch, of four ranks and of two."""
+    store = tmp_path_factory.mktemp("stores")
+    made = [[Worker.options(num_cpus=0).remote() for _ in range(world)] for world in (4, 2)]
+    for job in made:
+        ray.get([w.call.remote(join, str(store / str(len(job))), rank, len(job)) for rank, w in enumerate(job)])
+    yield made
+    for worker in (*made[0], *made[1]):
+        ray.kill(worker)
 
-    return started
 
-
-def test_both_sides_say_their_layouts(torch_workers):
-    workers = torch_workers(4, apart=2)
-    given = [w.make.remote(make, (2, 2), FSDP, True) for w in workers[:4]]
-    taken = [w.make.remote(make, (2,), COLUMNS, False) for w in workers[4:]]
+def test_both_sides_say_their_layouts(jobs):
+    four, two = jobs
+    given = [w.make.remote(make, (2, 2), FSDP, True) for w in four]
+    taken = [w.make.remote(make, (2,), COLUMNS, False) for w in two]
     assert col.plan(col.reshard_refs, given, taken).rows[0].op == "reshard"
     assert col.reshard_refs(given, taken) == taken
-    for rank, found in enumerate(ray.get([w.call.remote(locals_of) for w in workers[4:]])):
+    for rank, found in enumerate(ray.get([w.call.remote(locals_of) for w in two])):
         np.testing.assert_array_equal(found["up"], WHOLE["up"][:, :3] if rank == 0 else WHOLE["up"][:, 3:])
         np.testing.assert_array_equal(found["norm"], WHOLE["norm"])
     got = col.get(taken[0])  # elsewhere it is the local tensor
     np.testing.assert_array_equal(got["up"], WHOLE["up"][:, :3])
 
 
-def test_one_side_says_it_and_the_other_has_words_or_patterns(torch_workers):
-    workers = torch_workers(2)
+def test_one_side_says_it_and_the_other_has_words_or_patterns(jobs):
+    workers = jobs[1]
     given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
     for src in (None, {"up": col.layout([8, 5], mesh={"tp": 2}, spec=(None, "tp")), "n?": HALVES["norm"]}):
         made = col.get(col.reshard_refs(given, workers, src=src, dst=HALVES))
@@ -92,8 +93,8 @@ def test_one_side_says_it_and_the_other_has_words_or_patterns(torch_workers):
     np.testing.assert_array_equal(col.get(back)[0]["up"], WHOLE["up"][:4])
 
 
-def test_a_dtensor_on_another_mesh_is_refused_by_name(torch_workers):
-    workers = torch_workers(4)
+def test_a_dtensor_on_another_mesh_is_refused_by_name(jobs):
+    workers = jobs[0]
     pairs = [w.make.remote(make, (2, 2), COLUMNS, True, "tp") for w in workers]
     with pytest.raises(errors.LayoutError, match=r"src of 'up' is a DTensor on .* of ranks 2, 3") as caught:
         col.reshard_refs(pairs, workers, dst=HALVES)
@@ -104,8 +105,8 @@ def test_a_dtensor_on_another_mesh_is_refused_by_name(torch_workers):
     np.testing.assert_array_equal(made[0]["up"], WHOLE["up"][:4])
 
 
-def test_targets_without_tensors_and_other_verbs_are_told(torch_workers):
-    workers = torch_workers(2)
+def test_targets_without_tensors_and_other_verbs_are_told(jobs):
+    workers = jobs[1]
     given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
     with pytest.raises(errors.LayoutError, match="not known before the call what dst_refs"):
         col.reshard_refs(given, workers)

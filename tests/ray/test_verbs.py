@@ -53,7 +53,7 @@ def check(outs, expected, given=None):
         assert_same(found, wanted)
 
 
-@pytest.fixture(params=["shm", "tcp", "gloo"])
+@pytest.fixture(params=["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"])
 def trio(request, actors):
     """Three actors in a declared group that must work when the test is over."""
     workers = actors(Worker, WORLD)

@@ -78,6 +78,7 @@ def test_gathered_scores_give_the_metrics_of_one_process():
     assert len(told(report)) == 4
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("tidy")
 def test_the_parameter_server_loses_no_update():
     report = parameter_server.main(workers=3, updates=25, slack=1, runs=1, features=[64])

@@ -52,6 +52,7 @@ def block(worker, gate):
     return worker.call.remote(lambda self, gate: ray.get(gate.wait.remote()), gate)
 
 
+@lasting
 @ray.remote
 class Plain:
     """An actor without the mixin."""
@@ -180,7 +181,7 @@ class Async(col.CollectiveParticipant):
 
 
 KindsActor = lasting(ray.remote(Kinds))
-AsyncActor = ray.remote(Async)
+AsyncActor = lasting(ray.remote(Async))
 
 
 def wait_until(predicate, timeout_s=20.0):

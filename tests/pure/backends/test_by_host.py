@@ -129,8 +129,14 @@ RULES = {
 SELECTED = pairwise(PARAMETERS, RULES)
 
 
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "staged"),
+    [
+        pytest.param(place, staged, marks=[pytest.mark.full] * ((at + staged) % 2))
+        for at, place in enumerate(PLACES)
+        for staged in (False, True)
+    ],
+)
 def test_every_kernel_is_right_and_folds_host_by_host(team_of, place, staged):
     team = team_of(place)
     world = team.world_size

@@ -1,8 +1,8 @@
 """The conformance suite: what every backend must do, run on each of them by one fixture.
 
 Of the product kernel x dtype x reduce op x world x elements x root x layout x pieces x in place, a selection in which
-every two values meet; `tests/full` has the product. Local and shm live in threads here (each rank with a communicator
-of its own); `test_backends_shm.py` runs shm in processes too.
+every two values meet, but for large arrays on many ranks; `tests/full` has the product. Local and shm live in threads
+here (each rank with a communicator of its own); `test_shm.py` runs shm in processes too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raycollect.backends import folds
 from raycollect.core.model import Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import CollectiveTimeoutError, PlanAbortedError
-from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Worker
+from tests.pure.communicators import ProcessTeam, Team, ThreadTeam, Workers
 from tests.pure.conformance import (
     ALL_KINDS,
     BACKENDS,
@@ -53,6 +53,9 @@ PARAMETERS = {
     "inplace": (False, True),
     "staged": (False, True),
 }
+MOST_OF_LARGE = 3
+"""The largest world of the largest arrays."""
+
 RULES = {
     ("kind", "op"): lambda kind, op: (kind in FOLDING) == (op is not None),
     ("kind", "root"): lambda kind, root: kind in ROOTED or root == 0,
@@ -61,20 +64,15 @@ RULES = {
     ("op", "dtype"): lambda op, dtype: op is None or allowed(op, dtype),
     ("world", "root"): lambda world, root: root < world,
     ("layout", "dtype"): lambda layout, dtype: layout != "big-endian" or dtype not in NARROW,
+    # Large arrays cost per rank: `test_all_ranks_have_the_same_bits_whatever_the_chunks` has some on all ranks.
+    ("world", "size"): lambda world, size: world <= MOST_OF_LARGE or size < max(SIZES),
+    ("root", "size"): lambda root, size: root < MOST_OF_LARGE or size < max(SIZES),
 }
 SELECTED = pairwise(PARAMETERS, RULES)
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    made = [Worker() for _ in range(max(WORLDS))]
-    yield made
-    for worker in made:
-        worker.close()
-
-
 @pytest.fixture(scope="module", params=BACKENDS)
-def team_of(request: pytest.FixtureRequest) -> Iterator[TeamOf]:
+def team_of(request: pytest.FixtureRequest, workers: Workers) -> Iterator[TeamOf]:
     """Gives the team of a world size on the backend under test."""
     backend, teams = request.param, {}
     if absent := is_absent(backend):
@@ -85,7 +83,7 @@ def team_of(request: pytest.FixtureRequest) -> Iterator[TeamOf]:
             teams[world_size] = (
                 ThreadTeam(backend, world_size)
                 if backend in IN_THREADS
-                else ProcessTeam(backend, world_size, request.getfixturevalue("workers"))
+                else ProcessTeam(backend, world_size, workers(world_size))
             )
         return teams[world_size]
 

@@ -46,7 +46,7 @@ def by_name(case: Case) -> str:
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(5, marks=pytest.mark.full)])
 @pytest.mark.usefixtures("small_blocks")
 def test_every_kernel_in_place(world: int, staged: bool) -> None:
     team = ThreadTeam("shm", world)

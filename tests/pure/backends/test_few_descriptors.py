@@ -116,7 +116,9 @@ def body_few(process_group: Any, spec: GroupSpec, free: int) -> Any:
             os.close(one)
 
 
-@pytest.mark.parametrize(("backend", "needed"), [("tcp", 12), ("gloo", 20), ("torch:gloo", 20)])
+@pytest.mark.parametrize(
+    ("backend", "needed"), [("tcp", 12), ("gloo", 20), pytest.param("torch:gloo", 20, marks=pytest.mark.full)]
+)
 def test_who_has_too_few_descriptors_says_how_many_and_lives(worker: Worker, backend: str, needed: int) -> None:
     """gloo would end the process where one of its threads is refused one."""
     if not backends.is_available(backend):

@@ -29,24 +29,16 @@ from raycollect.errors import (
     PlanAbortedError,
 )
 from tests.pure.backends.test_conformance import body_arrive
-from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker
+from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, Worker, Workers
 from tests.pure.conformance import check_allreduce
 from tests.pure.mixed import body_staged
 
 pytestmark = pytest.mark.skipif(not backends.is_available("gloo"), reason="no gloo library is installed")
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    made = [Worker() for _ in range(4)]
-    yield made
-    for worker in made:
-        worker.close()
-
-
 @pytest.fixture
-def team(workers: list[Worker]) -> Iterator[ProcessTeam]:
-    made = ProcessTeam("gloo", 4, workers)
+def team(workers: Workers) -> Iterator[ProcessTeam]:
+    made = ProcessTeam("gloo", 4, workers(4))
     yield made
     made.close()
 
@@ -116,7 +108,7 @@ def body_broadcast(communicator: Communicator, launch: Launch) -> tuple[bool, fl
 @pytest.mark.parametrize("hosts", [(), (0, 0, 1, 1), (0, 1, 2, 3)])
 def test_a_broadcast_between_hosts_is_not_left_to_the_tree_of_gloo(workers, hosts) -> None:
     """Which sends most ranks their bytes from another host than their own."""
-    team = ProcessTeam("gloo", 4, workers, hosts=hosts)
+    team = ProcessTeam("gloo", 4, workers(4), hosts=hosts)
     try:
         assert team.must(body_broadcast, team.launch()) == [(not hosts, 3.0)] * 4
     finally:
@@ -234,16 +226,16 @@ def body_door(communicator: Communicator, launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("backend", ["gloo", "torch:gloo"])
-def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: list[Worker], backend: str) -> None:
+def test_a_rank_that_stops_in_a_kernel_of_the_library_is_named_in_time(workers: Workers, backend: str) -> None:
     """The other two are held by the same kernel, and one of them by the GIL, too: the library names nobody."""
     if not backends.is_available(backend):
         pytest.skip(f"no {backend} is installed")
-    team = ProcessTeam(backend, 3, workers)
+    team = ProcessTeam(backend, 3, workers(3))
     try:
         launch = team.launch(timeout_s=1.5)
         is_deaf = backend == "gloo" and gloo.GlooLibrary.found("g")[0] == "pygloo"  # its binding takes no limit
         limit_s = 30.0 if is_deaf else launch.timeout_s
-        stopped = workers[1].process.pid
+        stopped = team.workers[1].process.pid
         assert stopped is not None
         through = [
             team.start(1, body_door, launch),
@@ -333,8 +325,8 @@ def test_it_takes_no_options() -> None:
 # ------------------------------------------------------------------------------- tensors of GPUs
 
 
-def test_one_rank_may_have_its_tensors_on_a_gpu(workers: list[Worker]) -> None:
-    team = ProcessTeam("gloo", 2, workers)
+def test_one_rank_may_have_its_tensors_on_a_gpu(workers: Workers) -> None:
+    team = ProcessTeam("gloo", 2, workers(2))
     try:
         for on_gpu in range(2):
             found = team.must(body_staged, [team.launch() for _ in range(3)], on_gpu)

@@ -196,7 +196,7 @@ def test_every_kernel_in_many_chunks(monkeypatch: pytest.MonkeyPatch, nbytes: in
         team.close()
 
 
-@pytest.mark.parametrize("layout", ["plain", "shared"])
+@pytest.mark.parametrize("layout", [pytest.param("plain", marks=pytest.mark.full), "shared"])
 def test_every_kernel_between_processes(processes: ProcessTeam, layout: str) -> None:
     for dtype in DTYPES[::4]:
         cases = [replace(case, layout=layout) for case in every_case(dtype, 3, (7, 200_001))]

@@ -178,7 +178,7 @@ def check_seen(team: WiredTeam, found: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", WITH_DATA)
-@pytest.mark.parametrize("size", [7, 1024, 300_001])
+@pytest.mark.parametrize("size", [7, pytest.param(1024, marks=pytest.mark.full), 300_001])
 def test_a_changed_byte_is_seen_where_it_comes_and_the_group_works_on(
     form: Callable[..., WiredTeam], kind: OpKind, size: int
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from raycollect.channel import doorbell
 from raycollect.core.model import Launch
 from raycollect.errors import PlanAbortedError
 from raycollect.member.sequencer import PlanSequencer
-from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
+from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.watched import WAIT_S
 
 ROUNDS = 50
@@ -26,14 +25,6 @@ LATE = 0.1
 
 PATIENT_S = 5.0
 """How long one sleeps through a ring that is lost: far longer than a busy machine keeps anybody waiting."""
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    made = [Worker() for _ in range(3)]
-    yield made
-    for one in made:
-        one.close()
 
 
 class Ear:
@@ -98,8 +89,8 @@ def body_barriers(communicator: Any, launches: list[Launch], barriers: int, seed
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_ring_is_lost_between_processes(workers: list[Worker], seed: int) -> None:
-    team = ProcessTeam("shm", 3, workers)
+def test_no_ring_is_lost_between_processes(workers: Workers, seed: int) -> None:
+    team = ProcessTeam("shm", 3, workers(3))
     found: list[tuple[int, int]] = []
     for _ in range(ROUNDS):
         launches = [team.launch() for _ in range(60)]
@@ -201,9 +192,9 @@ def body_serve(communicator: Any, segment: Any, slot: int, runs: int, seed: int)
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_run_and_no_answer_waits_for_a_ring_that_is_lost(workers: list[Worker], seed: int) -> None:
-    rng, runs, slots = random.Random(seed), 1200, len(workers)
-    team = ProcessTeam("shm", slots, workers)
+def test_no_run_and_no_answer_waits_for_a_ring_that_is_lost(workers: Workers, seed: int) -> None:
+    rng, runs, slots = random.Random(seed), 1200, 3
+    team = ProcessTeam("shm", slots, workers(slots))
     with asleep(doorbell):
         bell = doorbell.Doorbell(slots)
         ear = Ear(bell._memory.semaphores)

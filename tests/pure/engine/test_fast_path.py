@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from raycollect.engine.step_runner import StepRunner
 from raycollect.errors import MismatchError, ReadOnlyError, TensorDirtyError
 from raycollect.observe import Recorder
 from raycollect.pos import Container, Store, tensors
-from tests.pure.communicators import ProcessTeam, Worker
+from tests.pure.communicators import ProcessTeam, Workers
 from tests.pure.engine.repeated_loops import Loop, MakeLoop, array, loop, repeats, same, told
 from tests.pure.engine.test_execution_loops import Rebound
 from tests.pure.teams import Actor, pinned
@@ -92,18 +92,10 @@ def body_loop(communicator: Communicator, step_program: bytes, size: int, shared
     return len(repeated)
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[list[Worker]]:
-    made = [Worker() for _ in range(3)]
-    yield made
-    for one in made:
-        one.close()
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_between_processes(workers: list[Worker], loop: MakeLoop, world: int, shared: bool) -> None:
-    team = ProcessTeam("shm", world, workers)
+def test_between_processes(workers: Workers, loop: MakeLoop, world: int, shared: bool) -> None:
+    team = ProcessTeam("shm", world, workers(world))
     routines = [encode_step_program(one.step_program) for one in loop("local", [np.zeros(1)] * world).team.scripts]
     for turn, nbytes in enumerate(SIZES):
         args = (-(-nbytes // 8), shared, 1 + 100 * turn, 12)

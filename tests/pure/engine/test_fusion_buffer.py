@@ -23,7 +23,7 @@ from raycollect.engine.fusion_buffer import FusedKernel, FusionBuffer, FusionPoo
 from raycollect.planner import Request, plan
 from raycollect.planner.fusion import PACKED_UP_TO_NBYTES, TOGETHER_FROM_NBYTES, buckets, offered
 from raycollect.pos import tensors
-from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
+from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.fleet import WAIT_S, Convoy, launched
 from tests.pure.meaning import KINDS, REDUCTIONS, ROOTED, gives_of, meaning, takers
 
@@ -230,7 +230,7 @@ def _run(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not OpKind.BARRIER])
-@pytest.mark.parametrize("backend", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("backend", ["local", "shm", pytest.param("tcp", marks=pytest.mark.full)])
 def test_packed_kernels_leave_the_bits_of_those_by_themselves(kind: OpKind, backend: str) -> None:
     with _convoy(backend, 3) as convoy:
         for seed in range(3):
@@ -279,18 +279,15 @@ def _listed(value: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("torch:gloo", marks=pytest.mark.full)])
-def test_libraries_take_a_bound_for_the_largest_piece(backend: str) -> None:
+def test_libraries_take_a_bound_for_the_largest_piece(workers: Workers, backend: str) -> None:
     """That of a packed kernel is the sum of those of its tensors: no rank may hold as much."""
     if not backends.is_available(backend):
         pytest.skip(f"{backend} is not installed")
-    workers = [Worker() for _ in range(3)]
-    team = ProcessTeam(backend, 3, workers)
+    team = ProcessTeam(backend, 3, workers(3))
     try:
         assert team.must(body_packed, team.launch()) == [[], [], []]
     finally:
         team.close()
-        for worker in workers:
-            worker.close()
 
 
 @pytest.mark.parametrize("world", [1, 2])
