@@ -96,13 +96,12 @@ class HostRun(Run):
         link: Link,
         launch: Launch,
         staging: Staging,
-        sent: Batch | None = None,
         *,
         between: Staging,
         hosts: Hosts,
         in_rank_order: bool,
     ) -> None:
-        super().__init__(link, launch, staging, sent)
+        super().__init__(link, launch, staging)
         self._between = between
         self._hosts = hosts
         self._in_rank_order = in_rank_order

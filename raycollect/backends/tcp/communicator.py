@@ -46,7 +46,7 @@ from raycollect.backends.tcp.by_host import HostRun, Hosts
 from raycollect.backends.tcp.checksums import SummedPeer
 from raycollect.backends.tcp.join import join
 from raycollect.backends.tcp.link import Link
-from raycollect.backends.tcp.peer import Batch, Peer
+from raycollect.backends.tcp.peer import Peer
 from raycollect.backends.tcp.probe import probe
 from raycollect.backends.tcp.run import Run, Staging
 from raycollect.core import sockets
@@ -129,26 +129,24 @@ class TcpCommunicator:
         self._hosts, self._in_rank_order = spec.hosts, spec.in_rank_order
         self._staging, self._between = Staging(), Staging(by_host.SLOTS)
         self._staged: tuple[int, Kernel] | None = None  # before the agreement of that launch
-        self._sent: Batch | None = None  # what has gone ahead of the next kernel
+        self._begun: Run | None = None  # the next kernel, if it has gone ahead
         self._closed = False
         self._inside = threading.Lock()  # held by the thread that uses the connections
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
-        """Notes a kernel whose data may go ahead of the agreement; see `Run.send_ahead`."""
+        """Notes a kernel whose data may go ahead of the agreement; see `Run.go_ahead`."""
         self._staged = launch.seq, kernel
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals among `launch.ranks` over the connections."""
         with self as link:
-            staged, self._staged, self._sent = self._staged, None, None
+            staged, self._staged, self._begun = self._staged, None, None
             if staged is None or staged[0] != launch.seq:
                 return link.agree(launch, arrival)
-            kernel = staged[1]
-
-            def send_ahead() -> None:
-                self._sent = self._run(link, launch).send_ahead(kernel)
-
-            return link.agree(launch, arrival, send_ahead)
+            run = self._run(link, launch)
+            blobs = link.agree(launch, arrival, partial(run.go_ahead, staged[1]))
+            self._begun = run
+            return blobs
 
     __call__ = agree  # for communicators that use this one as their `Exchange`
 
@@ -156,16 +154,16 @@ class TcpCommunicator:
         """Runs a kernel in the caller's thread, for at most `launch.timeout_s`."""
         with self as link, translated(kernel.kind, self._group_name, self.rank):
             link.begin(launch)
-            sent, self._sent = self._sent, None
-            self._run(link, launch, sent).run(kernel)
+            begun, self._begun = self._begun, None
+            (begun or self._run(link, launch)).run(launch, kernel)
         return DONE
 
-    def _run(self, link: Link, launch: Launch, sent: Batch | None = None) -> Run:
+    def _run(self, link: Link, launch: Launch) -> Run:
         hosts = Hosts.of(self._hosts, launch.ranks) if self._hosts else None
         if hosts is None:
-            return Run(link, launch, self._staging, sent)
+            return Run(link, launch, self._staging)
         order, between = self._in_rank_order, self._between
-        return HostRun(link, launch, self._staging, sent, between=between, hosts=hosts, in_rank_order=order)
+        return HostRun(link, launch, self._staging, between=between, hosts=hosts, in_rank_order=order)
 
     def probe(self, turns: Sequence[tuple[int, int]]) -> list[tuple[int, float, float]]:
         """Measures links to other ranks; see `probe.probe`, and `Probing`."""
@@ -180,7 +178,7 @@ class TcpCommunicator:
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Leaves the launch; tells the others if this rank has not run all of it."""
-        self._staged = self._sent = None
+        self._staged = self._begun = None
         try:
             with self as link:
                 link.end(launch, ok)
@@ -203,7 +201,7 @@ class TcpCommunicator:
         self._release()
 
     def _release(self) -> None:
-        if self._closed and self._inside.acquire(blocking=False):
+        if self._inside.acquire(blocking=False):
             try:
                 self._link.close()
                 self._staging.close()
@@ -221,4 +219,5 @@ class TcpCommunicator:
 
     def __exit__(self, *exc: object) -> None:
         self._inside.release()
-        self._release()
+        if self._closed:
+            self._release()

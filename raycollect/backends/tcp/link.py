@@ -17,7 +17,7 @@ from raycollect.backends.arrays import Array
 from raycollect.backends.completion import aborted, absent, check_arrival
 from raycollect.backends.tcp.peer import AHEAD, ARRIVAL, DATA, FRAME_NBYTES, HERE, Batch, Peer, Place
 from raycollect.core import sockets
-from raycollect.core.cpu_affinity import YIELD_S, Seeker
+from raycollect.core.cpu_affinity import YIELD_S, Seeker, current_core
 from raycollect.core.model import Launch
 from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, InternalError, PlanAbortedError
 
@@ -66,16 +66,21 @@ class Link:
     def agree(self, launch: Launch, arrival: bytes, ahead: Callable[[], None] | None = None) -> Sequence[bytes]:
         """Sends this rank's arrival to `launch.ranks` and waits for theirs; see `Communicator.agree`.
 
-        `ahead` calls `send_ahead`, whose frames travel with the arrival.
+        `ahead` calls `send` and `receive` with `ahead`: these frames travel with the arrivals.
         """
         check_arrival(arrival, ARRIVAL_NBYTES, self._group_name, self.rank)
         self.begin(launch)
-        self._agreement = self._step
-        until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
-        places = {other: Place(self._step, None, batch) for other in launch.ranks if other != self.rank}
-        for other, place in places.items():
-            self._peers[other].queue(ARRIVAL, self._step, body, batch)
-            self._peers[other].expect(place)
+        again, step = self._agreement, self._step
+        self._agreement = step
+        until_s, batch, body, places = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival), {}
+        for other in launch.ranks:
+            if other != self.rank:
+                peer, place = self._peers[other], Place(step, None, batch)
+                if again:
+                    peer.forget()  # what was to come with the agreement before this one
+                places[other] = place
+                peer.queue(ARRIVAL, step, body, batch)
+                peer.expect(place)
         if ahead is not None:
             ahead()
         for other in places:
@@ -84,7 +89,7 @@ class Link:
                 peer.push()
             self._watch(peer)
         self.wait(batch, launch, until_s, places)
-        self._passed = self._step
+        self._passed = step
         return [bytes(places[other].into or b"") if other != self.rank else arrival for other in launch.ranks]
 
     def begin(self, launch: Launch, step: int = 0) -> None:
@@ -125,10 +130,12 @@ class Link:
         if seq < self._seq:
             raise InternalError(detail=f"launch {seq} after {self._seq}")
         self._seq, self._step, self._agreement, self._passed, self._gone = seq, 0, 0, 0, {}
+        core = current_core()
         for peer in self._peers.values():
             peer.leave()
-            peer.enter(seq)
-            self._watch(peer)
+            peer.enter(seq, core)
+            if peer.lost:
+                self._watch(peer)
 
     def silent(self, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         """Finds ranks that do not respond, after a kernel of another library has failed.
@@ -151,20 +158,22 @@ class Link:
                 return tuple(quiet)
             self._serve(self._poller.poll(left_s * 1000 + 1))
 
-    def send(self, rank: int, array: Array, batch: Batch) -> None:
-        """Sends a rank the bytes of a flat array, which must not change until `batch` is through."""
-        if array.size:
+    def send(self, rank: int, array: Array, batch: Batch, *, ahead: bool = False) -> None:
+        """Sends a rank the bytes of a flat array, which must not change until `batch` is through.
+
+        `ahead`: they are what the kernel after this agreement sends first; the others drop it if none comes.
+        """
+        if ahead:
+            self._peers[rank].queue(AHEAD, self._step + 1, array.view("u1").data, batch)
+        elif array.size:
             self._post(rank, array.view("u1").data, batch)
 
-    def send_ahead(self, rank: int, array: Array, batch: Batch) -> None:
-        """Queues what the kernel after this agreement sends first; the others drop it if none comes."""
-        self._peers[rank].queue(AHEAD, self._step + 1, array.view("u1").data, batch)
-
-    def receive(self, rank: int, array: Array, batch: Batch) -> None:
-        """Receives the bytes of a flat array from a rank."""
+    def receive(self, rank: int, array: Array, batch: Batch, *, ahead: bool = False) -> None:
+        """Receives the bytes of a flat array from a rank; `ahead`: what that rank sends ahead."""
         if array.size:
-            self._peers[rank].expect(Place(self._step, array.view("u1").data, batch))
-            self._watch(self._peers[rank])
+            peer = self._peers[rank]
+            if peer.expect(Place(self._step + ahead, array.view("u1").data, batch)):
+                self._watch(peer)
 
     def greet(self, ranks: Sequence[int], batch: Batch) -> None:
         """Exchanges empty frames with ranks."""
@@ -207,7 +216,8 @@ class Link:
             if not asleep_s:
                 asleep_s = now_s + YIELD_S
                 peers = self._peers.values()
-                self._seeker.seek([peer.core for peer in peers if peer.is_owed], [peer.core for peer in peers], now_s)
+                awaited = [peer.core for peer in peers if peer.owes(self._step)]
+                self._seeker.seek(awaited, [peer.core for peer in peers], now_s)
             if now_s < asleep_s:
                 os.sched_yield()
             else:
@@ -256,12 +266,12 @@ class Link:
             raise aborted(self._group_name, launch, self.rank)
         for rank, why in self._gone.items():
             peer = self._peers[rank]
-            if peer.is_owed or peer.is_owing or (rank in must_pass and peer.passed < self._agreement):
+            if peer.owes(self._step) or peer.is_owing or (rank in must_pass and peer.passed < self._agreement):
                 raise PlanAbortedError(group_name=self._group_name, rank=rank, detail=why)
 
     def _timed_out(self, launch: Launch) -> CollectiveTimeoutError:
         # Names the ranks from which data is missing, or else those that do not receive.
-        owed = tuple(rank for rank, peer in self._peers.items() if peer.is_owed)
+        owed = tuple(rank for rank, peer in self._peers.items() if peer.owes(self._step))
         missing = owed or tuple(rank for rank, peer in self._peers.items() if peer.is_owing)
         return absent(self._group_name, launch, missing)
 

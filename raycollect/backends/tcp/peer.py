@@ -27,17 +27,14 @@ import socket
 import struct
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 
 from raycollect.core import sockets
-from raycollect.core.cpu_affinity import current_core
 
 ARRIVAL, DATA, LEFT, HERE, AHEAD = 1, 2, 3, 4, 5
 
 FRAME_NBYTES = 1 << 20  # The longest frame of any kind
 _HEADER = struct.Struct("<QHHIII")
 _BUFFER_NBYTES = 4096
-_TOGETHER = 2  # How many frames one system call sends: an arrival, and what goes ahead with it
 _ALL = 1 << 32
 _SCRATCH = memoryview(bytearray(64 * 1024))  # Takes bytes that nobody wants; nothing is ever read from it
 
@@ -112,10 +109,9 @@ class Peer:
             return 0
         return (0 if self.is_held else select.POLLIN) | (select.POLLOUT if self.is_blocked else 0)
 
-    @property
-    def is_owed(self) -> bool:
-        """Whether frames of this launch have yet to come."""
-        return bool(self._places)
+    def owes(self, step: int) -> bool:
+        """Whether frames of this launch have yet to come, of steps up to this one."""
+        return bool(self._places) and self._places[0].step <= step
 
     @property
     def is_owing(self) -> bool:
@@ -127,24 +123,27 @@ class Peer:
         """Whether nothing at all has yet to be sent."""
         return not self._out or bool(self.lost)
 
-    def enter(self, seq: int) -> None:
-        """Begins a launch."""
-        self._seq, self._floor, self._core = seq, seq, current_core()
+    def enter(self, seq: int, core: int) -> None:
+        """Begins a launch, after `leave`, on that core; what has come for it is looked at when it is expected."""
+        self._seq, self._floor, self._core = seq, seq, core
         self.has_left, self.is_here, self.passed = False, False, _ALL
-        self._look()
+        if self._hi and not self.is_held:  # an error has ended the last look
+            self._look()
 
     def leave(self) -> None:
         """Ends the launch: drops frames that were not begun, and keeps a half-sent one to finish it."""
         self._floor = self._seq + 1
-        self._places.clear()
-        self._into = None
+        self.forget()
         if self._out:
             self._out = deque(frame for frame in self._out if frame.is_begun or frame.batch is None)
             for half in self._out:
                 if half.batch is not None:
                     half.body, half.batch = memoryview(bytes(half.body)), None
-        if self.is_held:
-            self._look()
+
+    def forget(self) -> None:
+        """Expects nothing any more."""
+        self._places.clear()
+        self._into = None
 
     def part(self, passed: int) -> None:
         """Tells the other, after `leave`, that this rank left the launch early, and which agreement it passed."""
@@ -171,8 +170,10 @@ class Peer:
         out = self._out
         try:
             while out and not self.lost:
-                frames = tuple(islice(out, _TOGETHER))
-                parts = [part for frame in frames for part in (frame.head, frame.body)]
+                frames, parts = [out[0]], [out[0].head, out[0].body]
+                if len(out) > 1:  # an arrival, and what goes ahead with it
+                    frames.append(out[1])
+                    parts += out[1].head, out[1].body
                 sent = self.sock.sendmsg(parts, (), socket.MSG_NOSIGNAL)
                 for frame in frames:
                     if sent < frame.left:
@@ -189,12 +190,14 @@ class Peer:
         except OSError as exc:
             self.lose(str(exc))
 
-    def expect(self, place: Place) -> None:
-        """Registers the destination of the next frame."""
+    def expect(self, place: Place) -> bool:
+        """Registers the destination of the next frame; returns whether one that had come was looked at."""
         place.batch.left += 1
         self._places.append(place)
-        if self.is_held:
+        was_held = self.is_held
+        if was_held:
             self._look()
+        return was_held
 
     def pull(self) -> None:
         """Reads what has come, as far as somebody waits for it."""
@@ -244,8 +247,9 @@ class Peer:
             elif self._frame is not None:
                 self._begin(*self._frame)
             elif there >= _HEADER.size:
-                self._frame = _HEADER.unpack_from(self._buffer, self._lo)
+                self._frame = frame = _HEADER.unpack_from(self._buffer, self._lo)
                 self._lo += _HEADER.size
+                self._begin(*frame)
             else:
                 if there:  # the beginning of a header
                     self._buffer[:there] = bytes(self._buffer[self._lo : self._hi])
@@ -255,7 +259,7 @@ class Peer:
     def _begin(self, seq: int, kind: int, core: int, step: int, nbytes: int, crc: int) -> None:
         # Decides where the bytes of a frame go; see the table above.
         self.core = core if self._is_near else 0
-        if kind not in (ARRIVAL, DATA, LEFT, HERE, AHEAD) or nbytes > FRAME_NBYTES or crc:
+        if not ARRIVAL <= kind <= AHEAD or nbytes > FRAME_NBYTES or crc:
             self.lose(f"what came is no frame of this protocol: kind {kind}, {nbytes} bytes")
         elif seq < self._floor:
             self._frame, self._into, self._need = None, None, nbytes

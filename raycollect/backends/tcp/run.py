@@ -59,38 +59,51 @@ class Staging:
 class Run:
     """One kernel in progress on one rank."""
 
-    def __init__(self, link: Link, launch: Launch, staging: Staging, sent: Batch | None = None) -> None:
+    def __init__(self, link: Link, launch: Launch, staging: Staging) -> None:
         self._link = link
         self._launch = launch
         self._staging = staging
-        self._until_s = time.monotonic() + launch.timeout_s
+        self._until_s = 0.0  # it is not begun
         self._me = link.rank
         self._ranks = launch.ranks
-        self._others = tuple(rank for rank in launch.ranks if rank != link.rank)
-        self._sent = sent  # what `send_ahead` has sent of the kernel
+        others = list(launch.ranks)
+        others.remove(link.rank)
+        self._others = tuple(others)
+        self._ahead: tuple[Array, list[Array], Batch] | None = None  # this rank's array, and what comes from the others
 
-    def send_ahead(self, kernel: Kernel) -> Batch | None:
-        """Sends what a kernel sends first together with the arrival, which saves a round; None: it is no such kernel.
+    def go_ahead(self, kernel: Kernel) -> bool:
+        """Sends the array of a small reduction together with the arrival, which saves a round; False: it is none.
 
-        It stays in the others' sockets until they are in the kernel; they drop it if the launch is refused.
+        The others stage it. Whoever refuses the launch drops it.
         """
         if kernel.kind not in (OpKind.ALLREDUCE, OpKind.REDUCE) or not self._others:
-            return None
+            return False
         src = source(kernel)
         most = min(AHEAD_NBYTES // src.dtype.itemsize, self._step(src.dtype, len(self._others)))
         if not 0 < src.size <= most or not self._is_small(src):
-            return None
-        return self._send_whole(src.read(0, src.size), _takers(kernel, self._ranks), self._link.send_ahead)
+            return False
+        own, batch, takers = src.read(0, src.size), Batch(), _takers(kernel, self._ranks)
+        for taker in takers:
+            if taker != self._me:
+                self._link.send(taker, own, batch, ahead=True)
+        parts = self._receive(0, own, batch, ahead=True) if self._me in takers else []
+        self._ahead = own, parts, batch
+        return True
 
-    def run(self, kernel: Kernel) -> None:
-        """Runs it to its end."""
-        if self._sent is None:
+    def run(self, launch: Launch, kernel: Kernel) -> None:
+        """Runs it to its end, within the time of its launch."""
+        self._launch, self._until_s = launch, time.monotonic() + launch.timeout_s
+        if self._ahead is None:
             self._kernel(kernel)
             return
-        op, takers, src, dst = self._reduction(kernel)
-        for batch in self._whole(op, src, dst, takers, 0, 0, src.size):
-            # What came ahead does not show that its sender has passed the agreement.
-            self._link.wait(batch, self._launch, self._until_s, self._others)
+        own, parts, batch = self._ahead
+        # What came ahead does not show that its sender has passed the agreement.
+        self._link.wait(batch, self._launch, self._until_s, self._others)
+        if parts:
+            dst = reduction(kernel)[1]
+            out = dst.target(0, own.size)
+            self._fold(reduce_op(kernel), own, parts, out)
+            dst.commit(0, own.size, out)
 
     def _kernel(self, kernel: Kernel) -> None:
         _KERNELS[kernel.kind](self, kernel)
@@ -116,8 +129,11 @@ class Run:
         return max(1, min(CHUNK_NBYTES // max(1, share), FRAME_NBYTES) // dtype.itemsize)
 
     def _is_small(self, flat: Flat) -> bool:
-        nbytes = flat.size * flat.dtype.itemsize
-        return next(nbytes <= most for world, most in WHOLE_UP_TO_NBYTES if len(self._ranks) <= world)
+        world_size, nbytes = len(self._ranks), flat.size * flat.dtype.itemsize
+        for most, up_to_nbytes in WHOLE_UP_TO_NBYTES:
+            if world_size <= most:
+                return nbytes <= up_to_nbytes
+        return False
 
     def _barrier(self, kernel: Kernel) -> None:
         batch = Batch()
@@ -141,8 +157,10 @@ class Run:
         self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
     ) -> Steps:
         # A chunk that every taker receives whole, and folds.
-        own = src.read(lo, hi)
-        batch = self._sent or self._send_whole(own, takers, self._link.send)
+        own, batch = src.read(lo, hi), Batch()
+        for taker in takers:
+            if taker != self._me:
+                self._link.send(taker, own, batch)
         if dst is None:
             yield batch
             return
@@ -151,13 +169,6 @@ class Run:
         out = dst.target(lo, hi)
         self._fold(op, own, parts, out)
         dst.commit(lo, hi, out)
-
-    def _send_whole(self, own: Array, takers: Collection[int], send: Callable[[int, Array, Batch], None]) -> Batch:
-        batch = Batch()
-        for taker in takers:
-            if taker != self._me:
-                send(taker, own, batch)
-        return batch
 
     def _sliced(
         self, op: ReduceOp, src: Flat, dst: Flat | None, takers: Collection[int], turn: int, lo: int, hi: int
@@ -235,13 +246,15 @@ class Run:
         self._fold(op, own, parts, out)
         dst.commit(*span, out)
 
-    def _receive(self, turn: int, like: Array, batch: Batch, givers: Sequence[int] | None = None) -> list[Array]:
+    def _receive(
+        self, turn: int, like: Array, batch: Batch, givers: Sequence[int] | None = None, *, ahead: bool = False
+    ) -> list[Array]:
         # Stages one array from each other rank, or from some, in rank order.
         givers = self._others if givers is None else givers
-        slot = self._staging.slot(turn, len(givers) * like.nbytes)
-        parts = [slot[at * like.nbytes :][: like.nbytes].view(like.dtype) for at in range(len(givers))]
+        slot = self._staging.slot(turn, len(givers) * like.nbytes).view(like.dtype)
+        parts = list(slot.reshape(len(givers), like.size))
         for rank, part in zip(givers, parts, strict=True):
-            self._link.receive(rank, part, batch)
+            self._link.receive(rank, part, batch, ahead=ahead)
         return parts
 
     def _fold(self, op: ReduceOp, own: Array, parts: list[Array], out: Array) -> None:

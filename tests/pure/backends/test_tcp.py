@@ -138,7 +138,7 @@ def test_the_group_works_on_after_an_end_in_mid_kernel(team: ThreadTeam, kind: O
     waiting = team.start(0, run_launch, launch, one_side(kind, 1, 64 << 20))
     team.communicators[1].agree(launch, b"")
     link = team.communicators[0]._link
-    until(lambda: link._peers[1].is_blocked or link._peers[1].is_owed or waiting.done())
+    until(lambda: link._peers[1].is_blocked or link._peers[1].owes(link._step) or waiting.done())
     if aborted:
         team.communicators[0].abort(launch.seq)
     failed = waiting.result(10)

@@ -317,7 +317,7 @@ def launch_of(seq: int) -> Launch:
 
 
 def send(peer: Peer, seq: int, kind: int, body: bytes) -> None:
-    peer.enter(seq)
+    peer.enter(seq, 0)
     peer.send(kind, 1, memoryview(body), Batch())
 
 

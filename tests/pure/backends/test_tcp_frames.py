@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from raycollect.backends.tcp import link as _tcp_link
-from raycollect.backends.tcp import peer as _tcp_peer
 from raycollect.backends.tcp.link import Link
 from raycollect.backends.tcp.peer import ARRIVAL, DATA, FRAME_NBYTES, LEFT, Batch
 from raycollect.core.model import Launch, ReduceOp
@@ -33,7 +32,7 @@ def frame(seq: int, kind: int, step: int, body: bytes = b"", *, nbytes: int | No
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, socket.socket]]:
     """Rank 0's end of a group of two, and the bare socket that is rank 1."""
     monkeypatch.setattr(_tcp_link, "FAREWELL_S", 0.0)
-    monkeypatch.setattr(_tcp_peer, "current_core", lambda: 0)  # as `frame` has it
+    monkeypatch.setattr(_tcp_link, "current_core", lambda: 0)  # as `frame` has it
     mine, theirs = socket.socketpair()
     mine.setblocking(False)
     theirs.settimeout(5)
