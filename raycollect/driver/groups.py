@@ -83,7 +83,7 @@ class Groups:
         for membership in dict.fromkeys(memberships):
             name = membership.spec.name
             if not self.exists(membership):
-                raise UnknownGroupError(group_name=name, detail="it was destroyed before the call was sent")
+                raise UnknownGroupError(group_name=name, detail="it was destroyed before the call: declare it again")
             broken = self.why_broken(membership)
             if broken:
                 raise GroupBrokenError(group_name=name, detail=broken)
@@ -136,7 +136,7 @@ class Groups:
         name = old.spec.name
         with self._changing:
             if self._named.get(name) is not old:
-                raise UnknownGroupError(group_name=name, detail="it was destroyed, or rebuilt in another thread")
+                raise UnknownGroupError(group_name=name, detail="it was destroyed or rebuilt meanwhile: get it again")
             declaration = self._declarations[name].over(actors, timeout_s)
             deadline_s = monotonic() + timeout_s
             membership = None
