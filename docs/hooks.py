@@ -37,7 +37,7 @@ SHOWN = (
 )
 """The files that the site has copies of; the programs of a folder are on one page."""
 
-SHIM, SHIM_HERE = "https://unpkg.com/iframe-worker/shim", "iframe-worker.js"
+SHIM, SHIM_HERE = re.compile(r"https://[^\"]*/iframe-worker/shim"), "iframe-worker.js"
 """What material's `offline` plugin loads for web workers on file://, and the copy in docs/."""
 
 ERRORS = "<!-- the tree of errors -->"
@@ -93,12 +93,12 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Has the search load what it needs on file:// from the site itself; see `SHIM`."""
-    return output.replace(SHIM, posixpath.relpath(SHIM_HERE, posixpath.dirname(page.url) or "."))
+    return SHIM.sub(posixpath.relpath(SHIM_HERE, posixpath.dirname(page.url) or "."), output)
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
     """The same for pages that are made of templates alone, such as 404.html."""
-    return output_content.replace(SHIM, SHIM_HERE)
+    return SHIM.sub(SHIM_HERE, output_content)
 
 
 @functools.cache

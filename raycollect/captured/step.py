@@ -80,7 +80,7 @@ class Capture:
 
     def __enter__(self) -> Capture:  # noqa: PYI034 - typing.Self came with Python 3.11
         if self._state != "its block was not entered":
-            raise CaptureError(detail="a captured step is recorded once: make another one")
+            raise CaptureError(detail="a captured step is recorded once: enter a new capture()")
         if batch.current() is not None:
             raise CaptureError(detail="a captured step can't be recorded inside a batch or another captured step")
         self._block.__enter__()

@@ -54,7 +54,7 @@ class Parameters:
     def own(self, value: Argument) -> Argument:
         """Returns an argument if it is one of these, and raises CaptureError otherwise."""
         if value.owner is not self._mark:
-            raise CaptureError(detail=f"{value!r} is of another one: call step.argument() in this block")
+            raise CaptureError(detail=f"{value!r} belongs to another captured step: call step.argument() in this block")
         return value
 
     def place(self, names: Sequence[tuple[str, ...]]) -> None:

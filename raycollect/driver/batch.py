@@ -91,7 +91,7 @@ class Batch:
 
     def __enter__(self) -> Batch:  # noqa: PYI034 - typing.Self came with Python 3.11
         if self._token is not None:
-            raise BatchError(detail="a batch is entered once: make another one")
+            raise BatchError(detail="a batch is entered once: enter a new batch()")
         self._outer = None if self.is_rehearsal else current()
         if self._outer is not None:
             self.request_list = self._outer.request_list

@@ -253,7 +253,7 @@ class Submission:
         """The same calls, over the same tensors and the groups as they are now, after `tracker` failed."""
         name = tracker.plan.name
         if tracker.is_committed:
-            raise RetryError(op=name, detail="all ranks that live hold its result: it failed after that")
+            raise RetryError(op=name, detail="all ranks that live hold its result: use that")
         nothing_ran = isinstance(tracker.error, (RefusedError, DispatchError))
         if self.is_batch and not nothing_ran and not tracker.plan.is_idempotent:
             detail = "some of its calls may have ended well, and have overwritten what they, or calls before them, read"

@@ -132,7 +132,7 @@ class Group:
             UnknownGroupError: It was destroyed.
         """
         if not self._controller.groups.exists(self._membership):
-            raise UnknownGroupError(group_name=self.name, detail="it was destroyed")
+            raise UnknownGroupError(group_name=self.name, detail="it was destroyed: declare it again")
         answers = self._controller.participants.survey(self._membership.members, timeout_s)
         pairs = list(zip(self._membership.members, answers, strict=True))
         return GroupStatistics(

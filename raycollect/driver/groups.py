@@ -102,7 +102,7 @@ class Groups:
         for membership in dict.fromkeys(memberships):
             name = membership.spec.name
             if not self.exists(membership):
-                detail = "it was destroyed, or its members have changed, before the call was sent"
+                detail = "it was destroyed, or its members have changed, before the call: get it again"
                 raise UnknownGroupError(group_name=name, detail=detail)
             if membership.spec.group_id == self._draining:
                 raise GroupBrokenError(group_name=name, detail="its members are changing right now: call again")
@@ -179,7 +179,7 @@ class Groups:
     def _declaration(self, membership: Membership) -> Declaration:
         name = membership.spec.name
         if self._named.get(name) is not membership:
-            raise UnknownGroupError(group_name=name, detail="it was destroyed, or changed in another thread")
+            raise UnknownGroupError(group_name=name, detail="it was destroyed or changed meanwhile: get it again")
         return self._declarations[name]
 
     def _form_again(

@@ -67,7 +67,7 @@ def who_answers(declaration: Declaration, deadline_s: float) -> list[Any]:
     answers = _described(declaration, deadline_s)
     alive = [actor for actor, info in zip(declaration.actors, answers, strict=True) if isinstance(info, dict)]
     if not alive:
-        raise GroupBrokenError(group_name=declaration.name, detail="no member is alive")
+        raise GroupBrokenError(group_name=declaration.name, detail="no member is alive: declare other actors")
     return alive
 
 

@@ -11,12 +11,28 @@ is taken on the group's GPU (`raycollect.engine.gpu_operands`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
+
+from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind, ReduceOp
 from raycollect.driver.call import Call
+from raycollect.driver.work import Work
 
 
+# fmt: off
+@overload
+def allreduce_multigpu_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., snapshot: bool = ..., async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def allreduce_multigpu_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., snapshot: bool = ..., async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def allreduce_multigpu_refs(tensor_refs: Sequence[Any], group_name: GroupLike = ..., op: ReduceOp | str = ..., *,
+    inplace: bool = ..., snapshot: bool = ..., async_op: bool,
+    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def allreduce_multigpu_refs(
     tensor_refs: Sequence[Any],
     group_name: GroupLike = "default",
@@ -26,7 +42,7 @@ def allreduce_multigpu_refs(
     snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Reduces the tensors of all GPUs of all ranks elementwise and gives every GPU the result.
 
     Args:
@@ -51,6 +67,20 @@ def allreduce_multigpu_refs(
     return call.run(async_op=async_op, inplace=inplace, snapshot=snapshot)
 
 
+# fmt: off
+@overload
+def reduce_multigpu_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., dst_tensor: int = ...,
+    group_name: GroupLike = ..., op: ReduceOp | str = ..., *, snapshot: bool = ..., async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> ObjectRef[Any]: ...
+@overload
+def reduce_multigpu_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., dst_tensor: int = ...,
+    group_name: GroupLike = ..., op: ReduceOp | str = ..., *, snapshot: bool = ..., async_op: Literal[True],
+    timeout_s: float | None = ...) -> Work: ...
+@overload
+def reduce_multigpu_refs(tensor_refs: Sequence[Any], dst_rank: int = ..., dst_tensor: int = ...,
+    group_name: GroupLike = ..., op: ReduceOp | str = ..., *, snapshot: bool = ..., async_op: bool,
+    timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
+# fmt: on
 def reduce_multigpu_refs(
     tensor_refs: Sequence[Any],
     dst_rank: int = 0,
@@ -61,7 +91,7 @@ def reduce_multigpu_refs(
     snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> ObjectRef[Any] | Work:
     """Reduces the tensors of all GPUs of all ranks into one of one rank; the others stay as they are.
 
     As `allreduce_multigpu_refs`, but the result goes into the tensor of `dst_rank` at place `dst_tensor` of its list.
@@ -72,6 +102,18 @@ def reduce_multigpu_refs(
     return call.run(root=dst_rank, async_op=async_op, snapshot=snapshot)
 
 
+# fmt: off
+@overload
+def broadcast_multigpu_refs(tensor_refs: Sequence[Any], src_rank: int = ..., src_tensor: int = ...,
+    group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def broadcast_multigpu_refs(tensor_refs: Sequence[Any], src_rank: int = ..., src_tensor: int = ...,
+    group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def broadcast_multigpu_refs(tensor_refs: Sequence[Any], src_rank: int = ..., src_tensor: int = ...,
+    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def broadcast_multigpu_refs(
     tensor_refs: Sequence[Any],
     src_rank: int = 0,
@@ -80,7 +122,7 @@ def broadcast_multigpu_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Overwrites the tensors of all GPUs of all ranks with one of one rank.
 
     As `allreduce_multigpu_refs`, from the tensor of `src_rank` at place `src_tensor` of its list. Returns the given
@@ -91,6 +133,18 @@ def broadcast_multigpu_refs(
     return call.run(root=src_rank, async_op=async_op)
 
 
+# fmt: off
+@overload
+def allgather_multigpu_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any],
+    group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def allgather_multigpu_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any],
+    group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def allgather_multigpu_refs(tensor_list_refs: Sequence[Any] | None, tensor_refs: Sequence[Any],
+    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def allgather_multigpu_refs(
     tensor_list_refs: Sequence[Any] | None,
     tensor_refs: Sequence[Any],
@@ -98,7 +152,7 @@ def allgather_multigpu_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Gives each GPU of each rank the tensors of all GPUs of all ranks.
 
     `tensor_refs` are what each GPU gives: one ref per rank, each to a list with a tensor of each of its GPUs.
@@ -111,6 +165,20 @@ def allgather_multigpu_refs(
     return Call(OpKind.ALLGATHER, group_name, timeout_s, lists={}, **refs).run(async_op=async_op)
 
 
+# fmt: off
+@overload
+def reducescatter_multigpu_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any],
+    group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def reducescatter_multigpu_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any],
+    group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> Work: ...
+@overload
+def reducescatter_multigpu_refs(tensor_refs: Sequence[Any] | None, tensor_list_refs: Sequence[Any],
+    group_name: GroupLike = ..., op: ReduceOp | str = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def reducescatter_multigpu_refs(
     tensor_refs: Sequence[Any] | None,
     tensor_list_refs: Sequence[Any],
@@ -119,7 +187,7 @@ def reducescatter_multigpu_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Reduces lists of tensors elementwise over all GPUs of all ranks, and gives each GPU its item of the result.
 
     `tensor_list_refs` are one ref per rank, to a list with a list for each GPU: one tensor on that GPU for each GPU of
@@ -132,6 +200,18 @@ def reducescatter_multigpu_refs(
     return Call(OpKind.REDUCESCATTER, group_name, timeout_s, op=op, lists={}, **refs).run(async_op=async_op)
 
 
+# fmt: off
+@overload
+def send_multigpu_ref(src_tensor_ref: Any, dst_tensor_ref: Any, src_gpu_index: int = ..., dst_gpu_index: int = ...,
+    group_name: GroupLike = ..., *, async_op: Literal[False] = ...,
+    timeout_s: float | None = ...) -> ObjectRef[Any]: ...
+@overload
+def send_multigpu_ref(src_tensor_ref: Any, dst_tensor_ref: Any, src_gpu_index: int = ..., dst_gpu_index: int = ...,
+    group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def send_multigpu_ref(src_tensor_ref: Any, dst_tensor_ref: Any, src_gpu_index: int = ..., dst_gpu_index: int = ...,
+    group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | ObjectRef[Any]: ...
+# fmt: on
 def send_multigpu_ref(
     src_tensor_ref: Any,
     dst_tensor_ref: Any,
@@ -141,7 +221,7 @@ def send_multigpu_ref(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> ObjectRef[Any] | Work:
     """Sends the tensor of one GPU of a participant to that of one GPU of another; this one call does both halves.
 
     Both refs are to a list with a tensor of each of the participant's GPUs, or to one tensor. `src_gpu_index` and

@@ -200,7 +200,9 @@ class ParticipantLink:
     def welcome(self, timeout_s: float) -> None:
         """Waits for the answer to the lease; ControllerConflictError where another process drives the participant."""
         if not self._answered.wait(timeout_s):
-            raise CollectiveTimeoutError(op="lease", actor=self.info["actor"], detail="it gave no answer to the lease")
+            raise CollectiveTimeoutError(
+                op="lease", actor=self.info["actor"], detail="the actor gave no answer in time"
+            )
         if self._answer is not None:
             raise anew(self._answer)
 

@@ -221,7 +221,7 @@ class Participants:
             raise CollectiveTimeoutError(
                 op="declare",
                 group_name=memberships[0].spec.name,
-                detail=f"not joined in time: {names}",
+                detail=f"these have not joined in time: {names}; an actor that is pending or busy can't join",
                 missing=tuple(one.member.rank for one in late),
             )
         return {one.member.rank: one.links for one in waiting.values() if one.links}

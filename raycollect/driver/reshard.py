@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, overload
+
+from ray import ObjectRef
 
 from raycollect.core.model import GroupLike, OpKind
 from raycollect.driver import held_values, operand_binding, own_tensors
@@ -13,6 +15,7 @@ from raycollect.driver.dispatch import RequestKey
 from raycollect.driver.operand_binding import Operand
 from raycollect.driver.pending import Pending
 from raycollect.driver.side_layouts import HeldTensors, SideLayouts, held_tensors
+from raycollect.driver.work import Work
 from raycollect.errors import Violation
 from raycollect.group.membership import Membership
 from raycollect.planner import Reshard
@@ -25,6 +28,20 @@ Layouts = Layout | Mapping[str, Layout]
 """The layout of a tensor, or of the tensors of a dict by name or pattern."""
 
 
+# fmt: off
+@overload
+def reshard_refs(src_refs: Sequence[Any], dst_refs: Sequence[Any], group_name: GroupLike = ..., *,
+    src: Layouts | None = ..., dst: Layouts | None = ..., inplace: bool = ..., snapshot: bool = ...,
+    async_op: Literal[False] = ..., timeout_s: float | None = ...) -> list[ObjectRef[Any]]: ...
+@overload
+def reshard_refs(src_refs: Sequence[Any], dst_refs: Sequence[Any], group_name: GroupLike = ..., *,
+    src: Layouts | None = ..., dst: Layouts | None = ..., inplace: bool = ..., snapshot: bool = ...,
+    async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+@overload
+def reshard_refs(src_refs: Sequence[Any], dst_refs: Sequence[Any], group_name: GroupLike = ..., *,
+    src: Layouts | None = ..., dst: Layouts | None = ..., inplace: bool = ..., snapshot: bool = ..., async_op: bool,
+    timeout_s: float | None = ...) -> Work | list[ObjectRef[Any]]: ...
+# fmt: on
 def reshard_refs(
     src_refs: Sequence[Any],
     dst_refs: Sequence[Any],
@@ -36,7 +53,7 @@ def reshard_refs(
     snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Moves tensors from one layout to another: from a trainer's ranks to those of a rollout, say.
 
     Both sides say how the global tensors lie on their ranks (`layout`, `fused_layouts`, `Layout.of_regions`). The sides

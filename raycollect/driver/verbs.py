@@ -52,7 +52,7 @@ def allreduce_refs(
     snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Reduces tensors elementwise over all ranks and gives every rank the result.
 
     Args:
@@ -103,7 +103,7 @@ def reduce_refs(
     snapshot: bool = False,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> ObjectRef[Any] | Work:
     """Reduces tensors elementwise over all ranks and gives one rank the result; the others' tensors stay as they are.
 
     As `allreduce_refs`, but only for `dst_rank`: its tensor holds the result, or with ``inplace=False`` a new one does.
@@ -132,7 +132,7 @@ def broadcast_refs(
     source: Any = None,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Overwrites every rank's tensor with that of `src_rank`.
 
     `tensor_refs` are one per rank, all of one shape and dtype. With `source`, which is a tensor (or a list, tuple or
@@ -168,7 +168,7 @@ def allgather_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Gives every rank the tensors of all ranks.
 
     `tensor_refs` are one per rank, of one dtype; sizes may differ. `tensor_list_refs` are one tensor list per rank, to
@@ -199,7 +199,7 @@ def reducescatter_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Reduces the pieces for each rank over all ranks and gives them to that rank.
 
     `tensor_list_refs` are one tensor list per rank: what it brings for each rank. Pieces for one rank are of one size.
@@ -229,7 +229,7 @@ def gather_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> ObjectRef[Any] | Work:
     """Gives `dst_rank` the tensors of all ranks.
 
     `tensor_refs` are one per rank, of one dtype; sizes may differ. `tensor_list_ref` is a tensor list of `dst_rank`, to
@@ -260,7 +260,7 @@ def scatter_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Gives each rank its piece of the tensor list of `src_rank`.
 
     `tensor_list_ref` is that list; sizes may differ. It may also be a tensor list of this process, or a ref of
@@ -294,7 +294,7 @@ def alltoall_refs(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> list[ObjectRef[Any]] | Work:
     """Gives each rank a piece of every rank: piece j of rank i's input becomes piece i of rank j's output.
 
     `tensor_list_in_refs` are one tensor list per rank, all of one dtype; sizes may differ. `tensor_list_out_refs` are
@@ -380,7 +380,7 @@ def send_ref(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> ObjectRef[Any] | Work:
     """Sends a tensor from the participant that holds it to another one; this one call does both halves.
 
     `dst_tensor_ref` is the tensor to overwrite, of the same shape and dtype; or an actor handle: the tensor is made
@@ -409,7 +409,7 @@ def recv_ref(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> ObjectRef[Any] | Work:
     """`send_ref`, said from the receiver's side: the same one call does both halves."""
     return send_ref(src_tensor_ref, dst_tensor_ref, group_name, async_op=async_op, timeout_s=timeout_s)
 
@@ -422,7 +422,9 @@ def barrier(group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: 
 @overload
 def barrier(group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | None: ...
 # fmt: on
-def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None) -> Any:
+def barrier(
+    group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
+) -> Work | None:
     """Brings all ranks of a group together: on the driver each has ended what was submitted to it before.
 
     Inside a member, with the mixin or without, it is an imperative call, which every member makes. Arguments and errors

@@ -247,7 +247,7 @@ class Work(UnderWay):
         if not self._tracker.resolved:
             raise RetryError(op=self._tracker.plan.name, detail="it is under way: wait for it, or cancel it first")
         if self._tracker.error is None:
-            raise RetryError(op=self._tracker.plan.name, detail="it went well")
+            raise RetryError(op=self._tracker.plan.name, detail="it ended without an error: nothing to retry")
         submission = self._sent[0].again(self._controller, self._tracker)
         tracker = submission.send(self._controller)
         return Work(self._controller, tracker, submission.given(tracker), submission)

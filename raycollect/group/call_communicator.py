@@ -36,7 +36,7 @@ class CallCommunicator:
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals."""
         if self._hub.is_off():
-            raise PlanAbortedError(detail="the others have left")
+            raise PlanAbortedError(detail="the other ranks have left the call")
         with self._translated(launch):
             blobs = self._communicator.agree(self._within_deadline(launch), arrival)
         self._hub.note_agreed()

@@ -166,10 +166,10 @@ class HubClient:
             if stop is not None:
                 raise anew(stop)
             if answer is None and pending:
-                raise CollectiveTimeoutError(detail="the hub of the group does not answer")
+                raise CollectiveTimeoutError(detail="the coordinator (the driver, or rank 0) does not answer")
             if timed_out or not halted():
                 raise CollectiveTimeoutError(missing=tuple(answer.missing if answer else ()))
-            raise PlanAbortedError(detail="the others have left")
+            raise PlanAbortedError(detail="the other ranks have left the call")
 
     def _forget_answer(self) -> None:  # a method, or mypy would take the answer for None until the end of `meet`
         self._answer = None

@@ -339,7 +339,7 @@ class CapturedSteps:
             if self._closed or capture in self._late:
                 raise CaptureError(detail=f"this step was closed while it was captured {self._closed}".rstrip())
             if capture in self._living:
-                raise CaptureError(detail="this step was captured here before")
+                raise CaptureError(detail="this step was captured in this actor before")
             made = self._living[capture] = make()
             return made
 

@@ -278,7 +278,7 @@ class Lease:
         """A captured step; CaptureError: there is none."""
         found = self._captures.find(capture)
         if found is None:
-            raise CaptureError(detail="this captured step is not here: it was closed, or its controller is gone")
+            raise CaptureError(detail="this captured step is not here: it was closed, or its driver has ended")
         return found
 
     # ------------------------------------------------------------------------------------------ messages

@@ -236,7 +236,7 @@ class Runtime:
         lease = self._lease
         if lease is None:
             (group_id, *_) = (share.group_id for share in decode_order(payload)[2].shares)
-            raise GroupBrokenError(group_name=group_id, detail="its controller is gone")
+            raise GroupBrokenError(group_name=group_id, detail="its driver has ended: declare the group again")
         return self._until_exit(lease.run_program, payload, task)
 
     def run_fenced(self, payload: bytes) -> None:
@@ -255,7 +255,7 @@ class Runtime:
         """The lease; ConnectionLostError: the controller is gone."""
         lease = self._lease
         if lease is None:
-            raise ConnectionLostError(detail="the controller is gone")
+            raise ConnectionLostError(detail="the driver has ended")
         return lease
 
     # ------------------------------------------------------------------------------------------ channel

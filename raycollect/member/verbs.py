@@ -39,7 +39,7 @@ def allreduce(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Reduces a tensor elementwise over all ranks; afterwards all hold the result, in place.
 
     Args:
@@ -78,7 +78,7 @@ def reduce(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Reduces a tensor elementwise over all ranks into that of one rank; the others' stay as they are.
 
     See `allreduce`.
@@ -105,7 +105,7 @@ def broadcast(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
     call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -129,7 +129,7 @@ def allgather(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Gives every rank the tensors of all ranks, whose sizes may differ.
 
     `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
@@ -158,7 +158,7 @@ def reducescatter(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Reduces lists of tensors elementwise over all ranks, and gives each rank its item of the result.
 
     `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
@@ -187,7 +187,7 @@ def gather(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Gives one rank the tensors of all ranks, whose sizes may differ.
 
     `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
@@ -217,7 +217,7 @@ def scatter(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Gives each rank its item of one rank's list, whose sizes may differ.
 
     `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
@@ -246,7 +246,7 @@ def alltoall(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Gives each rank its item of every rank's list; sizes may differ from pair to pair.
 
     `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
@@ -326,7 +326,7 @@ def send(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
     call = MemberCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -350,7 +350,7 @@ def recv(
     *,
     async_op: bool = False,
     timeout_s: float | None = None,
-) -> Any:
+) -> MemberWork | None:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
     call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
@@ -364,6 +364,8 @@ def barrier(group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: 
 @overload
 def barrier(group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> MemberWork | None: ...
 # fmt: on
-def barrier(group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None) -> Any:
+def barrier(
+    group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
+) -> MemberWork | None:
     """Waits until all ranks have called it. See `allreduce`."""
     return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

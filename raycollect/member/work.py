@@ -47,7 +47,7 @@ class MemberWork:
             raise CollectiveTimeoutError(
                 op=self._op,
                 group_name=self._process_group.name,
-                detail="this wait is over; the collective goes on",
+                detail="this wait is over, and the collective goes on: wait again",
                 timeout_s=timeout_s or 0.0,
             ) from None
         self._raise()

@@ -153,6 +153,14 @@ def test_nothing_is_loaded_from_elsewhere(pages):
     assert elsewhere == {}
 
 
+def test_the_search_has_its_index_and_its_shim_without_a_server(config, pages):
+    site = Path(config.site_dir)
+    assert (site / "search" / "search_index.js").is_file()  # a page on file:// can load scripts, but not read files
+    for name in ("index.html", "recipes/pipeline.html"):
+        (shim,) = [one for one in pages[name].loaded if "iframe-worker" in one]
+        assert (site / name).parent.joinpath(shim).is_file()
+
+
 def test_every_picture_is_there(config, pages):
     site = Path(config.site_dir)
     missing = [
