@@ -205,8 +205,10 @@ class Subscription:
             known = self._places.get((one.signature, one.rank))
             if known is None or known[0] != among:
                 known = self._places[one.signature, one.rank] = among, _places(layouts, one.rank, version)
-            who = {"address": one.address, "key": one.key, "actor": one.actor, "incarnation": one.incarnation}
-            found.append((one, Holder(places=known[1], **who)))
+            holder = Holder(
+                address=one.address, key=one.key, actor=one.actor, incarnation=one.incarnation, places=known[1]
+            )
+            found.append((one, holder))
         return found
 
     def _for_rank(self, holders: Sequence[tuple[HolderRecord, Holder]], rank: int) -> list[Holder]:
