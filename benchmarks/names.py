@@ -27,6 +27,8 @@ IMPERATIVE_ARENA = "raycollect, in actors, arena"
 PLANNED = "raycollect, planned"
 REMEMBERED = "raycollect, remembered"
 
+HOOK = "raycollect, allreduce_hook"
+"""With its hook for the gradients of DDP."""
 DATA_ORDERED = "raycollect, data order"
 
 METHODS = "the bare methods"

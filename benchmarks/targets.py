@@ -151,7 +151,7 @@ TARGETS: tuple[Goal, ...] = (
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.MPICH, _TO_MPICH),
     *_targets("kernel", "allreduce", names.SHM_ARENA, names.LIMIT, {64 * MB: 0.85}),
     *_targets("kernel", "allreduce", names.TCP, names.XOSCAR, _TCP_TO_XOSCAR),
-    *_targets("ddp", "step", names.ORDINARY, names.TORCH, dict.fromkeys((4 * MB, 16 * MB, 64 * MB), 1.5)),
+    *_targets("ddp", "step", names.HOOK, names.TORCH, dict.fromkeys((4 * MB, 16 * MB, 64 * MB), 1.5)),
     *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 5.0, MB: 3.5, 64 * MB: 5.0}),
     *_targets("driver", "allreduce", names.ORDINARY, names.RAY, {64 * MB: 2.0}),
     *_targets("driver", "allreduce", names.ARENA, names.RAY, {4: 5.0, MB: 3.5, 64 * MB: 3.5}, ranks=4),

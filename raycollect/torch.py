@@ -10,8 +10,16 @@
 from __future__ import annotations
 
 from raycollect.member.torch_autograd import all_gather, all_reduce, all_to_all, reduce_scatter
-from raycollect.member.torch_process_group import TorchProcessGroup, register
+from raycollect.member.torch_process_group import TorchProcessGroup, allreduce_hook, register
 
-__all__ = ["TorchProcessGroup", "all_gather", "all_reduce", "all_to_all", "reduce_scatter", "register"]
+__all__ = [
+    "TorchProcessGroup",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "allreduce_hook",
+    "reduce_scatter",
+    "register",
+]
 
 register()

@@ -28,7 +28,7 @@ NEEDS_RAY = False
 
 SIZES = (4 * MB, 16 * MB, 64 * MB)
 BURST = 4
-_BACKENDS = {names.ORDINARY: "raycollect", names.TORCH: "gloo"}
+_BACKENDS = {names.HOOK: "raycollect", names.ORDINARY: "raycollect", names.TORCH: "gloo"}
 _WIDTH, _BATCH = 1024, 8
 _ANSWER_S = 120.0
 
@@ -92,8 +92,7 @@ class Trained:
         self._ask("prepare", nbytes)
 
     def fill(self) -> None:
-        """Sets the parameters to their first values."""
-        self._ask("fill", 0)
+        """Does nothing: the model goes on from where it is."""
 
     def run(self, count: int) -> Sequence[float]:
         """So many steps."""
@@ -134,7 +133,7 @@ def work(pipe: Connection, rank: int, ranks: int, store: str) -> None:
         except (EOFError, OSError):
             break
         if what == "prepare":
-            models[name] = _Model(torch, groups[name], number, rank)
+            models[name] = _Model(torch, groups[name], number, rank, with_hook=name == names.HOOK)
             answer: Any = None
         else:
             answer = getattr(models[name], what)(number)
@@ -145,18 +144,16 @@ def work(pipe: Connection, rank: int, ranks: int, store: str) -> None:
 class _Model:
     """A model on a process group, in one rank."""
 
-    def __init__(self, torch: Any, group: Any, nbytes: int, rank: int) -> None:
+    def __init__(self, torch: Any, group: Any, nbytes: int, rank: int, *, with_hook: bool) -> None:
         self._torch, self._group = torch, group
-        self._layers = max(1, nbytes // (4 * _WIDTH * _WIDTH))
         self._x = torch.randn(_BATCH, _WIDTH, generator=torch.Generator().manual_seed(rank))
-        self.fill(0)
-
-    def fill(self, _: int) -> None:
-        torch = self._torch
         torch.manual_seed(0)
-        layers = [torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(self._layers)]
+        count = max(1, nbytes // (4 * _WIDTH * _WIDTH))
+        layers = torch.nn.Sequential(*(torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(count)))
         made = torch.nn.parallel.DistributedDataParallel
-        self._model = made(torch.nn.Sequential(*layers), process_group=self._group, gradient_as_bucket_view=True)
+        self._model = made(layers, process_group=group, gradient_as_bucket_view=True)
+        if with_hook:
+            self._model.register_comm_hook(group, import_module("raycollect.torch").allreduce_hook)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
     def run(self, count: int) -> list[float]:

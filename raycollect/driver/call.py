@@ -44,11 +44,8 @@ _SINGLE = "tensor_list_ref"  # the parameter that takes one ref, the root's; the
 
 _AT_ROOT = (OpKind.REDUCE, OpKind.GATHER)  # only the root has a result
 
-_REDUCTIONS = (
-    OpKind.ALLREDUCE,
-    OpKind.REDUCE,
-    *PREFIXES,
-)  # the result replaces the operand unless a new one is asked for
+# Where the result replaces the operand unless a new one is asked for
+_REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, *PREFIXES)
 
 
 class Call:

@@ -62,6 +62,24 @@ def create(given: Any, options: Any) -> TorchProcessGroup:
     return TorchProcessGroup(given.group_rank, given.group_size, TorchCalls(name))
 
 
+def allreduce_hook(process_group: Any, bucket: Any) -> Any:
+    """Averages gradients of DDP: ``model.register_comm_hook(None, raycollect.torch.allreduce_hook)``.
+
+    Without it DDP divides the gradients in a pass of its own before they are added; here that is a part of the
+    reduction.
+
+    Args:
+        process_group: That of the model; None: the default one.
+        bucket: What DDP gives: gradients in one tensor, `torch.distributed.GradBucket`.
+
+    Returns:
+        A `torch.futures.Future` of the averages.
+    """
+    op, group = distributed.ReduceOp.AVG, process_group or distributed.group.WORLD
+    work = distributed.all_reduce(bucket.buffer(), op=op, group=group, async_op=True)
+    return work.get_future().then(lambda ended: ended.value()[0])
+
+
 class TorchStore:
     """A `BootstrapStore` in a store of torch, which has a prefix for each group."""
 

@@ -123,7 +123,7 @@ def test_what_has_no_gradient_is_refused(crew):
 # ---------------------------------------------------------------------------------------------- what trains on it
 
 
-@pytest.mark.parametrize("how", ["plain", "views", "unused", "accumulated"])
+@pytest.mark.parametrize("how", ["plain", "views", "hook", "unused", "accumulated"])
 def test_ddp_has_the_gradients_that_it_has_on_gloo(ranks, how):
     ranks(bodies.data_parallel, 2, how)
 

@@ -308,6 +308,8 @@ def data_parallel(rank, world, how):
     for group in (None, gloo):
         options = {"gradient_as_bucket_view": how == "views", "find_unused_parameters": how == "unused"}
         model = DistributedDataParallel(Model(), process_group=group, bucket_cap_mb=0.01, **options)
+        if how == "hook" and group is None:
+            model.register_comm_hook(None, raycollect.torch.allreduce_hook)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             spare = how != "unused" or (step + rank) % 2 == 0
