@@ -77,13 +77,11 @@ def _end_test():
     Controller._current = None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.full] * (name not in ("captured", "a group of their own")))
-        for name in USES
-    ],
-)
+def _marked(name):
+    return pytest.param(name, marks=[pytest.mark.full] * (name not in ("captured", "a group of their own")))
+
+
+@pytest.mark.parametrize("name", map(_marked, USES))
 def test_used_actors_are_reusable(used, name, tmp_path):
     for _ in range(2):
         USES[name](used, tmp_path / "t.json")
