@@ -78,8 +78,20 @@ def idle(cluster):
     return {}
 
 
+@pytest.fixture(scope="module")
+def idle_here(request, idle):
+    """The same; those of classes of a test file end with it, as even an idle one takes half a percent of a core."""
+    import ray
+
+    yield idle
+    for kind in list(idle):
+        if kind[0].__ray_metadata__.modified_class.__module__ == request.module.__name__:
+            for actor in idle.pop(kind):
+                ray.kill(actor)
+
+
 @pytest.fixture
-def actors(tidy, idle):
+def actors(tidy, idle_here):
     """Starts actors, and ends them with the test; those of some classes go on in another test, as good as new."""
     import ray
 
@@ -90,7 +102,7 @@ def actors(tidy, idle):
     def start(cls, count, *args, **options):
         if lives.may_last(cls, options):
             kind = cls, options.get("max_concurrency")
-            waiting = idle.setdefault(kind, [])
+            waiting = idle_here.setdefault(kind, [])
             made = lives.begin_again([waiting.pop() for _ in range(min(count, len(waiting)))], args)
             made += lives.start(cls, count - len(made), args, **options)
             lasting.extend((kind, actor) for actor in made)
@@ -101,6 +113,6 @@ def actors(tidy, idle):
 
     yield start
     for kind, actor in lasting:
-        (idle[kind] if len(idle[kind]) < lives.MOST_IDLE else started).append(actor)
+        (idle_here[kind] if len(idle_here[kind]) < lives.MOST_IDLE else started).append(actor)
     for actor in started:
         ray.kill(actor)

@@ -15,7 +15,7 @@ from raycollect import errors
 from tests.faults import inject
 from tests.ray.workers import Gate, Worker, block, filled
 
-BACKENDS = ["shm", "tcp", "gloo"]
+BACKENDS = ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"]
 
 
 def assert_sums(group):

@@ -63,7 +63,7 @@ def assert_told(report, actor):
     assert any("test_stalls.py" in line and line.endswith("inner(gate, begun)") for line in report.stack)
 
 
-@pytest.mark.parametrize("backend", ["shm", pytest.param("tcp", marks=pytest.mark.full), "gloo"])
+@pytest.mark.parametrize("backend", ["shm", *(pytest.param(one, marks=pytest.mark.full) for one in ("tcp", "gloo"))])
 def test_timeout_reports_the_activity_of_the_late_rank(actors, gate, held, backend):
     workers = actors(Worker, 3)
     group = col.declare_collective_group(workers, backend=backend)

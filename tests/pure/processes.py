@@ -103,6 +103,8 @@ class Crew:
 
     def close(self):
         for one in self._idle + self._used:
+            one.process.kill()
+        for one in self._idle + self._used:
             one.close()
 
 

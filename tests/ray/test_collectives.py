@@ -384,8 +384,15 @@ class LateThreaded(col.CollectiveParticipant):
         return self.buffer
 
 
-@pytest.mark.parametrize("fence", [False, True])
-@pytest.mark.parametrize(("kind", "concurrency"), [(Late, 1), (Late, 2), (LateThreaded, 2)])
+@pytest.mark.parametrize(
+    ("kind", "concurrency", "fence"),
+    [
+        (Late, 1, True),
+        (Late, 2, False),
+        (LateThreaded, 2, True),
+        *(pytest.param(*one, marks=pytest.mark.full) for one in ((Late, 1, False), (LateThreaded, 2, False))),
+    ],
+)
 def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency, fence):
     """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
     workers = actors(kind, 2, max_concurrency=concurrency)

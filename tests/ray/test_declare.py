@@ -82,7 +82,7 @@ def test_actor_unknown_to_ray_raises_actor_gone_error(actors):
     col.declare_collective_group(known)
 
 
-@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("backend", ["shm", pytest.param("gloo", marks=pytest.mark.full)])
 def test_actors_without_the_mixin_are_members(actors, backend):
     """Barriers include them, refs of theirs are refused at once, and the others' group works on."""
     (worker,), (plain,), (loose,), (threaded,) = (

@@ -77,9 +77,11 @@ def _end_test():
     Controller._current = None
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] * (name in ("tcp", "recorded"))) for name in USES]
-)
+def _marked(name):
+    return pytest.param(name, marks=[pytest.mark.full] * (name not in ("captured", "a group of their own")))
+
+
+@pytest.mark.parametrize("name", map(_marked, USES))
 def test_used_actors_are_reusable(used, name, tmp_path):
     for _ in range(2):
         USES[name](used, tmp_path / "t.json")
@@ -106,7 +108,7 @@ def test_busy_actor_is_not_reused(cluster):
     ray.kill(gates[1])
 
 
-@pytest.mark.parametrize("leave", [_patch, _set])
+@pytest.mark.parametrize("leave", [_patch, pytest.param(_set, marks=pytest.mark.full)])
 def test_actor_with_leftovers_is_not_reused(workers, leave):
     ray.get(workers[0].call.remote(leave))
     assert lives.begin_again(workers, (), TIMEOUT_S) == workers[1:]

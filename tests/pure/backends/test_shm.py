@@ -21,9 +21,16 @@ from raycollect.backends.shm import staged as _staged
 from raycollect.core.model import GroupSpec, Kernel, Launch, OpKind, ReduceOp
 from raycollect.core.protocols import Communicator
 from raycollect.errors import BackendUnavailableError, CollectiveTimeoutError, FaultError, UnsupportedError
-from tests.pure.backends.tcp_teams import until
 from tests.pure.backends.test_conformance import body_arrive
-from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ProcessTeam, ThreadTeam, Worker
+from tests.pure.communicators import (
+    MemoryExchange,
+    MemoryRendezvous,
+    MemoryStar,
+    ProcessTeam,
+    ThreadTeam,
+    Worker,
+    Workers,
+)
 from tests.pure.conformance import DTYPES, Case, bits, check_allreduce, check_cases, every_case, run_launch
 from tests.pure.operands import left_fold
 
@@ -34,9 +41,17 @@ def spec_of(world_size: int) -> GroupSpec:
     return GroupSpec(name="g", group_id="1", backend="shm", world_size=world_size)
 
 
+@pytest.fixture(scope="module")
+def processes(workers: Workers) -> Iterator[ProcessTeam]:
+    """Three ranks that all tests of this file share."""
+    team = ProcessTeam("shm", 3, workers(3))
+    yield team
+    team.close()
+
+
 @pytest.fixture
-def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTeam]:
-    """Three ranks in processes of their own, with an empty directory for temporary files."""
+def mortals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTeam]:
+    """Three ranks of one test, with an empty directory for temporary files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     workers = [Worker() for _ in range(3)]
     team = ProcessTeam("shm", 3, workers)
@@ -104,27 +119,26 @@ def test_a_kernel_takes_a_few_chunks_however_large_its_arrays(processes: Process
         assert peak < 4 * _staged.CHUNK_NBYTES
 
 
-def test_a_killed_process_leaves_nothing_and_is_named(processes: ProcessTeam, tmp_path: Path) -> None:
-    shared_before = set(Path("/dev/shm").iterdir())
+def test_a_killed_process_leaves_nothing_and_is_named(mortals: ProcessTeam, tmp_path: Path) -> None:
     marker = tmp_path / "begun"
-    first = processes.launch().seq + 1
-    running = [processes.start(rank, body_for_ever, first, str(marker)) for rank in processes.everyone]
+    first = mortals.launch().seq + 1
+    running = [mortals.start(rank, body_for_ever, first, str(marker)) for rank in mortals.everyone]
     begun = threading.Event()
     while not marker.exists():
         begun.wait(0.005)
-    processes.workers[1].process.kill()
+    mortals.workers[1].process.kill()
     results = [future.result(20) for future in running]
     assert isinstance(results[1], EOFError | OSError)
     for rank in (0, 2):
         assert isinstance(results[rank], FaultError)
     assert {result.missing for result in results if isinstance(result, CollectiveTimeoutError)} == {(1,)}
     marker.unlink()
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("raycollect")]
-    until(lambda: set(Path("/dev/shm").iterdir()) <= shared_before)  # another's semaphore is there for a moment
+    for folder in (tmp_path, Path("/dev/shm")):
+        assert list(folder.glob("raycollect*")) == []
 
 
-def test_nothing_is_left_on_disk_once_all_have_joined(processes: ProcessTeam, tmp_path: Path) -> None:
-    processes.must(body_arrive, processes.launch())
+def test_nothing_is_left_on_disk_once_all_have_joined(mortals: ProcessTeam, tmp_path: Path) -> None:
+    mortals.must(body_arrive, mortals.launch())
     assert list(tmp_path.glob("raycollect*")) == []
 
 

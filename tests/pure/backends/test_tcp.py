@@ -16,7 +16,7 @@ from raycollect.errors import CollectiveTimeoutError, GroupBrokenError, PlanAbor
 from tests.pure.backends.tcp_teams import team, until
 from tests.pure.backends.test_conformance import body_arrive
 from tests.pure.backends.test_gloo import body_peak
-from tests.pure.communicators import ProcessTeam, ThreadTeam, Worker
+from tests.pure.communicators import ProcessTeam, ThreadTeam, Workers
 from tests.pure.conformance import DTYPES, bits, check_allreduce, check_cases, every_case, left_fold, run_launch
 
 __all__ = ["team"]  # a fixture
@@ -25,20 +25,22 @@ __all__ = ["team"]  # a fixture
 WHOLE, SLICED = ((1 << 30, 1 << 62),), ((1 << 30, -1),)
 
 
-def _three_processes() -> Iterator[ProcessTeam]:
-    workers = [Worker() for _ in range(3)]
-    made = ProcessTeam("tcp", 3, workers)
+@pytest.fixture(scope="module")
+def processes(workers: Workers) -> Iterator[ProcessTeam]:
+    """Three ranks that all tests of this file share."""
+    made = ProcessTeam("tcp", 3, workers(3))
     yield made
     made.close()
-    for worker in workers:
-        worker.close()
 
 
-processes = pytest.fixture(scope="module")(_three_processes)
-"""Three ranks that all tests of this file share."""
-
-mortals = pytest.fixture(_three_processes)
-"""Three ranks of one test, of which one may be killed."""
+@pytest.fixture
+def mortals() -> Iterator[ProcessTeam]:
+    """Three ranks of one test, of which one may be killed."""
+    mortal = Workers()
+    made = ProcessTeam("tcp", 3, mortal(3))
+    yield made
+    made.close()
+    mortal.close()
 
 
 # ------------------------------------------------------------------------------- bits, chunks, memory
