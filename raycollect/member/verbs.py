@@ -44,7 +44,7 @@ def allreduce(
         ParticipantDiedError, GroupBrokenError: A rank died, now or before.
         UnknownGroupError: This process is no member.
     """
-    call = MemberCall(OpKind.ALLREDUCE, group_name, op=op)
+    call = MemberCall.of(OpKind.ALLREDUCE, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -61,7 +61,7 @@ def reduce(
 
     See `allreduce`.
     """
-    call = MemberCall(OpKind.REDUCE, group_name, op=op, root=dst_rank)
+    call = MemberCall.of(OpKind.REDUCE, group_name, op=op, root=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -74,7 +74,7 @@ def broadcast(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
-    call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
+    call = MemberCall.of(OpKind.BROADCAST, group_name, root=src_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -91,7 +91,7 @@ def allgather(
     `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
     is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.ALLGATHER, group_name)
+    call = MemberCall.of(OpKind.ALLGATHER, group_name)
     return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -109,7 +109,7 @@ def reducescatter(
     `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
     goes. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.REDUCESCATTER, group_name, op=op)
+    call = MemberCall.of(OpKind.REDUCESCATTER, group_name, op=op)
     return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -127,7 +127,7 @@ def gather(
     `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
     looked at elsewhere. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.GATHER, group_name, root=dst_rank)
+    call = MemberCall.of(OpKind.GATHER, group_name, root=dst_rank)
     values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
@@ -146,7 +146,7 @@ def scatter(
     `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
     where this rank's item goes. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.SCATTER, group_name, root=src_rank)
+    call = MemberCall.of(OpKind.SCATTER, group_name, root=src_rank)
     values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
@@ -164,7 +164,7 @@ def alltoall(
     `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
     by rank. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.ALLTOALL, group_name)
+    call = MemberCall.of(OpKind.ALLTOALL, group_name)
     values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
@@ -178,7 +178,7 @@ def send(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
-    call = MemberCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
+    call = MemberCall.of(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -191,7 +191,7 @@ def recv(
     timeout_s: float | None = None,
 ) -> MemberWork | Any:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
-    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
+    call = MemberCall.of(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -199,4 +199,4 @@ def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
 ) -> MemberWork | Any:
     """Waits until all ranks have called it. See `allreduce`."""
-    return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)
+    return MemberCall.of(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

@@ -132,7 +132,6 @@ class Link:
         self._seq, self._step, self._agreement, self._passed, self._gone = seq, 0, 0, 0, {}
         core = current_core()
         for peer in self._peers.values():
-            peer.leave()
             peer.enter(seq, core)
             if peer.lost:
                 self._watch(peer)
@@ -216,8 +215,9 @@ class Link:
             if not asleep_s:
                 asleep_s = now_s + YIELD_S
                 peers = self._peers.values()
-                awaited = [peer.core for peer in peers if peer.owes(self._step)]
-                self._seeker.seek(awaited, [peer.core for peer in peers], now_s)
+                if now_s >= self._seeker.settled_s:
+                    awaited = [peer.core for peer in peers if peer.owes(self._step)]
+                    self._seeker.seek(awaited, [peer.core for peer in peers], now_s)
             if now_s < asleep_s:
                 os.sched_yield()
             else:
@@ -251,7 +251,11 @@ class Link:
             self._gone[peer.rank] = f"the connection to rank {peer.rank} broke: {peer.lost}"
         elif peer.has_left:
             self._gone[peer.rank] = f"rank {peer.rank} has left launch {self._seq}"
-        wants = peer.wants
+        wants = 0 if peer.is_held else select.POLLIN
+        if peer.is_blocked:
+            wants |= select.POLLOUT
+        if peer.lost:
+            wants = 0
         if wants != peer.mask:
             if wants:
                 self._poller.register(peer.sock, wants)  # or changes what it is watched for
