@@ -33,6 +33,8 @@ __all__ = ["ME", "MemberCall"]
 _SRC, _DST = 0, 1
 """Placeholders in requests for what each rank gives with its call, and what it takes into."""
 
+_MOST = 256  # How many calls with different arguments a group knows
+
 ME = object()
 """Stands for the rank of this process, as a root or a peer."""
 
@@ -56,7 +58,7 @@ class MemberCall:
             return MemberCall(process_group, kind, op, root, peer)
         if known is None:
             known = MemberCall(process_group, kind, op, root, peer)
-            if not known._wrong:
+            if not known._wrong and len(calls) < _MOST:
                 calls[key] = known
         return known
 
@@ -74,9 +76,8 @@ class MemberCall:
             try:
                 self._op = ReduceOp.coerce(op)
             except ValueError:
-                self._wrong.append(
-                    self._violation("argument", "op", repr(op), f"one of {', '.join(ReduceOp.__members__)}")
-                )
+                expected = f"one of {', '.join(ReduceOp.__members__)}"
+                self._wrong.append(self._violation("argument", "op", repr(op), expected))
         for name, value in ((root_parameter(kind), self._root), ("destination rank", self._peer)):
             if type(value) is not int:
                 expected = f"a rank from 0 to {process_group.world_size - 1}"
@@ -114,7 +115,7 @@ class MemberCall:
     def _planned(self, limit_s: float, wrong: list[Violation]) -> Program | None:
         """The program within a time limit; None, and what is wrong is noted: the arguments make no sense."""
         known = self._program
-        if known is not None and known[0] == limit_s and type(known[0]) is type(limit_s):
+        if known is not None and type(known[0]) is type(limit_s) and known[0] == limit_s:
             return known[1]
         process_group = self._process_group
         rank = process_group.rank

@@ -72,7 +72,8 @@ class Link:
         self.begin(launch)
         again, step = self._agreement, self._step
         self._agreement = step
-        until_s, batch, body, places = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival), {}
+        until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
+        places: dict[int, Place] = {}
         for other in launch.ranks:
             if other != self.rank:
                 peer, place = self._peers[other], Place(step, None, batch)
