@@ -67,6 +67,8 @@ def view(value: object) -> Array | DeviceArray | None:
 
 def is_tensor(value: object) -> bool:
     """Tells whether collectives accept a value; see `view`."""
+    if type(value) is np.ndarray:
+        return is_number(cast("Array", value).dtype)
     tensor_type = _torch_type()
     if tensor_type is not None and isinstance(value, tensor_type):
         return _dtype_of_torch(value) is not None
@@ -262,7 +264,7 @@ def is_plain_torch(tensor: object) -> bool:
 
 def has_version(tensor: object) -> bool:
     """Tells whether torch's autograd counts the writes to a tensor."""
-    return is_plain_torch(tensor) and not cast("Any", tensor).is_inference()
+    return type(tensor) is not np.ndarray and is_plain_torch(tensor) and not cast("Any", tensor).is_inference()
 
 
 def raise_versions(tensors: Sequence[Any]) -> None:
@@ -316,6 +318,8 @@ def owner(tensor: object) -> object:
     """Returns the object that lives as long as a tensor's memory: numpy's base array, or torch's storage."""
     while isinstance(tensor, np.ndarray) and isinstance(tensor.base, np.ndarray):
         tensor = tensor.base
+    if isinstance(tensor, np.ndarray):
+        return tensor
     tensor_type = _torch_type()
     if tensor_type is not None and isinstance(tensor, tensor_type):
         return tensor.untyped_storage()

@@ -189,8 +189,10 @@ def captured(device: int, enqueue: Callable[[int], object]) -> Any:
             return stream.end_capture()
 
 
-def mark(tensors: Iterable[TensorInfo]) -> Mark | None:
+def mark(tensors: Sequence[TensorInfo]) -> Mark | None:
     """Records the progress of the calling thread's streams on the devices of tensors; None if there are none."""
+    if not tensors:
+        return None
     events: dict[int, list[Any]] = {}
     for device in _devices(tensors):
         try:

@@ -62,6 +62,12 @@ class RunTracker(PlanTracker):
         return self._resolved
 
     @property
+    def awaited(self) -> int:
+        """The first slot of the doorbell that has not answered; -1: there is none."""
+        slots = self._slots
+        return slots[0][1] if slots else -1
+
+    @property
     def has_ended(self) -> bool:
         """True when no participant runs it any more."""
         if self._pending:

@@ -202,7 +202,7 @@ class StepRuns:
         self._waiting.add(me)
         try:
             if not tracker.resolved:  # checked after it is in `_waiting`, so that it is woken
-                self._doorbell.wait(timeout_s)  # type: ignore[union-attr]
+                self._doorbell.wait(timeout_s, tracker.awaited, tracker.number)  # type: ignore[union-attr]
         finally:
             self._waiting.discard(me)
 

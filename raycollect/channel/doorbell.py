@@ -171,14 +171,18 @@ class Doorbell:
         cell = memory.answer(slot, number)
         return memory.read(cell) if memory.words[cell] == number else None
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, slot: int = -1, number: int = 0) -> None:
         """Waits until somebody may have answered, or `wake` was called; it may return earlier.
 
-        It only yields in the first `YIELD_S` after a run was begun, and sleeps later.
+        It only yields in the first `YIELD_S` after a run was begun, until this slot has answered to that run, and
+        sleeps later.
         """
         now_s = time.monotonic()
         if now_s < self._awake_until_s:
             os.sched_yield()
+            words, cell = self._memory.words, self._memory.answer(slot, number)
+            while slot >= 0 and words[cell] != number and time.monotonic() < self._awake_until_s:
+                os.sched_yield()
             return
         seen, until_s = self._seen, now_s + min(timeout_s, _SLICE_S)
         if getattr(seen, "taken", -1) == self._taken and self._asleep.acquire(timeout=max(until_s - now_s, 0)):

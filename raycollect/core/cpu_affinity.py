@@ -32,10 +32,10 @@ def current_core() -> int:
 
 
 class Seeker:
-    """One rank's search for a core of its own."""
+    """One rank's search for a core of its own; before `settled_s` it does not look again."""
 
     def __init__(self) -> None:
-        self._settled_s = 0.0
+        self.settled_s: float = 0.0
 
     def seek(self, awaited: Collection[int], others: Sequence[int], now_s: float) -> int:
         """Moves this thread, if a rank that it waits for was last seen on its core, and another core has fewer ranks.
@@ -51,9 +51,9 @@ class Seeker:
             The core that it is on now.
         """
         core = current_core()
-        if not core or core not in awaited or now_s < self._settled_s:
+        if not core or core not in awaited or now_s < self.settled_s:
             return core
-        self._settled_s = now_s + SETTLED_S
+        self.settled_s = now_s + SETTLED_S
         mine = os.sched_getaffinity(0)
         ranks = {one: others.count(one + 1) for one in mine}
         fewest = min(ranks.values())

@@ -170,7 +170,7 @@ class FastPath:
                 at, thread, failed = next(ring.numbers), get_ident(), "" if error is None else type(error).__name__
                 until_s = (ended_s or ring.clock()) if kind is AGAIN else agreed_s
                 ring.entries.append((at, kind, program.name, began_s, until_s, thread, seq, label, failed, agreed_s))
-        return Outcome(ended=program.places_of(ended))
+        return Outcome(ended=program.places_of(ended) if ended else ())
 
     def abort(self) -> None:
         """Ends the waits of the run that is ready or under way; any thread may call it, until the next is ready."""

@@ -17,7 +17,7 @@ from raycollect.backends import arrays
 from raycollect.backends.arrays import Array
 from raycollect.core.model import TENSOR, Kernel
 from raycollect.engine.kernel_schedule import KernelSchedule, LaunchStep, ScheduledBundle
-from raycollect.engine.run_cache import RunCache, places_of
+from raycollect.engine.run_cache import RunCache
 from raycollect.planner import Program
 from raycollect.pos import Container, Store
 
@@ -93,7 +93,7 @@ class RunShapes:
         if known is None:
             return None
         try:
-            array, places = arrays.memory(tensor), places_of(containers)
+            array, places = arrays.memory(tensor), (arrays.place_of(tensor),)
         except TypeError:  # it has no memory any more
             return None
         if not _is_plain(array):

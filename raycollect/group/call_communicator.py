@@ -9,58 +9,91 @@ from typing import Any
 
 from raycollect.core.model import Kernel, Launch, OpKind
 from raycollect.core.protocols import Communicator, Completion, Together
-from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError
+from raycollect.engine.launch_sequence import meet_again
+from raycollect.errors import CollectiveTimeoutError, FaultError, PlanAbortedError, RaycollectError
 from raycollect.group.hub_client import HubClient
 
 
 class CallCommunicator:
-    """A backend's communicator by the group's ranks, within the call's time. Methods are those of `Communicator`."""
+    """A backend's communicator by the group's ranks, within the call's time. Methods are those of `Communicator`.
 
-    def __init__(self, hub: HubClient, communicator: Communicator, deadline_s: float) -> None:
+    Attributes:
+        communicator: The backend's.
+        deadline_s: Until when the call under way may last, by `time.monotonic`.
+    """
+
+    def __init__(self, hub: HubClient, communicator: Communicator) -> None:
         self.rank: int = hub.ranks[communicator.rank]
         self.world_size: int = communicator.world_size
         self.device: Any = getattr(communicator, "device", "")  # where it says on which one it works
         self.meeting: str = hub.generation  # what tells its launches from those of other communicators in timelines
         self._hub = hub
-        self._communicator = communicator
-        self._deadline_s = deadline_s
+        self.communicator = communicator
+        self.deadline_s: float = 0.0
         self._everyone = tuple(range(len(hub.ranks)))  # of the communicator's own ranks
         self._is_whole = hub.ranks == self._everyone
         self._kernels: dict[int, tuple[Kernel, Kernel]] = {}
 
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Stages a kernel."""
-        with self._translated(launch):
-            self._communicator.stage(self._within_deadline(launch), self._mapped(kernel))
+        try:
+            self.communicator.stage(self._within_deadline(launch), self._mapped(kernel))
+        except RaycollectError as exc:
+            self._translate(exc, launch)
+            raise
 
     def agree(self, launch: Launch, arrival: bytes) -> Sequence[bytes]:
         """Exchanges arrivals."""
-        if self._hub.is_off():
-            raise PlanAbortedError(detail="the other ranks have left the call")
-        with self._translated(launch):
-            blobs = self._communicator.agree(self._within_deadline(launch), arrival)
+        self._check_going()
+        try:
+            blobs = self.communicator.agree(self._within_deadline(launch), arrival)
+        except RaycollectError as exc:
+            self._translate(exc, launch)
+            raise
         self._hub.note_agreed()
         return blobs
 
+    def again(
+        self, launch: Launch, kernel: Kernel, arrival: bytes, expected: tuple[bytes, ...]
+    ) -> Sequence[bytes] | None:
+        """Stages a kernel and exchanges arrivals; see `protocols.Again`."""
+        self._check_going()
+        try:
+            within = self._within_deadline(launch)
+            brought = meet_again(self.communicator, within, self._mapped(kernel), arrival, expected)
+        except RaycollectError as exc:
+            self._translate(exc, launch)
+            raise
+        self._hub.note_agreed()
+        return brought
+
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Launches a kernel."""
-        with self._translated(launch):
-            return self._communicator.launch(self._inside(launch), self._mapped(kernel))
+        try:
+            return self.communicator.launch(self._inside(launch), self._mapped(kernel))
+        except RaycollectError as exc:
+            self._translate(exc, launch)
+            raise
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Launches kernels as one, where the backend can; see `protocols.Together`."""
-        if not isinstance(self._communicator, Together):
+        if not isinstance(self.communicator, Together):
             return 0
-        with self._translated(launch):
-            return self._communicator.launch_together(self._inside(launch), [self._mapped(one) for one in kernels])
+        try:
+            return self.communicator.launch_together(self._inside(launch), [self._mapped(one) for one in kernels])
+        except RaycollectError as exc:
+            self._translate(exc, launch)
+            raise
 
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Ends a launch."""
-        return tuple(self._hub.ranks[rank] for rank in self._communicator.end(self._inside(launch), ok))
+        self._kernels.clear()
+        ended = self.communicator.end(self._inside(launch), ok)
+        return ended if self._is_whole else tuple(self._hub.ranks[rank] for rank in ended)
 
     def abort(self, seq: int) -> None:
         """Aborts a launch."""
-        self._communicator.abort(seq)
+        self.communicator.abort(seq)
 
     def close(self) -> None:
         """Does nothing: `MemberCommunicator` closes it."""
@@ -69,7 +102,7 @@ class CallCommunicator:
         return launch if self._is_whole else replace(launch, ranks=self._everyone)
 
     def _within_deadline(self, launch: Launch) -> Launch:
-        left_s = min(launch.timeout_s, max(self._deadline_s - time.monotonic(), 0))
+        left_s = min(launch.timeout_s, max(self.deadline_s - time.monotonic(), 0))
         return Launch(seq=launch.seq, ranks=self._everyone, timeout_s=left_s)
 
     def _mapped(self, kernel: Kernel) -> Kernel:
@@ -81,26 +114,16 @@ class CallCommunicator:
             known = self._kernels[id(kernel)] = (kernel, replace(kernel, peer=self._hub.ranks.index(kernel.peer)))
         return known[1]
 
-    def _translated(self, launch: Launch) -> _Translated:
-        return _Translated(self._hub.ranks, launch.timeout_s)
+    def _check_going(self) -> None:
+        if self._hub.is_off():
+            raise PlanAbortedError(detail="the other ranks have left the call")
 
-
-class _Translated:
-    """Translates errors of the backend's communicator: to the group's ranks and the call's time."""
-
-    __slots__ = ("_ranks", "_timeout_s")
-
-    def __init__(self, ranks: tuple[int, ...], timeout_s: float) -> None:
-        self._ranks = ranks
-        self._timeout_s = timeout_s
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        if isinstance(exc, FaultError) and 0 <= exc.rank < len(self._ranks):
-            exc.rank = self._ranks[exc.rank]
-        if isinstance(exc, CollectiveTimeoutError):
-            exc.missing = tuple(self._ranks[rank] for rank in exc.missing)
-            exc.within = tuple(self._ranks[rank] for rank in exc.within)
-            exc.timeout_s = self._timeout_s
+    def _translate(self, error: RaycollectError, launch: Launch) -> None:
+        # An error of the backend's communicator: to the group's ranks and the call's time.
+        ranks = self._hub.ranks
+        if isinstance(error, FaultError) and 0 <= error.rank < len(ranks):
+            error.rank = ranks[error.rank]
+        if isinstance(error, CollectiveTimeoutError):
+            error.missing = tuple(ranks[rank] for rank in error.missing)
+            error.within = tuple(ranks[rank] for rank in error.within)
+            error.timeout_s = launch.timeout_s

@@ -29,12 +29,12 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from raycollect.channel.messages import Drop
 from raycollect.core import sockets, threads
@@ -64,6 +64,8 @@ from raycollect.observe.trace import CALL
 
 if TYPE_CHECKING:
     from raycollect.group.process_group import ProcessGroup
+
+_Result = TypeVar("_Result")
 
 Attempt = Callable[[Communicator, int], Outcome]
 """Runs a call once: with a communicator whose ranks are the group's, as the launch of this number."""
@@ -104,6 +106,7 @@ class MemberCommunicator:
         self._in_use = threading.Lock()  # held by the call that uses the communicator
         self._changed = self.hub.changed
         self._communicator: Communicator | None = None
+        self._within: CallCommunicator | None = None  # the same as calls see it
         self._dead: set[int] = set()  # the ranks whose processes have ended
         self._seq = 0
         self._stood = Standing("", 0)  # how far this rank had come when its last attempt failed
@@ -168,13 +171,8 @@ class MemberCommunicator:
 
     def _run(self, op: str, attempt: Attempt, timeout_s: float, object_to: Objection | None) -> Outcome:
         ring, since_s = Tracer.current().ring, time.monotonic()
-        deadline_s = since_s + timeout_s
         try:
-            with self._under_way(op, timeout_s, since_s):
-                while True:
-                    outcome = self._attempt(attempt, object_to, deadline_s)
-                    if outcome is not None:
-                        return outcome
+            return self._under_way(op, timeout_s, since_s, partial(self._attempts, attempt, object_to))
         finally:
             if ring is not None:
                 spec, rank = self._owner.spec, self._owner.rank
@@ -184,12 +182,15 @@ class MemberCommunicator:
 
     def confer(self, op: str, blob: bytes, timeout_s: float) -> Sequence[bytes]:
         """Exchanges a blob with all ranks, in rank order, before anything is formed; raises as `run`."""
-        with self._under_way(op, timeout_s, time.monotonic()):
+
+        def meet(_: float) -> Sequence[bytes]:
             self._stood = Standing(op, 0)
             return self.hub.meet(op, blob, timeout_s)
 
-    @contextmanager
-    def _under_way(self, op: str, timeout_s: float, since_s: float) -> Iterator[None]:
+        return self._under_way(op, timeout_s, time.monotonic(), meet)
+
+    def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[float], _Result]) -> _Result:
+        # Runs a call, given its deadline.
         with self._in_use:
             with self._changed:
                 self._objecting = None
@@ -200,7 +201,7 @@ class MemberCommunicator:
                 broken = self._owner.why_not(self.ranks)
                 if broken is not None:
                     raise anew(broken)
-                yield
+                return run(since_s + timeout_s)
             except RaycollectError as exc:
                 raise self._located(exc, op, timeout_s) from exc.__cause__
             finally:
@@ -209,6 +210,12 @@ class MemberCommunicator:
                     closed = self.hub.closed
                 if closed or self._owner.why_not(self.ranks) is not None:  # for good: keep no memory of the dead
                     self._give_up()
+
+    def _attempts(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome:
+        while True:
+            outcome = self._attempt(attempt, object_to, deadline_s)
+            if outcome is not None:
+                return outcome
 
     def _attempt(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome | None:
         """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
@@ -228,7 +235,11 @@ class MemberCommunicator:
             if object_to is not None and (wrong := self._callers.contest) is not None:
                 self._objecting, attempt = wrong, object_to(wrong)
         try:
-            outcome = attempt(CallCommunicator(hub, communicator, deadline_s), self._seq)
+            within = self._within
+            if within is None or within.communicator is not communicator:
+                within = self._within = CallCommunicator(hub, communicator)
+            within.deadline_s = deadline_s
+            outcome = attempt(within, self._seq)
         except BaseException as exc:
             self._give_up(_unforeseen(exc))
             if isinstance(exc, Exception):
@@ -333,7 +344,7 @@ class MemberCommunicator:
         """
         hub = self.hub
         with self._changed:
-            communicator, self._communicator = self._communicator, None
+            communicator, self._communicator, self._within = self._communicator, None, None
             generation, seq = hub.generation, self._seq + between if communicator is not None else 0
             told = hub.stale or error is None
             if communicator is not None:

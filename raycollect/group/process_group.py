@@ -49,6 +49,7 @@ class ProcessGroup:
 
     Attributes:
         planned: The group as the planner sees it.
+        calls: What calls that were made know for the next ones, by their arguments; see `member.call`.
         timeout_s: How long calls wait that do not say, in seconds.
     """
 
@@ -86,6 +87,7 @@ class ProcessGroup:
         """Notes the group as the members have agreed on it."""
         self.spec = spec
         self.members: tuple[str, ...] = tuple(members)
+        self.calls: dict[Any, Any] = {}
         self.planned: GroupSpec = replace(spec, options=())  # what plans depend on: hashable, for caches
 
     @property
@@ -220,7 +222,7 @@ class ProcessGroup:
         told = GroupBrokenError(group_name=self.name, detail=f"{self.describe(self.rank)} has left: {detail}")
         with self._lock:
             self._is_left = True
-            communicators, self._communicators = self._communicators, {}  # which hold this
+            communicators, self._communicators, self.calls = self._communicators, {}, {}  # which hold this
             leave, self._leave = self._leave, None
         for communicator in communicators.values():
             communicator.close(told)

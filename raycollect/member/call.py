@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from numbers import Integral, Number
 from typing import Any
+
+import numpy as np
 
 from raycollect.backends import arrays, streams
 from raycollect.core.model import TENSOR, GroupLike, GroupSpec, Launch, OpKind, ReduceOp, TensorInfo
@@ -18,6 +21,7 @@ from raycollect.engine.fast_path import FastPath
 from raycollect.errors import RaycollectError, RefusedError, Violation, kept, refusal
 from raycollect.group.coordinator import ALL, name_of_ranks, ranks_of
 from raycollect.group.member_communicator import Attempt
+from raycollect.group.process_group import ProcessGroup
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member.init import get_group_handle
 from raycollect.member.work import MemberWork
@@ -29,30 +33,56 @@ __all__ = ["ME", "MemberCall"]
 _SRC, _DST = 0, 1
 """Placeholders in requests for what each rank gives with its call, and what it takes into."""
 
+_MOST = 256  # How many calls with different arguments a group knows
+
 ME = object()
 """Stands for the rank of this process, as a root or a peer."""
 
 
 class MemberCall:
-    """One call of an operation, whose faults are collected for the agreement."""
+    """An operation with its arguments but tensors and time; any calls that give the same are one `MemberCall`."""
 
-    def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
+    @staticmethod
+    def of(kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> MemberCall:
+        """The call with these arguments; what is wrong with them is for the agreement.
+
+        Raises:
+            UnknownGroupError: This process is no member.
+        """
+        process_group = get_group_handle(group_name)
+        calls = process_group.calls
+        key = kind, op, type(op), root, type(root), peer, type(peer)  # 1.0 equals 1, and is no rank
+        try:
+            known: MemberCall | None = calls.get(key)
+        except TypeError:  # what can't be a key is wrong
+            return MemberCall(process_group, kind, op, root, peer)
+        if known is None:
+            known = MemberCall(process_group, kind, op, root, peer)
+            if not known._wrong and len(calls) < _MOST:
+                calls[key] = known
+        return known
+
+    def __init__(self, process_group: ProcessGroup, kind: OpKind, op: Any, root: Any, peer: Any) -> None:
         self._kind = kind
-        self._process_group = get_group_handle(group_name)
-        rank = self._process_group.rank
+        self._process_group = process_group
+        self._program: tuple[float, Program] | None = None  # with its time limit
+        rank = process_group.rank
         root, peer = rank if root is ME else root, rank if peer is ME else peer
         self._root = int(root) if isinstance(root, Integral) else root
         self._peer = int(peer) if isinstance(peer, Integral) else peer
         self._op: ReduceOp | None = None
-        self._violations: list[Violation] = []
+        self._wrong: list[Violation] = []
         if op is not None:
             try:
                 self._op = ReduceOp.coerce(op)
             except ValueError:
-                self._violate("argument", "op", repr(op), f"one of {', '.join(ReduceOp.__members__)}")
+                expected = f"one of {', '.join(ReduceOp.__members__)}"
+                self._wrong.append(self._violation("argument", "op", repr(op), expected))
         for name, value in ((root_parameter(kind), self._root), ("destination rank", self._peer)):
             if type(value) is not int:
-                self._violate("argument", name, repr(value), f"a rank from 0 to {self._process_group.world_size - 1}")
+                expected = f"a rank from 0 to {process_group.world_size - 1}"
+                self._wrong.append(self._violation("argument", name, repr(value), expected))
+        self._communicator = self._name_of_communicator()
 
     @property
     def is_root(self) -> bool:
@@ -61,32 +91,43 @@ class MemberCall:
 
     def run(self, values: Sequence[tuple[str, Any]], *, async_op: bool, timeout_s: float | None) -> MemberWork | None:
         """Runs it with (name, value) of what this rank gives, and then of what it takes into."""
-        process_group, kind = self._process_group, self._kind
+        process_group, kind, communicator = self._process_group, self._kind, self._communicator
         op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
         limit_s = process_group.timeout_s if timeout_s is None else timeout_s
-        containers = tuple(self._container(name, value) for name, value in values)
-        program = None
-        if not self._violations:
-            try:
-                program = _program(
-                    process_group.planned, kind, process_group.rank, self._op, self._root, self._peer, limit_s
-                )
-            except RefusedError as exc:
-                self._violations += [
-                    replace(v, rank=process_group.rank if v.rank < 0 else v.rank) for v in exc.violations
-                ]
-        communicator, mark = self._communicator(), streams.mark(_described(containers))
-        if self._violations and (not communicator or not 0 < limit_s < math.inf):
-            raise refusal(op, process_group.name, tuple(self._violations))
+        containers, wrong = [], list(self._wrong)
+        for name, value in values:
+            container = Container.of(value, arrays.is_tensor)
+            containers.append(_NOTHING if container is None else container)
+            if container is None:
+                wrong.append(self._no_tensor(name, value))
+        program = None if wrong else self._planned(limit_s, wrong)
+        if wrong and (not communicator or not 0 < limit_s < math.inf):
+            raise refusal(op, process_group.name, tuple(wrong))
         object_to = partial(self._objection, communicator, limit_s)
-        attempt = self._execution(program, containers, mark) if program is not None else object_to(*self._violations)
+        mark = streams.mark(_described(containers))
+        attempt = object_to(*wrong) if program is None else partial(self._attempt, program, containers, mark)
         there = process_group.communicator(communicator)
         if async_op:
             return MemberWork(process_group, op, there.start(op, attempt, limit_s, object_to))
         there.run(op, attempt, limit_s, object_to)
         return None
 
-    def _communicator(self) -> str:
+    def _planned(self, limit_s: float, wrong: list[Violation]) -> Program | None:
+        """The program within a time limit; None, and what is wrong is noted: the arguments make no sense."""
+        known = self._program
+        if known is not None and type(known[0]) is type(limit_s) and known[0] == limit_s:
+            return known[1]
+        process_group = self._process_group
+        rank = process_group.rank
+        try:
+            program = _program(process_group.planned, self._kind, rank, self._op, self._root, self._peer, limit_s)
+        except RefusedError as exc:
+            wrong += [replace(v, rank=rank if v.rank < 0 else v.rank) for v in exc.violations]
+            return None
+        self._program = limit_s, program
+        return program
+
+    def _name_of_communicator(self) -> str:
         """The communicator of this call; empty: its arguments name no rank."""
         if self._kind is not OpKind.SEND:
             return ALL
@@ -97,40 +138,39 @@ class MemberCall:
         }
         return name_of_ranks(self._root, self._peer) if len(ends) == 2 else ""
 
-    def _container(self, name: str, value: Any) -> Container:
-        found = Container.of(value, arrays.is_tensor)
-        if found is not None:
-            return found
+    def _no_tensor(self, name: str, value: Any) -> Violation:
         what = "missing" if value is None else arrays.told(value)
         if isinstance(value, (list, tuple, dict)):
             what += f" ({obstacle(value, arrays.is_tensor, arrays.told)})"
         elif isinstance(value, Number):
             what += " (give numpy.array(x), which can be written)"
-        self._violate("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")
-        return _NOTHING
+        return self._violation("not_tensor", name, what, "a tensor, or a list, tuple or dict of tensors")
 
-    def _execution(self, program: Program, operands: Sequence[Container], mark: streams.Mark | None) -> Attempt:
+    def _attempt(
+        self,
+        program: Program,
+        operands: Sequence[Container],
+        mark: streams.Mark | None,
+        communicator: Communicator,
+        seq: int,
+    ) -> Outcome:
         instruments = ProcessGroups.current().instruments
-
-        def attempt(communicator: Communicator, seq: int) -> Outcome:
-            with streams.after(mark):  # another thread may run it
-                fast = FastPath.once(program, operands, instruments, lambda _: communicator, given=True)
-                if fast is not None:
-                    fast.ready(seq)
-                    return fast.run((), lambda: None)
-                execution = Execution(
-                    program,
-                    (),
-                    lambda group_id: communicator,
-                    instruments,
-                    seq=seq,
-                    aborted=lambda: None,
-                    operands=operands,
-                    meeting=getattr(communicator, "meeting", "") or "-",
-                )
-                return execution.run()
-
-        return attempt
+        with _OWN if mark is None else streams.after(mark):  # another thread may run it
+            fast = FastPath.once(program, operands, instruments, lambda _: communicator, given=True)
+            if fast is not None:
+                fast.ready(seq)
+                return fast.run((), lambda: None)
+            execution = Execution(
+                program,
+                (),
+                lambda group_id: communicator,
+                instruments,
+                seq=seq,
+                aborted=lambda: None,
+                operands=operands,
+                meeting=getattr(communicator, "meeting", "") or "-",
+            )
+            return execution.run()
 
     def _objection(self, name: str, limit_s: float, *violations: Violation) -> Attempt:
         """Takes part in the agreement only to tell what is wrong here, so that nobody waits for this rank."""
@@ -156,18 +196,19 @@ class MemberCall:
 
         return attempt
 
-    def _violate(self, kind: str, name: str, found: str, expected: str) -> None:
-        violation = Violation(kind=kind, rank=self._process_group.rank, field=name, found=found, expected=expected)
-        self._violations.append(violation)
+    def _violation(self, kind: str, name: str, found: str, expected: str) -> Violation:
+        return Violation(kind=kind, rank=self._process_group.rank, field=name, found=found, expected=expected)
 
 
+_OWN = nullcontext()
 _NOTHING = Container(TENSOR, (None,), None)
 """Stands for an operand that is none; no program gets it."""
 
 
-def _described(containers: Sequence[Container]) -> Iterator[TensorInfo]:
-    tensors = (one for container in containers for one in container.tensors)
-    return (arrays.describe(one) for one in tensors if arrays.is_tensor(one))
+def _described(containers: Sequence[Container]) -> list[TensorInfo]:
+    """Tensors that may lie on a device."""
+    tensors = [one for container in containers for one in container.tensors if type(one) is not np.ndarray]
+    return [arrays.describe(one) for one in tensors if arrays.is_tensor(one)] if tensors else []
 
 
 @lru_cache(maxsize=1024)

@@ -104,7 +104,7 @@ class TorchCalls:
         timeout_s = given_s if given_s > 0 else None  # torch gives -1 ms where nobody said
 
         def run() -> None:
-            MemberCall(kind, self.name, **arguments).run(values, async_op=False, timeout_s=timeout_s)
+            MemberCall.of(kind, self.name, **arguments).run(values, async_op=False, timeout_s=timeout_s)
 
         return run
 

@@ -55,7 +55,7 @@ def allreduce(
         ParticipantDiedError, GroupBrokenError: A rank died, now or before.
         UnknownGroupError: This process is no member.
     """
-    call = MemberCall(OpKind.ALLREDUCE, group_name, op=op)
+    call = MemberCall.of(OpKind.ALLREDUCE, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -83,7 +83,7 @@ def reduce(
 
     See `allreduce`.
     """
-    call = MemberCall(OpKind.REDUCE, group_name, op=op, root=dst_rank)
+    call = MemberCall.of(OpKind.REDUCE, group_name, op=op, root=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -107,7 +107,7 @@ def broadcast(
     timeout_s: float | None = None,
 ) -> MemberWork | None:
     """Overwrites every rank's tensor with that of one rank. See `allreduce`."""
-    call = MemberCall(OpKind.BROADCAST, group_name, root=src_rank)
+    call = MemberCall.of(OpKind.BROADCAST, group_name, root=src_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -135,7 +135,7 @@ def allgather(
     `tensor` is what this rank gives, and `tensor_list` where they go, by rank; of the shapes that the ranks give. What
     is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.ALLGATHER, group_name)
+    call = MemberCall.of(OpKind.ALLGATHER, group_name)
     return call.run([("tensor", tensor), ("tensor_list", tensor_list)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -164,7 +164,7 @@ def reducescatter(
     `tensor_list` has one tensor for each rank, which stay as they are; `tensor` is where this rank's item of the result
     goes. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.REDUCESCATTER, group_name, op=op)
+    call = MemberCall.of(OpKind.REDUCESCATTER, group_name, op=op)
     return call.run([("tensor_list", tensor_list), ("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -193,7 +193,7 @@ def gather(
     `tensor` is what this rank gives; `dst_rank` gets them. `tensor_list` is there where they go, by rank; it is not
     looked at elsewhere. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.GATHER, group_name, root=dst_rank)
+    call = MemberCall.of(OpKind.GATHER, group_name, root=dst_rank)
     values = [("tensor", tensor), *([("tensor_list", tensor_list)] if call.is_root else [])]
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
@@ -223,7 +223,7 @@ def scatter(
     `src_rank` gives them: `tensor_list` is one tensor for each rank there, and not looked at elsewhere. `tensor` is
     where this rank's item goes. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.SCATTER, group_name, root=src_rank)
+    call = MemberCall.of(OpKind.SCATTER, group_name, root=src_rank)
     values = [*([("tensor_list", tensor_list)] if call.is_root else []), ("tensor", tensor)]
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
@@ -252,7 +252,7 @@ def alltoall(
     `tensor_list_in` is what this rank gives to each, and `tensor_list_out` where what each rank gives to this one goes,
     by rank. What is not said here is as in `allreduce`, errors too.
     """
-    call = MemberCall(OpKind.ALLTOALL, group_name)
+    call = MemberCall.of(OpKind.ALLTOALL, group_name)
     values = [("tensor_list_in", tensor_list_in), ("tensor_list_out", tensor_list_out)]
     return call.run(values, async_op=async_op, timeout_s=timeout_s)
 
@@ -277,7 +277,7 @@ def scan(
     timeout_s: float | None = None,
 ) -> Any:
     """Gives every rank the reduction of the tensors of ranks 0 to its own, in place, as MPI_Scan. See `allreduce`."""
-    call = MemberCall(OpKind.SCAN, group_name, op=op)
+    call = MemberCall.of(OpKind.SCAN, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -304,7 +304,7 @@ def exscan(
 
     Rank 0's tensor, which MPI leaves undefined, stays as it is. See `allreduce`.
     """
-    call = MemberCall(OpKind.EXSCAN, group_name, op=op)
+    call = MemberCall.of(OpKind.EXSCAN, group_name, op=op)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -328,7 +328,7 @@ def send(
     timeout_s: float | None = None,
 ) -> MemberWork | None:
     """Sends a tensor to one rank, which receives it. See `allreduce`."""
-    call = MemberCall(OpKind.SEND, group_name, root=ME, peer=dst_rank)
+    call = MemberCall.of(OpKind.SEND, group_name, root=ME, peer=dst_rank)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -352,7 +352,7 @@ def recv(
     timeout_s: float | None = None,
 ) -> MemberWork | None:
     """Overwrites a tensor with what one rank sends, of the same shape and dtype. See `allreduce`."""
-    call = MemberCall(OpKind.SEND, group_name, root=src_rank, peer=ME)
+    call = MemberCall.of(OpKind.SEND, group_name, root=src_rank, peer=ME)
     return call.run([("tensor", tensor)], async_op=async_op, timeout_s=timeout_s)
 
 
@@ -368,4 +368,4 @@ def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
 ) -> MemberWork | None:
     """Waits until all ranks have called it. See `allreduce`."""
-    return MemberCall(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)
+    return MemberCall.of(OpKind.BARRIER, group_name).run([], async_op=async_op, timeout_s=timeout_s)

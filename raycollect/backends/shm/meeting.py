@@ -267,8 +267,8 @@ class Meeting:
             absent = [
                 rank
                 for rank in absent  # a rank that has come is not checked again
-                if not targets[rank] <= words[rank * _WORD_STRIDE] < targets[rank] | CLOSED  # at it, in its launch
-                and not self._has_come(rank, targets[rank])
+                if (word := words[rank * _WORD_STRIDE]) < targets[rank]
+                or (word >= targets[rank] | CLOSED and not self._has_come(rank, targets[rank]))  # beyond that launch
             ]
             if absent and self._dead:
                 absent = self._await_living(launch, absent, targets)

@@ -72,7 +72,8 @@ class Link:
         self.begin(launch)
         again, step = self._agreement, self._step
         self._agreement = step
-        until_s, batch, body, places = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival), {}
+        until_s, batch, body = time.monotonic() + launch.timeout_s, Batch(), memoryview(arrival)
+        places: dict[int, Place] = {}
         for other in launch.ranks:
             if other != self.rank:
                 peer, place = self._peers[other], Place(step, None, batch)
@@ -132,7 +133,6 @@ class Link:
         self._seq, self._step, self._agreement, self._passed, self._gone = seq, 0, 0, 0, {}
         core = current_core()
         for peer in self._peers.values():
-            peer.leave()
             peer.enter(seq, core)
             if peer.lost:
                 self._watch(peer)
@@ -216,8 +216,9 @@ class Link:
             if not asleep_s:
                 asleep_s = now_s + YIELD_S
                 peers = self._peers.values()
-                awaited = [peer.core for peer in peers if peer.owes(self._step)]
-                self._seeker.seek(awaited, [peer.core for peer in peers], now_s)
+                if now_s >= self._seeker.settled_s:
+                    awaited = [peer.core for peer in peers if peer.owes(self._step)]
+                    self._seeker.seek(awaited, [peer.core for peer in peers], now_s)
             if now_s < asleep_s:
                 os.sched_yield()
             else:
@@ -251,7 +252,11 @@ class Link:
             self._gone[peer.rank] = f"the connection to rank {peer.rank} broke: {peer.lost}"
         elif peer.has_left:
             self._gone[peer.rank] = f"rank {peer.rank} has left launch {self._seq}"
-        wants = peer.wants
+        wants = 0 if peer.is_held else select.POLLIN
+        if peer.is_blocked:
+            wants |= select.POLLOUT
+        if peer.lost:
+            wants = 0
         if wants != peer.mask:
             if wants:
                 self._poller.register(peer.sock, wants)  # or changes what it is watched for

@@ -10,7 +10,8 @@ an incoming frame is of
 an earlier launch          this rank has left it: the bytes are dropped
 this launch, LEFT          the other has left it, and not run all of it
 this launch, HERE          the other answers, in a kernel of another library; see `Link.silent`
-this launch, AHEAD         sent before the agreement: dropped if a further agreement comes next, else as DATA
+this launch, AHEAD         sent before the agreement: dropped if a further agreement comes next, or if it is of another
+                           size than what is expected, so that the launch is refused; else as DATA
 this launch, other         goes to the place that waits for it; stays in the socket until there is one
 a later launch             the other has left this one; stays in the socket until this rank gets there
 =========================  =====================================================================================
@@ -22,7 +23,6 @@ for it is dropped, and a frame that it has half sent is finished later, from a c
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 from collections import deque
@@ -102,13 +102,6 @@ class Peer:
         self._into: memoryview | None = None  # where the bytes of the frame that is being read go; None: nowhere
         self._need = 0  # how many of its bytes are still to come
 
-    @property
-    def wants(self) -> int:
-        """The poll events to wait for."""
-        if self.lost:
-            return 0
-        return (0 if self.is_held else select.POLLIN) | (select.POLLOUT if self.is_blocked else 0)
-
     def owes(self, step: int) -> bool:
         """Whether frames of this launch have yet to come, of steps up to this one."""
         return bool(self._places) and self._places[0].step <= step
@@ -124,7 +117,9 @@ class Peer:
         return not self._out or bool(self.lost)
 
     def enter(self, seq: int, core: int) -> None:
-        """Begins a launch, after `leave`, on that core; what has come for it is looked at when it is expected."""
+        """Begins a launch, on that core; what has come for it is looked at when it is expected."""
+        if self._floor <= self._seq:
+            self.leave()
         self._seq, self._floor, self._core = seq, seq, core
         self.has_left, self.is_here, self.passed = False, False, _ALL
         if self._hi and not self.is_held:  # an error has ended the last look
@@ -133,7 +128,8 @@ class Peer:
     def leave(self) -> None:
         """Ends the launch: drops frames that were not begun, and keeps a half-sent one to finish it."""
         self._floor = self._seq + 1
-        self.forget()
+        self._places.clear()
+        self._into = None
         if self._out:
             self._out = deque(frame for frame in self._out if frame.is_begun or frame.batch is None)
             for half in self._out:
@@ -141,7 +137,7 @@ class Peer:
                     half.body, half.batch = memoryview(bytes(half.body)), None
 
     def forget(self) -> None:
-        """Expects nothing any more."""
+        """Expects nothing any more in this launch."""
         self._places.clear()
         self._into = None
 
@@ -271,22 +267,22 @@ class Peer:
             self.is_here, self._frame = True, None
         elif not self._places:
             self.is_held = True
-        elif kind == AHEAD and self._places[0].into is None and self._places[0].step == step:
-            self._frame, self._into, self._need = None, None, nbytes
         else:
-            self._put(self._places[0], step, nbytes)
+            self._put(self._places[0], kind, step, nbytes)
 
-    def _put(self, place: Place, step: int, nbytes: int) -> None:
-        if place.into is None:
-            place.into = memoryview(bytearray(nbytes))
-        if step != place.step or nbytes != place.into.nbytes:
-            known = f"step {place.step} with {place.into.nbytes} bytes"
+    def _put(self, place: Place, kind: int, step: int, nbytes: int) -> None:
+        into = place.into
+        if kind == AHEAD and step == place.step and (into is None or nbytes != into.nbytes):
+            into = None  # another agreement comes instead, or all refuse this launch
+        elif into is None:
+            into = place.into = memoryview(bytearray(nbytes))
+        if step != place.step or (into is not None and nbytes != into.nbytes):
+            known = f"step {place.step} with {0 if into is None else into.nbytes} bytes"
             self.lose(f"a frame of step {step} with {nbytes} bytes came where {known} was expected")
             return
-        self._frame, self._into, self._need = None, place.into, nbytes
-        if not nbytes:
-            self._into = None
-            self._places.popleft().batch.left -= 1
+        self._frame, self._into, self._need = None, into, nbytes
+        if not nbytes and into is not None:
+            self._fill(0)
 
     def lose(self, reason: str) -> None:
         """Ends the connection, unless it has already ended."""

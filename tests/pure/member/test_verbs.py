@@ -265,6 +265,17 @@ def test_invalid_argument_is_raised_on_all_ranks(crew, backend, case):
     assert all((x == 3).all() for x in group.must(summed))
 
 
+def _equal_root(name, rank):
+    col.broadcast(np.ones(2), 1, name)
+    col.broadcast(np.ones(2), 1.0, name)
+
+
+def test_a_root_that_equals_that_of_the_last_call_is_looked_at_itself(crew):
+    for error in crew.group(2).run(_equal_root):
+        assert type(error) is InvalidArgumentError, error
+        assert f"src_rank is 1.0, {RANK}" in str(error)
+
+
 def test_a_reduce_op_that_differs_is_refused(crew, backend):
     group = crew.group(2, backend)
     errors = group.run(_op_of_rank, ("sum", "max"))
