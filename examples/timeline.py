@@ -69,8 +69,10 @@ def draw(file: Path, output: str) -> int:
             begin_ms, took_ms = (one["ts"] - first_us) / 1e3, one["dur"] / 1e3
             axes.barh(rows[one["pid"]], took_ms, 0.7, begin_ms, color=colour, label=SAID[category])
     labels = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(labels.values(), labels.keys(), ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
-    axes.set_yticks(list(rows.values()), [names[pid].split(" (10.")[0].partition(" of ")[0] for pid in rows])
+    axes.legend(
+        list(labels.values()), list(labels), ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False
+    )
+    axes.set_yticks(list(rows.values()), [names[pid].split(" (")[0].partition(" of ")[0] for pid in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     figure.savefig(output, dpi=110)
