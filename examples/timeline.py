@@ -61,7 +61,7 @@ def draw(file: Path, output: str) -> int:
     events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     names = {one["pid"]: one["args"]["name"] for one in events if one.get("name") == "process_name"}
     spans = [one for one in events if one.get("ph") == "X" and one["cat"] in COLOURS]
-    rows = {pid: at for at, pid in enumerate(sorted(names, key=lambda pid: ("rank" in names[pid], names[pid][-40:])))}
+    rows = {pid: at for at, pid in enumerate(sorted(names, key=lambda pid: names[pid].partition(": rank")[2]))}
     first_us = min(one["ts"] for one in spans)
     figure, axes = plt.subplots(figsize=(9, 2.6), layout="constrained")
     for category, colour in COLOURS.items():
@@ -69,8 +69,9 @@ def draw(file: Path, output: str) -> int:
             begin_ms, took_ms = (one["ts"] - first_us) / 1e3, one["dur"] / 1e3
             axes.barh(rows[one["pid"]], took_ms, 0.7, begin_ms, color=colour, label=SAID[category])
     labels = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    axes.legend(labels.values(), labels.keys(), ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
-    axes.set_yticks(list(rows.values()), [names[pid].split(" (10.")[0].partition(" of ")[0] for pid in rows])
+    shown = list(labels.values()), list(labels)
+    axes.legend(*shown, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    axes.set_yticks(list(rows.values()), [names[pid].split(" (")[0].partition(" of ")[0] for pid in rows])
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     figure.savefig(output, dpi=110)

@@ -109,7 +109,7 @@ class Stage(col.CollectiveParticipant, Layers):
 
     def loop(self, stage: int, batches: int) -> None:
         """All micro-batches in one call. A result travels while the next one is made."""
-        sends: list[col.MemberWork] = []
+        sends: list[Any] = []
         for at in range(batches):
             if not self.is_first:
                 col.recv(self.inputs[at % SLOTS], stage - 1, GROUP)

@@ -28,6 +28,7 @@ from raycollect.errors import UnknownGroupError, refusal, wrong_argument
 from raycollect.errors.text import a_type
 from raycollect.member import verbs as imperative
 from raycollect.member.init import get_group_handle
+from raycollect.member.work import MemberWork
 
 
 # fmt: off
@@ -418,13 +419,15 @@ def recv_ref(
 @overload
 def barrier(group_name: GroupLike = ..., *, async_op: Literal[False] = ..., timeout_s: float | None = ...) -> None: ...
 @overload
-def barrier(group_name: GroupLike = ..., *, async_op: Literal[True], timeout_s: float | None = ...) -> Work: ...
+def barrier(group_name: GroupLike = ..., *, async_op: Literal[True],
+    timeout_s: float | None = ...) -> Work | MemberWork: ...
 @overload
-def barrier(group_name: GroupLike = ..., *, async_op: bool, timeout_s: float | None = ...) -> Work | None: ...
+def barrier(group_name: GroupLike = ..., *, async_op: bool,
+    timeout_s: float | None = ...) -> Work | MemberWork | None: ...
 # fmt: on
 def barrier(
     group_name: GroupLike = "default", *, async_op: bool = False, timeout_s: float | None = None
-) -> Work | None:
+) -> Work | MemberWork | None:
     """Brings all ranks of a group together: on the driver each has ended what was submitted to it before.
 
     Inside a member, with the mixin or without, it is an imperative call, which every member makes. Arguments and errors

@@ -17,7 +17,8 @@ class GroupError(RaycollectError):
     cure: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        text = f"group {self.group_name!r}: {self.detail or summary(type(self))}"
+        told = summary(type(self))
+        text = f"group {self.group_name!r}: {self.detail or told[:1].lower() + told[1:]}"
         return f"{text}\nWhat to do: {self.cure}." if self.cure else text
 
 

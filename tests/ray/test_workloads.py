@@ -105,6 +105,17 @@ def test_engines_compute_what_the_trainer_does():
     assert len(told(report)) == 4
 
 
+@pytest.mark.full
+@pytest.mark.usefixtures("tidy")
+def test_the_timeline_of_the_page_shows_plans_checks_and_kernels(tmp_path):
+    pytest.importorskip("matplotlib")
+    from examples import timeline
+
+    timeline.record(tmp_path / "timeline.json")
+
+    assert timeline.draw(tmp_path / "timeline.json", str(tmp_path / "timeline.png")) >= 3 + 9 + 9 + 9
+
+
 # ---------------------------------------------------------------------------------------------- their parts
 
 

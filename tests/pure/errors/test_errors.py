@@ -329,7 +329,7 @@ def test_a_group_error_names_the_group_and_the_detail(cls: type[GroupError]) -> 
 @pytest.mark.parametrize(
     ("error", "parts"),
     [
-        (UnknownGroupError(group_name="ring"), ("No group of that name", "declare_collective_group")),
+        (UnknownGroupError(group_name="ring"), ("no group of that name", "declare_collective_group")),
         (StoreFullError(limit=17), ("17", "raycollect.free")),
         (errors.ArenaFullError(nbytes=7, in_use=3, limit=9), ("7 bytes", "3 of at most 9", "RAYCOLLECT_ARENA_LIMIT")),
         (errors.ArenaFullError(nbytes=7, in_use=3, limit=9, detail="no pages"), ("7 bytes", "no pages", "What to do")),

@@ -25,6 +25,7 @@ from typing import Any, assert_type
 import ray
 
 import raycollect as col
+from raycollect.member.work import MemberWork
 
 
 def program(refs: list[ray.ObjectRef[float]], step: col.Capture, choice: bool) -> None:
@@ -32,8 +33,8 @@ def program(refs: list[ray.ObjectRef[float]], step: col.Capture, choice: bool) -
     assert_type(col.allreduce_refs(refs, async_op=True), col.Work)
     assert_type(col.allreduce_refs(refs, async_op=choice), list[ray.ObjectRef[Any]] | col.Work)
     assert_type(col.send_ref(refs[0], refs[1]), ray.ObjectRef[Any])
-    assert_type(col.barrier(async_op=True), col.Work)
-    assert_type(col.allreduce(refs, async_op=True), col.MemberWork)
+    assert_type(col.barrier(async_op=True), col.Work | MemberWork)
+    assert_type(col.allreduce(refs, async_op=True), MemberWork)
     assert_type(col.get(refs), list[float])
     assert_type(col.get(refs[0]), float)
     assert_type(step.run(async_op=True, rate=0.1), col.CapturedRun)
