@@ -159,6 +159,7 @@ class Receiver:
         for array, live in zip(self._back.arrays, self._side.live(), strict=True):
             np.copyto(array, live)  # what no layout covers
         self._parts = _Parts(())
+        self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
         self.state: RankState = RankState()
         self.span: tuple[Any, ...] = (tuple(self._side.ranges()), rank, tuple(layouts.items()))
 
@@ -177,6 +178,7 @@ class Receiver:
         wanted = {atom: version.digests[atom] for atom in self._parts.found}
         self.state = protocol.stage(self.state, version, wanted)
         failures: dict[Key, RaycollectError] = {}
+        before, self._mapped = self._mapped, {}
         read = 0
         with store.writing(self._back.ranges()):
             for at, holder in enumerate(holders):
@@ -189,6 +191,7 @@ class Receiver:
                     except RaycollectError as exc:
                         failures[holder.key] = exc
                         break
+        del before
         if self.state.missing:
             raise self._not_whole(version, holders, failures)
         landed = {atom: self.state.landed[atom] for atom in wanted}
@@ -235,6 +238,8 @@ class Receiver:
         def take(at: int, array: Array) -> None:
             nonlocal read
             read += array.nbytes
+            if array.base is not None:
+                self._mapped[holder.incarnation] = array
             found[some[at]] = self._land(some[at], array)
 
         fetch.read(

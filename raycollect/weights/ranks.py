@@ -20,6 +20,7 @@ from raycollect.errors import (
     RaycollectError,
     SelfDrivenError,
     Violation,
+    kept,
     refusal,
     wrong_argument,
 )
@@ -190,5 +191,5 @@ def _event(job: Job, rank: int, ref: Any) -> Event:
     except RayActorError:
         return Lost(rank)
     except RayTaskError as exc:
-        job.errors[rank] = cause_of(exc)
+        job.errors[rank] = kept(cause_of(exc))
         return Failed(rank)
