@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,25 @@ def test_pain_1_and_5_no_order_of_steps_shows_a_mixed_version_or_gives_a_false_r
             "the directory forgets",
         }
         assert any(name.startswith("a byte flips") for name in done)
+
+
+def _believes(state, version, found):
+    return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in found}})
+
+
+def _hurries(state):
+    return replace(state, phase=Phase.SHOWING, waiting=frozenset(range(RANKS))), Tell.SHOW
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"land": _believes}, {"_all_verified": _hurries, "may_show": lambda state, version: True}]
+)
+def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong):
+    for name, one in wrong.items():
+        monkeypatch.setattr(protocol, name, one)
+    with pytest.raises(AssertionError):
+        for world in explore(World(), 1, 1)[0]:
+            check(world)
 
 
 @pytest.mark.full
