@@ -70,7 +70,7 @@ def _hurries(state):
 def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong):
     for name, one in wrong.items():
         monkeypatch.setattr(protocol, name, one)
-    with pytest.raises(AssertionError, match="mixed version|label|false receipt|nobody had decided"):
+    with pytest.raises(AssertionError, match=r"mixed version|label|false receipt|nobody had decided"):
         explore(World(), 1, 1)
 
 
