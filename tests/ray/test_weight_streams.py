@@ -66,7 +66,7 @@ class Flow:
         self.faults[fault] += 1
         after_s = self.random.uniform(0, 0.03)
         if fault == "directory":
-            self.victim = threading.Timer(after_s, Directory(self.name).forget_all)
+            self.victim = threading.Timer(after_s, lambda: Directory(self.name)._delete("", by_prefix=True))
             self.victim.start()
         else:
             self.victim = self.trainer if fault == "trainer" else self.random.choice(self.readers)[0]

@@ -249,6 +249,10 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
             new.put()
             assert sub.update().version.epoch == 2
             assert looks([rollout], sub) == [([9.0], 1)]
+        with col.publish(replicas([first]), name) as newest:  # the one before has ended in good order
+            newest.put()
+            assert (newest.epoch, sub.update().version.epoch) == (3, 3)
+            assert looks([rollout], sub) == [([0.0], 1)]
 
 
 def test_what_is_refused(actors, name):
