@@ -25,7 +25,7 @@ class Box(NamedTuple):
     dtype: str
 
 
-def views(arrays: Sequence[Array], boxes: Sequence[Any]) -> list[Array]:
+def views(arrays: Sequence[Any], boxes: Sequence[Any]) -> list[Array]:
     """The boxes as views; ProtocolError where there is no such box."""
     try:
         return [_view(arrays[tensor], at, size) for tensor, at, size in boxes]
@@ -33,11 +33,12 @@ def views(arrays: Sequence[Array], boxes: Sequence[Any]) -> list[Array]:
         raise ProtocolError(detail=f"no box of what is held: {exc}") from exc
 
 
-def _view(array: Array, at: Sequence[int], size: Sequence[int]) -> Array:
+def _view(array: Any, at: Sequence[int], size: Sequence[int]) -> Array:
     for lo, count, most in zip(at, size, array.shape, strict=True):
         if lo < 0 or count < 0 or lo + count > most:
             raise ValueError(f"{count} from {lo} on, of {most}")
-    found: Array = array[(*(slice(lo, lo + count) for lo, count in zip(at, size, strict=True)), ...)]
+    place: Any = (*(slice(lo, lo + count) for lo, count in zip(at, size, strict=True)), ...)
+    found: Array = array[place]
     return found
 
 

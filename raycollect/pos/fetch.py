@@ -223,9 +223,9 @@ def _take(
     if found.get("segment"):
         try:
             memory = Segments.current().open(Segment(*found["segment"]))
-        except OSError as exc:
+        except (OSError, TypeError) as exc:
             raise _OutOfReach from exc
-        for at, view in enumerate(boxes.mapped(memory, found["rows"], wanted)):
+        for at, view in enumerate(boxes.mapped(memory, found.get("rows", ()), wanted)):
             take(at, view)
         client.tell(Copied())
         return

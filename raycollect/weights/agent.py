@@ -6,11 +6,11 @@ method sees does not change while it runs. Reads of other processes are served b
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -87,10 +87,11 @@ class _Kept:
     arrays: list[Array]
     key: Key | None = None
 
-    def serve(self, store: Store, key: Key) -> None:
-        tensors = tuple(self.arrays)
+    def serve(self, store: Store) -> Key:
+        tensors, key = tuple(self.arrays), Key(secrets.token_bytes(28))  # a key that was freed is never held again
         store.put(key, Container(Structure("list", (), (TENSOR,) * len(tensors)), tensors, list(tensors)))
         self.key = key
+        return key
 
     def withdraw(self, store: Store) -> None:
         if self.key is not None:
@@ -104,8 +105,7 @@ class _Kept:
 class Source:
     """One rank of a publisher: its tensors, and its parts of the two newest versions."""
 
-    def __init__(self, name: str, container: Container, layouts: Layouts, rank: int) -> None:
-        self._name = name
+    def __init__(self, container: Container, layouts: Layouts, rank: int) -> None:
         self._side = LocalSide("publish", container, layouts, rank, is_written=False)
         self._slots: dict[int, _Kept] = {}
 
@@ -130,9 +130,7 @@ class Source:
                 atom: digests.copied(self._side.box(slot.arrays, one), self._side.box(live, one))
                 for atom, (one,) in places.items()
             }
-        key = _key(self._name, version, "publisher", self._side.rank)
-        slot.serve(store, key)
-        return key, found
+        return slot.serve(store), found
 
     def close(self) -> None:
         """Serves nothing any more."""
@@ -159,6 +157,7 @@ class Receiver:
         for array, live in zip(self._back.arrays, self._side.live(), strict=True):
             np.copyto(array, live)  # what no layout covers
         self._parts = _Parts(())
+        self._mapped: dict[str, Array] = {}  # of the holders of the last version: their memory, which stays mapped
         self.state: RankState = RankState()
         self.span: tuple[Any, ...] = (tuple(self._side.ranges()), rank, tuple(layouts.items()))
 
@@ -177,6 +176,7 @@ class Receiver:
         wanted = {atom: version.digests[atom] for atom in self._parts.found}
         self.state = protocol.stage(self.state, version, wanted)
         failures: dict[Key, RaycollectError] = {}
+        before, self._mapped = self._mapped, {}
         read = 0
         with store.writing(self._back.ranges()):
             for at, holder in enumerate(holders):
@@ -189,6 +189,7 @@ class Receiver:
                     except RaycollectError as exc:
                         failures[holder.key] = exc
                         break
+        del before
         if self.state.missing:
             raise self._not_whole(version, holders, failures)
         landed = {atom: self.state.landed[atom] for atom in wanted}
@@ -207,9 +208,7 @@ class Receiver:
                     np.copyto(self._side.box(live, one), self._side.box(self._back.arrays, one))
             store.mark_written(self._side.wholes())
         self.state = protocol.show(self.state, version)
-        key = _key(self.name, version, Runtime.current().incarnation, self._side.rank)
-        self._back.serve(store, key)
-        return key
+        return self._back.serve(store)
 
     def close(self) -> None:
         """Serves nothing any more."""
@@ -235,6 +234,8 @@ class Receiver:
         def take(at: int, array: Array) -> None:
             nonlocal read
             read += array.nbytes
+            if array.base is not None:
+                self._mapped[holder.incarnation] = array
             found[some[at]] = self._land(some[at], array)
 
         fetch.read(
@@ -274,11 +275,6 @@ class Receiver:
         return VersionNotWholeError(
             name=self.name, version=str(version), rank=self._side.rank, actor=who, detail=detail
         )
-
-
-def _key(name: str, version: Version, holder: str, rank: int) -> Key:
-    text = f"{name}/{version.epoch}/{version.number}/{holder}/{rank}"
-    return Key(blake2b(text.encode(), digest_size=28).digest())
 
 
 # ---------------------------------------------------------------------------------------------- what a driver calls
@@ -321,7 +317,7 @@ def attach_source(actor: Any, name: str, epoch: int, key: Key, layouts: Layouts,
         before = _agents.sources.pop((name, rank), None)
         if before is not None:
             before[1].close()
-        _agents.sources[name, rank] = epoch, Source(name, _held(key), layouts, rank)
+        _agents.sources[name, rank] = epoch, Source(_held(key), layouts, rank)
     return _attached(actor, "publish")
 
 
@@ -385,7 +381,9 @@ def shown(subscription: str) -> tuple[bool, Version | None]:
 def _receiver(subscription: str, rank: int) -> Receiver:
     found = _agents.receivers.get(subscription, {}).get(rank)
     if found is None:
-        raise VersionNotWholeError(name="", rank=rank, detail="its process was started anew: subscribe again")
+        raise VersionNotWholeError(
+            name="", rank=rank, detail="its process was started anew, or others subscribed its tensors"
+        )
     return found
 
 

@@ -84,7 +84,6 @@ class Directory:
         self._prefix = f"weights/{quote(name, safe='')}/"
         self._layouts: dict[bytes, Layouts] = {}
         self._own: dict[bytes, bytes] = {}
-        self._versions: dict[tuple[int, int], Version] = {}
 
     # ------------------------------------------------------------------------------------------ epochs
 
@@ -152,16 +151,12 @@ class Directory:
 
     def version(self, epoch: int, number: int) -> Version | None:
         """One version; None: it is not known any more."""
-        found = self._versions.get((epoch, number))
-        if found is None:
-            packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
-            if packed is None:
-                return None
-            publisher, signature, nbytes, dtypes, count, rows = msgpack.unpackb(packed, use_list=False)
-            digests = {(name, (lo, hi)): digest for name, lo, hi, digest in rows}
-            found = Version(epoch, number, publisher, signature, nbytes, digests, dtypes, count)
-            self._versions = {(epoch, number): found}
-        return found
+        packed = self._get(f"versions/{_numbered(Version(epoch, number))}")
+        if packed is None:
+            return None
+        publisher, signature, nbytes, dtypes, count, rows = msgpack.unpackb(packed, use_list=False)
+        digests = {(name, (lo, hi)): digest for name, lo, hi, digest in rows}
+        return Version(epoch, number, publisher, signature, nbytes, digests, dtypes, count)
 
     def latest(self) -> Version | None:
         """The newest version; None: there is none."""
@@ -200,8 +195,9 @@ class Directory:
         self._delete(f"holders/{_numbered(version)}/{key.hex()}")
 
     def forget_all(self) -> None:
-        """Removes all records of the publication."""
-        self._delete("", by_prefix=True)
+        """Removes all records of the publication but that of its epoch, so that the next one gets another."""
+        for place in ("versions/", "holders/", "layouts/"):
+            self._delete(place, by_prefix=True)
 
     # ------------------------------------------------------------------------------------------ Ray's store
 

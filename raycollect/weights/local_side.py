@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from raycollect.backends import arrays
 from raycollect.backends.arrays import Array, DeviceArray
+from raycollect.backends.elements import name_of
 from raycollect.core.model import TensorInfo
 from raycollect.engine.packed_boxes import box_of, unfold
 from raycollect.errors import Violation, refusal, wrong_layout
@@ -61,7 +64,7 @@ class LocalSide:
                 )
         return found
 
-    def _arrays(self) -> list[Array]:
+    def _arrays(self) -> list[Any]:
         return [arrays.memory(self._container.tensors[place]) for place in self._places]
 
     def live(self) -> list[Array]:
@@ -79,7 +82,7 @@ class LocalSide:
     def made(self) -> list[Array]:
         """New arrays of the same shapes, in shared memory where there is some."""
         live = self.live()
-        infos = (TensorInfo(shape=one.shape, dtype=arrays.name_of(one.dtype), itemsize=one.itemsize) for one in live)
+        infos = (TensorInfo(shape=one.shape, dtype=name_of(one.dtype), itemsize=one.itemsize) for one in live)
         return [allocate(info) for info in infos]
 
     def tensor(self, name: str) -> int:

@@ -13,6 +13,7 @@ from raycollect.errors import (
     PublisherReplacedError,
     VersionNotPutError,
     VersionTimeoutError,
+    anew,
     refusal,
     wrong_argument,
 )
@@ -188,7 +189,7 @@ class Publication:
             raise VersionNotPutError(**where, detail=detail)
         for rank, error in job.errors.items():
             if isinstance(error, PublisherReplacedError):
-                raise error
+                raise anew(error)
             detail = "it could not copy its tensors"
             raise VersionNotPutError(**where, rank=rank, actor=self._attached[rank].actor, detail=detail) from error
         gone = min(set(range(len(self._ranks))) - set(job.round.done))

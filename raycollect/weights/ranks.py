@@ -20,6 +20,7 @@ from raycollect.errors import (
     RaycollectError,
     SelfDrivenError,
     Violation,
+    kept,
     refusal,
     wrong_argument,
 )
@@ -173,9 +174,9 @@ def drive(jobs: Sequence[tuple[Job, Tell]], timeout_s: float) -> None:
             return
         for ref in ready:
             job, rank = pending.pop(ref)
-            job.round, tell = protocol.advance(job.round, _event(job, rank, ref))
-            if tell is not None and tell is not Tell.POST:
-                _tell(pending, job, tell)
+            job.round, following = protocol.advance(job.round, _event(job, rank, ref))
+            if following is not None and following is not Tell.POST:
+                _tell(pending, job, following)
         pending = {ref: one for ref, one in pending.items() if not one[0].round.is_over}
 
 
@@ -190,5 +191,5 @@ def _event(job: Job, rank: int, ref: Any) -> Event:
     except RayActorError:
         return Lost(rank)
     except RayTaskError as exc:
-        job.errors[rank] = cause_of(exc)
+        job.errors[rank] = kept(cause_of(exc))
         return Failed(rank)

@@ -12,10 +12,13 @@ from typing import Any
 from raycollect.core import ray_internals
 from raycollect.core.model import Key
 from raycollect.errors import (
+    RaycollectError,
     UnknownVersionError,
     VersionError,
     VersionNotWholeError,
     VersionTimeoutError,
+    anew,
+    kept,
     refusal,
     wrong_argument,
 )
@@ -261,7 +264,7 @@ class Subscription:
             seconds=time.monotonic() - began_s,
         )
 
-    def _failure(self, job: Job, timeout_s: float) -> Exception:
+    def _failure(self, job: Job, timeout_s: float) -> RaycollectError:
         where: dict[str, Any] = {"name": self.name, "version": str(job.round.version)}
         if job.is_late:
             late = tuple(sorted(job.round.waiting))
@@ -274,7 +277,7 @@ class Subscription:
                 detail=f"after {timeout_s:g} s these had not come: rank {who}",
             )
         for error in job.errors.values():
-            return error
+            return anew(error)
         if not job.round.done:
             return VersionNotWholeError(**where, detail="the processes of all its ranks have ended")
         return VersionNotWholeError(**where, detail="another driver has updated the same actors meanwhile")
@@ -310,7 +313,7 @@ def update_all(subscriptions: Sequence[Subscription], version: int | Version | s
     """Updates several receiver groups side by side; see `Subscription.update`."""
     began_s = time.monotonic()
     done: dict[int, Receipt] = {}
-    errors: dict[int, Exception] = {}
+    errors: dict[int, VersionError] = {}
     todo = {at: one.find(version) for at, one in enumerate(subscriptions)}
     while todo:
         left_s = timeout_s - (time.monotonic() - began_s)
@@ -325,10 +328,10 @@ def update_all(subscriptions: Sequence[Subscription], version: int | Version | s
                 if newer is not None and newer > todo[at]:
                     again[at] = newer
                 else:
-                    errors[at] = exc
+                    errors[at] = kept(exc)
         todo = again
     if errors:
-        raise next(iter(errors.values()))
+        raise anew(next(iter(errors.values())))
     return [done[at] for at in range(len(subscriptions))]
 
 

@@ -77,13 +77,15 @@ def test_pain_1_bits_that_are_not_those_put_are_never_shown(actors, name):
 
 
 def test_pain_1_replicas_that_differ_are_not_put(actors, name):
-    trainers = actors(Weights, 2)
-    with col.publish(replicas(trainers), name) as pub:
+    *trainers, rollout = actors(Weights, 3)
+    with col.publish(replicas(trainers), name) as pub, col.subscribe(name, replicas([rollout])) as sub:
         ray.get(trainers[0].fill.remote(1, ["down"]))
         with pytest.raises(errors.VersionNotPutError, match=r"replicas have different bits in 1 atoms.*'down'"):
             pub.put()
         ray.get(trainers[1].fill.remote(1, ["down"]))
         assert pub.put().number == 1
+        assert sub.update().nbytes == sub.version().nbytes
+        assert sub.update().nbytes == 0
 
 
 def test_pain_1_a_retry_reads_what_is_missing(actors, name):
@@ -247,6 +249,10 @@ def test_pain_5_who_was_replaced_puts_nothing(actors, name):
             new.put()
             assert sub.update().version.epoch == 2
             assert looks([rollout], sub) == [([9.0], 1)]
+        with col.publish(replicas([first]), name) as newest:  # the one before has ended in good order
+            newest.put()
+            assert (newest.epoch, sub.update().version.epoch) == (3, 3)
+            assert looks([rollout], sub) == [([0.0], 1)]
 
 
 def test_what_is_refused(actors, name):

@@ -15,7 +15,7 @@ from raycollect.cli.doctor.findings import MISSING, OK, WARNING, ChildError, Fin
 from raycollect.planner.wording import counted
 
 # Package -> the lowest version that raycollect works with, as pyproject.toml has it.
-REQUIRED = {"ray": "2.57", "numpy": "1.24", "ml_dtypes": "0.4", "click": "8.2", "msgpack": "1.0.5"}
+REQUIRED = {"ray": "2.57", "numpy": "1.24", "ml_dtypes": "0.4", "click": "8.2", "msgpack": "1.0.5", "xxhash": "3"}
 
 LOWEST_PYTHON = (3, 10)
 

@@ -33,6 +33,7 @@ def value(rng: random.Random, hint: Any) -> Any:
         int: lambda: rng.choice((0, 1, 2, -1, 2**31, 2**63, -(2**63), rng.randrange(10))),
         float: lambda: rng.choice((0.0, -1.0, 1e-9, float("inf"), rng.random())),
         bool: lambda: rng.random() < 0.5,
+        Any: lambda: rng.choice((None, -1, "x", [], {}, [0, [0], [1]], [0, [2**63], [-1]])),
         str: lambda: rng.choice(("", "g", "all", "0>1", "9>9", "x" * 300, "\0", "𝄞")),
         bytes: lambda: rng.randbytes(rng.choice((0, 1, 16, 28, 500))),
     }

@@ -28,6 +28,7 @@ _BY_HINT: dict[Any, st.SearchStrategy[Any]] = {
     dict[str, Any] | None: st.none() | _PLAIN,
     list[str]: st.lists(_TEXT, max_size=4),
     list[int]: st.lists(_INTS, max_size=4),
+    list[Any]: st.lists(_PLAIN, max_size=3),
     list[bytes]: st.lists(st.binary(max_size=20), max_size=4),
     tuple[int, ...]: st.lists(_INTS, max_size=4).map(tuple),
     tuple[tuple[float, ...], ...]: st.lists(st.tuples(st.floats(allow_nan=False)), max_size=3).map(tuple),

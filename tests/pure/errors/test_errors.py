@@ -63,6 +63,7 @@ REPORT = RankReport(
 SAMPLES: dict[str, Any] = {
     "str": "some text: äöü",
     "int": 3,
+    "bool": True,
     "float": 2.5,
     "tuple[int, ...]": (1, 2),
     "tuple[str, ...]": ("first", "second"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -13,20 +13,17 @@ from tests.pure.weights.world import ATOMS, DRIVER, RANKS, World, digest, is_who
 V1 = Version(1, 1, digests={atom: digest(1) for atom in ATOMS})
 
 
-def explore(first: World, puts: int, updates: int) -> tuple[list[World], Counter[str], list[World]]:
-    """All worlds that can come of one, what was done, and the worlds in which nothing more happens."""
-    seen, todo, done, ends = {first.key: first}, [first], Counter(), []
+def explore(first: World, puts: int, updates: int) -> tuple[list[World], set[str]]:
+    """All worlds that can come of one, each checked, and what was done."""
+    seen, todo, done = {first.key: first}, [first], set()
     while todo:
-        world = todo.pop()
-        after = list(steps(world, puts, updates))
-        if not after:
-            ends.append(world)
-        for name, one in after:
-            done[name] += 1
+        for name, one in steps(todo.pop(), puts, updates):
+            done.add(name)
             if one.key not in seen:
+                check(one)
                 seen[one.key] = one
                 todo.append(one)
-    return list(seen.values()), done, ends
+    return list(seen.values()), done
 
 
 def check(world: World) -> None:
@@ -40,16 +37,14 @@ def check(world: World) -> None:
     for receipt in world.receipts:
         assert receipt.done
         for rank, digests in receipt.done.items():
-            assert digests == receipt.version.digests
+            assert digests == receipt.version.digests, "a false receipt"
             assert world.readers[rank].state.shown >= receipt.version, "a receipt of what the rank does not show"
             assert rank not in receipt.lost
 
 
 @pytest.mark.parametrize(("puts", "updates", "faults"), [(1, 1, 1), (2, 1, 0)])
 def test_pain_1_and_5_no_order_of_steps_shows_a_mixed_version_or_gives_a_false_receipt(puts, updates, faults):
-    worlds, done, _ = explore(World(faults=faults), puts, updates)
-    for world in worlds:
-        check(world)
+    worlds, done = explore(World(faults=faults), puts, updates)
     assert any(world.receipts for world in worlds)
     if faults:
         assert {name for name in done if name.endswith(("dies", "forgets"))} >= {
@@ -61,21 +56,37 @@ def test_pain_1_and_5_no_order_of_steps_shows_a_mixed_version_or_gives_a_false_r
         assert any(name.startswith("a byte flips") for name in done)
 
 
+def _believes(state, version, found):
+    return replace(state, landed={**state.landed, **{atom: state.wanted[atom] for atom in found}})
+
+
+def _hurries(state):
+    return replace(state, phase=Phase.SHOWING, waiting=frozenset(range(RANKS))), Tell.SHOW
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"land": _believes}, {"_all_verified": _hurries, "may_show": lambda state, version: True}]
+)
+def test_the_search_finds_what_is_wrong_with_a_protocol(monkeypatch, wrong):
+    for name, one in wrong.items():
+        monkeypatch.setattr(protocol, name, one)
+    with pytest.raises(AssertionError, match=r"mixed version|label|false receipt|nobody had decided"):
+        explore(World(), 1, 1)
+
+
 @pytest.mark.full
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("puts", "updates", "faults"), [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
 def test_pain_1_and_5_longer_runs(puts, updates, faults):
-    for world in explore(World(faults=faults), puts, updates)[0]:
-        check(world)
+    explore(World(faults=faults), puts, updates)
 
 
 def test_pain_2_after_any_fault_readers_that_live_can_have_the_version_while_a_holder_of_each_atom_lives():
-    worlds, _, _ = explore(World(), 1, 1)
+    worlds, _ = explore(World(), 1, 1)
     stranded = [one for one in worlds if DRIVER in one.dead and one.posted and not one.told]
     assert stranded
     for world in {one.key: one for one in map(restarted, stranded)}.values():
-        again, _, _ = explore(world, 1, world.updates + 1)
-        for one in again:
-            check(one)
+        again, _ = explore(world, 1, world.updates + 1)
         assert any(one.receipts for one in again), "nobody can go on"
 
 

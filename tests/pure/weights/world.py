@@ -14,7 +14,7 @@ from raycollect.weights.protocol import Failed, Lost, RankState, Round, Sealed, 
 
 RANKS = 2
 ATOMS = tuple((name, ((0,), (1,))) for name in "ab")
-TORN = -1
+TORN, FLIPPED = -1, 77
 PUBLISHER, DRIVER = "publisher", "driver"
 
 
@@ -126,13 +126,15 @@ def _stage(left: World, world: World, rank: int) -> Iterator[tuple[str, World]]:
     found = {slot[1] for at, slot in enumerate(world.slots) if at == place and ("trainer", at) not in world.dead}
     others = (one for at, one in enumerate(world.readers) if at != rank and ("reader", at) not in world.dead)
     found |= {one.back[place] for one in others if one.state.shown == one.state.staged == version}
-    for value in sorted(found):
+    arriving = [(f"{value} comes to reader {rank}", value, world) for value in sorted(found)]
+    if world.faults:
+        faulty = replace(world, faults=world.faults - 1)
+        arriving.append((f"a byte flips on its way to reader {rank}", FLIPPED, faulty))
+    for name, value, then in arriving:
         back = _set(reader.back, place, value)
         state = protocol.land(reader.state, version, {atom: digest(value)})
-        if state != reader.state:
-            yield f"reader {rank} has {value} in {atom[0]}", _with(world, rank, Reader(state, back, reader.front))
-        elif back != reader.back:  # it asks another holder, or again
-            yield f"reader {rank} has wrong {value} in {atom[0]}", _with(world, rank, replace(reader, back=back))
+        if (state, back) != (reader.state, reader.back):  # else it asks another holder, or again
+            yield name, _with(then, rank, Reader(state, back, reader.front))
     yield f"reader {rank} finds no holder", _say(left, DRIVER, Failed(rank))
 
 
@@ -168,11 +170,8 @@ def _faults(world: World) -> Iterator[tuple[str, World]]:
         yield "the directory forgets", replace(world, posted=None)
     if world.updates:
         yield "the readers' driver dies", replace(world, dead=world.dead | {DRIVER})
-        for rank, reader in enumerate(world.readers):
+        for rank in range(RANKS):
             yield f"reader {rank} dies", replace(world, dead=world.dead | {("reader", rank)})
-            flipped = replace(reader, back=_set(reader.back, 0, 77))
-            if not reader.state.landed and reader.back != flipped.back:
-                yield f"a byte flips on its way to reader {rank}", _with(world, rank, flipped)
 
 
 def restarted(world: World) -> World:
