@@ -80,6 +80,9 @@ def allreduce_hook(process_group: Any, bucket: Any) -> Any:
     return work.get_future().then(lambda ended: ended.value()[0])
 
 
+allreduce_hook.__annotations__.clear()  # DDP takes its own types there, or none
+
+
 class TorchStore:
     """A `BootstrapStore` in a store of torch, which has a prefix for each group."""
 

@@ -85,6 +85,8 @@ def every_operation(rank, world):
 
 def _alike(ours, theirs, exact, what):
     limits = {"rtol": 0, "atol": 0} if exact else {}
+    if not exact and ours and ours[0].dtype is torch.bfloat16:  # which gloo rounds behind each step
+        limits = {"rtol": 0.04, "atol": 0.04}
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, **limits, msg=lambda told: f"{what}: {told}")
 
