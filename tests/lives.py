@@ -23,7 +23,7 @@ RESET_TIMEOUT_S = 5.0
 METHOD_TIMEOUT_S = 0.5
 """How long the methods of a test may go on after it."""
 
-MOST_LIVES = 40
+MOST_LIVES = 60
 """Each leaves a few idle threads behind."""
 
 _MADE_ANEW = (types.MethodType, staticmethod, classmethod)
