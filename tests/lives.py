@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from traceback import walk_stack
 from typing import Any
 
@@ -23,8 +23,10 @@ RESET_TIMEOUT_S = 5.0
 METHOD_TIMEOUT_S = 0.5
 """How long the methods of a test may go on after it."""
 
-MOST_LIVES = 40
+MOST_LIVES = 60
 """Each leaves a few idle threads behind."""
+
+_MADE_ANEW = (types.MethodType, staticmethod, classmethod)
 
 
 def lasting(cls: Any) -> Any:
@@ -71,7 +73,7 @@ def _note(actor: Any) -> None:
     from raycollect.pos.segments import Segments
 
     Segments.current()  # the arena stays
-    sys._raycollect_first = (_look(), 0)  # type: ignore[attr-defined]
+    sys._raycollect_first = (dict(os.environ), _look(), 0)  # type: ignore[attr-defined]
 
 
 def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
@@ -80,7 +82,7 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     from raycollect.member.runtime import Runtime
     from raycollect.observe import Tracer
 
-    first, lives = sys._raycollect_first  # type: ignore[attr-defined]
+    environment, looked, lives = sys._raycollect_first  # type: ignore[attr-defined]
     if not _comes_true(lambda: not _is_busy(), METHOD_TIMEOUT_S):
         return False
     runtime, process_groups = Runtime._current, ProcessGroups._current
@@ -99,10 +101,9 @@ def _begin_again(actor: Any, args: tuple[Any, ...], timeout_s: float) -> bool:
     Runtime._current = ProcessGroups._current = Tracer._current = (
         None  # the arena stays: it is empty once nobody uses it
     )
-    now = _look()
-    if any(now.get(name) != value for name, value in first.items()) or lives == MOST_LIVES:
+    if dict(os.environ) != environment or not _is_same(looked) or lives == MOST_LIVES:
         return False
-    sys._raycollect_first = (first, lives + 1)  # type: ignore[attr-defined]
+    sys._raycollect_first = (environment, looked, lives + 1)  # type: ignore[attr-defined]
     vars(actor).clear()
     actor.__init__(*args)
     return True
@@ -124,31 +125,26 @@ def _comes_true(condition: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _look() -> dict[str, Any]:
-    """What tests change: names of raycollect's modules and classes, and the environment."""
-    found: dict[str, Any] = {"environment": dict(os.environ)}
-    for name, module in list(sys.modules.items()):
-        if name.split(".")[0] != "raycollect":
-            continue
+def _look() -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """What tests change, each with a copy: the modules of raycollect, their tables and their classes."""
+    modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "raycollect"}
+    found = [(sys.modules, modules)]
+    for name, module in modules.items():
+        spaces = [vars(module)]
         for key, value in vars(module).items():
-            found[f"{name}.{key}"] = _Same(value)
             if isinstance(value, dict) and key.isupper():  # a table
-                found |= {f"{name}.{key}[{at!r}]": _Same(held) for at, held in value.items()}
+                spaces.append(value)
             if isinstance(value, type) and value.__module__ == name:
-                found |= {f"{name}.{key}.{one}": _Same(held) for one, held in vars(value).items()}
+                spaces.append(vars(value))
+        found += [(space, dict(space)) for space in spaces]
     return found
 
 
-class _Same:
-    """Equal to another of the very same object."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        mine, its = self.value, other.value if isinstance(other, _Same) else other
-        if isinstance(mine, (types.MethodType, staticmethod, classmethod)):
-            return type(mine) is type(its)
-        return mine is its
-
-    __hash__ = object.__hash__
+def _is_same(looked: list[tuple[Mapping[str, Any], dict[str, Any]]]) -> bool:
+    """Whether all that was there is there still: the very same object, but of methods, which are made anew."""
+    for space, before in looked:
+        for name, value in before.items():
+            found = space.get(name)
+            if found is not value and not (isinstance(value, _MADE_ANEW) and type(found) is type(value)):
+                return False
+    return True

@@ -82,13 +82,13 @@ def test_allreduce_into_new_tensors(group):
         np.testing.assert_array_equal(found, given)
 
 
-@pytest.mark.parametrize("root", [0, 1, 2])
-def test_broadcast(group, root):
-    arrays = inputs(3, (1001,), "float32", seed=root)
-    refs = hold(group.actors, arrays)
-    assert col.broadcast_refs(refs, src_rank=root) == refs
-    for found in col.get(refs):
-        np.testing.assert_array_equal(found, arrays[root])
+def test_broadcast(group):
+    for root in range(3):
+        arrays = inputs(3, (1001,), "float32", seed=root)
+        refs = hold(group.actors, arrays)
+        assert col.broadcast_refs(refs, src_rank=root) == refs
+        for found in col.get(refs):
+            np.testing.assert_array_equal(found, arrays[root])
 
 
 def test_send_to_a_ref_and_to_an_actor(group):

@@ -81,6 +81,7 @@ def notebook_of(*cells):
     return nbformat.v4.new_notebook(cells=made)
 
 
+@pytest.mark.full
 def test_unplanned_cell_failure_is_raised(environment):
     planned, not_planned = ("1 / 0", refresh.FAILS), ("[][0]",)
     with pytest.raises(CellExecutionError, match="IndexError"):
@@ -377,6 +378,7 @@ def test_cells_that_declare_can_be_run_again(session):
     session.run("refs = [worker.get_buffer.remote() for worker in workers]; del more")
 
 
+@pytest.mark.full  # tests/faults/test_drivers.py has a driver that follows another
 def test_actors_that_outlive_a_restart_are_driven_by_the_new_kernel(session):
     """The last test of this kernel: its names are gone."""
     session.run(

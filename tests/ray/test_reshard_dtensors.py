@@ -54,20 +54,29 @@ FSDP = {"up": [("SS", 0), ("S", 0)], "norm": [("R",), ("S", 0)]}  # FSDP2 over t
 HALVES = {"up": col.layout([8, 5], mesh={"tp": 2}, spec=("tp",)), "norm": col.layout([5], mesh={"dp": 2})}
 
 
-@pytest.fixture(scope="module")
-def jobs(cluster, tmp_path_factory):
-    """Workers of two jobs of torch, of four ranks and of two."""
-    store = tmp_path_factory.mktemp("stores")
-    made = [[Worker.options(num_cpus=0).remote() for _ in range(world)] for world in (4, 2)]
-    for job in made:
-        ray.get([w.call.remote(join, str(store / str(len(job))), rank, len(job)) for rank, w in enumerate(job)])
+def _job(world, tmp_path_factory):
+    store = tmp_path_factory.mktemp("store") / "file"
+    made = [Worker.options(num_cpus=0).remote() for _ in range(world)]
+    ray.get([worker.call.remote(join, str(store), rank, world) for rank, worker in enumerate(made)])
     yield made
-    for worker in (*made[0], *made[1]):
+    for worker in made:
         ray.kill(worker)
 
 
-def test_both_sides_say_their_layouts(jobs):
-    four, two = jobs
+@pytest.fixture(scope="module")
+def four(cluster, tmp_path_factory):
+    """Workers of a job of torch."""
+    yield from _job(4, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def two(cluster, tmp_path_factory):
+    """The same, of another one."""
+    yield from _job(2, tmp_path_factory)
+
+
+@pytest.mark.full  # six processes import torch; tests/pure/planner/test_dtensors.py has all layouts
+def test_both_sides_say_their_layouts(four, two):
     given = [w.make.remote(make, (2, 2), FSDP, True) for w in four]
     taken = [w.make.remote(make, (2,), COLUMNS, False) for w in two]
     assert col.plan(col.reshard_refs, given, taken).rows[0].op == "reshard"
@@ -79,36 +88,34 @@ def test_both_sides_say_their_layouts(jobs):
     np.testing.assert_array_equal(got["up"], WHOLE["up"][:, :3])
 
 
-def test_one_side_says_it_and_the_other_has_words_or_patterns(jobs):
-    workers = jobs[1]
-    given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
+def test_one_side_says_it_and_the_other_has_words_or_patterns(two):
+    given = [w.make.remote(make, (2,), COLUMNS, True) for w in two]
     for src in (None, {"up": col.layout([8, 5], mesh={"tp": 2}, spec=(None, "tp")), "n?": HALVES["norm"]}):
-        made = col.get(col.reshard_refs(given, workers, src=src, dst=HALVES))
+        made = col.get(col.reshard_refs(given, two, src=src, dst=HALVES))
         np.testing.assert_array_equal(made[1]["up"], WHOLE["up"][4:])
-    said = ray.get(workers[0].call.remote(layouts))
-    assert said == ray.get(workers[1].call.remote(layouts))
-    made = col.get(col.reshard_refs(given[::-1], workers, dst={"u*": HALVES["up"], "*": HALVES["norm"]}))
+    said = ray.get(two[0].call.remote(layouts))
+    assert said == ray.get(two[1].call.remote(layouts))
+    made = col.get(col.reshard_refs(given[::-1], two, dst={"u*": HALVES["up"], "*": HALVES["norm"]}))
     np.testing.assert_array_equal(made[1]["up"], WHOLE["up"][4:])
-    back = col.reshard_refs([w.make.remote(lambda self: self.held) for w in workers], workers, src=said, dst=HALVES)
+    back = col.reshard_refs([w.make.remote(lambda self: self.held) for w in two], two, src=said, dst=HALVES)
     np.testing.assert_array_equal(col.get(back)[0]["up"], WHOLE["up"][:4])
 
 
-def test_a_dtensor_on_another_mesh_is_refused_by_name(jobs):
-    workers = jobs[0]
-    pairs = [w.make.remote(make, (2, 2), COLUMNS, True, "tp") for w in workers]
+@pytest.mark.full
+def test_a_dtensor_on_another_mesh_is_refused_by_name(four):
+    pairs = [w.make.remote(make, (2, 2), COLUMNS, True, "tp") for w in four]
     with pytest.raises(errors.LayoutError, match=r"src of 'up' is a DTensor on .* of ranks 2, 3") as caught:
-        col.reshard_refs(pairs, workers, dst=HALVES)
+        col.reshard_refs(pairs, four, dst=HALVES)
     assert {one.field for one in caught.value.violations} == {"src of 'up'", "src of 'norm'"}
     with pytest.raises(errors.LayoutError, match="mesh of the 1 ranks that src_refs are"):
-        col.reshard_refs(pairs[:1], workers[1:3], dst=HALVES)
-    made = col.get(col.reshard_refs(pairs[2:], workers[:2], dst=HALVES))
+        col.reshard_refs(pairs[:1], four[1:3], dst=HALVES)
+    made = col.get(col.reshard_refs(pairs[2:], four[:2], dst=HALVES))
     np.testing.assert_array_equal(made[0]["up"], WHOLE["up"][:4])
 
 
-def test_targets_without_tensors_and_other_verbs_are_told(jobs):
-    workers = jobs[1]
-    given = [w.make.remote(make, (2,), COLUMNS, True) for w in workers]
+def test_targets_without_tensors_and_other_verbs_are_told(two):
+    given = [w.make.remote(make, (2,), COLUMNS, True) for w in two]
     with pytest.raises(errors.LayoutError, match="not known before the call what dst_refs"):
-        col.reshard_refs(given, workers)
+        col.reshard_refs(given, two)
     with pytest.raises(errors.NotATensorError, match="reshard_refs takes DTensors"):
         col.allreduce_refs(given)
