@@ -222,8 +222,7 @@ class MemberCommunicator:
             self._objecting = self._callers.contest if object_to is not None else None
         if communicator is None:
             self._give_up()
-            communicator = self._form(deadline_s)
-            if communicator is None:
+            if (communicator := self._form(deadline_s)) is None:
                 return None
         with self._changed:
             self._seq += 1
