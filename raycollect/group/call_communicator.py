@@ -15,10 +15,9 @@ from raycollect.group.hub_client import HubClient
 
 
 class CallCommunicator:
-    """A backend's communicator by the group's ranks, within the call's time. Methods are those of `Communicator`.
+    """A backend's communicator by the group's ranks. Methods are those of `Communicator`.
 
     Attributes:
-        communicator: The backend's.
         deadline_s: Until when the call under way may last, by `time.monotonic`.
     """
 
@@ -28,7 +27,7 @@ class CallCommunicator:
         self.device: Any = getattr(communicator, "device", "")  # where it says on which one it works
         self.meeting: str = hub.generation  # what tells its launches from those of other communicators in timelines
         self._hub = hub
-        self.communicator = communicator
+        self._communicator = communicator
         self.deadline_s: float = 0.0
         self._everyone = tuple(range(len(hub.ranks)))  # of the communicator's own ranks
         self._is_whole = hub.ranks == self._everyone
@@ -37,7 +36,7 @@ class CallCommunicator:
     def stage(self, launch: Launch, kernel: Kernel) -> None:
         """Stages a kernel."""
         try:
-            self.communicator.stage(self._within_deadline(launch), self._mapped(kernel))
+            self._communicator.stage(self._within_deadline(launch), self._mapped(kernel))
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -46,7 +45,7 @@ class CallCommunicator:
         """Exchanges arrivals."""
         self._check_going()
         try:
-            blobs = self.communicator.agree(self._within_deadline(launch), arrival)
+            blobs = self._communicator.agree(self._within_deadline(launch), arrival)
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -60,7 +59,7 @@ class CallCommunicator:
         self._check_going()
         try:
             within = self._within_deadline(launch)
-            brought = meet_again(self.communicator, within, self._mapped(kernel), arrival, expected)
+            brought = meet_again(self._communicator, within, self._mapped(kernel), arrival, expected)
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -70,17 +69,17 @@ class CallCommunicator:
     def launch(self, launch: Launch, kernel: Kernel) -> Completion:
         """Launches a kernel."""
         try:
-            return self.communicator.launch(self._inside(launch), self._mapped(kernel))
+            return self._communicator.launch(self._inside(launch), self._mapped(kernel))
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
 
     def launch_together(self, launch: Launch, kernels: Sequence[Kernel]) -> int:
         """Launches kernels as one, where the backend can; see `protocols.Together`."""
-        if not isinstance(self.communicator, Together):
+        if not isinstance(self._communicator, Together):
             return 0
         try:
-            return self.communicator.launch_together(self._inside(launch), [self._mapped(one) for one in kernels])
+            return self._communicator.launch_together(self._inside(launch), [self._mapped(one) for one in kernels])
         except RaycollectError as exc:
             self._translate(exc, launch)
             raise
@@ -88,12 +87,12 @@ class CallCommunicator:
     def end(self, launch: Launch, ok: bool) -> tuple[int, ...]:
         """Ends a launch."""
         self._kernels.clear()
-        ended = self.communicator.end(self._inside(launch), ok)
+        ended = self._communicator.end(self._inside(launch), ok)
         return ended if self._is_whole else tuple(self._hub.ranks[rank] for rank in ended)
 
     def abort(self, seq: int) -> None:
         """Aborts a launch."""
-        self.communicator.abort(seq)
+        self._communicator.abort(seq)
 
     def close(self) -> None:
         """Does nothing: `MemberCommunicator` closes it."""

@@ -159,8 +159,7 @@ class MemberCommunicator:
         """Notes a call of this thread. If another thread's call has not ended, that begins again, to be refused too."""
         if self._callers.come(op):
             with self._changed:
-                communicator, seq = self._communicator, self._seq
-                hub = self.hub
+                communicator, seq, hub = self._communicator, self._seq, self.hub
                 recalls = communicator is not None and hub.call and not hub.agreed and self._objecting is None
                 if recalls:
                     hub.recalled = True
@@ -190,7 +189,6 @@ class MemberCommunicator:
         return self._under_way(op, timeout_s, time.monotonic(), meet)
 
     def _under_way(self, op: str, timeout_s: float, since_s: float, run: Callable[[float], _Result]) -> _Result:
-        # Runs a call, given its deadline.
         with self._in_use:
             with self._changed:
                 self._objecting = None
@@ -198,8 +196,7 @@ class MemberCommunicator:
                 self.hub.begin()
             self._owner.watchdog.begun()
             try:
-                broken = self._owner.why_not(self.ranks)
-                if broken is not None:
+                if (broken := self._owner.why_not(self.ranks)) is not None:
                     raise anew(broken)
                 return run(since_s + timeout_s)
             except RaycollectError as exc:
@@ -212,10 +209,10 @@ class MemberCommunicator:
                     self._give_up()
 
     def _attempts(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome:
-        while True:
+        outcome = None
+        while outcome is None:
             outcome = self._attempt(attempt, object_to, deadline_s)
-            if outcome is not None:
-                return outcome
+        return outcome
 
     def _attempt(self, attempt: Attempt, object_to: Objection | None, deadline_s: float) -> Outcome | None:
         """Runs a call once; None: the others had left before this rank came, so that it has to run again."""
@@ -225,8 +222,7 @@ class MemberCommunicator:
             self._objecting = self._callers.contest if object_to is not None else None
         if communicator is None:
             self._give_up()
-            communicator = self._form(deadline_s)
-            if communicator is None:
+            if (communicator := self._form(deadline_s)) is None:
                 return None
         with self._changed:
             self._seq += 1
@@ -235,9 +231,7 @@ class MemberCommunicator:
             if object_to is not None and (wrong := self._callers.contest) is not None:
                 self._objecting, attempt = wrong, object_to(wrong)
         try:
-            within = self._within
-            if within is None or within.communicator is not communicator:
-                within = self._within = CallCommunicator(hub, communicator)
+            within = self._within = self._within or CallCommunicator(hub, communicator)
             within.deadline_s = deadline_s
             outcome = attempt(within, self._seq)
         except BaseException as exc:

@@ -58,7 +58,7 @@ class MemberCall:
             return MemberCall(process_group, kind, op, root, peer)
         if known is None:
             known = MemberCall(process_group, kind, op, root, peer)
-            if not known._wrong and len(calls) < _MOST:
+            if not known._violations and len(calls) < _MOST:
                 calls[key] = known
         return known
 
@@ -71,17 +71,17 @@ class MemberCall:
         self._root = int(root) if isinstance(root, Integral) else root
         self._peer = int(peer) if isinstance(peer, Integral) else peer
         self._op: ReduceOp | None = None
-        self._wrong: list[Violation] = []
+        self._violations: list[Violation] = []
         if op is not None:
             try:
                 self._op = ReduceOp.coerce(op)
             except ValueError:
                 expected = f"one of {', '.join(ReduceOp.__members__)}"
-                self._wrong.append(self._violation("argument", "op", repr(op), expected))
+                self._violate("argument", "op", repr(op), expected)
         for name, value in ((root_parameter(kind), self._root), ("destination rank", self._peer)):
             if type(value) is not int:
                 expected = f"a rank from 0 to {process_group.world_size - 1}"
-                self._wrong.append(self._violation("argument", name, repr(value), expected))
+                self._violate("argument", name, repr(value), expected)
         self._communicator = self._name_of_communicator()
 
     @property
@@ -94,7 +94,7 @@ class MemberCall:
         process_group, kind, communicator = self._process_group, self._kind, self._communicator
         op = kind.value if kind is not OpKind.SEND or self.is_root else OpKind.RECV.value
         limit_s = process_group.timeout_s if timeout_s is None else timeout_s
-        containers, wrong = [], list(self._wrong)
+        containers, wrong = [], list(self._violations)
         for name, value in values:
             container = Container.of(value, arrays.is_tensor)
             containers.append(_NOTHING if container is None else container)
@@ -195,6 +195,9 @@ class MemberCall:
                 communicator.end(launch, False)
 
         return attempt
+
+    def _violate(self, kind: str, name: str, found: str, expected: str) -> None:
+        self._violations.append(self._violation(kind, name, found, expected))
 
     def _violation(self, kind: str, name: str, found: str, expected: str) -> Violation:
         return Violation(kind=kind, rank=self._process_group.rank, field=name, found=found, expected=expected)

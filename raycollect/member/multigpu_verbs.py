@@ -25,6 +25,7 @@ from raycollect.core.model import TENSOR, GroupLike, OpKind, ReduceOp, Structure
 from raycollect.errors import KernelError, Violation, refusal
 from raycollect.errors.text import a_type, too_large
 from raycollect.member.call import ME, MemberCall
+from raycollect.member.init import get_group_handle
 from raycollect.planner import LISTS_BACKEND, gpu_lists
 
 
@@ -179,7 +180,7 @@ class _Call(MemberCall):
 
     def __init__(self, kind: OpKind, group_name: GroupLike, *, op: Any = None, root: Any = -1, peer: Any = -1) -> None:
         _need_gpu(OpKind.RECV.value if peer is ME else kind.value, group_name)
-        super().__init__(kind, group_name, op=op, root=root, peer=peer)
+        super().__init__(get_group_handle(group_name), kind, op, root, peer)
         if self._process_group.backend != LISTS_BACKEND:
             expected = f"{LISTS_BACKEND}, for several GPUs per process"
             self._violate("unsupported", "backend", self._process_group.backend, expected)

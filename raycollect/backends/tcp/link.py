@@ -63,7 +63,7 @@ class Link:
         for peer in self._peers.values():
             self._watch(peer)
 
-    def agree(self, launch: Launch, arrival: bytes, ahead: Callable[[], None] | None = None) -> Sequence[bytes]:
+    def agree(self, launch: Launch, arrival: bytes, ahead: Callable[[], object] | None = None) -> Sequence[bytes]:
         """Sends this rank's arrival to `launch.ranks` and waits for theirs; see `Communicator.agree`.
 
         `ahead` calls `send` and `receive` with `ahead`: these frames travel with the arrivals.
