@@ -17,14 +17,14 @@ import ray
 
 import raycollect as col
 
-COLOURS = {"plan": "#7f8c8d", "method": "#f1c40f", "check": "#e67e22", "collective": "#2471a3"}
+COLOURS = {"plan": "#7f8c8d", "method": "#f1c40f", "check": "#e67e22", "kernel": "#2471a3"}
 """The categories that are drawn; later ones cover earlier ones."""
 
 SAID = {
     "plan": "a plan, in the driver",
     "method": "a method",
     "check": "the consistency check",
-    "collective": "kernels",
+    "kernel": "kernels",
 }
 
 
