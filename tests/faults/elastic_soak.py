@@ -38,6 +38,8 @@ SIZE = 4096
 
 LOST = (errors.FaultError, errors.GroupError, errors.CaptureBrokenError, errors.RefusedError)
 """What a loop gets that has lost a member."""
+WARM = 10
+"""How many steps come before a look, so that members remember what they do of steps that are repeated."""
 MOST_S = 60.0
 """How long a step may fail before the loop gives up."""
 
@@ -244,6 +246,8 @@ def soak(loop: Loop, *, seconds: float, every_s: float, looks: int = 6, seed: in
         while loop.killed is not None:
             loop.turn()
         loop.check()
+        for _ in range(WARM):
+            loop.turn()
         loop.next.result()
         actors = [actor for actor, _, _ in loop.members[: loop.lasting]]
         before = found[0] if found else None
