@@ -55,7 +55,7 @@ class Bell:
         self.answers[slot, number] = payload
         self.rings.release()
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, slot: int, number: int) -> None:
         self.rings.acquire(timeout=timeout_s)
 
     def wake(self) -> None:
