@@ -134,7 +134,8 @@ def test_scan_and_exscan(trio):
     refs = make(trio, lambda rank: each[rank])
     check(col.scan_refs(refs, inplace=False), sums)
     check(col.exscan_refs(refs, inplace=False), [each[0], *sums[:-1]])
-    check(col.scan_refs(refs), sums, refs)
+    mine = [actor.make.remote(lambda self, value: value.copy(), each[rank]) for rank, actor in enumerate(trio)]
+    check(col.scan_refs(mine), sums, mine)
 
 
 def test_alltoall(trio):
