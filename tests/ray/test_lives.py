@@ -81,7 +81,7 @@ def _marked(name):
     return pytest.param(name, marks=[pytest.mark.full] * (name not in ("captured", "a group of their own")))
 
 
-@pytest.mark.parametrize("name", map(_marked, USES))
+@pytest.mark.parametrize("name", [_marked(name) for name in USES])
 def test_used_actors_are_reusable(used, name, tmp_path):
     for _ in range(2):
         USES[name](used, tmp_path / "t.json")
