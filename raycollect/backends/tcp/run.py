@@ -216,8 +216,9 @@ class Run:
         hi: int,
     ) -> Steps:
         # A chunk that a rank sends to those that fold it, and of which it folds what the givers send.
-        own = src.read(lo, hi)
-        batch = self._send_whole(own, takers, self._link.send)
+        own, batch = src.read(lo, hi), Batch()
+        for taker in takers:
+            self._link.send(taker, own, batch)
         others = [rank for rank in givers if rank != self._me]
         parts = self._receive(turn, own, batch, others)
         yield batch
