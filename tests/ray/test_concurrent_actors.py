@@ -1,0 +1,146 @@
+"""Actors whose methods overlap, async, threaded and in concurrency groups, alone and beside plain ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import ray
+
+import raycollect as col
+from raycollect.member.runtime import MOST_WAITING
+from tests.lives import lasting
+from tests.ray.workers import AsyncActor, Buffers, Gate, Worker
+
+
+def test_async_actors_take_part(actors):
+    workers = actors(AsyncActor, 2)
+    group = col.declare_collective_group(workers)
+    assert not any(member.ordered for member in group.status().members)
+    for _ in range(3):
+        refs = [worker.get_buffer.remote() for worker in workers]
+        col.allreduce_refs(refs)  # waits for the producers
+    np.testing.assert_array_equal(ray.get(workers[0].read.remote()), np.full(4, 8.0))
+
+
+def test_threaded_actors_take_part(actors):
+    workers = actors(Worker, 2, max_concurrency=4)
+    col.declare_collective_group(workers)
+    refs = [worker.get_buffer.remote() for worker in workers]
+    works = [col.allreduce_refs(refs, async_op=True) for _ in range(10)]
+    for work in works:
+        work.wait()
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 1024))
+
+
+def test_plans_that_wait_leave_the_threads_of_a_threaded_actor_to_its_methods(actors):
+    workers = actors(Worker, 2, max_concurrency=2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
+    col.declare_collective_group(workers)
+
+    def late(self, gate):
+        ray.get(gate.wait.remote())
+        return self.buffer
+
+    refs = [worker.make.remote(late, gate) for worker in workers]
+    works = [col.allreduce_refs(refs, async_op=True) for _ in range(3)]
+    for _ in range(3):  # beside `late` each actor has one thread
+        ray.get([worker.call.remote(lambda self: None) for worker in workers], timeout=30)
+    ray.get(gate.open.remote())
+    for work in works:
+        work.wait()
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(10, 8))
+
+
+@lasting
+@ray.remote
+class Late(col.CollectiveParticipant):
+    """An async actor with a method that waits for its argument."""
+
+    def __init__(self):
+        self.buffer = np.ones(10)
+
+    async def get_buffer(self, after=None):
+        return self.buffer
+
+
+@lasting
+@ray.remote
+class LateThreaded(col.CollectiveParticipant):
+    """The same, in threads."""
+
+    def __init__(self):
+        self.buffer = np.ones(10)
+
+    def get_buffer(self, after=None):
+        return self.buffer
+
+
+@pytest.mark.parametrize(
+    ("kind", "concurrency", "fence"),
+    [
+        (Late, 1, True),
+        (Late, 2, False),
+        (LateThreaded, 2, True),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in ((Late, 1, False), (Late, 2, True), (LateThreaded, 2, False))
+        ),
+    ],
+)
+def test_waiting_plans_block_no_method_of_a_concurrent_actor(actors, kind, concurrency, fence):
+    """Plans, and the runs of a captured step behind them, wait for methods that Ray begins later."""
+    workers = actors(kind, 2, max_concurrency=concurrency)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
+    col.declare_collective_group(workers)
+    buffers = [worker.get_buffer.remote() for worker in workers]
+    with col.capture() as step:
+        col.allreduce_refs(buffers)
+    late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]
+    works = [col.allreduce_refs(late, async_op=True) for _ in range(3)]
+    works += [step.run(fence=fence, async_op=True) for _ in range(3)]
+    ray.get(gate.open.remote())
+    for work in works:
+        work.wait(60)
+    step.close()
+    np.testing.assert_array_equal(col.get(late[1]), np.full(10, 64))
+
+
+def test_plans_with_outputs_leave_a_thread_to_the_plans_before_them(actors):
+    workers = actors(Late, 2)
+    (gate,) = actors(Gate, 1, max_concurrency=8)
+    col.declare_collective_group(workers)
+    buffers = [worker.get_buffer.remote() for worker in workers]
+    late = [worker.get_buffer.remote(gate.wait.remote()) for worker in workers]
+    works = [col.allreduce_refs(late, async_op=True) for _ in range(2)]
+    works += [col.allgather_refs(None, buffers, async_op=True) for _ in range(MOST_WAITING + 6)]
+    ray.get(gate.open.remote())
+    for work in works:
+        work.wait(60)
+    np.testing.assert_array_equal(col.get(buffers[0]), np.full(10, 4))
+
+
+class Grouped(Buffers):
+    """An actor with a concurrency group: some of its methods overlap others."""
+
+    @ray.method(concurrency_group="io")
+    def ping(self):
+        return "pong"
+
+
+def test_status_says_who_keeps_program_order(actors):
+    (plain,) = actors(Worker, 1)
+    (grouped,) = actors(ray.remote(concurrency_groups={"io": 1})(Grouped), 1)
+    (loose,) = actors(Worker, 1, allow_out_of_order_execution=True, max_concurrency=1)
+    group = col.declare_collective_group([plain, grouped, loose])
+    assert [member.ordered for member in group.status().members] == [True, False, False]
+    refs = [actor.get_buffer.remote() for actor in group.actors]
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[2]), np.full(10, 3))
+
+
+def test_mixed_actors(actors):
+    (plain,), (concurrent,) = actors(Worker, 1), actors(AsyncActor, 1)
+    ray.get(plain.set_buffer.remote(np.ones(4)))
+    refs = [plain.get_buffer.remote(), concurrent.get_buffer.remote()]
+    col.allreduce_refs(refs)
+    np.testing.assert_array_equal(col.get(refs[1]), np.full(4, 2))
