@@ -159,7 +159,7 @@ class Rank:
 
     def act(self, act: Act, ranks: int, group: str) -> tuple[str, float]:
         """Does it; gives the error, or what the array holds afterwards, and how long it took in seconds."""
-        if act.verb == "nothing":
+        if act.operation == "nothing":
             return "", 0.0
         array = np.full(act.count, self.rank + 1, act.dtype)
         options = {name: getattr(self.types.ReduceOp, one) if name == "op" else one for name, one in act.options}
@@ -171,10 +171,10 @@ class Rank:
             threading.Timer(KILL_AFTER_S, os._exit, (1,)).start()
         start_s = time.monotonic()
         try:
-            if act.verb == "join":
+            if act.operation == "join":
                 self.join(ranks, group)
             else:
-                getattr(self.library, act.verb)(array, group_name=group, **options)
+                getattr(self.library, act.operation)(array, group_name=group, **options)
         except Exception as exc:  # noqa: BLE001 - whatever it is
             return f"!{type(exc).__name__}: {_headline(str(exc))}", time.monotonic() - start_s
         return " ".join(f"{one:g}" for one in array[:8]), time.monotonic() - start_s
@@ -259,7 +259,7 @@ def _is_alive(pid: int) -> bool:
 
 def cell(case: Case, fates: Sequence[Fate]) -> str:
     """What became of the ranks, in one cell of a table."""
-    concerned = [rank for rank, act in enumerate(case.acts) if act.verb != "nothing" and not act.dies]
+    concerned = [rank for rank, act in enumerate(case.acts) if act.operation != "nothing" and not act.dies]
     by_text: dict[str, list[int]] = {}
     for rank in concerned:
         by_text.setdefault(fates[rank].what, []).append(rank)

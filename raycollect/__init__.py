@@ -36,12 +36,25 @@ if TYPE_CHECKING:
     from raycollect.driver.group_status import GroupStatus as GroupStatus
     from raycollect.driver.group_status import MemberStatistics as MemberStatistics
     from raycollect.driver.group_status import MemberStatus as MemberStatus
-    from raycollect.driver.multigpu_verbs import allgather_multigpu_refs as allgather_multigpu_refs
-    from raycollect.driver.multigpu_verbs import allreduce_multigpu_refs as allreduce_multigpu_refs
-    from raycollect.driver.multigpu_verbs import broadcast_multigpu_refs as broadcast_multigpu_refs
-    from raycollect.driver.multigpu_verbs import reduce_multigpu_refs as reduce_multigpu_refs
-    from raycollect.driver.multigpu_verbs import reducescatter_multigpu_refs as reducescatter_multigpu_refs
-    from raycollect.driver.multigpu_verbs import send_multigpu_ref as send_multigpu_ref
+    from raycollect.driver.multigpu_operations import allgather_multigpu_refs as allgather_multigpu_refs
+    from raycollect.driver.multigpu_operations import allreduce_multigpu_refs as allreduce_multigpu_refs
+    from raycollect.driver.multigpu_operations import broadcast_multigpu_refs as broadcast_multigpu_refs
+    from raycollect.driver.multigpu_operations import reduce_multigpu_refs as reduce_multigpu_refs
+    from raycollect.driver.multigpu_operations import reducescatter_multigpu_refs as reducescatter_multigpu_refs
+    from raycollect.driver.multigpu_operations import send_multigpu_ref as send_multigpu_ref
+    from raycollect.driver.operations import allgather_refs as allgather_refs
+    from raycollect.driver.operations import allreduce_refs as allreduce_refs
+    from raycollect.driver.operations import alltoall_refs as alltoall_refs
+    from raycollect.driver.operations import barrier as barrier
+    from raycollect.driver.operations import broadcast_refs as broadcast_refs
+    from raycollect.driver.operations import exscan_refs as exscan_refs
+    from raycollect.driver.operations import gather_refs as gather_refs
+    from raycollect.driver.operations import recv_ref as recv_ref
+    from raycollect.driver.operations import reduce_refs as reduce_refs
+    from raycollect.driver.operations import reducescatter_refs as reducescatter_refs
+    from raycollect.driver.operations import scan_refs as scan_refs
+    from raycollect.driver.operations import scatter_refs as scatter_refs
+    from raycollect.driver.operations import send_ref as send_ref
     from raycollect.driver.pending import Pending as Pending
     from raycollect.driver.progress import Progress as Progress
     from raycollect.driver.progress import RankProgress as RankProgress
@@ -53,19 +66,6 @@ if TYPE_CHECKING:
     from raycollect.driver.timeline import timeline as timeline
     from raycollect.driver.values import free as free
     from raycollect.driver.values import get as get
-    from raycollect.driver.verbs import allgather_refs as allgather_refs
-    from raycollect.driver.verbs import allreduce_refs as allreduce_refs
-    from raycollect.driver.verbs import alltoall_refs as alltoall_refs
-    from raycollect.driver.verbs import barrier as barrier
-    from raycollect.driver.verbs import broadcast_refs as broadcast_refs
-    from raycollect.driver.verbs import exscan_refs as exscan_refs
-    from raycollect.driver.verbs import gather_refs as gather_refs
-    from raycollect.driver.verbs import recv_ref as recv_ref
-    from raycollect.driver.verbs import reduce_refs as reduce_refs
-    from raycollect.driver.verbs import reducescatter_refs as reducescatter_refs
-    from raycollect.driver.verbs import scan_refs as scan_refs
-    from raycollect.driver.verbs import scatter_refs as scatter_refs
-    from raycollect.driver.verbs import send_ref as send_ref
     from raycollect.driver.work import Work as Work
     from raycollect.group.bootstrap_store import DirectoryBulletin as DirectoryBulletin
     from raycollect.group.rank_table import RankTable as RankTable
@@ -77,33 +77,33 @@ if TYPE_CHECKING:
     from raycollect.member.init import is_backend_available as is_backend_available
     from raycollect.member.init import is_group_initialized as is_group_initialized
     from raycollect.member.init import nccl_available as nccl_available
-    from raycollect.member.multigpu_verbs import allgather_multigpu as allgather_multigpu
-    from raycollect.member.multigpu_verbs import allreduce_multigpu as allreduce_multigpu
-    from raycollect.member.multigpu_verbs import broadcast_multigpu as broadcast_multigpu
-    from raycollect.member.multigpu_verbs import recv_multigpu as recv_multigpu
-    from raycollect.member.multigpu_verbs import reduce_multigpu as reduce_multigpu
-    from raycollect.member.multigpu_verbs import reducescatter_multigpu as reducescatter_multigpu
-    from raycollect.member.multigpu_verbs import send_multigpu as send_multigpu
-    from raycollect.member.multigpu_verbs import synchronize as synchronize
+    from raycollect.member.multigpu_operations import allgather_multigpu as allgather_multigpu
+    from raycollect.member.multigpu_operations import allreduce_multigpu as allreduce_multigpu
+    from raycollect.member.multigpu_operations import broadcast_multigpu as broadcast_multigpu
+    from raycollect.member.multigpu_operations import recv_multigpu as recv_multigpu
+    from raycollect.member.multigpu_operations import reduce_multigpu as reduce_multigpu
+    from raycollect.member.multigpu_operations import reducescatter_multigpu as reducescatter_multigpu
+    from raycollect.member.multigpu_operations import send_multigpu as send_multigpu
+    from raycollect.member.multigpu_operations import synchronize as synchronize
     from raycollect.member.objects import allgather_object as allgather_object
     from raycollect.member.objects import broadcast_object as broadcast_object
     from raycollect.member.objects import gather_object as gather_object
     from raycollect.member.objects import scatter_object as scatter_object
+    from raycollect.member.operations import allgather as allgather
+    from raycollect.member.operations import allreduce as allreduce
+    from raycollect.member.operations import alltoall as alltoall
+    from raycollect.member.operations import broadcast as broadcast
+    from raycollect.member.operations import exscan as exscan
+    from raycollect.member.operations import gather as gather
+    from raycollect.member.operations import recv as recv
+    from raycollect.member.operations import reduce as reduce
+    from raycollect.member.operations import reducescatter as reducescatter
+    from raycollect.member.operations import scan as scan
+    from raycollect.member.operations import scatter as scatter
+    from raycollect.member.operations import send as send
     from raycollect.member.participant import CollectiveParticipant as CollectiveParticipant
     from raycollect.member.participant import by_value as by_value
     from raycollect.member.runtime import mark_written as mark_written
-    from raycollect.member.verbs import allgather as allgather
-    from raycollect.member.verbs import allreduce as allreduce
-    from raycollect.member.verbs import alltoall as alltoall
-    from raycollect.member.verbs import broadcast as broadcast
-    from raycollect.member.verbs import exscan as exscan
-    from raycollect.member.verbs import gather as gather
-    from raycollect.member.verbs import recv as recv
-    from raycollect.member.verbs import reduce as reduce
-    from raycollect.member.verbs import reducescatter as reducescatter
-    from raycollect.member.verbs import scan as scan
-    from raycollect.member.verbs import scatter as scatter
-    from raycollect.member.verbs import send as send
     from raycollect.observe.summary import Summary as Summary
     from raycollect.observe.summary import SummaryRow as SummaryRow
     from raycollect.planner.explain import Explanation as Explanation
@@ -163,26 +163,26 @@ _HOMES: dict[str, str] = {
     "Timeline": "driver.timeline",
     "Version": "weights.protocol",
     "Work": "driver.work",
-    "allgather": "member.verbs",
-    "allgather_multigpu": "member.multigpu_verbs",
-    "allgather_multigpu_refs": "driver.multigpu_verbs",
+    "allgather": "member.operations",
+    "allgather_multigpu": "member.multigpu_operations",
+    "allgather_multigpu_refs": "driver.multigpu_operations",
     "allgather_object": "member.objects",
-    "allgather_refs": "driver.verbs",
-    "allreduce": "member.verbs",
-    "allreduce_multigpu": "member.multigpu_verbs",
-    "allreduce_multigpu_refs": "driver.multigpu_verbs",
-    "allreduce_refs": "driver.verbs",
-    "alltoall": "member.verbs",
-    "alltoall_refs": "driver.verbs",
+    "allgather_refs": "driver.operations",
+    "allreduce": "member.operations",
+    "allreduce_multigpu": "member.multigpu_operations",
+    "allreduce_multigpu_refs": "driver.multigpu_operations",
+    "allreduce_refs": "driver.operations",
+    "alltoall": "member.operations",
+    "alltoall_refs": "driver.operations",
     "arena_statistics": "pos.tensors",
     "array": "pos.tensors",
-    "barrier": "driver.verbs",
+    "barrier": "driver.operations",
     "batch": "driver.batch",
-    "broadcast": "member.verbs",
-    "broadcast_multigpu": "member.multigpu_verbs",
-    "broadcast_multigpu_refs": "driver.multigpu_verbs",
+    "broadcast": "member.operations",
+    "broadcast_multigpu": "member.multigpu_operations",
+    "broadcast_multigpu_refs": "driver.multigpu_operations",
     "broadcast_object": "member.objects",
-    "broadcast_refs": "driver.verbs",
+    "broadcast_refs": "driver.operations",
     "by_value": "member.participant",
     "capture": "captured.step",
     "create_collective_group": "driver.group",
@@ -191,14 +191,14 @@ _HOMES: dict[str, str] = {
     "destroy_group": "driver.group",
     "empty": "pos.tensors",
     "errors": "errors",
-    "exscan": "member.verbs",
-    "exscan_refs": "driver.verbs",
+    "exscan": "member.operations",
+    "exscan_refs": "driver.operations",
     "free": "driver.values",
     "fused_layouts": "planner.layout",
     "full": "pos.tensors",
-    "gather": "member.verbs",
+    "gather": "member.operations",
     "gather_object": "member.objects",
-    "gather_refs": "driver.verbs",
+    "gather_refs": "driver.operations",
     "get": "driver.values",
     "get_collective_group_size": "member.init",
     "get_group_handle": "member.init",
@@ -217,31 +217,31 @@ _HOMES: dict[str, str] = {
     "progress": "driver.progress_bar",
     "publish": "weights.publication",
     "record_layout": "weights.layouts.record",
-    "recv": "member.verbs",
-    "recv_multigpu": "member.multigpu_verbs",
-    "recv_ref": "driver.verbs",
-    "reduce": "member.verbs",
-    "reduce_multigpu": "member.multigpu_verbs",
-    "reduce_multigpu_refs": "driver.multigpu_verbs",
-    "reduce_refs": "driver.verbs",
-    "reducescatter": "member.verbs",
-    "reducescatter_multigpu": "member.multigpu_verbs",
-    "reducescatter_multigpu_refs": "driver.multigpu_verbs",
-    "reducescatter_refs": "driver.verbs",
+    "recv": "member.operations",
+    "recv_multigpu": "member.multigpu_operations",
+    "recv_ref": "driver.operations",
+    "reduce": "member.operations",
+    "reduce_multigpu": "member.multigpu_operations",
+    "reduce_multigpu_refs": "driver.multigpu_operations",
+    "reduce_refs": "driver.operations",
+    "reducescatter": "member.operations",
+    "reducescatter_multigpu": "member.multigpu_operations",
+    "reducescatter_multigpu_refs": "driver.multigpu_operations",
+    "reducescatter_refs": "driver.operations",
     "register_collective_backend": "backends.adopted",
     "reshard_refs": "driver.reshard",
-    "scan": "member.verbs",
-    "scan_refs": "driver.verbs",
-    "scatter": "member.verbs",
+    "scan": "member.operations",
+    "scan_refs": "driver.operations",
+    "scatter": "member.operations",
     "scatter_object": "member.objects",
-    "scatter_refs": "driver.verbs",
-    "send": "member.verbs",
-    "send_multigpu": "member.multigpu_verbs",
-    "send_multigpu_ref": "driver.multigpu_verbs",
-    "send_ref": "driver.verbs",
+    "scatter_refs": "driver.operations",
+    "send": "member.operations",
+    "send_multigpu": "member.multigpu_operations",
+    "send_multigpu_ref": "driver.multigpu_operations",
+    "send_ref": "driver.operations",
     "subscribe": "weights.subscription",
     "summary": "driver.timeline",
-    "synchronize": "member.multigpu_verbs",
+    "synchronize": "member.multigpu_operations",
     "timeline": "driver.timeline",
     "types": "types",
     "zeros": "pos.tensors",

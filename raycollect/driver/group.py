@@ -75,7 +75,7 @@ class Group:
         For arguments that differ from rank to rank, call the methods of `actors`.
 
         Returns:
-            One ref per rank, in rank order: what the driver's verbs take.
+            One ref per rank, in rank order: what the driver's operations take.
 
         Raises:
             AttributeError: The actors have no such method. None was called.

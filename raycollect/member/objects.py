@@ -1,4 +1,4 @@
-"""Objects between members: values that are no tensors, packed to bytes that the members' verbs move.
+"""Objects between members: values that are no tensors, packed to bytes that the members' operations move.
 
 By default only plain values travel, in msgpack (`engine.value_codec`): reading them runs no code. ``pickle=True``, the
 same on all ranks, takes any object: who can write to the group can then run code in its members.
@@ -15,7 +15,7 @@ import numpy as np
 from raycollect.core.model import GroupLike
 from raycollect.engine.value_codec import pack_value, unpack_value
 from raycollect.errors import Violation, refusal
-from raycollect.member import verbs
+from raycollect.member import operations
 from raycollect.member.init import get_group_handle
 
 _FAILED = -1  # instead of a length: this rank has nothing that can travel
@@ -49,10 +49,10 @@ def broadcast_object(
     mine = [value] if get_group_handle(group_name).rank == src_rank else []
     exchange = _Exchange("broadcast_object", mine, group_name, pickle, timeout_s)
     length = np.array(exchange.lengths[0] if mine else 0, np.int64)
-    verbs.broadcast(length, src_rank, group_name, timeout_s=timeout_s)
+    operations.broadcast(length, src_rank, group_name, timeout_s=timeout_s)
     exchange.check({src_rank: int(length)})
     data = exchange.packed if mine else np.empty(int(length), np.uint8)
-    verbs.broadcast(data, src_rank, group_name, timeout_s=timeout_s)
+    operations.broadcast(data, src_rank, group_name, timeout_s=timeout_s)
     return value if mine else exchange.read(data)
 
 
@@ -62,7 +62,7 @@ def allgather_object(
     """Gives every rank the values of all ranks, by rank. See `broadcast_object`."""
     exchange = _Exchange("allgather_object", [value], group_name, pickle, timeout_s)
     rooms = exchange.rooms()
-    verbs.allgather(rooms, exchange.packed, group_name, timeout_s=timeout_s)
+    operations.allgather(rooms, exchange.packed, group_name, timeout_s=timeout_s)
     return [exchange.read(one) for one in rooms]
 
 
@@ -77,7 +77,7 @@ def gather_object(
     """Gives one rank the values of all ranks, by rank; the others get None. See `broadcast_object`."""
     exchange = _Exchange("gather_object", [value], group_name, pickle, timeout_s)
     rooms = exchange.rooms()
-    verbs.gather(rooms, exchange.packed, dst_rank, group_name, timeout_s=timeout_s)
+    operations.gather(rooms, exchange.packed, dst_rank, group_name, timeout_s=timeout_s)
     if get_group_handle(group_name).rank != dst_rank:
         return None
     return [exchange.read(one) for one in rooms]
@@ -101,11 +101,11 @@ def scatter_object(
         exchange.why = f"{len(values or ())} values for {count} ranks"
     length = np.zeros(1, np.int64)
     lengths = [np.array([one], np.int64) for one in exchange.lengths] if mine else None
-    verbs.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
+    operations.scatter(length, lengths, src_rank, group_name, timeout_s=timeout_s)
     exchange.check({src_rank: int(length[0])})
     data = np.empty(int(length[0]), np.uint8)
     parts = np.split(exchange.packed, np.cumsum(exchange.lengths)[:-1]) if mine else None
-    verbs.scatter(data, parts, src_rank, group_name, timeout_s=timeout_s)
+    operations.scatter(data, parts, src_rank, group_name, timeout_s=timeout_s)
     return exchange.read(data)
 
 
@@ -133,7 +133,7 @@ class _Exchange:
         """Memory for what each rank gives, by rank."""
         process_group = get_group_handle(self._group_name)
         lengths = np.zeros(process_group.world_size, np.int64)
-        verbs.allgather(lengths, np.array(self.lengths, np.int64), self._group_name, timeout_s=self._timeout_s)
+        operations.allgather(lengths, np.array(self.lengths, np.int64), self._group_name, timeout_s=self._timeout_s)
         self.check(dict(enumerate(lengths.tolist())))
         return [np.empty(length, np.uint8) for length in lengths.tolist()]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from raycollect.core.model import GroupLike, ReduceOp
 from raycollect.errors import refusal, wrong_argument
-from raycollect.member import verbs
+from raycollect.member import operations
 from raycollect.member.init import get_group_handle
 
 torch: Any = import_module("torch")
@@ -76,7 +76,7 @@ class _AllReduce(torch.autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, tensor: Any, op: ReduceOp, group_name: GroupLike) -> Any:
         ctx.op, ctx.group_name = op, group_name
         made = tensor.detach().clone(memory_format=torch.contiguous_format)
-        verbs.allreduce(made, group_name, op)
+        operations.allreduce(made, group_name, op)
         return made
 
     @staticmethod
@@ -90,7 +90,7 @@ class _AllGather(torch.autograd.Function):  # type: ignore[misc]
         ctx.group_name = group_name
         given = _dense(tensor)
         made = [torch.empty_like(given) for _ in range(get_group_handle(group_name).world_size)]
-        verbs.allgather(made, given, group_name)
+        operations.allgather(made, given, group_name)
         return tuple(made)
 
     @staticmethod
@@ -105,7 +105,7 @@ class _ReduceScatter(torch.autograd.Function):  # type: ignore[misc]
         given = [_dense(one) for one in tensors]
         mine = get_group_handle(group_name).rank
         made = torch.empty_like(given[mine] if mine < len(given) else given[0])
-        verbs.reducescatter(made, given, group_name, op)
+        operations.reducescatter(made, given, group_name, op)
         return made
 
     @staticmethod
@@ -121,7 +121,7 @@ class _AllToAll(torch.autograd.Function):  # type: ignore[misc]
         ctx.group_name, ctx.shapes = group_name, tuple(one.shape for one in tensors)
         given = [_dense(one) for one in tensors]
         made = [given[0].new_empty(shape) for shape in shapes]
-        verbs.alltoall(made, given, group_name)
+        operations.alltoall(made, given, group_name)
         return tuple(made)
 
     @staticmethod

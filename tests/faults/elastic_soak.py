@@ -91,7 +91,7 @@ class Loop:
 
     Attributes:
         lasting: How many members are never killed: the first ones.
-        is_captured: Whether it runs a captured step; else it calls verbs and methods.
+        is_captured: Whether it runs a captured step; else it calls operations and methods.
     """
 
     backend: str
@@ -262,7 +262,7 @@ def soak(loop: Loop, *, seconds: float, every_s: float, looks: int = 6, seed: in
 def told(outcome: Outcome) -> str:
     """A line for a person."""
     loop = outcome.loop
-    way = "captured step" if loop.is_captured else "verbs"
+    way = "captured step" if loop.is_captured else "operations"
     return (
         f"{loop.backend}, {way}: {outcome.steps} steps, {outcome.kills} kills; from kill to the next right result "
         f"{_spread(loop.recovered_s)}, of that for a new actor {_spread(loop.waited_s)}, in Group.replace "

@@ -30,7 +30,7 @@ from raycollect.errors import (
 )
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
-from raycollect.member import verbs as col
+from raycollect.member import operations as col
 from tests import cycles
 from tests.pure.backends.adopted_groups import Threads
 from tests.pure.communicators import ThreadTeam

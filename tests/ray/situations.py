@@ -21,14 +21,14 @@ class Part:
     """What one rank does.
 
     Attributes:
-        verb: The operation; ``"recv"`` for the taker of a send, ``""`` for a rank that has no part in it.
+        operation: The operation; ``"recv"`` for the taker of a send, ``""`` for a rank that has no part in it.
         tensor: The operand, or of an alltoall the pieces that are given.
         pieces: The `tensor_list`, or of an alltoall the pieces that are taken.
         op: The reduce op.
         root: The root; of a send or receive the other rank.
     """
 
-    verb: str
+    operation: str
     tensor: Any = None
     pieces: Any = None
     op: str = "sum"
@@ -94,31 +94,33 @@ class Situation:
             return self.odd()
         if rank == 0 and self.first is not None:
             return self.first()
-        return Part(verb="") if self.idle else self.most()
+        return Part(operation="") if self.idle else self.most()
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that take part."""
-        return [rank for rank in range(WORLD) if self.part(rank).verb]
+        return [rank for rank in range(WORLD) if self.part(rank).operation]
 
 
 USUAL: dict[str, dict[str, Any]] = {
-    **{verb: {"tensor": some} for verb in ("allreduce", "reduce", "broadcast", "gather", "scatter")},
-    **{verb: {"tensor": some, "pieces": some_pieces} for verb in ("allgather", "reducescatter")},
+    **{operation: {"tensor": some} for operation in ("allreduce", "reduce", "broadcast", "gather", "scatter")},
+    **{operation: {"tensor": some, "pieces": some_pieces} for operation in ("allgather", "reducescatter")},
     "alltoall": {"tensor": some_pieces, "pieces": some_pieces},
     "barrier": {},
 }
 """Verb -> what a rank gives that is no root; functions are called for a value."""
 
 
-def part(verb: str, *given: dict[str, Any]) -> Callable[[], Part]:
-    """A verb with what is usual, and what is given instead."""
-    every = {name: value for one in (USUAL.get(verb, {}), *given) for name, value in one.items()}
-    return lambda: Part(verb=verb, **{name: value() if callable(value) else value for name, value in every.items()})
+def part(operation: str, *given: dict[str, Any]) -> Callable[[], Part]:
+    """An operation with what is usual, and what is given instead."""
+    every = {name: value for one in (USUAL.get(operation, {}), *given) for name, value in one.items()}
+    return lambda: Part(
+        operation=operation, **{name: value() if callable(value) else value for name, value in every.items()}
+    )
 
 
 def odd(
-    verb: str,
+    operation: str,
     what: str,
     *,
     against: str = "",
@@ -131,9 +133,9 @@ def odd(
     """All ranks do what is usual, and the culprit gives something else.
 
     Args:
-        verb: What they do.
+        operation: What they do.
         what: The field that is named.
-        against: The culprit's verb, where it is another one.
+        against: The culprit's operation, where it is another one.
         all_give: What is not usual on all ranks.
         root_gives: What only rank 0 gives, as the root.
         error: What is raised.
@@ -142,9 +144,9 @@ def odd(
     """
     common = all_give or {}
     return Situation(
-        first=None if root_gives is None else part(verb, common, root_gives),
-        most=part(verb, common),
-        odd=part(against, given) if against else part(verb, common, given),
+        first=None if root_gives is None else part(operation, common, root_gives),
+        most=part(operation, common),
+        odd=part(against, given) if against else part(operation, common, given),
         field=what,
         error=error,
         no_plan=no_plan,
@@ -154,7 +156,7 @@ def odd(
 def pair(what: str, sent: Callable[[], Any], taken: Callable[[], Any], **others: Any) -> Situation:
     """Rank 0 sends to the culprit, which receives into something else."""
     send, receive = part("send", {"tensor": sent, "root": ODD}), part("recv", {"tensor": taken, "root": 0})
-    return Situation(most=lambda: Part(verb="send"), first=send, odd=receive, field=what, idle=True, **others)
+    return Situation(most=lambda: Part(operation="send"), first=send, odd=receive, field=what, idle=True, **others)
 
 
 def array(*args: Any) -> Callable[[], Any]:

@@ -93,7 +93,7 @@ def test_refused_returns(trio):
     refused(errors.CaptureError, "nothing was recorded", lambda step: None)
 
 
-def test_refused_calls_of_verbs(trio):
+def test_refused_calls_of_operations(trio):
     refs = spread(trio)
     refused(errors.InvalidArgumentError, "the whole of it", lambda step: col.allreduce_refs(refs, async_op=True))
     refused(errors.MissingMemberError, "rank 2", lambda step: col.allreduce_refs(refs[:2]))

@@ -222,7 +222,7 @@ def test_timeout_distinguishes_pending_from_busy_actors(actors):
     ray.get([busy.let_go.remote(), held])
 
 
-def test_member_verb_on_the_driver_raises_unknown_group_error(actors):
+def test_member_operation_on_the_driver_raises_unknown_group_error(actors):
     col.declare_collective_group(actors(Worker, 2), group_name="g")
     with refused(errors.UnknownGroupError, "this process drives it", "allreduce_refs(refs)"):
         col.allreduce(np.ones(2), "g")

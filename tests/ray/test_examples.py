@@ -62,7 +62,7 @@ class Again:
         return self.made[rank]
 
 
-@pytest.mark.full  # tests/ray/test_verbs.py has all operations
+@pytest.mark.full  # tests/ray/test_operations.py has all operations
 @pytest.mark.parametrize("name", PRINTED)
 def test_the_tutorial_prints_the_same_in_both_ways(name, capsys, monkeypatch):
     pytest.importorskip("torch")

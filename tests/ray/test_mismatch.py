@@ -30,7 +30,7 @@ pytest.importorskip("torch")  # one of the backends is torch.distributed's gloo
 
 BACKENDS = ("shm", "tcp", "gloo", "torch:gloo")
 WAYS = ("plan", "call", "own")
-"""The driver's verbs; the members' verbs, in the group that the driver declared; the same in a group of their own."""
+"""The driver's operations; the members', in the group that the driver declared; the same in a group of their own."""
 
 ABSENT_S = 1.0
 """How long ranks wait for one that does not come, in seconds."""
@@ -60,8 +60,8 @@ def bring(actor: Any, name: str, rank: int) -> None:
 
 
 def call(actor: Any, group_name: str, timeout_s: float | None = None) -> None:
-    """The actor's half of the situation, by the members' verbs."""
-    _CALLS[actor.part.verb](actor.part, group_name, timeout_s)
+    """The actor's half of the situation, by the members' operations."""
+    _CALLS[actor.part.operation](actor.part, group_name, timeout_s)
 
 
 def check(actor: Any, name: str, rank: int) -> tuple[bool, int]:
@@ -117,15 +117,15 @@ class Team:
             return [exc]
 
     def plan(self, situation: Situation, timeout_s: float | None) -> Any:
-        """The driver's verb for it."""
+        """The driver's operation for it."""
         part = situation.odd()
         refs = [worker.make.remote(lambda self: self.part.tensor) for worker in self.workers]
         lists = [worker.make.remote(lambda self: self.part.pieces) for worker in self.workers]
         common = {"timeout_s": timeout_s}
         name = self.group_name
-        if part.verb == "recv":
+        if part.operation == "recv":
             return col.recv_ref(refs[ODD], refs[0], name, **common)
-        verbs: dict[str, Callable[[], Any]] = {
+        operations: dict[str, Callable[[], Any]] = {
             "allreduce": lambda: col.allreduce_refs(refs, name, part.op, **common),
             "reduce": lambda: col.reduce_refs(refs, part.root, name, part.op, **common),
             "broadcast": lambda: col.broadcast_refs(refs, part.root, name, **common),
@@ -135,7 +135,7 @@ class Team:
             "scatter": lambda: col.scatter_refs(refs, lists[part.root], part.root, name, **common),
             "alltoall": lambda: col.alltoall_refs(lists, refs, name, **common),
         }
-        return verbs[part.verb]()
+        return operations[part.operation]()
 
     def goes_on(self, name: str) -> None:
         """All live, nothing was written, and the next collective of the same group is right, in either way."""
@@ -236,17 +236,22 @@ def test_a_mismatch_is_one_error_for_all(team, name):
 
 
 AWAITED = [
-    case(backend, way, verb, is_more=(verb, backend) != ("allreduce", "shm") and (way != "plan" or backend == "tcp"))
+    case(
+        backend,
+        way,
+        operation,
+        is_more=(operation, backend) != ("allreduce", "shm") and (way != "plan" or backend == "tcp"),
+    )
     for backend in BACKENDS
     for way in WAYS
-    for verb in ("allreduce", "recv")
+    for operation in ("allreduce", "recv")
 ]
 
 
-@pytest.mark.parametrize(("declared", "team", "verb"), AWAITED, indirect=["declared", "team"])
-def test_timeout_names_the_missing_rank(team, verb, tmp_path):
+@pytest.mark.parametrize(("declared", "team", "operation"), AWAITED, indirect=["declared", "team"])
+def test_timeout_names_the_missing_rank(team, operation, tmp_path):
     """The rank is busy in a method. The others are told whom they waited for, whatever it would have brought."""
-    name = "count" if verb == "allreduce" else "receive of more"
+    name = "count" if operation == "allreduce" else "receive of more"
     team.each(bring, name)
     busy = team.workers[ODD].call.remote(wait_for, str(tmp_path / "end"))
 

@@ -101,8 +101,8 @@ class Load:
             elif chance.random() < 0.3:
                 self._send_batch(chance)
             else:
-                call, call_verb = self._draw(chance)
-                work = call_verb(async_op=True)
+                call, call_operation = self._draw(chance)
+                work = call_operation(async_op=True)
                 self.sent.append(Sent(work, [call], [work.refs if call.makes else None]))
             if self.sent and chance.random() < 0.1:
                 self.sent[-1].work.wait(WAIT_S)
@@ -117,8 +117,8 @@ class Load:
     def _send_batch(self, chance: random.Random) -> None:
         drawn = [self._draw(chance) for _ in range(chance.randint(2, 4))]
         with col.batch(async_op=True) as batch:
-            for _, call_verb in drawn:
-                call_verb()
+            for _, call_operation in drawn:
+                call_operation()
         made = [refs if call.makes else None for (call, _), refs in zip(drawn, batch.refs, strict=True)]
         self.sent.append(Sent(batch._work, [call for call, _ in drawn], made))
 
@@ -141,7 +141,7 @@ class Load:
             at=members, kind=kind, buffers=tuple(buffers), op=op, root=root, peer=peer, makes=makes, made=tuple(made)
         )
 
-        def call_verb(**given: Any) -> Any:
+        def call_operation(**given: Any) -> Any:
             if kind is OpKind.ALLREDUCE:
                 return col.allreduce_refs(refs, name, op=op, inplace=not makes, **given)
             if kind is OpKind.REDUCE:
@@ -150,7 +150,7 @@ class Load:
                 return col.broadcast_refs(refs, root, name, **given)
             return col.send_ref(refs[root], refs[peer], name, **given)
 
-        return call, call_verb
+        return call, call_operation
 
 
 @pytest.fixture

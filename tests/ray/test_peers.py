@@ -31,10 +31,10 @@ Each of their numbered defects and where it has its test; `tests/` is left out, 
 10  four reduce ops
         pure/member/test_joining.py::test_defect_10_more_reduce_ops
     no gather, scatter, all-to-all
-        pure/member/test_verbs.py::test_every_verb
+        pure/member/test_operations.py::test_every_operation
     nothing of uneven sizes
-        ray/test_verbs.py::test_allgather
-        ray/test_verbs.py::test_alltoall
+        ray/test_operations.py::test_allgather
+        ray/test_operations.py::test_alltoall
 11  one tensor twice in a list
         pure/member/test_joining.py::test_defect_11_one_tensor_twice_in_a_list_is_refused
         ray/test_tensors.py::test_defect_11_a_list_of_one_tensor_twice

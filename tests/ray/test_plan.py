@@ -45,7 +45,7 @@ def unchanged(refs):
     return all(np.all(array == 1) for array in col.get(refs))
 
 
-def test_a_verb_is_explained_and_not_run(pair):
+def test_an_operation_is_explained_and_not_run(pair):
     refs = [made(worker, 1000) for worker in pair]
 
     found = col.plan(col.allreduce_refs, refs, op="max")

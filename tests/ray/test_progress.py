@@ -175,7 +175,7 @@ class opened_by_the_bar:
         assert self.opens is None, "no bar has shown anything"
 
 
-def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_verb(workers, gate, monkeypatch, capsys):
+def test_progress_names_ranks_not_begun_and_ctrl_c_cancels_the_operation(workers, gate, monkeypatch, capsys):
     col.declare_collective_group(workers)
     refs = made(workers)
     ray.wait(refs, num_returns=2)

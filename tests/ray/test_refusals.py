@@ -307,7 +307,7 @@ def test_lists_of_several_gpus_need_nccl(trio):
             call()
 
 
-def test_multigpu_verbs_record_their_requests(trio):
+def test_multigpu_operations_record_their_requests(trio):
     """Recorded only, as no plan of them can be made here."""
     lists, others = buffers(trio), buffers(trio)
 

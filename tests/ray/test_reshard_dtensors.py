@@ -113,7 +113,7 @@ def test_a_dtensor_on_another_mesh_is_refused_by_name(four):
     np.testing.assert_array_equal(made[0]["up"], WHOLE["up"][:4])
 
 
-def test_targets_without_tensors_and_other_verbs_are_told(two):
+def test_targets_without_tensors_and_other_operations_are_told(two):
     given = [w.make.remote(make, (2,), COLUMNS, True) for w in two]
     with pytest.raises(errors.LayoutError, match="not known before the call what dst_refs"):
         col.reshard_refs(given, two)

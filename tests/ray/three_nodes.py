@@ -48,7 +48,7 @@ def across_nodes():
     ray.get(c.set_buffer.remote(made))  # fetched from another node
     col.barrier()
     col.destroy_collective_group()
-    every_verb(col.declare_collective_group([a, c, b]).actors)
+    every_operation(col.declare_collective_group([a, c, b]).actors)
     ray.get([actor.call.remote(every_call) for actor in (a, c, b)])
     col.barrier()
     near = col.declare_collective_group([a, b], group_name="near")
@@ -69,7 +69,7 @@ def part(giver, taker):
     return np.arange(SIZES[taker], dtype=np.float32) + giver
 
 
-def every_verb(actors):
+def every_operation(actors):
     """The core of the conformance suite: ranks 0 and 2 on one node, rank 1 on another; sizes differ."""
     world = len(actors)
 
@@ -296,7 +296,7 @@ def node_dies(cluster):
     np.testing.assert_array_equal(col.get(refs[3]), np.full(10, 8))
     fresh = Worker.options(num_cpus=0, resources={"three": 0.1}).remote()
     group.rebuild([workers[0], fresh, workers[3]])
-    every_verb(group.actors)
+    every_operation(group.actors)
 
 
 PROGRAMS = {

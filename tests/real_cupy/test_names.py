@@ -84,7 +84,7 @@ _PATTERNS = {
     "cupy.cuda.nccl": r"(?<![\w.\"])nccl\.([A-Za-z]\w*)",
 }
 _FILES = ("backends/streams.py", "backends/device_arrays.py", "backends/across.py", "backends/gpus.py")
-_FILES += ("backends/capabilities.py", "engine/device_staging.py", "member/multigpu_verbs.py")
+_FILES += ("backends/capabilities.py", "engine/device_staging.py", "member/multigpu_operations.py")
 
 
 def code() -> str:

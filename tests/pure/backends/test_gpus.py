@@ -15,7 +15,7 @@ import pytest
 from raycollect import backends
 from raycollect.backends import Gpu, gpus
 from raycollect.member import init
-from raycollect.member import verbs as imperative
+from raycollect.member import operations as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.gpu_ranks import Ranks, ranks  # noqa: F401 - a fixture
 

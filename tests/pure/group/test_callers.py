@@ -12,7 +12,7 @@ import pytest
 from raycollect.errors import ConcurrentCallError, FaultError
 from raycollect.group.call_queue import Callers
 from raycollect.member import init
-from raycollect.member import verbs as col
+from raycollect.member import operations as col
 
 WAIT_S = 30.0
 BACKENDS = ("shm", "tcp", "gloo")

@@ -19,8 +19,8 @@ from raycollect.errors import (
 from raycollect.group import watchdog
 from raycollect.group.process_groups import ProcessGroups
 from raycollect.member import init
-from raycollect.member import verbs as col
-from tests.pure.member.verb_bodies import backend, close, summed
+from raycollect.member import operations as col
+from tests.pure.member.operation_bodies import backend, close, summed
 from tests.pure.processes import outcome
 
 __all__ = ["backend"]  # fixtures

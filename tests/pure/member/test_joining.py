@@ -18,8 +18,8 @@ from raycollect.errors import (
     UnknownGroupError,
 )
 from raycollect.member import init
-from raycollect.member import verbs as col
-from tests.pure.member.verb_bodies import backend, close, exchange, summed
+from raycollect.member import operations as col
+from tests.pure.member.operation_bodies import backend, close, exchange, summed
 from tests.pure.processes import join, outcome
 
 __all__ = ["backend"]  # fixtures
@@ -31,7 +31,7 @@ def _threads(name, rank):
 
 def _be_ready():
     """Imports what the first call of a process needs: that takes longer than some limits."""
-    import raycollect.member.verbs  # noqa: F401
+    import raycollect.member.operations  # noqa: F401
 
 
 def _join_all(crew, claims, name="g", timeout_ms=20_000):

@@ -15,7 +15,7 @@ import pytest
 from raycollect.errors import CollectiveTimeoutError
 from raycollect.group import watchdog
 from raycollect.member import init
-from raycollect.member import verbs as imperative
+from raycollect.member import operations as imperative
 from tests.pure.processes import Crew
 
 

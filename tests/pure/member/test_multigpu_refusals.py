@@ -22,7 +22,7 @@ from raycollect.errors import (
     UnknownGroupError,
     UnsupportedError,
 )
-from raycollect.member import verbs as imperative
+from raycollect.member import operations as imperative
 from tests.fake_cupy import installed
 from tests.pure.member.gpu_ranks import DEVICES, host, ranks
 
@@ -259,7 +259,7 @@ def test_a_plain_call_does_not_match_one_of_several_gpus(ranks):
     assert "GPUs" in _kinds(ranks.run(2, body), MismatchError)
 
 
-def test_without_a_gpu_the_verbs_say_so():
+def test_without_a_gpu_the_operations_say_so():
     for call in (
         lambda: col.allreduce_multigpu([np.ones(2)]),
         lambda: col.send_multigpu(np.ones(2), 0, 0),
@@ -271,7 +271,7 @@ def test_without_a_gpu_the_verbs_say_so():
         assert isinstance(raised.value, RefusedError)
 
 
-def test_without_a_group_the_verbs_say_so(ranks):
+def test_without_a_group_the_operations_say_so(ranks):
     with pytest.raises(UnknownGroupError):
         col.allreduce_multigpu([ranks.put(0, np.ones(2))], "nobody")
     with pytest.raises(UnknownGroupError):

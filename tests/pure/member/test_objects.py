@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from raycollect.errors import NotATensorError
-from raycollect.member import objects, verbs
-from tests.pure.member.verb_bodies import backend
+from raycollect.member import objects, operations
+from tests.pure.member.operation_bodies import backend
 
 __all__ = ["backend"]  # fixtures
 
@@ -57,7 +57,7 @@ def _strange(name, rank):
             call()
         errors.append(str(caught.value))
     x = np.ones(1)
-    verbs.allreduce(x, name)  # the group works on
+    operations.allreduce(x, name)  # the group works on
     assert x == 2
     return errors
 

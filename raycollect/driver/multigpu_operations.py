@@ -1,8 +1,8 @@
 """The driver's operations for participants with several GPUs each: a ref stands for a list with a tensor of each GPU.
 
-Groups, refs, batches and `async_op` work as in `driver.verbs`. The group's backend is ``"nccl"``. The tensors of a rank
-have one shape and dtype and are on different GPUs, and all ranks have equally many. Otherwise the call is refused on
-all ranks, and no tensor was touched. All operations raise what `allreduce_multigpu_refs` raises.
+Groups, refs, batches and `async_op` work as in `driver.operations`. The group's backend is ``"nccl"``. The tensors of a
+rank have one shape and dtype and are on different GPUs, and all ranks have equally many. Otherwise the call is refused
+on all ranks, and no tensor was touched. All operations raise what `allreduce_multigpu_refs` raises.
 
 A list is written when the kernels have ended, so a failure before that leaves it as it was. Memory for what is combined
 is taken on the group's GPU (`raycollect.engine.gpu_operands`).

@@ -26,7 +26,7 @@ from raycollect.driver.own_tensors import OwnSource
 from raycollect.driver.work import Work
 from raycollect.errors import UnknownGroupError, refusal, wrong_argument
 from raycollect.errors.text import a_type
-from raycollect.member import verbs as imperative
+from raycollect.member import operations as imperative
 from raycollect.member.init import get_group_handle
 from raycollect.member.work import MemberWork
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from raycollect.member import init
-from raycollect.member import verbs as col
+from raycollect.member import operations as col
 
 BACKENDS = ("shm", "tcp", "gloo")
 

@@ -16,9 +16,9 @@ from raycollect.errors import (
     UnsupportedError,
 )
 from raycollect.member import init
-from raycollect.member import verbs as col
+from raycollect.member import operations as col
 from tests.pure import unsuited
-from tests.pure.member.verb_bodies import backend, exchange, summed
+from tests.pure.member.operation_bodies import backend, exchange, summed
 from tests.pure.processes import outcome
 
 __all__ = ["backend"]  # fixtures
@@ -91,7 +91,7 @@ def _overlap(name, rank):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_verb(crew, backend, world):
+def test_every_operation(crew, backend, world):
     assert crew.group(world, backend).must(_everything) == [True] * world
 
 
