@@ -26,6 +26,8 @@ IMPERATIVE = "raycollect, in actors"
 IMPERATIVE_ARENA = "raycollect, in actors, arena"
 PLANNED = "raycollect, planned"
 REMEMBERED = "raycollect, remembered"
+VERSIONS = "raycollect, put and push"
+UNCHECKED = "the same, digests for nothing"
 
 HOOK = "raycollect, allreduce_hook"
 """With its hook for the gradients of DDP."""

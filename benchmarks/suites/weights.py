@@ -34,8 +34,6 @@ NEEDS_RAY = True
 
 COUNT, ROLLOUTS = 200, 3
 _OP = f"sync of {COUNT}"
-_VERSIONS = "raycollect, put and push"
-_UNCHECKED = "the same, digests for nothing"
 
 
 @ray.remote(num_cpus=0)
@@ -246,8 +244,8 @@ def measure(choice: Choice) -> Iterator[Record]:
     actors = [Weights.remote() for _ in range(1 + ROLLOUTS)]  # type: ignore[attr-defined]
     makers: list[Maker] = [
         entry(names.STORE, ByStore, actors),
-        entry(_VERSIONS, Versions, actors),
-        entry(_UNCHECKED, Unchecked, actors),
+        entry(names.VERSIONS, Versions, actors),
+        entry(names.UNCHECKED, Unchecked, actors),
         entry(names.ORDINARY, Broadcast, actors),
         entry(names.RAY, ByRay, actors),
     ]

@@ -124,7 +124,7 @@ def body_peak(communicator: Communicator, launch: Launch, kind: OpKind, nbytes: 
     whole = np.ones(nbytes // 2, np.int16)
     pieces = tuple(np.split(np.ones_like(whole), world))
     src, dst = {
-        OpKind.ALLREDUCE: (whole, whole),
+        **dict.fromkeys((OpKind.ALLREDUCE, OpKind.SCAN, OpKind.EXSCAN), (whole, whole)),
         OpKind.REDUCE: (whole, whole if rank == 0 else None),
         OpKind.REDUCESCATTER: (pieces, pieces[rank]),
         OpKind.BROADCAST: (whole, whole),

@@ -32,7 +32,7 @@ from raycollect.errors import (
     PlanAbortedError,
 )
 from tests.pure.communicators import MemoryExchange, MemoryRendezvous, MemoryStar, ThreadTeam
-from tests.pure.conformance import REDUCTIONS, Case, check_allreduce, check_cases, every_case, run_case, run_launch
+from tests.pure.conformance import FOLDING, Case, check_allreduce, check_cases, every_case, run_case, run_launch
 
 HEADER = struct.Struct("<QHHIII")
 ON = (("checksum", True),)
@@ -139,7 +139,7 @@ def form() -> Iterator[Callable[..., WiredTeam]]:
 
 def case_of(kind: OpKind, size: int, rng: random.Random) -> Case:
     """A case in which each bit of each byte counts."""
-    op = rng.choice((ReduceOp.SUM, ReduceOp.BXOR)) if kind in REDUCTIONS else None
+    op = rng.choice((ReduceOp.SUM, ReduceOp.BXOR)) if kind in FOLDING else None
     dtype, root = rng.choice(("int64", "uint16", "uint8")), rng.randrange(2)
     inplace = kind is not OpKind.SEND and rng.random() < 0.5
     return Case(kind=kind, dtype=dtype, size=size, op=op, root=root, peer=1 - root, inplace=inplace)

@@ -80,6 +80,7 @@ class Fleet:
         found = lease(controller, left, right)
         for membership in (left, right):
             controller.groups.add(membership)
+            controller.groups.coordinators.open(membership)
             for member in membership.members:
                 found[member.actor].group_ids.add(membership.spec.group_id)
         first = plan([asked(left, (0, 1, 2)).request()], [left.roster])

@@ -42,7 +42,7 @@ def test_an_argument_is_of_one_step() -> None:
     mine, others = Parameters(), Parameters()
     made = mine.declare("rate", MISSING)
     assert mine.own(made) is made
-    with pytest.raises(CaptureError, match="of another one"):
+    with pytest.raises(CaptureError, match="belongs to another captured step"):
         others.own(made)
 
 
