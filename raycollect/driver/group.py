@@ -238,7 +238,7 @@ class Group:
             ("state", f"{status.state}{status.detail and f': {status.detail}'}"),
             ("backend", f"{self.backend}, {self._why()}"),
             ("ordering", f"{self.ordering} order"),
-            ("epoch", f"{self.epoch}, how often its members changed" if self.epoch else ""),
+            ("epoch", f"{self.epoch}, how often it was rebuilt, or its members changed" if self.epoch else ""),
             ("under way", named(listed, MOST_NAMED) or "nothing"),
         ]
         title = f"group {self.name!r}: {counted(self.world_size, 'rank')}, {status.state}"

@@ -211,7 +211,7 @@ def test_a_step_of_those_that_stay_goes_on_with_their_ranks_of_now(actors):
     group.remove(0)
     group.add(learners[3])
     assert [float(np.ravel(one)[0]) for one in step.run()] == [2.0, 5.0]
-    assert step.explain().stages
+    assert step.plan().stages
     assert step.run(async_op=True).wait(30)[1] == 5.0
     step.close()
 

@@ -41,7 +41,7 @@ def test_retry_succeeds_after_a_late_rank_arrives(actors):
     ray.get([gate.open.remote(), blocked])
     assert again.wait() == refs
     assert_hold(refs, 3)
-    with pytest.raises(errors.RetryError, match="went well"):
+    with pytest.raises(errors.RetryError, match="ended without an error"):
         again.retry()
 
 

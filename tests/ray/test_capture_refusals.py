@@ -181,7 +181,7 @@ def test_placeholders_outside_of_their_block(trio):
             use()
     with pytest.raises(errors.CaptureError, match="only while it runs"), col.capture() as other:
         other.call(trio[0], "note", made[0])
-    with pytest.raises(errors.CaptureError, match="another one"), col.capture() as other:
+    with pytest.raises(errors.CaptureError, match="belongs to another captured step"), col.capture() as other:
         other.call(trio[0], "note", rate)
     with pytest.raises(errors.CaptureError, match="only while it runs"), col.batch():
         col.broadcast_refs(made)
