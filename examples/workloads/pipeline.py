@@ -22,6 +22,7 @@ import argparse
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -75,9 +76,9 @@ class Layers:
 
     def work(self, at: int, inputs: Array | None = None, out: Array | None = None) -> Array:
         """Does a micro-batch, and keeps a sum of the result in the last stage."""
-        if inputs is None:
-            inputs = self.batches[at] if self.is_first else self.inputs[at % SLOTS]
-        made = layers(self.weights, inputs, np.empty_like(inputs) if out is None else out)
+        own = self.batches[at] if self.is_first else self.inputs[at % SLOTS]
+        given = own if inputs is None else inputs
+        made = layers(self.weights, given, np.empty_like(given) if out is None else out)
         if self.is_last:
             self.sums[at] = float(np.sum(made, dtype=np.float64))
         return made
@@ -123,9 +124,7 @@ class Stage(col.CollectiveParticipant, Layers):
 
     def join(self, stages: int, stage: int) -> None:
         """Forms the group of ray.util.collective."""
-        import ray.util.collective as theirs
-
-        theirs.init_collective_group(stages, stage, "gloo", GROUP)
+        import_module("ray.util.collective").init_collective_group(stages, stage, "gloo", GROUP)
 
     def loop_of_ray(self, stage: int, batches: int) -> None:
         """The same by ray.util.collective, whose gloo sends into the sockets' buffers."""
@@ -258,7 +257,7 @@ def main(stages: int = 3, batches: int = 16, runs: int = 9, rows: Sequence[int] 
         rows: Of a micro-batch.
     """
     ensure_ray()
-    ours, plain = ([cls.remote() for _ in range(stages)] for cls in (Stage, PlainStage))
+    ours, plain = [Stage.remote() for _ in range(stages)], [PlainStage.remote() for _ in range(stages)]
     with ending([*ours, *plain]), declared(ours, GROUP):
         ray.get([stage.join.remote(stages, at) for at, stage in enumerate(ours)])
         found = [time_ways(ours, plain, rows=count, batches=batches, runs=runs) for count in rows]

@@ -106,12 +106,16 @@ def test_results_are_not_any_to_mypy(tmp_path):
     assert found.returncode == 0, found.stdout
 
 
+_OF_TORCH = ("raycollect.member.torch_", "raycollect.torch.TorchProcessGroup")
+"""Derived from classes of torch, which need not be there: to checkers these are Any."""
+
+
 def test_every_public_symbol_has_a_known_type(reports):
     symbols = reports["package"]["typeCompleteness"]["symbols"]
     assert "raycollect.allreduce_refs" in {one["name"] for one in symbols}
     unknown = [
         f"{one['name']}: {'; '.join(told['message'] for told in one['diagnostics'])}"
         for one in symbols
-        if one["isExported"] and not one["isTypeKnown"]
+        if one["isExported"] and not one["isTypeKnown"] and not one["name"].startswith(_OF_TORCH)
     ]
     assert not unknown, "\n".join(unknown)
