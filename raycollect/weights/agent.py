@@ -169,8 +169,8 @@ class Receiver:
         """
         began_s = time.monotonic()
         store = Runtime.current().store
-        if self._parts.among != tuple(version.digests):
-            among = tuple(version.digests)
+        among = tuple(version.digests)
+        if self._parts.among != among:
             self._parts = _Parts(among, atoms.places(self._side.layouts, self._side.rank, among, whole=False))
         self._back.withdraw(store)
         wanted = {atom: version.digests[atom] for atom in self._parts.found}

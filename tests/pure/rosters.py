@@ -10,10 +10,10 @@ from raycollect.planner import ALGORITHMS, Inner, Part, Request, Roster, Topolog
 from raycollect.planner.algorithms import build
 from raycollect.planner.lower import lower
 from raycollect.planner.setting import Setting
+from tests.pure.meaning import REDUCTIONS
 
 ALL_OPS = tuple(kind.value for kind in OpKind)
 ROOTED = (OpKind.REDUCE, OpKind.BROADCAST, OpKind.GATHER, OpKind.SCATTER)
-REDUCTIONS = (OpKind.ALLREDUCE, OpKind.REDUCE, OpKind.REDUCESCATTER, OpKind.SCAN, OpKind.EXSCAN)
 
 MADE = [(name, kind) for name, row in ALGORITHMS.items() if row.write for kind in sorted(row.kinds, key=str)]
 """(algorithm, operation) for all that are not the backend's own."""
