@@ -73,7 +73,7 @@ def test_stored_outputs_are_small_and_machine_independent(name):
 
 
 def test_there_are_notebooks():
-    assert set(refresh.NAMES) == {"debugging", "tour", "training"}
+    assert set(refresh.NAMES) == {"debugging", "tour", "training", "weights"}
 
 
 def notebook_of(*cells):
