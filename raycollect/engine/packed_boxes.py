@@ -21,7 +21,7 @@ from raycollect.core.boxes import Take as TakenBoxes
 from raycollect.core.model import Kernel, OpKind, ReduceOp
 from raycollect.planner.boxes import Point
 from raycollect.planner.layout import Axes, unfolded
-from raycollect.planner.reshard.halves import Give, Half, Take, aligned
+from raycollect.planner.reshard.halves import Give, Half, LocalBoxes, Take, aligned
 
 Find = Callable[[int, bool], Array]
 """(place of a name, whether of the targets) -> the local tensor."""
@@ -65,7 +65,7 @@ class PackedBoxes:
             peer: [
                 GivenBox(outgoing.next(peer, box.shape, dtypes[name]), box)
                 for give in gives[peer]
-                for name, box in _boxes(give, find, is_dst=give.passed_on).items()
+                for name, box in _boxes(give.boxes, find, is_dst=give.passed_on).items()
             ]
             for peer in firsts.values()
         }
@@ -98,13 +98,13 @@ class PackedBoxes:
             self._copy(box, parts[0])
 
 
-def _boxes(one: Give | Take, find: Find, *, is_dst: bool) -> dict[int, Array]:
+def _boxes(one: LocalBoxes, find: Find, *, is_dst: bool) -> dict[int, Array]:
     """The boxes of a transfer in the local tensors, by name."""
     return {name: box_of(find(name, is_dst), one.at, one.size) for name in range(one.first, one.first + one.names)}
 
 
 def _taken(take: Take, find: Find, dtypes: Sequence[np.dtype[Any]]) -> TakenBoxes:
-    boxes = _boxes(take, find, is_dst=True)
+    boxes = _boxes(take.boxes, find, is_dst=True)
     return TakenBoxes(tuple(boxes.values()), tuple(dtypes[name] for name in boxes), take.peers)
 
 

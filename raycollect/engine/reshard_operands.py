@@ -45,7 +45,7 @@ class ReshardBuffers(TaskBuffers):
     @property
     def _table_nbytes(self) -> int:
         half = self._half
-        boxes = [(give.names, len(give.size)) for one in half.rounds for give in one.gives]
+        boxes = [(give.boxes.names, len(give.boxes.size)) for one in half.rounds for give in one.gives]
         counts = sum(names for names, _ in boxes), sum(names * dims for names, dims in boxes)
         return table_nbytes(len(half.rounds), len(self.share.ranks), *counts)
 
@@ -88,9 +88,9 @@ class ReshardBuffers(TaskBuffers):
         """What this rank holds and needs itself: (to, from)."""
         local = self._local
         return tuple(
-            (box_of(local(name, True), one.dst_at, one.size), box_of(local(name, False), one.src_at, one.size))
-            for one in self._half.copies
-            for name in range(one.first, one.first + one.names)
+            (box_of(local(name, True), dst.at, dst.size), box_of(local(name, False), src.at, src.size))
+            for src, dst in self._half.copies
+            for name in range(src.first, src.first + src.names)
         )
 
     def rounds(self, ranks: Sequence[int], block: FusionBuffer) -> tuple[list[PackedBoxes], BoxExchange]:

@@ -16,7 +16,7 @@ def moved_by(reshard: Reshard, halves: Mapping[int, Half], hosts: Sequence[int])
     links: dict[tuple[int, int], int] = {}
     ranks = []
     for rank, half in halves.items():
-        sent, received, own = 0, 0, sum(map(half.nbytes, half.copies))
+        sent, received, own = 0, 0, sum(half.nbytes(one.src) for one in half.copies)
         for number in range(len(half.rounds)):
             there, here = half.messages(number)
             own += there.pop(rank, 0)

@@ -1,6 +1,6 @@
 """What one rank does in a reshard: its half. It names tensors by their places in `Reshard.names`.
 
-A transfer moves one box of `names` tensors, from the name at `first` on, which lie alike. Who gives and who takes have
+A transfer moves one box of some tensors in a row, which lie alike. Who gives and who takes have
 their transfers of a round in one order, so a message needs no heads.
 """
 
@@ -22,35 +22,35 @@ ALIGNED_NBYTES = 16
 """Messages begin at multiples of it in the staging, so that all elements in them are aligned."""
 
 
-class Give(NamedTuple):
-    """Boxes that go to a rank."""
+class LocalBoxes(NamedTuple):
+    """Boxes of some names in the local tensors of a rank: one object for all transfers of a box at one place."""
 
-    peer: int  # the rank in the group; it may be this one
-    passed_on: bool  # whether they are read from what this rank has received, not from what it gives
     first: int
     names: int  # how many
     at: Point  # where the box begins in each local tensor
     size: Point  # its extent
 
 
+class Give(NamedTuple):
+    """Boxes that go to a rank."""
+
+    peer: int  # the rank in the group; it may be this one
+    passed_on: bool  # whether they are read from what this rank has received, not from what it gives
+    boxes: LocalBoxes
+
+
 class Take(NamedTuple):
     """Boxes that come from a rank, or as addends from several, in the order in which they are added up."""
 
     peers: tuple[int, ...]
-    first: int
-    names: int  # how many
-    at: Point
-    size: Point
+    boxes: LocalBoxes
 
 
 class Copy(NamedTuple):
     """Boxes that a rank holds and needs itself."""
 
-    first: int
-    names: int  # how many
-    src_at: Point
-    dst_at: Point
-    size: Point
+    src: LocalBoxes
+    dst: LocalBoxes
 
 
 class Round(NamedTuple):
@@ -74,19 +74,19 @@ class Half:
     copies: tuple[Copy, ...]
     rounds: tuple[Round, ...]
 
-    def nbytes(self, one: Give | Take | Copy) -> int:
-        """The bytes of a transfer; of a sum, those of one addend."""
-        return prod(one.size) * one.names * self.itemsizes[one.first]
+    def nbytes(self, boxes: LocalBoxes) -> int:
+        """The bytes of a transfer of these boxes; of a sum, those of one addend."""
+        return prod(boxes.size) * boxes.names * self.itemsizes[boxes.first]
 
     def messages(self, number: int) -> tuple[dict[int, int], dict[int, int]]:
         """The bytes of the messages of a round: (to each rank, from each rank)."""
         there: dict[int, int] = {}
         here: dict[int, int] = {}
         for give in self.rounds[number].gives:
-            there[give.peer] = there.get(give.peer, 0) + self.nbytes(give)
+            there[give.peer] = there.get(give.peer, 0) + self.nbytes(give.boxes)
         for take in self.rounds[number].takes:
             for peer in take.peers:
-                here[peer] = here.get(peer, 0) + self.nbytes(take)
+                here[peer] = here.get(peer, 0) + self.nbytes(take.boxes)
         return there, here
 
     @property
@@ -134,9 +134,13 @@ def decode_half(data: bytes) -> Half:
             dst_of=lists[1],
             itemsizes=lists[2],
             dtypes=lists[3],
-            copies=tuple(Copy(*one) for one in copies),
+            copies=tuple(Copy(LocalBoxes(*here), LocalBoxes(*there)) for here, there in copies),
             rounds=tuple(
-                Round(most, tuple(Give(*one) for one in gives), tuple(Take(*one) for one in takes))
+                Round(
+                    most,
+                    tuple(Give(peer, passed_on, LocalBoxes(*boxes)) for peer, passed_on, boxes in gives),
+                    tuple(Take(peers, LocalBoxes(*boxes)) for peers, boxes in takes),
+                )
                 for most, gives, takes in rounds
             ),
         )

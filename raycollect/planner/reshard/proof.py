@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from raycollect.planner.boxes import Box, BoxIndex, Point, common, extent, is_inside, moved, volume, words
 from raycollect.planner.layout import ITEMSIZES, Region
-from raycollect.planner.reshard.halves import Copy, Half, Take
+from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes
 from raycollect.planner.reshard.request import Form, Reshard
 from raycollect.planner.reshard.rounds import ROUND_NBYTES
+
+_Pair = tuple[int, int]
+"""(giver, taker)."""
 
 
 class _WrongError(Exception):
@@ -46,13 +50,13 @@ class _Proof:
         self._halves = halves
         self._src = {rank: at for at, rank in enumerate(reshard.src_ranks)}
         self._dst = {rank: at for at, rank in enumerate(reshard.dst_ranks)}
-        # What is known of a local box on all ranks that hold the same regions, which have a number
+        # What is known of local boxes: on ranks that hold the same regions of one form, and of all forms
         self._known: dict[tuple[object, ...], _Message] = {}
-        self._kinds: dict[object, int] = {}
-        self._kind_of: dict[tuple[int, int, bool], int] = {}
+        self._tables: dict[tuple[object, ...], dict[int, _Message]] = {}  # by the id of a box, which its half keeps
+        self._table_of: dict[tuple[int, bool], dict[int, _Message]] = {}
+        self._boxes: dict[Box, Box] = {}
         self._covered: set[tuple[object, ...]] = set()
         self._forms = [form for form in reshard.forms for _ in range(form.count)]
-        self._form_at = [at for at, form in enumerate(reshard.forms) for _ in range(form.count)]
         # (rank, form) -> what has arrived
         self._arrived: dict[tuple[int, Form], list[Box]] = defaultdict(list)
 
@@ -91,82 +95,75 @@ class _Proof:
         return form
 
     def _copy(self, rank: int, copy: Copy) -> None:
-        gives = self._message(rank, copy.first, copy.names, copy.src_at, copy.size, is_dst=False)
-        takes = self._message(rank, copy.first, copy.names, copy.dst_at, copy.size, is_dst=True)
+        gives, takes = self._message(rank, copy.src, is_dst=False), self._message(rank, copy.dst, is_dst=True)
         if gives.named != takes.named or gives.part or gives.form.src.parts > 1:
             raise _WrongError(f"copies {_words(gives.named)} to {_words(takes.named)} on rank {rank}")
         self._arrived[rank, takes.form].append(takes.named)
 
     def _round(self, number: int) -> None:
-        sent: dict[tuple[int, int], list[_Message]] = defaultdict(list)
-        nbytes: dict[tuple[int, int], int] = defaultdict(int)
+        sent = defaultdict[_Pair, list[Box]](list)
+        nbytes = defaultdict[_Pair, int](int)
+        addends: dict[tuple[_Pair, int], int] = {}  # (pair, which of its messages) -> which addend it is
         for rank, half in self._halves.items():
-            for peer, passed_on, first, names, at, size in half.rounds[number].gives:
-                message = self._message(rank, first, names, at, size, is_dst=passed_on)
+            for peer, passed_on, boxes in half.rounds[number].gives:
+                message = self._message(rank, boxes, is_dst=passed_on)
+                pair = rank, peer
                 if passed_on:
                     self._check_passed_on(rank, message)
-                pair = rank, peer
-                sent[pair].append(message)
+                if message.part:
+                    addends[pair, len(sent[pair])] = message.part
+                sent[pair].append(message.named)
                 nbytes[pair] += message.nbytes
-        read: dict[tuple[int, int], int] = defaultdict(int)
-        new: list[tuple[int, _Message]] = []
+        taken = defaultdict[_Pair, list[Box]](list)
         for rank, half in self._halves.items():
-            for take in half.rounds[number].takes:
-                message = self._message(rank, take.first, take.names, take.at, take.size, is_dst=True)
-                self._check_taken(rank, take, message, sent, read)
-                new.append((rank, message))
-        for pair, messages in sent.items():
-            if read[pair] != len(messages):
-                raise _WrongError(f"sends from rank {pair[0]} to {pair[1]} what is not taken")
-        for rank, message in new:  # only now: a round passes on what has arrived before it
-            self._arrived[rank, message.form].append(message.named)
+            for peers, boxes in half.rounds[number].takes:
+                message = self._message(rank, boxes, is_dst=True)
+                self._arrived[rank, message.form].append(message.named)
+                parts = []
+                for peer in peers:
+                    pair = peer, rank
+                    parts.append(addends.get((pair, len(taken[pair])), 0))
+                    taken[pair].append(message.named)
+                if parts != [-1] and len(parts) + message.form.src.parts > 2:
+                    self._check_sum(rank, message, parts)
+        for pair in {*sent, *taken}:
+            if sent[pair] != taken[pair]:
+                raise _WrongError(_unlike(pair, sent[pair], taken[pair]))
         self._check_sizes(number, nbytes)
+
+    def _check_sum(self, rank: int, message: _Message, parts: list[int]) -> None:
+        count = message.form.src.parts
+        if parts != list(range(count)):
+            raise _WrongError(f"adds up addends {parts} of {count} on rank {rank}")
 
     def _check_passed_on(self, rank: int, message: _Message) -> None:
         shared = [common(message.named, other) for other in self._arrived[rank, message.form]]
         if sum(volume(one) for one in shared if one is not None) != volume(message.named):
             raise _WrongError(f"passes on {_words(message.named)} from rank {rank}, which has not received it")
 
-    def _check_taken(
-        self,
-        rank: int,
-        take: Take,
-        message: _Message,
-        sent: Mapping[tuple[int, int], Sequence[_Message]],
-        read: dict[tuple[int, int], int],
-    ) -> None:
-        parts = []
-        for peer in take.peers:
-            pair = peer, rank
-            messages, at = sent.get(pair, ()), read[pair]
-            read[pair] = at + 1
-            if at >= len(messages) or messages[at].named != message.named:
-                raise _WrongError(
-                    f"takes {_words(message.named)} from rank {peer} on rank {rank}, which sends it something else"
-                )
-            parts.append(messages[at].part)
-        if parts != [-1] and parts != list(range(message.form.src.parts)):
-            raise _WrongError(f"adds up addends {parts} of {message.form.src.parts} on rank {rank}")
-
-    def _message(self, rank: int, first: int, names: int, at: Point, size: Point, *, is_dst: bool) -> _Message:
-        """What a local box of some names is, by the regions that the rank has."""
-        place = self._form_at[first] if 0 <= first < len(self._form_at) else -1
-        kind = self._kind_of.get((rank, place, is_dst))
-        if kind is None:
-            kind = self._kind_of[rank, place, is_dst] = self._kind(rank, first, is_dst=is_dst)
-        found = self._known.get((kind, first, names, at, size))
+    def _message(self, rank: int, boxes: LocalBoxes, *, is_dst: bool) -> _Message:
+        """What local boxes are, by the regions that the rank has."""
+        table = self._table_of.get((rank, is_dst))
+        if table is None:
+            held = tuple(self._rows(rank, form, is_dst=is_dst) for form in self._reshard.forms)
+            table = self._table_of[rank, is_dst] = self._tables.setdefault((is_dst, held), {})
+        found = table.get(id(boxes))
         if found is None:
-            form = self._form(first, names)
-            box, part = self._global(rank, form, at, size, is_dst=is_dst)
-            named = (first, *box[0]), (first + names, *box[1])
-            found = _Message(form, named, part, volume(named) * form.itemsize)
-            self._known[kind, first, names, at, size] = found
+            found = table[id(boxes)] = self._new_message(rank, boxes, is_dst=is_dst)
         return found
 
-    def _kind(self, rank: int, first: int, *, is_dst: bool) -> int:
-        form = self._form(first, 1)
-        rows = [(one.bounds, one.at, one.part) for one in self._regions(rank, form, is_dst=is_dst)]
-        return self._kinds.setdefault((form, is_dst, tuple(rows)), len(self._kinds))
+    def _new_message(self, rank: int, boxes: LocalBoxes, *, is_dst: bool) -> _Message:
+        form = self._form(boxes.first, boxes.names)
+        key = form, boxes, is_dst, self._rows(rank, form, is_dst=is_dst)
+        if key not in self._known:
+            box, part = self._global(rank, form, boxes.at, boxes.size, is_dst=is_dst)
+            named = (boxes.first, *box[0]), (boxes.first + boxes.names, *box[1])
+            named = self._boxes.setdefault(named, named)  # one object at both ends, which is quick to compare
+            self._known[key] = _Message(form, named, part, volume(named) * form.itemsize)
+        return self._known[key]
+
+    def _rows(self, rank: int, form: Form, *, is_dst: bool) -> tuple[tuple[Box, Point, int], ...]:
+        return tuple((one.bounds, one.at, one.part) for one in self._regions(rank, form, is_dst=is_dst))
 
     def _regions(self, rank: int, form: Form, *, is_dst: bool) -> Sequence[Region]:
         regions, side = (form.dst, self._dst) if is_dst else (form.src, self._src)
@@ -192,7 +189,7 @@ class _Proof:
             raise _WrongError(f"does not write {words(region.bounds)} of {name!r} once on rank {rank}")
         self._covered.add(key)
 
-    def _check_sizes(self, number: int, pairs: Mapping[tuple[int, int], int]) -> None:
+    def _check_sizes(self, number: int, pairs: Mapping[_Pair, int]) -> None:
         said = {half.rounds[number].most for half in self._halves.values()}
         if said != {max(pairs.values(), default=0)}:
             raise _WrongError(f"says that its largest message has {said} bytes, not {max(pairs.values(), default=0)}")
@@ -202,7 +199,8 @@ class _Proof:
             received[taker] = received.get(taker, 0) + nbytes
         for rank, half in self._halves.items():
             takes = half.rounds[number].takes
-            is_single = len(takes) == 1 and max(takes[0].size, default=1) == 1  # a sum of one element may need more
+            # A sum of one element may need more
+            is_single = len(takes) == 1 and max(takes[0].boxes.size, default=1) == 1
             if max(sent.get(rank, 0), 0 if is_single else received.get(rank, 0)) > ROUND_NBYTES:
                 raise _WrongError(f"moves more than {ROUND_NBYTES} bytes of rank {rank} in a round")
 
@@ -213,3 +211,11 @@ def _local_box(at: Point, size: Point) -> Box:
 
 def _words(named: Box) -> str:
     return words((named[0][1:], named[1][1:]))
+
+
+def _unlike(pair: _Pair, sent: Sequence[Box], taken: Sequence[Box]) -> str:
+    giver, taker = pair
+    for one, other in zip_longest(taken, sent):
+        if one is not None and one != other:
+            return f"takes {_words(one)} from rank {giver} on rank {taker}, which sends it something else"
+    return f"sends from rank {giver} to {taker} what is not taken"

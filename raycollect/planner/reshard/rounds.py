@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import add, sub
+from typing import NamedTuple
 
-from raycollect.planner.boxes import Box, Point, extent, halved, volume
-from raycollect.planner.reshard.halves import Copy, Give, Half, Round, Take
-from raycollect.planner.reshard.request import Form, LocalTensor, Named, Reshard, local_tensors
+from raycollect.planner.boxes import Box, extent, halved, volume
+from raycollect.planner.reshard.halves import Copy, Give, Half, LocalBoxes, Round, Take
+from raycollect.planner.reshard.request import LocalTensor, Named, Reshard, local_tensors
 from raycollect.planner.reshard.routes import Routes, Transfer
 
 ROUND_NBYTES = 16 << 20
@@ -25,8 +27,10 @@ def halves_of(reshard: Reshard, found: Routes) -> dict[int, Half]:
         packer.pack(stage)
     copies: dict[int, list[Copy]] = {}
     for one in found.copies:
-        size, src_at = extent(one.box), one.givers[0][1]
-        copies.setdefault(one.taker, []).append(Copy(one.form.first, one.form.count, src_at, one.at, size))
+        size, form = extent(one.box), one.form
+        copy = Copy(*(LocalBoxes(form.first, form.count, at, size) for at in (*one.src_at, one.dst_at)))
+        for _, rank in one.ends:
+            copies.setdefault(rank, []).append(copy)
     rounds = packer.written()
     itemsizes = tuple(chain.from_iterable([form.itemsize] * form.count for form in reshard.forms))
     src = _Side(reshard, reshard.src, reshard.src_ranks)
@@ -66,105 +70,80 @@ class _Side:
         return self._known[id(tensors)]
 
 
+class _Part(NamedTuple):
+    """A part of a transfer that fits into a round."""
+
+    src: tuple[LocalBoxes, ...]  # at the givers: of each addend of a sum
+    dst: LocalBoxes
+    passed_on: bool
+    itemsize: int
+    nbytes: int  # that each giver sends
+
+
 class _Packer:
-    """Puts each transfer into the earliest round of its stage that has room for it at both of its ends."""
+    """Puts each transfer into the earliest round of its stage that has room for it at all of its ends."""
 
     def __init__(self, reshard: Reshard) -> None:
         self._ranks = reshard.ranks
-        self._rounds: list[list[_Part]] = []
-        self._cuts: dict[tuple[int, Box, int], _Cut] = {}
+        self._rounds: list[list[tuple[_Part, tuple[int, ...], int]]] = []  # (a part, its givers, its taker)
 
     def pack(self, stage: Sequence[Transfer]) -> None:
-        begin = len(self._rounds)
-        sends: dict[int, tuple[int, int]] = {}  # rank -> the round that it fills, and the bytes in it
-        takes: dict[int, tuple[int, int]] = {}
-        empty = begin, 0
-        for whole in stage:
-            for one, first, count, nbytes in self._cut(whole):
-                ends = [(sends, rank, nbytes) for rank, _ in one.givers]
-                ends.append((takes, one.taker, nbytes * len(one.givers)))
-                at, known = begin, []
-                for rounds, rank, _ in ends:
-                    there = rounds.get(rank, empty)
-                    known.append(there)
-                    if there[0] > at:
-                        at = there[0]
-                for (last, filled), (_, _, more) in zip(known, ends, strict=True):
-                    if last == at and filled + more > ROUND_NBYTES:
-                        at += 1  # which none of them has begun
-                        break
-                for (last, filled), (rounds, rank, more) in zip(known, ends, strict=True):
-                    rounds[rank] = at, filled + more if last == at else more
-                while len(self._rounds) <= at:
-                    self._rounds.append([])
-                self._rounds[at].append((one, first, count, nbytes))
-
-    def _cut(self, whole: Transfer) -> Iterator[_Part]:
-        form, box, givers = whole.form, whole.box, whole.givers
-        key = form.first, box, len(givers)
-        known = self._cuts.get(key)
-        if known is None:
-            known = self._cuts[key] = _cut(form, box, len(givers))
-        if len(known) == 1:
-            ((_, first, count, nbytes),) = known
-            return iter([(whole, first, count, nbytes)])
-        return (
-            (whole if part == box else _part(whole, part), first, count, nbytes) for part, first, count, nbytes in known
-        )
+        # Rank -> the place of its next byte, where each round has ROUND_NBYTES
+        begin = len(self._rounds) * ROUND_NBYTES
+        sends = defaultdict[int, int](lambda: begin)
+        takes = defaultdict[int, int](lambda: begin)
+        for transfer in stage:
+            parts = [(part, part.nbytes, part.nbytes * len(part.src)) for part in _cut(transfer)]
+            for givers, taker in transfer.ends:
+                several = max(map(givers.count, givers)) if len(givers) > 1 else 1  # addends of one giver
+                for part, nbytes, incoming in parts:
+                    sent, taken = max([sends[rank] for rank in givers]), takes[taker]
+                    at = max(sent, taken) // ROUND_NBYTES
+                    floor, end = at * ROUND_NBYTES, (at + 1) * ROUND_NBYTES
+                    if max(sent, floor) + nbytes * several > end or max(taken, floor) + incoming > end:
+                        at, floor = at + 1, end  # which none of them has begun
+                    for rank in givers:
+                        sends[rank] = max(sends[rank], floor) + nbytes
+                    takes[taker] = max(taken, floor) + incoming
+                    while len(self._rounds) <= at:
+                        self._rounds.append([])
+                    self._rounds[at].append((part, givers, taker))
 
     def written(self) -> dict[int, tuple[Round, ...]]:
         found: dict[int, list[Round]] = {rank: [] for rank in self._ranks}
-        sizes: dict[Box, Point] = {}
         for some in self._rounds:
-            gives: dict[int, list[Give]] = {}
-            takes: dict[int, list[Take]] = {}
-            pairs: dict[tuple[int, int], int] = {}
+            gives = defaultdict[int, list[Give]](list)
+            takes = defaultdict[int, list[Take]](list)
+            pairs = defaultdict[tuple[int, int], int](int)
             # The widest elements first, so that all are aligned
-            for one, first, count, nbytes in sorted(some, key=lambda entry: -entry[0].form.itemsize):
-                _, box, givers, taker, taken_at, passed_on = one
-                size = sizes.get(box) or sizes.setdefault(box, extent(box))
-                for rank, at in givers:
-                    gives.setdefault(rank, []).append(Give(taker, passed_on, first, count, at, size))
-                    pair = rank, taker
-                    pairs[pair] = pairs.get(pair, 0) + nbytes
-                peers = tuple([rank for rank, _ in givers])
-                takes.setdefault(taker, []).append(Take(peers, first, count, taken_at, size))
+            for (src, dst, passed_on, _, nbytes), givers, taker in sorted(some, key=lambda one: -one[0].itemsize):
+                for rank, boxes in zip(givers, src, strict=True):
+                    gives[rank].append(Give(taker, passed_on, boxes))
+                    pairs[rank, taker] += nbytes
+                takes[taker].append(Take(givers, dst))
             most = max(pairs.values())
             for rank, rounds in found.items():
                 rounds.append(Round(most, tuple(gives.get(rank, ())), tuple(takes.get(rank, ()))))
         return {rank: tuple(rounds) for rank, rounds in found.items()}
 
 
-_Cut = tuple[tuple[Box, int, int, int], ...]
-"""(box, first name, count, bytes) of the parts of a transfer."""
-
-_Part = tuple[Transfer, int, int, int]
-"""A part of a transfer, the first of its names, how many they are, and its bytes."""
-
-
-def _cut(form: Form, box: Box, givers: int) -> _Cut:
+def _cut(transfer: Transfer) -> Iterator[_Part]:
     """Cuts a transfer by names, and a box that is too large by its dimensions."""
-    limit = max(min(PIECE_NBYTES, ROUND_NBYTES // givers), form.itemsize)
+    form, box, src_at, dst_at, passed_on, _ = transfer
+    limit = max(min(PIECE_NBYTES, ROUND_NBYTES // len(src_at)), form.itemsize)
     together = max(limit // (volume(box) * form.itemsize), 1)
-    boxes = _pieces(box, limit // form.itemsize)
-    spans = [(begin, min(together, form.count - begin)) for begin in range(0, form.count, together)]
-    return tuple(
-        (part, form.first + begin, count, volume(part) * count * form.itemsize)
-        for begin, count in spans
-        for part in boxes
-    )
+    pieces = _pieces(box, limit // form.itemsize)
+    for begin in range(0, form.count, together):
+        names = min(together, form.count - begin)
+        for piece in pieces:
+            size, by = extent(piece), tuple(map(sub, piece[0], box[0]))
+            *src, dst = (
+                LocalBoxes(form.first + begin, names, tuple(map(add, at, by)), size) for at in (*src_at, dst_at)
+            )
+            nbytes = volume(piece) * names * form.itemsize
+            yield _Part(tuple(src), dst, passed_on, form.itemsize, nbytes)
 
 
 def _pieces(box: Box, most: int) -> list[Box]:
     count = -(-volume(box) // most)
     return [box] if count < 2 else [small for part in halved(box, count) for small in _pieces(part, most)]
-
-
-def _part(whole: Transfer, box: Box) -> Transfer:
-    by = tuple(map(sub, box[0], whole.box[0]))
-
-    def there(at: Point) -> Point:
-        return tuple(map(add, at, by))
-
-    givers = tuple((rank, there(at)) for rank, at in whole.givers)
-    return whole._replace(box=box, givers=givers, at=there(whole.at))

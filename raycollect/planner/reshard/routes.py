@@ -22,14 +22,14 @@ from raycollect.planner.reshard.request import Form, Reshard
 
 
 class Transfer(NamedTuple):
-    """One box of all tensors of a form on its way to one reader; ranks are those of the group."""
+    """One box of all tensors of a form, which lies alike at all givers and alike at all takers."""
 
     form: Form
     box: Box
-    givers: tuple[tuple[int, Point], ...]  # (rank, where the box begins there); several: the addends of a sum, in order
-    taker: int
-    at: Point  # where the box begins there
-    passed_on: bool = False  # whether the giver reads what it has received itself
+    src_at: tuple[Point, ...]  # where the box begins at a giver; several: at the givers of each addend of a sum
+    dst_at: Point  # where it begins at a taker
+    passed_on: bool  # whether the givers read what they have received themselves
+    ends: list[tuple[tuple[int, ...], int]]  # (the givers, the taker); ranks are those of the group
 
 
 class Routes(NamedTuple):
@@ -48,11 +48,44 @@ def routes(reshard: Reshard, hosts: Sequence[int]) -> Routes:
     return Routes(tuple(router.copies), tuple(tuple(stage) for stage in router.stages if stage))
 
 
-def _local(region: Region, box: Box) -> Point:
-    return tuple(map(add, region.at, map(sub, box[0], region.bounds[0])))
-
-
 _Places = dict[int, Point]  # rank -> where the box begins there
+
+
+class _Moving(NamedTuple):
+    """A box under way, and its transfers so far."""
+
+    form: Form
+    box: Box
+    nbytes: int
+    transfers: dict[tuple[object, ...], Transfer]
+
+    @classmethod
+    def of(cls, form: Form, box: Box) -> _Moving:
+        return cls(form, box, volume(box) * form.itemsize * form.count, {})
+
+    def place(self, region: Region) -> Point:
+        return tuple(map(add, region.at, map(sub, self.box[0], region.bounds[0])))
+
+    def places(self, regions: Mapping[int, Region]) -> _Places:
+        return {rank: self.place(region) for rank, region in regions.items()}
+
+    def go(
+        self,
+        by: list[Transfer],
+        givers: tuple[int, ...],
+        src_at: tuple[Point, ...],
+        taker: int,
+        dst_at: Point,
+        *,
+        passed_on: bool = False,
+    ) -> None:
+        """Adds a giver and a taker to one of the transfers in `by`, or to a new one."""
+        key = id(by), src_at, dst_at, passed_on
+        transfer = self.transfers.get(key)
+        if transfer is None:
+            transfer = self.transfers[key] = Transfer(self.form, self.box, src_at, dst_at, passed_on, [])
+            by.append(transfer)
+        transfer.ends.append((givers, taker))
 
 
 class _Router:
@@ -71,31 +104,31 @@ class _Router:
             addends = [{src[one.rank]: one for one in some} for some in piece.holders]
             self._add_sum(form, piece.box, addends, readers)
             return
-        holders = {src[one.rank]: _local(one, piece.box) for one in piece.holders[0]}
-        self._spread(form, piece.box, holders, _places(readers, piece.box), 0, passed_on=False)
+        box = _Moving.of(form, piece.box)
+        holders = box.places({src[one.rank]: one for one in piece.holders[0]})
+        self._spread(box, holders, box.places(readers), 0, passed_on=False)
 
-    def _spread(self, form: Form, box: Box, holders: _Places, readers: _Places, stage: int, *, passed_on: bool) -> None:
-        nbytes = volume(box) * form.itemsize * form.count
+    def _spread(self, box: _Moving, holders: _Places, readers: _Places, stage: int, *, passed_on: bool) -> None:
         waiting: dict[int, list[int]] = {}
         for rank, at in readers.items():
             if rank not in holders:
                 waiting.setdefault(self._hosts[rank], []).append(rank)
             elif not passed_on:
-                self.copies.append(Transfer(form, box, ((rank, holders[rank]),), rank, at))
+                box.go(self.copies, (rank,), (holders[rank],), rank, at)
         if not waiting:
             return
         everywhere, on_host = self._offers(holders)
         for host, ranks in waiting.items():
             offers = on_host.get(host)
             if offers is not None:
-                self._serve(form, box, holders, offers, ranks, readers, nbytes, stage, passed_on=passed_on)
+                self._serve(box, holders, offers, ranks, readers, stage, passed_on=passed_on)
                 continue
             lander = min(ranks, key=lambda rank: (self._received[rank], rank))
-            self._serve(form, box, holders, everywhere, [lander], readers, nbytes, stage, passed_on=passed_on)
-            rest = [rank for rank in ranks if rank != lander]
-            offers = [(self._sent[lander], lander)]
-            there = {lander: readers[lander]}
-            self._serve(form, box, there, offers, rest, readers, nbytes, stage + 1, passed_on=True)
+            self._serve(box, holders, everywhere, [lander], readers, stage, passed_on=passed_on)
+            if len(ranks) > 1:
+                rest = [rank for rank in ranks if rank != lander]
+                offers = [(self._sent[lander], lander)]
+                self._serve(box, {lander: readers[lander]}, offers, rest, readers, stage + 1, passed_on=True)
 
     def _offers(self, holders: _Places) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int]]]]:
         everywhere = [(self._sent[rank], rank) for rank in holders]
@@ -108,13 +141,11 @@ class _Router:
 
     def _serve(
         self,
-        form: Form,
-        box: Box,
+        box: _Moving,
         holders: _Places,
         offers: list[tuple[int, int]],
         ranks: Sequence[int],
         readers: _Places,
-        nbytes: int,
         stage: int,
         *,
         passed_on: bool,
@@ -124,32 +155,26 @@ class _Router:
             while sent < self._sent[giver]:  # it has been chosen elsewhere meanwhile
                 heapq.heapreplace(offers, (self._sent[giver], giver))
                 sent, giver = offers[0]
-            taken = ((giver, holders[giver]),)
-            self.stages[stage].append(Transfer(form, box, taken, rank, readers[rank], passed_on))
-            self._sent[giver] += nbytes
-            self._received[rank] += nbytes
+            box.go(self.stages[stage], (giver,), (holders[giver],), rank, readers[rank], passed_on=passed_on)
+            self._sent[giver] += box.nbytes
+            self._received[rank] += box.nbytes
 
     def _add_sum(
         self, form: Form, box: Box, addends: Sequence[Mapping[int, Region]], readers: Mapping[int, Region]
     ) -> None:
         own = {rank for some in addends for rank in some}
         landers = sorted(readers, key=lambda rank: (rank not in own, self._received[rank], rank))
-        for lander, part in zip(landers, halved(box, len(landers)), strict=False):
-            nbytes = volume(part) * form.itemsize * form.count
-            givers = []
-            for some in addends:
-                giver = min(some, key=lambda rank: self._distance(rank, lander))
-                givers.append((giver, _local(some[giver], part)))
+        for lander, share in zip(landers, halved(box, len(landers)), strict=False):
+            part = _Moving.of(form, share)
+            givers = [min(some, key=lambda rank: self._distance(rank, lander)) for some in addends]
+            for giver in givers:
                 if giver != lander:
-                    self._sent[giver] += nbytes
-                    self._received[lander] += nbytes
-            at = _local(readers[lander], part)
-            self.stages[0].append(Transfer(form, part, tuple(givers), lander, at))
-            self._spread(form, part, {lander: at}, _places(readers, part), 1, passed_on=True)
+                    self._sent[giver] += part.nbytes
+                    self._received[lander] += part.nbytes
+            src_at = tuple(part.place(some[giver]) for some, giver in zip(addends, givers, strict=True))
+            at = part.place(readers[lander])
+            part.go(self.stages[0], tuple(givers), src_at, lander, at)
+            self._spread(part, {lander: at}, part.places(readers), 1, passed_on=True)
 
     def _distance(self, giver: int, taker: int) -> tuple[bool, bool, int, int]:
         return giver != taker, self._hosts[giver] != self._hosts[taker], self._sent[giver], giver
-
-
-def _places(regions: Mapping[int, Region], box: Box) -> _Places:
-    return {rank: _local(region, box) for rank, region in regions.items()}

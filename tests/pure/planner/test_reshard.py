@@ -18,7 +18,7 @@ from raycollect.planner.explain import explain
 from raycollect.planner.layout import Layout, Region, layout
 from raycollect.planner.reshard import lowering, rounds
 from raycollect.planner.reshard.bounds import moved_by
-from raycollect.planner.reshard.halves import Half, decode_half, encode_halves
+from raycollect.planner.reshard.halves import Copy, Half, LocalBoxes, decode_half, encode_halves
 from raycollect.planner.reshard.held import made_of
 from raycollect.planner.reshard.proof import problem_of
 from raycollect.planner.reshard.rounds import halves_of
@@ -62,11 +62,11 @@ def mutants(found: Mapping[int, Half]) -> Iterator[tuple[str, dict[int, Half]]]:
     for rank, half in found.items():
         for at, copy in enumerate(half.copies):
             rest = half.copies[:at] + half.copies[at + 1 :]
-            shifted = [copy._replace(src_at=_on(copy.src_at)), copy._replace(dst_at=_on(copy.dst_at))]
-            shifted.append(copy._replace(src_at=_on(copy.src_at), dst_at=_on(copy.dst_at)))
+            src, dst = copy
+            shifted = [Copy(_on(src), dst), Copy(src, _on(dst)), Copy(_on(src), _on(dst))]
             yield "copy dropped", {**found, rank: replace(half, copies=rest)}
             yield "copy doubled", {**found, rank: replace(half, copies=(*half.copies, copy))}
-            for one in shifted if copy.size else ():
+            for one in shifted if src.size else ():
                 yield "copy shifted", {**found, rank: replace(half, copies=(*rest, one))}
         for number, here in enumerate(half.rounds):
             for at in range(len(here.takes)):
@@ -82,7 +82,7 @@ def _wrong_transfers(
     for peer, n in zip(take.peers, nth, strict=True):
         gives = found[peer].rounds[number].gives
         ends[peer] = [place for place, one in enumerate(gives) if one.peer == rank][n]
-    for change in ("dropped", "doubled", *(["shifted"] if take.size else [])):
+    for change in ("dropped", "doubled", *(["shifted"] if take.boxes.size else [])):
         taken = _changed(found, rank, number, "takes", at, change)
         given = dict(found)
         for peer, place in ends.items():
@@ -99,14 +99,15 @@ def _changed(found: Mapping[int, Half], rank: int, number: int, side: str, at: i
     half = found[rank]
     entries = list(getattr(half.rounds[number], side))
     one = entries[at]
-    entries[at : at + 1] = {"dropped": [], "doubled": [one, one], "shifted": [one._replace(at=_on(one.at))]}[change]
+    shifted = one._replace(boxes=_on(one.boxes)) if one.boxes.size else one
+    entries[at : at + 1] = {"dropped": [], "doubled": [one, one], "shifted": [shifted]}[change]
     whole = list(half.rounds)
     whole[number] = whole[number]._replace(**{side: tuple(entries)})
     return {**found, rank: replace(half, rounds=tuple(whole))}
 
 
-def _on(at: tuple[int, ...]) -> tuple[int, ...]:
-    return (at[0] + 1, *at[1:])
+def _on(boxes: LocalBoxes) -> LocalBoxes:
+    return boxes._replace(at=(boxes.at[0] + 1, *boxes.at[1:]))
 
 
 @given(scenes(3), st.integers(1, 2))
