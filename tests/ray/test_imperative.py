@@ -222,9 +222,15 @@ def test_several_gpus_per_process_need_a_gpu(actors):
 # ---------------------------------------------------------------------------------------------- declared groups
 
 
-@pytest.mark.parametrize("cls", [Worker, Plain], ids=["mixin", "plain"])
-@pytest.mark.parametrize("backend", ["shm", "tcp", "gloo"])
-def test_members_of_a_declared_group_call_it_themselves(actors, cls, backend):
+@pytest.mark.parametrize(
+    ("backend", "cls"),
+    [
+        pytest.param(backend, cls, id=f"{backend}-{kind}", marks=[pytest.mark.full] * (backend not in shown))
+        for kind, cls, shown in (("mixin", Worker, ("shm", "gloo")), ("plain", Plain, ("tcp",)))
+        for backend in ("shm", "tcp", "gloo")
+    ],
+)
+def test_members_of_a_declared_group_call_it_themselves(actors, backend, cls):
     workers = actors(cls, 2)
     group = col.declare_collective_group(workers, backend=backend, group_name="declared")
 
