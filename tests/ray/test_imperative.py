@@ -313,7 +313,7 @@ def test_threads_of_an_actor_that_call_a_declared_group_at_once_are_refused(acto
             time.sleep(0.001)  # polls for what the others do
 
     at_once = [workers[0].call.remote(body) for _ in range(2)]
-    told([workers[0].call.remote(contested)])
+    assert told([workers[0].call.remote(contested)]) == [None]
     twice = workers[1].call.remote(lambda self: [body(self), body(self)])
     assert told([*at_once, twice]) == [True, True, [True, True]]
     group.destroy()
