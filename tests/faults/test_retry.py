@@ -131,7 +131,7 @@ def test_retry_after_a_rebuild(actors):
 def test_a_derived_group_is_derived_again(actors):
     workers = actors(Worker, 2)
     refs = filled(workers, (1, 2))
-    ray.get(workers[1].call.remote(inject.put, "after_door", "raise"))
+    ray.get(workers[1].call.remote(inject.put, "after_check", "raise"))
     work = col.allreduce_refs(refs, inplace=False, async_op=True)
     with pytest.raises(errors.KernelError):
         work.wait()

@@ -200,7 +200,7 @@ def case(backend, way, what, *, is_more):
 def _is_more(backend, way, name):
     """Each situation is shown as a plan and as calls, in groups of either kind, on one backend after the other.
 
-    gloo has the door of tcp.
+    gloo has the check of tcp.
     """
     at = list(SITUATIONS).index(name)
     return way == WAYS[1 + at % 2] or backend != ("shm", "tcp", "torch:gloo")[(at + WAYS.index(way)) % 3]

@@ -310,7 +310,7 @@ def test_a_call_for_which_the_dead_did_their_part_ends_well(
 
 
 @pytest.mark.parametrize("kind", [Plain, Seeing])
-def test_passed_door_counts_despite_a_simultaneous_death(table: Callable[..., Table], kind: type[Plain]) -> None:
+def test_passed_check_counts_despite_a_simultaneous_death(table: Callable[..., Table], kind: type[Plain]) -> None:
     """The hub's answer and the end of a process come at once; the caller looks at both afterwards."""
     here = table(kind)
     here.form()
